@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test pytest lint docs audit matrix bench clean
+.PHONY: demo test pytest lint docs audit matrix mutants bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -33,6 +33,10 @@ audit: $(STAMP)
 # for each row, removed after it. ROWS=newest,oldest for these only, ROWS=released for PyPI's today.
 matrix: $(STAMP)
 	$(BIN)/python -m tilewright.tools.matrix.support_matrix --rows "$(ROWS)"
+
+# Mutation testing: plants N random faults, one at a time, and runs the tests that should catch them.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --seed $(or $(SEED),0) --count $(or $(N),10)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

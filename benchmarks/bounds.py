@@ -1,4 +1,4 @@
-"""The best rates of one GPU: memory rates that the other benchmarks are held against."""
+"""Upper bounds of one GPU: the memory rates that the other benchmarks are compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK = 16384
 
 
 def copy_bytes_per_s() -> float:
-    """Bytes read and written per second by an elementwise kernel over 2 GiB."""
+    """Measures the bytes per second that an elementwise kernel over 2 GiB reads and writes."""
     source = torch.randn(COPY_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     graph = capture([lambda: torch.mul(source, 2.0, out=target)])
@@ -22,7 +22,7 @@ def copy_bytes_per_s() -> float:
 
 @triton.jit
 def read_all(pointer, out_ptr, num_elements, BLOCK: tl.constexpr):
-    """Reads everything and keeps nothing: the least time that a kernel over it can take."""
+    """Reads a tensor and stores nothing: a lower bound on the time of any kernel over it."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.sum(tl.load(pointer + offsets, mask=offsets < num_elements, other=0.0))
     if total == float("inf"):
@@ -30,7 +30,7 @@ def read_all(pointer, out_ptr, num_elements, BLOCK: tl.constexpr):
 
 
 def reader(tensors: list[torch.Tensor]) -> list[Call]:
-    """One call for each tensor, which reads it once."""
+    """Returns one call for each tensor, which reads that tensor once."""
     out = torch.zeros(1, device="cuda")
 
     def read(tensor: torch.Tensor) -> None:

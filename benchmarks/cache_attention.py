@@ -1,23 +1,24 @@
-"""Attention over a cache: microseconds and share of the memory's rate, beside its peers.
+"""Benchmark of attention over a cache: microseconds and share of the memory rate, beside its peers.
 
     python benchmarks/cache_attention.py [--out DIR] [--cases decode-16x2048 ...]
 
-Llama-3-8B's widths (32 heads of 128, 8 of keys and values), and the latents of DeepSeek-V2-Lite
-(16 heads) and V3 (128) with `mla_decode`, bf16. CUDA graphs, variants in turn, cold L2: the calls
-of a graph read caches of their own, which together exceed it.
+The cases have Llama-3-8B's widths (32 query heads of 128 columns, 8 key and value heads), and, with
+`mla_decode`, the latents of DeepSeek-V2-Lite (16 heads) and DeepSeek-V3 (128 heads), in bf16. The
+variants are captured as CUDA graphs and timed in turn with a cold L2 cache: each call of a graph
+reads its own cache, and these caches together exceed the L2 cache.
 
-    position          static cache, keys seen by the queries' positions
+    position          static cache; each query sees the keys up to its position
     mask              static cache, a bool mask [B, 1, S, K] and its list of blocks
-    padded            the same of sequences padded on the left, up to half of them
+    padded            `mask` with sequences padded on the left, by up to half their length
     paged             pages of 64 keys, block table, positions
-    sdpa              PyTorch's attention of the tokens present alone (enable_gqa)
-    sdpa_mask         the same of the whole cache with the mask
-    flex              flex_attention of the whole cache, compiled, by the same positions
-    stock             torch.compile of repeat_kv and SDPA of the whole cache with the mask
+    sdpa              PyTorch's attention over the tokens present only (enable_gqa)
+    sdpa_mask         PyTorch's attention over the whole cache with the mask
+    flex              flex_attention over the whole cache, compiled, by the same positions
+    stock             torch.compile of repeat_kv and SDPA over the whole cache with the mask
 
-share: of the rate of a copy in the same run (`bounds.py`), reading keys and values (latents) of the
-tokens present once. Of prefill: TFLOP/s of what is seen. Each case is a process
-(`side_by_side.py`).
+For decode, `share` is the rate at which the keys and values (or latents) of the tokens present are
+read once, as a share of the copy rate of the same run (`bounds.py`). For prefill, it is the TFLOP/s
+of the visible pairs. Each case is a process (`side_by_side.py`).
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ Variants = dict[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """batch sequences of `present` tokens in a cache with room for `capacity`; the last `queries`
-    of them ask. latent_heads: of an MLA layer, whose cache has latents."""
+    """`batch` sequences of `present` tokens in a cache with room for `capacity` tokens each.
+
+    The last `queries` tokens of each sequence are the queries. latent_heads: the number of heads of
+    an MLA layer, whose cache holds latents; 0 for other attention.
+    """
 
     batch: int
     present: int
@@ -100,7 +104,10 @@ def positions(case: Case) -> torch.Tensor:
 
 
 def visible(case: Case, *, padded: bool = False) -> torch.Tensor:
-    """A bool mask [B, 1, queries, capacity]; padded: of sequence b a share of b / 2B is hidden."""
+    """Returns a bool mask [B, 1, queries, capacity].
+
+    padded: the first b / 2B of the tokens of sequence b are hidden.
+    """
     keys = torch.arange(case.capacity, device="cuda")
     mask = (keys <= positions(case)[:, None]).expand(case.batch, 1, -1, -1)
     if not padded:
@@ -110,7 +117,7 @@ def visible(case: Case, *, padded: bool = False) -> torch.Tensor:
 
 
 def paged(cache: torch.Tensor) -> torch.Tensor:
-    """[B, capacity, ..] as pages that lie in no order."""
+    """Returns a cache [B, capacity, ..] as pages [B * capacity / PAGE, PAGE, ..]."""
     return cache.unflatten(1, (-1, PAGE)).flatten(0, 1)
 
 
@@ -120,7 +127,7 @@ def block_table(case: Case) -> torch.Tensor:
 
 
 def attention_variants(case: Case) -> list[Variants]:
-    """Calls by variant, on each set of caches."""
+    """Returns the calls by variant, for each set of caches."""
     mask, padded = visible(case), visible(case, padded=True)
     blocks, padded_blocks = (MASK_BLOCKS.torch_op(m) for m in (mask, padded))
     where = positions(case)
@@ -170,7 +177,8 @@ def attention_variants(case: Case) -> list[Variants]:
 
 
 def repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Calls SDPA with a mask, as Hugging Face's layers do."""
+    """Computes attention as Hugging Face's layers do: repeated keys and values, SDPA with a
+    mask."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, mask)
 
@@ -203,7 +211,7 @@ def up_projected(
     q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, weight: torch.Tensor,
     mask: torch.Tensor, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Decodes as Hugging Face's MLA layers do."""
+    """Computes a decode step of MLA as Hugging Face's layers do."""
     heads = q.shape[1]
     kv = (latent @ weight.T).unflatten(-1, (heads, NOPE + V_DIM)).transpose(1, 2)
     k = torch.cat((kv[..., :NOPE], rope.unsqueeze(1).expand(-1, heads, -1, -1)), -1)
@@ -211,7 +219,7 @@ def up_projected(
 
 
 def run_case(name: str) -> None:
-    """A process of its own; prints the row."""
+    """Measures one case in its own process, and prints its row."""
     torch.manual_seed(0)
     case = CASES[name]
     sets = latent_variants(case) if case.latent_heads else attention_variants(case)
@@ -240,8 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--case", help="one case, driven by another process")
-    parser.add_argument("--hold", type=Path, help="times nothing before this file exists")
+    parser.add_argument("--case", help="one case; set by the parent process")
+    parser.add_argument("--hold", type=Path, help="start timing once this file exists")
     given = parser.parse_args()
     if given.case:
         with torch.no_grad():

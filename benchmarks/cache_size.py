@@ -1,9 +1,11 @@
-"""A decode step's time must not depend on how large the cache is: 64 tokens, Llama-3-8B dims.
+"""Time of a decode step, which must not depend on the size of the cache: 64 tokens, Llama-3-8B
+dims.
 
     python benchmarks/cache_size.py [--out DIR]
 
-Projection, rotation and `cache.view(-1, H, D)[slots] = k`: eager, stock torch.compile, tilewright,
-with K and V caches of 16 MiB to 2 GiB each, in microseconds per step.
+The step is projection, rotation and `cache.view(-1, H, D)[slots] = k`. It runs in eager mode, under
+stock torch.compile and under tilewright, with K and V caches of 16 MiB to 2 GiB each. Times are in
+microseconds per step.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def step(x, q_weight, k_weight, v_weight, cos, sin, slots, k_cache, v_cache):
-    """The attention layer up to the cache write, as serving code spells it."""
+    """Computes an attention layer up to the cache write, as serving code does."""
     q = linear(x, q_weight).view(-1, HEADS, HEAD_DIM)
     k = linear(x, k_weight).view(-1, KV_HEADS, HEAD_DIM)
     v = linear(x, v_weight).view(-1, KV_HEADS, HEAD_DIM)

@@ -1,10 +1,10 @@
-"""Time that tilewright adds to Dynamo's own, from 8 to 80 layers of Llama-3-70B on the meta device.
+"""Time that tilewright adds to Dynamo's, for 8 to 80 layers of Llama-3-70B on the meta device.
 
     python benchmarks/compile_time.py [--layers 8 16 32 80] [--model qwen3-30b-a3b --out DIR]
 
-Dynamo's time is from the call to the backend being called; ours is all of `fuse`: copy, view,
-match, rewrite, lint and the plans of the report. Needs no GPU. Results go to
-benchmarks/results/compile_time.json; of another model of the zoo, say where.
+Dynamo's time runs from the call of the model to the call of the backend. Tilewright's time is all
+of `fuse`: copy, view, match, rewrite, lint and the plans of the report. No GPU is needed. Results
+go to benchmarks/results/compile_time.json; for another model of the zoo, give a folder with --out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL = "llama3-70b"
 
 
 def measure(layers: int, model: str = MODEL) -> dict[str, float]:
-    """Seconds of Dynamo, of our phases, and the sites fused, for one depth."""
+    """Measures one depth: seconds of Dynamo and of each phase of `fuse`, and the sites fused."""
     torch._dynamo.reset()
     loaded = build_zoo_model(model, layers=layers)
     row: dict[str, float] = {"layers": layers}
@@ -50,11 +50,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32, 80])
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
-    parser.add_argument("--model", default=MODEL, help="of the zoo")
+    parser.add_argument("--model", default=MODEL, help="a model of the zoo")
     given = parser.parse_args()
     if given.model != MODEL and given.out is None:
-        parser.error("--model: the results of another model need --out")
-    measure(2, given.model)  # imports and first-use costs are not what is measured
+        parser.error("--model: another model than the default needs --out")
+    measure(2, given.model)  # keeps imports and first-use costs out of the times
     rows = []
     for layers in given.layers:
         rows.append(measure(layers, given.model))

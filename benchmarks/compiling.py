@@ -12,21 +12,21 @@ from tilewright.ops.runtime.launch import compiled_kernel
 
 
 def compile_quietly(spec: KernelSpec) -> str:
-    """In a process of its own: fills Triton's cache; a failure is a sentence."""
+    """Compiles a kernel into Triton's cache; returns the text of the error, or ""."""
     try:
         compiled_kernel(spec, 0)
-    except Exception as error:  # what Triton refuses is a result here, whatever its type
+    except Exception as error:  # any error of Triton is a result here
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
 
 
 def processes() -> ProcessPoolExecutor:
-    """A pool of new processes, one for each core."""
+    """Returns a pool of new processes, one for each core."""
     return ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
 
 
 def failures_of(specs: Collection[KernelSpec]) -> dict[str, str]:
-    """Compiles kernels in parallel; prints how many do not compile, and why by kernel name."""
+    """Compiles kernels in parallel, prints the failures, and returns them by kernel name."""
     with processes() as pool:
         outcomes = list(pool.map(compile_quietly, specs, chunksize=2))
     failed = {spec.name: why for spec, why in zip(specs, outcomes, strict=True) if why}

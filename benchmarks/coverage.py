@@ -1,17 +1,20 @@
-"""Fusions in every causal language model of the installed transformers, unmodified.
+"""Sweep of every causal language model of the installed transformers: what is fused of each.
 
     python benchmarks/coverage.py [--models llama mixtral] [--part 1/4] [--jobs 2] [--limit 240]
     python benchmarks/coverage.py --coded      quantised formats x models; or --models llama+awq
 
-Small models with random weights in bfloat16 (`coverage_models.py`), two sequences, one padded. Each
-is called as `generate()` calls it: the inputs are those of its own `prepare_inputs_for_generation`,
-with a `StaticCache` where the class works with one (prefill and decode are compiled), else with the
-cache it makes itself (decode alone). Every graph runs three times on copies of its inputs: eager,
-compiled by tilewright, and in float64, which judges the other two. Each model is a process with a
-time limit. Needs no GPU: fused ops compute by their references. Results go to
-benchmarks/results/coverage.json, row by row: runs for different models, or parts of all of them,
-may go side by side, and rows of models that are not asked for stay. docs/coverage.md is made of
-the whole file.
+The models are unmodified classes with small extents and random weights in bfloat16
+(`coverage_models.py`); a batch has two sequences, one of them padded. Each model is called as
+`generate()` calls it, with the inputs of its own `prepare_inputs_for_generation`. The cache is a
+`StaticCache` if the class works with one (prefill and decode are compiled); otherwise it is the
+cache that the class makes itself (only decode is compiled). Every graph runs three times on copies
+of its inputs: in eager mode, compiled by tilewright, and in float64 as the reference for the other
+two. Each model runs in a process with a time limit. No GPU is needed: fused ops run their
+references.
+
+Results go to benchmarks/results/coverage.json, row by row. Runs for different models, or for
+different parts of all models, may run at the same time; rows of other models stay.
+docs/coverage.md is generated from the whole file.
 """
 
 from __future__ import annotations
@@ -53,11 +56,11 @@ MEMORY = 10 << 30
 
 
 class Judge:
-    """A Dynamo backend that compiles by tilewright, and runs each graph in three ways.
+    """Dynamo backend that compiles with tilewright, and runs each graph in three ways.
 
-    What a graph's first call finds is kept: `errors`, a line for each graph that is worse than the
-    eager one, `unjudged` those that cannot run in float64, and seconds of Dynamo and of tilewright,
-    the processor's: another process on the machine does not count. `points`: the census.
+    It keeps the results of each graph's first call. `errors` has a line for each graph that is less
+    accurate than eager mode, and `unjudged` one for each graph that cannot run in float64. The
+    seconds of Dynamo and of tilewright are processor time of this process. `points` is the census.
     """
 
     def __init__(self) -> None:
@@ -97,7 +100,8 @@ class Judge:
 
 
 def step_inputs(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, new: int) -> Any:
-    """The keyword arguments with which `generate()` calls the model for the last `new` of `ids`."""
+    """Returns the keyword arguments with which `generate()` calls the model for the last `new`
+    ids."""
     given: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters:
@@ -112,7 +116,7 @@ def step_inputs(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, n
 
 
 def static_cache(model: Any) -> tuple[Any, str]:
-    """A static cache that has seen a prompt, or None and the reason why there is none."""
+    """Returns (a static cache filled with a prompt, ""), or (None, the reason) if that fails."""
     try:
         cache = StaticCache(config=model.config, max_cache_len=CACHE_LENGTH)
         if not any(hasattr(layer, "keys") for layer in cache.layers):
@@ -128,7 +132,7 @@ def static_cache(model: Any) -> tuple[Any, str]:
 
 
 def written(cache: Any) -> list[Any]:
-    """The layers of a cache that hold keys."""
+    """Returns the layers of a cache that hold keys."""
     return [
         layer
         for layer in cache.layers
@@ -137,7 +141,7 @@ def written(cache: Any) -> list[Any]:
 
 
 def tokens(model: Any, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """A prompt and one token more [2, PROMPT + 1], and which of them are no padding."""
+    """Returns the ids of a prompt and one more token [2, PROMPT + 1], and their attention mask."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 128, (2, PROMPT + 1), generator=generator)
     mask = torch.ones_like(ids)
@@ -160,7 +164,7 @@ def is_mixture(name: str, module: torch.nn.Module) -> bool:
 
 
 def compiled_step(model: Any, made: dict[str, Any]) -> dict[str, Any]:
-    """One call under the backend: what was fused and missed, errors, times."""
+    """Calls a model once under the backend; returns what was fused and missed, errors and times."""
     torch._dynamo.reset()
     judge = Judge()
     row: dict[str, Any] = {}
@@ -191,7 +195,7 @@ def compiled_step(model: Any, made: dict[str, Any]) -> dict[str, Any]:
 
 
 def census(judge: Judge) -> dict[str, Any]:
-    """Counts the points of the census by account, and lists those without one."""
+    """Counts the points of the census by their account, and lists those that have none."""
     counted = Census(tuple(judge.points))
     breaks = [m for r in judge.found for m in r.misses if m.pattern == CAPTURE]
     counted = counted.spoken_for_by(breaks[0]) if breaks else counted
@@ -201,7 +205,7 @@ def census(judge: Judge) -> dict[str, Any]:
 
 
 def tally(misses: Iterator[Any]) -> dict[str, int]:
-    """Counts the misses of each pattern and code."""
+    """Counts the misses by pattern and code."""
     counts: Counter[str] = Counter()
     for miss in misses:
         counts[f"{miss.pattern} {miss.code}"] += miss.count
@@ -209,7 +213,7 @@ def tally(misses: Iterator[Any]) -> dict[str, int]:
 
 
 def swept(name: str, seed: int) -> dict[str, Any]:
-    """The row of one model."""
+    """Returns the row of one model with one seed."""
     row: dict[str, Any] = {"model": name}
     try:
         model = small_model(name, seed=seed)
@@ -248,7 +252,7 @@ def swept(name: str, seed: int) -> dict[str, Any]:
 
 
 def swept_coded(name: str, seed: int) -> dict[str, Any]:
-    """The row of a model with quantised weights, "llama+awq"."""
+    """Returns the row of a model with quantised weights, such as "llama+awq"."""
     row: dict[str, Any] = {"model": name}
     for phase in ("decode", "prefill"):
         model, made = coded_case(name, phase, seed)
@@ -266,8 +270,12 @@ def rewind(cache: Any, position: int) -> None:
 
 
 def run_model(name: str) -> dict[str, Any]:
-    """The row of a model. A wrong number has to be wrong with every seed: with experts that nearly
-    tie, another order of a sum chooses others, in eager as in ours."""
+    """Returns the row of a model, with as many seeds as are needed to judge its numbers.
+
+    Numbers count as wrong only if they are wrong with every seed. When the scores of two experts
+    are nearly equal, a sum in another order can choose the other expert, in eager mode as well as
+    in the fused graph.
+    """
     begun = time.process_time()
     one = swept_coded if "+" in name else swept
     with torch.no_grad():
@@ -280,14 +288,14 @@ def run_model(name: str) -> dict[str, Any]:
 
 
 def warm_up() -> None:
-    """Imports and first-use costs, of Dynamo's and of ours, are not what is measured."""
+    """Compiles one model, so that imports and first-use costs do not count as any model's time."""
     with torch.no_grad():
         swept("llama", 0)
         swept("mixtral", 0)
 
 
 def start(name: str, limit: int, folder: Path) -> int:
-    """A process that writes the row of a model; it shares what is imported. Returns its id."""
+    """Forks a process that writes the row of a model, and returns its id."""
     if pid := os.fork():
         return pid
     os.nice(3)
@@ -302,7 +310,7 @@ def start(name: str, limit: int, folder: Path) -> int:
 
 
 def finished(names: Sequence[str], jobs: int, limit: int) -> Iterator[dict[str, Any]]:
-    """The rows of models as they are done, `jobs` processes at a time."""
+    """Yields the rows of models as they are done, with `jobs` processes at a time."""
     waiting, running = list(reversed(names)), {}
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
@@ -317,20 +325,24 @@ def finished(names: Sequence[str], jobs: int, limit: int) -> Iterator[dict[str, 
 
 
 def part_of(names: Sequence[str], part: str) -> list[str]:
-    """The names of part "i/n", i from 1 on: every n-th one, as neighbours take as long."""
+    """Returns the names of part "i/n" (i counts from 1): every n-th name, starting with the i-th.
+
+    Neighbours take about as long as each other, so the parts take about the same time.
+    """
     which, count = map(int, part.split("/"))
     return list(names)[which - 1 :: count]
 
 
 def keep(file: Path, row: dict[str, Any]) -> None:
-    """Puts a row into the file of results, which other runs may do at the same time."""
+    """Puts a row into the file of results, under a lock, as other runs may do so at the same
+    time."""
     facts = environment() | {"transformers": transformers.__version__}
     facts["command"] = "python benchmarks/coverage.py"
     folder = os.open(file.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         known = json.loads(file.read_text("utf-8")) if file.exists() else {}
-        # Rows that do not say when they were made were made with the file.
+        # A row without a date and versions has those of the file.
         kept = {
             section: [{n: known[n] for n in MADE} | old for old in known.get(section, [])]
             for section in SECTIONS
@@ -348,12 +360,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     parser.add_argument(
-        "--coded", action="store_true", help="quantised formats x models instead; or llama+awq"
+        "--coded", action="store_true", help="sweep quantised formats x models instead"
     )
-    parser.add_argument("--part", default="1/1", help="i/n: of the models, every n-th from i on")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th model, from the i-th on")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--limit", type=int, default=120, help="CPU seconds for a model")
-    parser.add_argument("--out", type=Path, help="another folder for results; no page is made")
+    parser.add_argument("--limit", type=int, default=120, help="CPU seconds of a model at most")
+    parser.add_argument("--out", type=Path, help="folder for the results; docs/coverage.md stays")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -369,7 +381,7 @@ def main() -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people who watch."""
+    """Describes a row in the output of a run."""
     if "decode" not in row:
         return f"{row['model']:>24}  {row.get('skipped') or row.get('failed')}"
     text = f"{row['model']:>24}  "

@@ -10,13 +10,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.models.coded import FORMATS, MODELS, build_coded
 
-#: Those with experts, which alone have formats of their own.
+#: Models with experts. Only they have formats of stacked experts.
 MIXTURES = ("deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss")
 OF_EXPERTS = ("mxfp4",)
 
 
 def combinations() -> list[str]:
-    """ "llama+awq" for each model and format that it can have."""
+    """Returns a name such as "llama+awq" for each model and each format that it can have."""
     return [
         f"{model}+{form}"
         for model in MODELS
@@ -26,7 +26,10 @@ def combinations() -> list[str]:
 
 
 def coded_case(name: str, phase: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    """(model, keyword arguments of its step) of "llama+awq": two layers of the format."""
+    """Returns the model named, such as "llama+awq", and the keyword arguments of its step.
+
+    The model has two layers with weights of the format.
+    """
     model, form = name.split("+")
     case = build_coded(model, [form, form], phase, seed)
     return case.model, {"input_ids": case.args[0], **case.kwargs}

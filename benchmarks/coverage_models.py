@@ -1,5 +1,8 @@
-"""Every causal language model of transformers as a small one: a config of its own default with few
-layers, one for each kind of layer that the default has, and small extents."""
+"""Small versions of every causal language model of transformers.
+
+Each has its class's default config with small extents and few layers: one for each kind of layer
+that the default has.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 HIDDEN, HEADS, HEAD_DIM, VOCAB = 64, 4, 16, 128
 MAX_LAYERS = 4
 
-#: Extents by the names that configs give them. A field that a config lacks, or has as None, stays.
+#: Small extents by the name of their field. Fields that a config lacks or has as None are skipped.
 EXTENTS: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "emb_dim"), HIDDEN),
     **dict.fromkeys(("word_embed_proj_dim", "input_embedding_size", "embedding_dim"), HIDDEN),
@@ -77,7 +80,7 @@ EXTENTS: dict[str, int] = {
     "original_max_position_embeddings": 32,
 }
 
-#: How many of something there are where the default has several.
+#: Small numbers by the name of their field, used where the default has more than one.
 FEW: dict[str, int] = {
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
@@ -95,11 +98,11 @@ _GEMMA4: dict[str, Any] = {
     "per_layer_config": {"01": {"head_dim": 32}},
 }
 
-# Its layers differ in these, so that the default has no value of its own.
+# These fields differ between the layers of dots3, so the default config has no single value.
 _DOTS3 = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": 40}
 _DOTS3 |= {"qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 40}
 
-#: What the rules above do not make of a default; "skip" says why a model is not swept.
+#: Fields of models for which the rules above do not suffice; "skip" says why a model is left out.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"skip": "bytes through four models, with no causal language model's inputs"},
@@ -156,18 +159,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     | {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
 
-#: Those that mix float32 into bfloat16 in ways that eager PyTorch refuses.
+#: Models that mix float32 and bfloat16 in ways that fail in eager PyTorch.
 FLOAT32 = ("inkling2_text", "reformer", "xlnet")
 
 BERT_LIKE = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False}
 
 
 class NotSwept(Exception):
-    """A class of the mapping that is no decoder by itself; the message says why."""
+    """Raised for a class of the mapping that is no decoder by itself; the message says why."""
 
 
 def small_config(name: str) -> PreTrainedConfig:
-    """The small config of a model type. Raises NotSwept."""
+    """Returns the small config of a model type. Raises NotSwept."""
     given = EXCEPTIONS.get(name, {})
     if "skip" in given:
         raise NotSwept(given["skip"])
@@ -182,7 +185,7 @@ def small_config(name: str) -> PreTrainedConfig:
 
 
 def small_fields(default: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a small config that differ from the default's."""
+    """Returns the fields of a small config that differ from those of the default."""
     names = {field.name for field in dataclasses.fields(default)} - {"per_layer_config"}
     fields: dict[str, Any] = {}
     for name in names:
@@ -207,7 +210,7 @@ def small_fields(default: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    """A field of a config, or None where it lacks it or layers differ in it."""
+    """Returns a field of a config; None if the field is missing or differs between layers."""
     try:
         return getattr(config, name, None)
     except Exception:
@@ -215,7 +218,10 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
 
 
 def _layers(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
-    """One layer of each kind, two at least, and every list that has an entry for each layer."""
+    """Returns the fields that depend on the layers: one layer of each kind, at least two layers.
+
+    They include every list that has an entry for each layer.
+    """
     count = getattr(default, "num_hidden_layers", None)
     if count is None:
         return {name: 2 for name in LAYERS if name in names}
@@ -237,7 +243,7 @@ def _layers(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
 
 
 def small_model(name: str, seed: int = 0) -> Any:
-    """A model of that type in bfloat16 with random weights, norms and biases among them.
+    """Returns a small model of a type in bfloat16; weights, norms and biases are random.
 
     Raises NotSwept.
     """
@@ -250,6 +256,6 @@ def small_model(name: str, seed: int = 0) -> Any:
         if parameter.dim() == 1 or "norm" in parameter_name:
             parameter.add_(0.1 * torch.randn(parameter.shape).to(parameter.dtype))
         elif parameter.is_floating_point():
-            # Weights of the default's standard deviation make the mixtures' scores nearly equal.
+            # With the default's standard deviation, the scores of the experts are nearly equal.
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
     return model

@@ -1,9 +1,9 @@
-"""docs/coverage.md, from all that is kept of `coverage.py`'s runs.
+"""Generates docs/coverage.md from the kept results of `coverage.py`.
 
     python benchmarks/coverage_table.py
 
-The page is made of benchmarks/results/coverage.json and of nothing else, so that a run for a few
-models shows theirs beside the others. A test compares both.
+The page is generated from benchmarks/results/coverage.json only, so after a run for a few models it
+still shows all the others. A test compares the page with the file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DOC = Path(__file__).parents[1] / "docs" / "coverage.md"
 KEPT = Path(__file__).parent / "results" / "coverage.json"
 Row = Mapping[str, Any]
 NONE = "-"
-#: What a row says of its own run.
+#: Fields of a row that describe its own run.
 MADE = ("date", "torch", "transformers")
-#: Lists of rows in the file of results: classes as they are, and models with quantised weights.
+#: Lists of rows in the file of results: unmodified classes, and models with quantised weights.
 SECTIONS = ("rows", "coded")
 
-#: Column -> the patterns whose matches and misses it shows.
+#: Columns, each with the patterns whose matches and misses it shows.
 FAMILIES = {
     "K and V": ("qkv_cache", "mla_latent_store", "cache_store", "cache_absent"),
     "attention": ("cache_attention", "mla_prefill", "mla_decode"),
@@ -38,7 +38,7 @@ SHORT |= {"mla_prefill": "mla ", "mla_decode": "mla "}
 
 
 def cell(row: Row, family: str) -> str:
-    """One family of one model: of decode, and of prefill where that differs."""
+    """Returns the cell of one family of one model: decode, and prefill where it differs."""
     parts = [_phase(row[phase], family) for phase in ("decode", "prefill") if phase in row]
     return " / ".join(dict.fromkeys(parts))
 
@@ -65,7 +65,7 @@ def numbers(row: Row) -> str:
 
 
 def unaccounted(row: Row) -> str:
-    """Counts the points of the census that nothing accounts for, in both phases."""
+    """Returns how many points of the census, over both phases, nothing accounts for."""
     counted = [step["unaccounted"] for step in steps_of(row) if "unaccounted" in step]
     return str(sum(map(len, counted))) if counted else NONE
 
@@ -75,7 +75,7 @@ def steps_of(row: Row) -> list[Row]:
 
 
 def attention_layers(row: Row) -> int:
-    """Counts the layers whose cache writes are fused, in the phase with the fewest."""
+    """Counts the layers whose cache write is fused, in the phase with the fewest."""
     fewest = [
         sum(step["fused"].get(p, 0) for p in ("qkv_cache", "mla_latent_store"))
         + (step["stored"] + 1) // 2
@@ -91,7 +91,7 @@ def is_whole(row: Row) -> bool:
 
 
 def silent(row: Row) -> bool:
-    """Whether a layer or a mixture is not fused, and nothing says why."""
+    """Whether no layer or no mixture is fused in a phase, and no miss says why."""
     return any(
         step["fused"].keys().isdisjoint(FAMILIES[family])
         and not any(name.split()[0] in (*FAMILIES[family], "capture") for name in step["lost"])
@@ -102,7 +102,7 @@ def silent(row: Row) -> bool:
 
 
 def totals(rows: Sequence[Row]) -> list[str]:
-    """The table above the table."""
+    """Returns the lines of the table of totals, and of the list of misses."""
     built = [r for r in rows if "decode" in r]
     static = [r for r in built if r["static"]]
     whole = [r for r in static if is_whole(r)]
@@ -120,26 +120,29 @@ def totals(rows: Sequence[Row]) -> list[str]:
         "| | |",
         "|---|---|",
         f"| classes in the mapping | {len(rows)} |",
-        f"| no decoder by themselves | {sum('skipped' in r for r in rows)} |",
+        f"| not a decoder by itself | {sum('skipped' in r for r in rows)} |",
         f"| run | {len(built)} |",
         f"| with a static cache | {len(static)} |",
-        f"| of those every attention layer and every mixture fused | {len(whole)} "
+        f"| with a static cache, every attention layer and every mixture fused | {len(whole)} "
         f"({100 * len(whole) / max(len(static), 1):.0f} %) |",
-        f"| of those with the projections of all layers in the write | {len(projected)} |",
-        f"| something is not fused and nothing says why | {sum(map(silent, static))} |",
+        f"| all of that, and all projections fused with the writes | {len(projected)} |",
+        f"| something is not fused and no reason is given | {sum(map(silent, static))} |",
         f"| points of the census unaccounted for | {sum(left)}, in {len(left)} steps counted |",
         f"| wrong numbers | {sum(numbers(r) == '**wrong**' for r in built)} of {len(judged)} |",
         f"| internal errors | {len(internal)} |",
-        f"| tilewright's time, of Dynamo's | {100 * ours / max(dynamo, 1e-9):.0f} % |",
+        f"| tilewright's time, as a share of Dynamo's | {100 * ours / max(dynamo, 1e-9):.0f} % |",
         "",
-        "Misses that are lost, by the number of classes with a static cache that have them: "
+        "Misses that lose a fusion, with the number of classes with a static cache that have them: "
         + (", ".join(f"{n} {code}" for code, n in lost.most_common()) or "none")
         + ".",
     ]
 
 
 def made_with(kept: Mapping[str, Any]) -> str:
-    """When, and by which releases, the rows were made: those of a row, else of the file."""
+    """Describes when, and with which releases, the rows were made.
+
+    A row without these fields has those of the file.
+    """
     rows = [row for section in SECTIONS for row in kept.get(section, ())]
     dates, torches, libraries = (
         sorted({row.get(name, kept[name]) for row in rows}) for name in MADE
@@ -149,7 +152,7 @@ def made_with(kept: Mapping[str, Any]) -> str:
 
 
 def coded(rows: Sequence[Row]) -> list[str]:
-    """Quantised formats x models; what a format has differently from bf16."""
+    """Returns the section on quantised formats x models: where a format differs from bf16."""
     found = {tuple(row["model"].split("+")): row for row in rows}
     models, forms = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
     columns = ["bf16", *(form for form in forms if form != "bf16")]
@@ -162,10 +165,10 @@ def coded(rows: Sequence[Row]) -> list[str]:
     unjudged = sum(numbers(row) == "not judged" for row in rows)
     return [
         "## Quantised formats x models",
-        "Small unmodified classes, every linear of a layer (and stacked experts, where a format "
-        "has them) with codes that the forward pass decodes in PyTorch, as loaders of such "
-        'checkpoints do. "=": fused as with bf16 weights, in decode and prefill; else what is '
-        "missed in both by its code. "
+        "The models are small unmodified classes. Every linear of a layer (and the stacked "
+        "experts, where a format has them) has codes that the forward pass decodes in PyTorch, as "
+        'loaders of such checkpoints do. "=" means: fused as with bf16 weights, in decode and '
+        "prefill. Otherwise a cell has the codes of the misses of both phases. "
         f"Wrong numbers: {wrong} of {len(rows)}, not judged: {unjudged}.",
         "\n".join(lines),
     ]
@@ -191,18 +194,20 @@ def _coded_cell(row: Row | None, plain: Row | None) -> str:
 
 
 def page(kept: Mapping[str, Any]) -> str:
-    """The document; kept: what is in the file of results."""
+    """Returns the text of docs/coverage.md; `kept` is the content of the file of results."""
     rows = kept["rows"]
     head = f"""# What is fused of every causal language model of transformers
 
-Generated by `{kept["command"]}` {made_with(kept)}, CPU, bfloat16, random weights,
-unmodified classes with few layers of small extents, one of each kind of layer. Inputs are those of
-`prepare_inputs_for_generation`: a static cache, masks of four axes, two sequences. "K and V" counts
-fused writes of a layer (with its projections where nothing else is said; "latent": those of latent
-attention; "store": the write alone), then misses by their code ([miss-codes.md](miss-codes.md)).
-Decode, and prefill behind a slash where it differs. "silent": points of the
-[census](soundness.md#census) that nothing accounts for. "numbers": outputs and caches against
-float64, no worse than eager.
+Generated by `{kept["command"]}` {made_with(kept)}, on a CPU in bfloat16.
+The models are unmodified classes with random weights, small extents and few layers, one of each
+kind of layer. The inputs are those of `prepare_inputs_for_generation`: a static cache, 4-D masks
+and two sequences.
+
+A cell has decode, and prefill after a slash if it differs. "K and V" counts the fused cache writes
+of layers, then the misses by their code ([miss-codes.md](miss-codes.md)). A write is fused with its
+projections, except for "store", which is the write alone; "latent" is the write of latent
+attention. "silent" counts the points of the [census](soundness.md#census) that nothing accounts
+for. "numbers" compares outputs and caches with float64; "good" means no worse than eager.
 
 """ + "\n".join(totals(rows))
     columns = ["model", "layers", *FAMILIES, "silent", "numbers", "time"]

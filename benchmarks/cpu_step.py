@@ -1,11 +1,11 @@
-"""Whole passes on a CPU, where a graph is left as it is: eager under Dynamo, stock, tilewright.
+"""Benchmark of whole passes on a CPU, where graphs stay as they are: eager, stock, tilewright.
 
     python benchmarks/cpu_step.py [--rounds 25 --out DIR]
 
-Four layers of a Llama of 1024 columns in bfloat16, a static cache of 2048 tokens that holds 512,
-the mask given. Stock is compiled and run twice: what two runs of one program differ by stands
-beside what ours differs by. `same program` says whether Inductor emitted the same code for ours as
-for stock. Results go to benchmarks/results/cpu_step.json.
+The model is a Llama of four layers and 1024 columns in bfloat16, called with a mask and a static
+cache of 2048 tokens that holds 512. Eager is Dynamo's backend "eager". Stock is compiled and timed
+twice, to show by how much the times of one program differ. `same program` says whether Inductor
+emitted the same code for tilewright as for stock. Results go to benchmarks/results/cpu_step.json.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 CACHED, MAX_LENGTH = 512, 2048
 SHAPES = ((1, 1), (8, 1), (1, 128))
-#: Variants, and what torch.compile is given for each.
+#: Variants, each with its arguments of torch.compile.
 VARIANTS: dict[str, dict[str, str]] = {
     "eager": {"backend": "eager"},
     "stock": {},
@@ -49,7 +49,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def new_step(model: LlamaForCausalLM, batch: int, tokens: int, how: dict[str, str]) -> Any:
-    """A pass without arguments over a cache of its own."""
+    """Returns a pass over its own cache, as a function without arguments."""
     config = model.config
     cache = StaticCache(config=config, max_cache_len=MAX_LENGTH)
     heads = config.num_key_value_heads
@@ -68,7 +68,7 @@ def new_step(model: LlamaForCausalLM, batch: int, tokens: int, how: dict[str, st
 
 
 def program(step: Callable[[], Any]) -> str:
-    """Returns Inductor's code for a step, without the number that it gives each graph."""
+    """Returns the code that Inductor emits for a step, without the number of the graph."""
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(step)
@@ -76,7 +76,7 @@ def program(step: Callable[[], Any]) -> str:
 
 
 def milliseconds(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median of each, in turns of a random order."""
+    """Returns the median milliseconds of each step; each round runs the steps in a random order."""
     for step in steps.values():
         for _ in range(3):
             step()

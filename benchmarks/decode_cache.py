@@ -1,5 +1,7 @@
-"""The static cache of whole forward passes (random numbers, rewound between replays), and what
-`generate()` hands to one."""
+"""Static caches for whole forward passes, and the arguments that `generate()` passes with them.
+
+A cache holds random numbers and is rewound between replays.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from transformers.masking_utils import create_masks_for_generate
 
 
 def widths(config: Any) -> tuple[int, int, int]:
-    """(heads, columns of keys, columns of values) that a layer caches: with latent attention its
-    latents are the keys, and the rotated columns the values."""
+    """Returns (heads, columns of keys, columns of values) of a layer's cache.
+
+    With latent attention, the latents are cached as keys and the rotated columns as values.
+    """
     rank = getattr(config, "kv_lora_rank", None)
     if rank is not None:
         return 1, rank, config.qk_rope_head_dim
@@ -20,11 +24,12 @@ def widths(config: Any) -> tuple[int, int, int]:
 
 
 def new_cache(model: Any, batch: int, max_length: int) -> StaticCache:
-    """A cache of `max_length` tokens for each of `batch` sequences, as a model's device has it."""
+    """Returns a cache of `max_length` tokens for each of `batch` sequences, on the model's
+    device."""
     heads, *columns = widths(model.config)
     cache = StaticCache(config=model.config, max_cache_len=max_length)
     for number, layer in enumerate(cache.layers):
-        # Without tokens: only the other extents count.
+        # These tensors have no tokens, as only their other extents are used.
         keys, values = (
             torch.empty((batch, heads, 0, width), dtype=model.dtype, device=model.device)
             for width in columns
@@ -37,24 +42,26 @@ def new_cache(model: Any, batch: int, max_length: int) -> StaticCache:
 
 
 def rewind(cache: StaticCache, position: int) -> None:
-    """Sets how many tokens a cache holds, so that replays never run past its end."""
+    """Sets how many tokens a cache holds, so that repeated calls do not run past its end."""
     for layer in cache.layers:
         layer.cumulative_length.fill_(position)
 
 
 def padded_tokens(batch: int, tokens: int, device: torch.device | str = "cuda") -> torch.Tensor:
-    """Counts the padding tokens in each sequence of a batch of unequal prompts: of
-    sequence b a share of b / (2 * batch)."""
+    """Returns how many of `tokens` are padding in each sequence, [batch].
+
+    In sequence b, it is a share of b / (2 * batch), as in a batch of prompts of unequal lengths.
+    """
     return tokens * torch.arange(batch, device=device) // (2 * batch)
 
 
 def generate_inputs(
     model: Any, cache: StaticCache, ids: torch.Tensor, position: int, *, padded: bool
 ) -> dict[str, Any]:
-    """The keyword arguments besides input_ids with which `generate()` calls a model whose cache
-    holds `position` tokens: a 4-D mask, made outside of the compiled pass, and positions.
+    """Returns the mask and positions with which `generate()` calls a model.
 
-    padded: the prompts of a batch differ in length, so that shorter ones have padding before them.
+    The cache then holds `position` tokens. The mask is a 4-D mask, made outside of the compiled
+    pass. padded: the prompts differ in length, so shorter ones are padded on the left.
     """
     batch, tokens = ids.shape
     present = torch.ones((batch, position + tokens), dtype=torch.int64, device=ids.device)

@@ -1,18 +1,20 @@
-"""Hugging Face models whole (true dims, fewer layers): eager, stock torch.compile, tilewright.
+"""Benchmark of whole Hugging Face models with fewer layers: eager, stock torch.compile, tilewright.
 
     python benchmarks/end_to_end.py --model deepseek-v2-lite [--layers 8] [--cases ..] [--out DIR]
 
-Models: `end_to_end_models.py`. Whole forward passes in CUDA graphs, in microseconds. A case is
-batch x tokens with a static cache, called as `generate()` calls a model: with positions and a 4-D
-mask made outside. "-padded": prompts differ in length, so shorter ones are padded on the left.
-"-nomask": without a mask, as a model is called by hand. "-nocache": without a cache. Each case is a
-process: all compile side by side, then each has the GPU to itself. The weights of one pass exceed
-the L2 cache many times, so every pass is cold. floor: the bytes of the weights in use, and of the
-tokens present where one is decoded, over the copy rate of the same run, where that is what bounds a
-pass. peak: memory of a pass above that of model and cache, in MiB. Differences are from eager's
-logits, relative, in the Frobenius norm; with random weights experts nearly tie, and another order
-of a sum chooses others: eager itself is 0.18 off float64 after three layers of Qwen3's dims, stock
-and ours 0.11 and 0.17.
+`end_to_end_models.py` has the models. Whole forward passes are captured as CUDA graphs and timed in
+microseconds. A case is batch x tokens with a static cache; the model is called as `generate()`
+calls it, with positions and a 4-D mask made outside of the pass. "-padded": the prompts differ in
+length, so shorter ones are padded on the left. "-nomask": no mask is given, as in a call by hand.
+"-nocache": no cache is given. Each case is a process: all compile side by side, then each has the
+GPU to itself. The weights of one pass exceed the L2 cache many times, so every pass is cold.
+
+floor: the time to read the weights in use, and in a decode step the tokens present, at the copy
+rate of the same run; it is a bound only where memory limits the pass. peak: memory of a pass beyond
+model and cache, in MiB. Differences are relative to eager's logits, in the Frobenius norm. With
+random weights, the scores of two experts are sometimes nearly equal, and a sum in another order
+then chooses the other expert: after three layers of Qwen3's dims, the differences from float64 are
+0.18 for eager, 0.11 for stock and 0.17 for tilewright.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ from timing import capture, interleaved_us, keep
 
 from tilewright.compiler import reports
 
-# Tokens that a cache has room for, if a prompt is no longer.
+# Capacity of a cache in tokens, unless a prompt is longer.
 MAX_LENGTH = 2048
 START = 1000
 
 
 def floor_us(model: Any, share: float, present: int, copy: float) -> float:
-    """Time to read what a pass needs of the weights, and `present` cached tokens of all layers.
-    share: of the experts that have tokens."""
+    """Returns the microseconds to read a pass's weights, and `present` cached tokens of all layers.
+
+    share: the share of the experts that have tokens. copy: bytes per second.
+    """
     read = 0.0
     for name, parameter in model.named_parameters():
         if "embed" not in name:
@@ -51,7 +55,7 @@ def floor_us(model: Any, share: float, present: int, copy: float) -> float:
 
 
 def peak_mib(call: Any) -> float:
-    """Memory that a call takes on top of what is allocated, at most."""
+    """Returns the peak memory of a call in MiB, beyond the memory allocated before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -61,7 +65,7 @@ def peak_mib(call: Any) -> float:
 
 
 def caller(model: Any, forward: Any, case: Case, ids: torch.Tensor) -> Any:
-    """A call of `forward` in the way of a case, on a cache of its own."""
+    """Returns a function that calls `forward` as a case says, on its own cache."""
     if case.kind == "nocache":
         return lambda: forward(input_ids=ids, use_cache=False).logits
     cache = new_cache(model, case.batch, max(MAX_LENGTH, case.tokens))
@@ -93,13 +97,16 @@ class Case:
 
     @property
     def position(self) -> int:
-        """Tokens in the cache before the pass."""
+        """The number of tokens in the cache before the pass."""
         return START if self.tokens == 1 else 0
 
 
 def real_tokens(case: Case) -> torch.Tensor:
-    """A mask [batch, tokens] of the tokens that are not padding. The result of a query that sees
-    no key is each kernel's own (zeros on the CPU, and ours)."""
+    """Returns a bool mask [batch, tokens] of the tokens that are no padding.
+
+    Kernels differ in the attention of a query that sees no key (tilewright's, and the CPU's, give
+    zeros), so padding is not compared.
+    """
     padding = torch.zeros(case.batch, dtype=torch.int64, device="cuda")
     if case.kind == "padded":
         padding = padded_tokens(case.batch, case.position + case.tokens)
@@ -108,7 +115,8 @@ def real_tokens(case: Case) -> torch.Tensor:
 
 
 def prepared(model: Any, case: Case) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """(the row so far, graphs by variant, what they work on) of one case."""
+    """Returns (the row so far, the graphs by variant, the calls that own their memory) of a
+    case."""
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.tokens), device="cuda")
     variants = {
         "eager": model,
@@ -137,14 +145,14 @@ def prepared(model: Any, case: Case) -> tuple[dict[str, Any], dict[str, Any], li
 
 
 def run_case(name: str, layers: int, text: str) -> None:
-    """A process of its own: compiles, says so, times when it is told to, prints the row."""
+    """Compiles one case in its own process, waits for its turn, times it, and prints its row."""
     with torch.no_grad():
         model, case = build(name, layers), Case.of(text)
         row, graphs, calls = prepared(model, case)
         if not has_turn():
             return
         row |= interleaved_us(graphs, 1, rounds=12, replays=5)
-        del calls  # caches and tokens had to live until here
+        del calls  # the graphs needed their caches and tokens until here
         known = MODELS[name]
         idle = 1 - known.experts_per_token / known.experts
         share = 1 - idle ** (case.batch * case.tokens)
@@ -158,9 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), required=True)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--cases", nargs="+", help="by default those of the model")
-    parser.add_argument("--case", help="one case, driven by another process")
-    parser.add_argument("--hold", type=Path, help="times nothing before this file exists")
+    parser.add_argument("--cases", nargs="+", help="by default the model's own cases")
+    parser.add_argument("--case", help="one case; set by the parent process")
+    parser.add_argument("--hold", type=Path, help="start timing once this file exists")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     given = parser.parse_args()
     if given.case:

@@ -1,4 +1,4 @@
-"""The Hugging Face models of `end_to_end.py`: published dims, random weights, fewer layers."""
+"""Hugging Face models of `end_to_end.py`: published dims, random weights, fewer layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen3M
 
 @dataclass(frozen=True)
 class Model:
-    """title: its name in tables. results: the name of the file of its results. model_class: its
-    name in transformers, and config: its config's, or what makes one. cases: see `end_to_end.py`.
-    experts_per_token, experts: of a layer."""
+    """A model to measure.
+
+    title: its name in tables. results: the name of its file of results. model_class: the name of
+    its class in transformers. config: the name of its config class, or a function that makes a
+    config from the number of layers. cases: see `end_to_end.py`. experts_per_token, experts: the
+    numbers of one layer.
+    """
 
     title: str
     results: str
@@ -148,14 +152,14 @@ MODELS = {
 
 
 def config_of(model: Model, layers: int) -> PreTrainedConfig:
-    """Makes a configuration with the model's published dims, but another number of layers."""
+    """Returns a config with the model's published dims and the given number of layers."""
     if callable(model.config):
         return model.config(layers)
     return getattr(transformers, model.config)(num_hidden_layers=layers)
 
 
 def build(name: str, layers: int) -> Any:
-    """The model on the GPU in bfloat16, experts by Hugging Face's `grouped_mm`."""
+    """Returns the model on the GPU in bfloat16; its experts use Hugging Face's `grouped_mm`."""
     model = MODELS[name]
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -164,7 +168,7 @@ def build(name: str, layers: int) -> Any:
             config_of(model, layers), dtype=torch.bfloat16, **experts
         )
     for parameter_name, parameter in made.named_parameters():
-        # Expert weights are left as they were allocated by some releases.
+        # Some releases leave expert weights uninitialised.
         if ".experts." in parameter_name:
             parameter.data.normal_(std=0.02)
     return made.eval().requires_grad_(False)

@@ -1,22 +1,26 @@
-"""`generate()` in tokens per second, by the wall clock: the CPU's part is in it.
+"""Benchmark of `generate()` in tokens per second of wall-clock time, which includes the CPU's work.
 
     python benchmarks/generate.py --model llama3-8b [--layers 32] [--batches 1 16 64] [--out DIR]
 
-Models: `end_to_end_models.py`, random weights. A batch of prompts of different lengths, padded on
-the left to 1000 tokens; 128 new tokens, greedy; generate() runs the prompt eagerly, and compiles
-its steps itself (`compile_config`, whose mode "reduce-overhead" gives Inductor's CUDA graphs):
+`end_to_end_models.py` has the models; weights are random. A batch has prompts of different lengths,
+padded on the left to 1000 tokens, and gets 128 new tokens, greedy. generate() runs the prompt in
+eager mode and compiles its steps itself (`compile_config`, whose mode "reduce-overhead" gives
+Inductor's CUDA graphs). Variants:
 
     eager              dynamic cache, nothing compiled
     stock              StaticCache, torch.compile
     tilewright         StaticCache, backend "tilewright"
     tilewright-paged   PagedCache, backend "tilewright"
 
-The caches are emptied and used again from call to call, so CUDA graphs are recorded once; the
-dynamic one is a new one. Each batch is a process: all compile side by side, then each has the GPU
-to itself, where each variant warms up and then has its calls. tokens: of the batch, per second of
-whole calls, prompt included; steps: per second after the prompt. same: the share
-of new tokens that are eager's; with random weights two tokens nearly tie now and then, and all
-after that differ. cache: its memory in MiB; peak: of a call on top of model and cache.
+Each call of the compiled variants resets and reuses the same cache, so CUDA graphs are recorded
+once; the eager variant makes a new dynamic cache for each call. Each batch is a process: all
+compile side by side, then each has the GPU to itself. There each variant warms up before it is
+timed.
+
+tokens: new tokens of the batch per second of whole calls, prompt included. steps: new tokens per
+second after the prompt. same: the share of new tokens that equal eager's; with random weights the
+scores of two tokens are sometimes nearly equal, and all tokens after such a choice differ. cache:
+memory of the cache in MiB. peak: memory of a call beyond model and cache, in MiB.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from tilewright.tools.paged_cache import PagedCache
 PROMPT, NEW = 1000, 128
 LAYERS = {"llama3-8b": 32, "qwen3-30b-a3b": 16, "deepseek-v2-lite": 27}
 ROUNDS = 2
-# Each: the backend of its steps, and how its cache is made of a config and a length.
+# Variants, each with the backend of its steps, and a function that makes its cache.
 VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
     "eager": (None, lambda config, length: DynamicCache(config=config)),
     "stock": ("inductor", lambda config, length: StaticCache(config=config, max_cache_len=length)),
@@ -56,7 +60,7 @@ VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
 
 
 def prompts(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Makes prompts; a share of b / (2 * batch) of sequence b is padding."""
+    """Returns random prompts, whose sequence b has a share of b / (2 * batch) of padding."""
     torch.manual_seed(1)
     ids = torch.randint(1, model.config.vocab_size, (batch, length), device=model.device)
     mask = torch.ones_like(ids)
@@ -66,7 +70,7 @@ def prompts(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
 
 
 class Variant:
-    """One way of calling generate(), with a cache of its own."""
+    """One way of calling generate(), with its own cache."""
 
     def __init__(self, model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> None:
         self.model, self.name, self.inputs, self.new = model, name, inputs, new
@@ -85,7 +89,7 @@ class Variant:
         return GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, **settings)
 
     def __call__(self, new: int | None = None) -> torch.Tensor:
-        """The new tokens [batch, new]."""
+        """Calls generate() and returns the new tokens [batch, new]."""
         if self.name == "eager":
             self.cache = self.fresh()
         else:
@@ -100,7 +104,7 @@ class Variant:
 
 
 def seconds(call: Callable[[], Any], rounds: int) -> float:
-    """The mean wall-clock time of a call until the GPU is done."""
+    """Returns the mean wall-clock seconds of a call, until the GPU is done."""
     times = []
     for _ in range(rounds):
         synchronize()
@@ -127,12 +131,12 @@ def peak_mib(call: Callable[[], Any]) -> float:
 
 
 def facts(model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> dict[str, Any]:
-    """Times of a variant's warm calls, and its tokens."""
+    """Returns times, memory and tokens of a variant's calls, after a warm-up."""
     variant = Variant(model, name, inputs, new)
     batch = inputs["input_ids"].shape[0]
     tokens = variant()
     assert tokens.shape == (batch, new)
-    peak = peak_mib(variant)  # the second call: graphs of the first are recorded
+    peak = peak_mib(variant)  # the first call recorded the CUDA graphs
     whole, first = seconds(variant, ROUNDS), seconds(lambda: variant(1), ROUNDS)
     return {
         "tokens": batch * new / whole,
@@ -145,13 +149,14 @@ def facts(model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> d
 
 
 def prepare(model: Any) -> None:
-    """generate() goes on until all tokens are there, whatever they are."""
+    """Removes the end token from a model's config, so that generate() makes all tokens asked
+    for."""
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.config.eos_token_id = None
 
 
 def warm_up(model: Any, names: list[str], inputs: dict[str, torch.Tensor], new: int) -> None:
-    """Compiles all that will be called."""
+    """Compiles the steps of all variants."""
     for name in names:
         if VARIANTS[name][0] is not None:
             Variant(model, name, inputs, new)()
@@ -160,7 +165,7 @@ def warm_up(model: Any, names: list[str], inputs: dict[str, torch.Tensor], new: 
 def measured(
     model: Any, names: list[str], inputs: dict[str, torch.Tensor], new: int
 ) -> dict[str, Any]:
-    """A row: what is known of each variant, in columns `variant_fact`."""
+    """Returns a row with the facts of each variant, in columns named `variant_fact`."""
     row: dict[str, Any] = {}
     answers = {}
     for name in names:
@@ -175,7 +180,7 @@ def measured(
 
 
 def run_batch(name: str, layers: int, batch: int, names: list[str]) -> None:
-    """A process of its own: compiles, says so, times when it is told to, prints the row."""
+    """Compiles one batch in its own process, waits for its turn, times it, and prints its row."""
     with torch.no_grad():
         model = build(name, layers)
         prepare(model)
@@ -194,11 +199,11 @@ def run_batch(name: str, layers: int, batch: int, names: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(LAYERS), required=True)
-    parser.add_argument("--layers", type=int, help="by default 32, 16 and 27")
+    parser.add_argument("--layers", type=int, help="by default 32, 16 or 27, by model")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--batch", type=int, help="one batch, driven by another process")
-    parser.add_argument("--hold", type=Path, help="times nothing before this file exists")
+    parser.add_argument("--batch", type=int, help="one batch; set by the parent process")
+    parser.add_argument("--hold", type=Path, help="start timing once this file exists")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     given = parser.parse_args()
     layers = given.layers or LAYERS[given.model]

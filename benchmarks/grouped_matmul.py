@@ -1,15 +1,15 @@
-"""`grouped_matmul` alone against torch's grouped_mm, and `quantize_nvfp4` against the memory.
+"""Benchmark of `grouped_matmul` against torch's grouped_mm, and of `quantize_nvfp4` against a copy.
 
     python benchmarks/grouped_matmul.py [CASE ...] [--out F]
 
-A case is `model/stage/form/tokens,tokens`, e.g. `qwen3/up/dense/1,16`; stage up or down, form
-dense, fp16, fp8_rows (both operands codes) or one of ops.formats.expert_weight; with a + behind a
-number other tiles are timed beside the op. `quantise` (`quantise+`) is the quantiser. Without
-cases: those that are kept.
+A case is `model/stage/form/tokens,tokens`, for instance `qwen3/up/dense/1,16`. The stage is up or
+down. The form is dense, fp16, fp8_rows (both operands are codes) or a format of
+ops.formats.expert_weight. A + after a number of tokens times other tiles beside the op. `quantise`
+(or `quantise+`) measures the quantiser. Without cases, those of the kept results are measured.
 
-Random routing, CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of the weights of the
-experts in use). float16, for which torch has a loop over the groups, is timed without graphs, too:
-the loop waits for the GPU.
+Routing is random. Times are microseconds of CUDA graphs with a cold L2 cache; TB/s count the
+weights of the experts in use. float16 is also timed without graphs: there torch loops over the
+groups and waits for the GPU, so its call cannot be captured.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def few_rows(block_m: int) -> tuple[GemmConfig, ...]:
 
 
 def candidates(rows: int) -> tuple[GemmConfig, ...]:
-    """Configs to try where a group has so many rows on average."""
+    """Returns the configs to try for groups of `rows` rows on average."""
     if rows <= 16:
         return few_rows(16)
     if rows <= 96:
@@ -104,7 +104,7 @@ class Case:
 
 
 def cases_of(text: str) -> list[Case]:
-    """The cases of one argument."""
+    """Returns the cases of one argument."""
     model, stage, form, tokens = text.split("/")
     shape = next(s for name, s in BY_NAME.items() if name.startswith(model))
     numbers = tokens.split(",")
@@ -126,7 +126,7 @@ def weights(case: Case) -> dict[str, Any]:
 
 
 def arguments(case: Case, given: dict[str, Any]) -> list[GroupedMatmulArguments]:
-    """Calls whose weights and rows do not fit the L2 cache together."""
+    """Returns calls whose weights and rows together exceed the L2 cache."""
     experts, n, k = case.dims
     share = 1 - (1 - case.shape.num_slots / experts) ** case.tokens
     read = share * experts * n * k * weight_bytes(case)
@@ -145,7 +145,7 @@ def arguments(case: Case, given: dict[str, Any]) -> list[GroupedMatmulArguments]
 
 
 def forced(a: GroupedMatmulArguments, plan: GroupedPlan) -> Call:
-    """A call in other tiles than the planner's."""
+    """Returns a call with a plan in place of the planner's."""
     machine = machine_of(DEVICE)
     return lambda: drive(grouped_matmul_steps(a, SM90, plan), machine)
 
@@ -155,14 +155,14 @@ def peer(a: GroupedMatmulArguments) -> Call:
 
 
 def forced_plans(case: Case) -> dict[str, GroupedPlan]:
-    """Variants timed beside the op: other tiles; all weights decoded first, by other tiles."""
+    """Returns the plans timed beside the op: other tiles, and other tiles that decode first."""
     if not case.sweep:
         return {}
     rows = -(-case.rows // case.shape.num_experts)
     plans = {str(config): GroupedPlan(config, None, "") for config in candidates(rows)}
     if case.form not in DECODED_ROWS:
         return plans
-    # What the planner takes for decoded weights.
+    # This is the planner's config for decoded weights.
     config = grouped_config(-(-next_power_of_2(case.rows) // case.shape.num_experts), dense=True)
     for tiles in DECODERS:
         name = f"decoded by {tiles.block_n}x{tiles.block_k} w{tiles.num_warps}"
@@ -182,10 +182,10 @@ def measure(case: Case, given: dict[str, Any]) -> dict[str, Any]:
     want = OP.reference(few)
     for name, plan in forced_plans(case).items():
         try:
-            # Each decodes into memory of its own.
+            # Each call decodes into its own memory, so fewer calls have room.
             runs = [forced(a, plan) for a in (sets[:2] if plan.decode else sets)]
             graphs[name] = capture([runs[i % len(runs)] for i in range(calls)], warmup=1)
-        except Exception as error:  # what cannot be launched is a result here
+        except Exception as error:  # a config that cannot be launched is a result here
             print(f"    {name}: {type(error).__name__}: {str(error)[:150]}")
     got = OP.call(sets[0])[:64]
     error = float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-9))
@@ -240,10 +240,10 @@ def quantise_specs() -> list[KernelSpec]:
 
 
 def quantise(sweep: bool) -> list[dict[str, Any]]:
-    """`quantize_nvfp4` of the rows that go to Qwen3's and DeepSeek's experts."""
+    """Measures `quantize_nvfp4` on the rows of Qwen3's and DeepSeek's experts."""
     kept = []
     for rows, inner in QUANTISED:
-        # Blocks of rows so that calls together exceed the L2 cache.
+        # The calls of a graph together exceed the L2 cache.
         count = max(1, min(8, int(COLD_BYTES) // (rows * inner * 2)))
         ends = torch.arange(0, 129, device=DEVICE) * (rows // 128)
         sets = [

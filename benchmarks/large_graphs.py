@@ -1,11 +1,12 @@
-"""CPU time per node of large graphs that repeat one structure 512 to 4096 times.
+"""Compile time per node of large graphs, which repeat one structure up to thousands of nodes.
 
     python benchmarks/large_graphs.py [--sizes 512 1024 2048 4096] [--only unbind] [--profile]
 
-A size is about how many nodes a graph has. Each row has Dynamo's seconds and ours (all of `fuse`:
-copy, view, match, rewrite, lint and plans), and ours for each node; `growth` is the time of a node
-of the largest graph over that of the smallest: 1 where time is linear in the nodes. Needs no GPU.
-Results go to benchmarks/results/large_graphs.json.
+A size is the approximate number of nodes of a graph. Each row has the seconds of Dynamo and of
+tilewright (all of `fuse`: copy, view, match, rewrite, lint and plans), and tilewright's time per
+node. `growth` is the time per node of the largest graph over that of the smallest; it is 1 if time
+is linear in the number of nodes. No GPU is needed. Results go to
+benchmarks/results/large_graphs.json.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tilewright.compiler.options import Options
 
 
 def measure(name: str, size: int, profile: bool = False) -> dict[str, Any]:
-    """Seconds of Dynamo and ours for one structure of about `size` nodes."""
+    """Measures the seconds of Dynamo and of tilewright for one structure of about `size` nodes."""
     structure = STRUCTURES[name]
     torch._dynamo.reset()
     function, args = structure.make(max(2, size // structure.nodes))
@@ -63,12 +64,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--only", nargs="+", default=list(STRUCTURES), choices=list(STRUCTURES))
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
-    parser.add_argument("--profile", action="store_true", help="print a profile; keep nothing")
+    parser.add_argument("--profile", action="store_true", help="print a profile; write no results")
     given = parser.parse_args()
     torch._dynamo.config.recompile_limit = 1000
     rows = []
     for name in given.only:
-        measure(name, 32)  # imports and first-use costs are not what is measured
+        measure(name, 32)  # keeps imports and first-use costs out of the times
         found = [measure(name, size, given.profile) for size in given.sizes]
         growth = found[-1]["us_per_node"] / found[0]["us_per_node"]
         rows += [row | {"growth": growth} for row in found]

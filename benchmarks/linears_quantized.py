@@ -1,23 +1,24 @@
-"""Every linear of a decoder layer as its fused op, by format: microseconds, and the share of the
-copy rate at which its codes and scales are read.
+"""Benchmark of every linear of a decoder layer as its fused op, by format of its weights.
 
     python benchmarks/linears_quantized.py [--models llama3-8b ...] [--ops qkv gate_up down out]
         [--formats int4 awq ...] [--tokens 1 16 64 1024] [--out DIR]
     python benchmarks/linears_quantized.py --prompts [--models llama3-8b ...]
         [--tokens 256 1024 1027 4096] [--out DIR]
 
-qkv: `fused_qkv_paged` with a paged cache; gate_up: `linear_activation` behind an RMS norm; down and
-out (of the attention): `linear_residual`. Random codes as checkpoints have them, bf16 weights of
-the same dims in the same run. CUDA graphs, L2 cold, every format in its turn, from rest. bytes: of
-codes, scales and zeros, or of bf16 weights; share: bytes / time over what a copy of 2 GiB reads and
-writes per second. error: of linears, relative in the 2-norm, from float64 of the same codes. Of
-more tokens than patterns give them, ops are timed all the same: `left` then says why a graph keeps
-its own calls.
+qkv is `fused_qkv_paged` with a paged cache, gate_up is `linear_activation` after an RMS norm, and
+down and out (the projection after attention) are `linear_residual`. Weights are random codes, laid
+out as in checkpoints, and bf16 weights of the same dims in the same run. Times are microseconds of
+CUDA graphs with a cold L2 cache; the formats are timed in turn, each after a pause. bytes: the
+bytes of codes, scales and zeros, or of bf16 weights. share: bytes / time, as a share of the bytes
+that a copy of 2 GiB reads and writes per second. error: of linears, relative in the 2-norm, from
+float64 of the same codes. Ops are also timed for more tokens than patterns accept; then `left` says
+why a graph keeps its own calls.
 
---prompts: activations that the graph rounds to float8, too, of many tokens. `scaled_linear` with
-scales by tensors, rows and blocks beside `bf16`, the library's GEMM of such weights, and `graph`,
-torch.compile of what the op stands for by rows: x and the weight decoded to bf16, and multiplied.
-`qkv` of such codes by the fused kernel that is planned, and by the library.
+--prompts measures products of many tokens whose activations the graph rounds to float8, too.
+`scaled_linear` has scales by tensor, row or block. Its peers are `bf16`, the library's GEMM with
+bf16 weights, and `graph`, torch.compile of the graph that the op replaces with scales by row: x and
+the weight are decoded to bf16 and multiplied. `qkv` has such codes, by the planned fused kernel and
+by the library.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ DENSE = Format("bf16", "dense", (0, 0))
 KNOWN = {"bf16": DENSE} | {name: BY_NAME[name] for name in WEIGHT_ONLY}
 TOKENS = (1, 16, 64, 1024)
 PROMPTS = (256, 1024, 1027, 4096)
-#: By kind of scales: of x [rows, columns that share one], of the weight alike; 0 for each, or all.
+#: Kinds of scales. x: (rows of its scales, 0 for one per token; columns that share a scale).
+#: Weight: (rows, columns) that share a scale. 0 rows of a weight, or 0 columns, stand for all of
+#: them.
 KINDS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensors": ((1, 0), (0, 0)),
     "rows": ((0, 0), (1, 0)),
@@ -85,8 +88,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Linears:
-    """Weights of one call. parts: each weight as its format stores it. arguments: makes the op's
-    arguments for a number of tokens."""
+    """Weights of one call of an op.
+
+    parts: each weight, as its format stores it. arguments: makes the op's arguments for a number of
+    tokens.
+    """
 
     op: str
     parts: Sequence[Projection]
@@ -120,7 +126,7 @@ def qkv(form: Format, model: Model) -> Linears:
 
 
 def coded(form: Format, part: Projection) -> dict[str, Any]:
-    """The weight of a linear, as arguments by name."""
+    """Returns the arguments, by name, that hold the weight of a linear."""
     weight = stored_weight(form, part)
     given = {"weight": weight.data, "weight_scale": weight.scale, "weight_zero": weight.zero}
     given |= {"weight_format": weight.weight_format, "zero_point": weight.zero_point}
@@ -163,7 +169,7 @@ OPS: dict[str, Callable[[Format, Model], Linears]] = {
 
 
 def error(arguments: Any, made: torch.Tensor) -> float:
-    """From float64 of the same codes."""
+    """Returns the relative error from float64 of the same codes, in the 2-norm."""
     names = ("x", "residual", "norm_weight")
     given = {name: getattr(arguments, name, None) for name in names}
     wide = {name: tensor.double() for name, tensor in given.items() if tensor is not None}
@@ -173,7 +179,7 @@ def error(arguments: Any, made: torch.Tensor) -> float:
 
 @dataclass
 class Weights:
-    """Weights of one format, enough to keep the L2 cache cold."""
+    """Weights of one format, enough of them to exceed the L2 cache."""
 
     form: Format
     layers: list[Linears]
@@ -186,7 +192,7 @@ class Weights:
 
 
 def kernels(everything: Sequence[Weights], tokens: Sequence[int]) -> list[Any]:
-    """The kernels of all calls, each once."""
+    """Returns the kernels of all calls, each once."""
     found = {}
     target = target_of(torch.device("cuda", torch.cuda.current_device())).name
     for weights in everything:
@@ -198,7 +204,7 @@ def kernels(everything: Sequence[Weights], tokens: Sequence[int]) -> list[Any]:
 
 
 def measured(everything: Sequence[Weights], tokens: int, rate: float) -> dict[str, dict[str, Any]]:
-    """By format: time, share of the copy rate and error of one op."""
+    """Measures one op: time, share of the copy rate and error, by format."""
     op = get_op(everything[0].layers[0].op)
     target = target_of(torch.device("cuda", torch.cuda.current_device())).name
     calls = max(max(len(weights.layers) for weights in everything), 10 if tokens < 256 else 4)
@@ -224,7 +230,7 @@ def measured(everything: Sequence[Weights], tokens: int, rate: float) -> dict[st
 
 
 def scaled(kind: str, rows: int, columns: int, tokens: int) -> ScaledLinearArguments:
-    """Random codes of x and of the weight with scales of one kind."""
+    """Returns random codes of x and of the weight, with scales of one kind."""
     (every, along), block = KINDS[kind]
     bn, bk = (size or whole for size, whole in zip(block, (rows, columns), strict=True))
     codes = [torch.randn(n, columns, device="cuda").mul_(60) for n in (tokens, rows)]
@@ -239,13 +245,13 @@ def scaled(kind: str, rows: int, columns: int, tokens: int) -> ScaledLinearArgum
 
 @torch.compile
 def decoded(x: torch.Tensor, x_scale: Any, weight: torch.Tensor, scale: Any) -> torch.Tensor:
-    """The product as the graph computes it of codes with a scale for each row."""
+    """Computes the product as a graph does from codes with a scale for each row."""
     rows = (x.to(torch.bfloat16) * x_scale).to(torch.bfloat16)
     return linear(rows, (weight.to(torch.bfloat16) * scale).to(torch.bfloat16))
 
 
 def linear_prompts(rows: int, columns: int, tokens: int) -> dict[str, dict[str, Any]]:
-    """By variant: time, and the error from float64 of the same codes."""
+    """Measures each variant: time, and the error from float64 of the same codes."""
     op = get_op("scaled_linear")
     count = max(2, -(-int(COLD_BYTES) // (rows * columns)))
     calls: dict[str, list[Callable[[], torch.Tensor]]] = {}
@@ -270,7 +276,7 @@ def linear_prompts(rows: int, columns: int, tokens: int) -> dict[str, dict[str, 
 
 
 def qkv_prompts(shape: Shape, name: str, tokens: int) -> dict[str, dict[str, Any]]:
-    """The planned fused kernel and the library's products, of codes of x and of the weights."""
+    """Measures the planned fused kernel and the library's products, on codes of x and weights."""
     form, cache = BY_NAME[name], paged_cache(shape, 0.05)
     sets = [
         quantized_arguments(form, shape, make_quantized(form, shape, tokens), cache)
@@ -293,7 +299,7 @@ def qkv_prompts(shape: Shape, name: str, tokens: int) -> dict[str, dict[str, Any
 def timed(
     calls: dict[str, list[Callable[[], torch.Tensor]]], rows: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """rows, each with the microseconds of its calls."""
+    """Times the calls, and returns `rows` with their microseconds added."""
     longest = max(map(len, calls.values()))
     graphs = {
         name: capture([own[i % len(own)] for i in range(longest)], warmup=1)

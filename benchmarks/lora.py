@@ -1,23 +1,29 @@
-"""LoRA shrink (q, k and v, planar) and expand of one layer: the fused ops and what PyTorch has.
+"""Benchmark of LoRA shrink (q, k and v, planar) and expand of one layer, beside PyTorch's ways.
 
     python benchmarks/lora.py [--out DIR] [--hidden 4096 8192] [--ranks 8 16 64 128] [--tokens ...]
 
-Microseconds per call, CUDA graphs, L2 cold. Tokens are sorted by adapter; `unsorted` is the fused
-op with an id for each token, in random order, and whatever sorting that takes. Peers: `grouped_mm`
-is torch._grouped_mm over one stack [G, K, 3R], then the permutation to planes; `gather` picks each
-token's weights and multiplies by bmm, left out where that takes more than 1 GB; `linear`, for a
-single adapter, is one product and the permutation; `loop` is torch.compile of a loop over the
-adapters with a mask (--loop). of_copy: the least bytes (x and the active weights once, the result
-once) over our time, as a share of the copy rate of the same run. Errors: norm of the difference
-from float64 over the norm. cpu: of an uncaptured call. lowering, kernel: what the op chose, and
-why. A single adapter is given without offsets, as graphs have it; "weights": "separate" are three
-matrices of one adapter, as PEFT has them, and the peer `linears` their three products.
+Times are microseconds per call, in CUDA graphs with a cold L2 cache. Tokens are sorted by adapter.
+`unsorted` is the fused op with an id for each token, in random order; its time includes the sorting
+that it needs. Peers of the shrink:
 
-Rows with "op": "expand" add the deltas to q, k and v; the peer is three torch._grouped_mm and three
-additions. "op": "delta": shrink and expand of one float32 adapter, the deltas side by side; the
-peer, `linears`, is three pairs of products, scaled and joined; `taken`: whether patterns take the
-kernels there. 8 adapters go with all ranks, other counts with ranks 16, 64 and 128. Every row is
-kept as it is measured; a row that fails says so in "failed", and the run ends with 1.
+    grouped_mm    torch._grouped_mm over one stack [G, K, 3R], then the permutation to planes
+    gather        a gather of each token's weights and a bmm; left out where it takes over 1 GB
+    linear        one product and the permutation, for a single adapter
+    linears       three products, for a single adapter with three separate weights
+    loop          torch.compile of a loop over the adapters with a mask (--loop)
+
+of_copy: the least bytes (x, the active weights and the result, each once) over tilewright's time,
+as a share of the copy rate of the same run. Errors: the norm of the difference from float64 over
+the norm of the exact result. cpu: CPU time of an uncaptured call. lowering, kernel: the op's choice
+and its reason. A single adapter is given without offsets, as in graphs. "weights": "separate"
+stands for three matrices of one adapter, as PEFT has them.
+
+Rows with "op": "expand" add the deltas to q, k and v; their peer is three torch._grouped_mm and
+three additions. Rows with "op": "delta" are shrink and expand of one float32 adapter, with the
+deltas side by side; their peer, `linears`, is three pairs of products, scaled and joined. `taken`
+says whether patterns use the kernels there. 8 adapters are measured with all ranks, other numbers
+of adapters with ranks 16, 64 and 128. Every row is kept as soon as it is measured. A row that fails
+has the error in "failed", and the run then exits with 1.
 """
 
 from __future__ import annotations
@@ -53,7 +59,7 @@ from tilewright.ops.lora import shrink as lora_shrink
 
 GATHER_BYTES = 1e9
 TOKENS = (1, 16, 64, 512, 2048, 4096, 8192)
-ALL_RANKS = 8  # the number of adapters that all ranks are measured with
+ALL_RANKS = 8  # the number of adapters that is measured with all ranks
 OTHERS_RANKS = (16, 64, 128)
 SKEWED = {8: (16, 64), 32: (64, 128)}  # ranks by adapters
 
@@ -65,13 +71,13 @@ def grouped_mm(one: LoraSet) -> torch.Tensor:
 
 
 def linear(one: LoraSet) -> torch.Tensor:
-    """The linear of a single adapter."""
+    """Computes the shrink of a single adapter as one product."""
     made = torch.nn.functional.linear(one.x, one.weights[0])
     return made.view(made.shape[0], 3, -1).permute(1, 0, 2).contiguous()
 
 
 def linears(one: LoraSet) -> list[torch.Tensor]:
-    """The linears of a single adapter's three weights."""
+    """Computes the shrink of a single adapter as three products."""
     return [torch.nn.functional.linear(one.x, part[0]) for part in one.parts]
 
 
@@ -89,12 +95,12 @@ def loop(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Ten
 
 
 def is_first(shape: LoraShape) -> bool:
-    """Whether the other ways of our own are timed too."""
+    """Whether further variants, such as `unsorted`, are timed for the shape."""
     return (shape.hidden, shape.rank, shape.adapters) == (4096, 16, 8)
 
 
 def compiled_loop(one: LoraSet) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]:
-    """The loop, compiled for the shapes of a set."""
+    """Returns the loop, compiled for the shapes of a set."""
     torch._dynamo.reset()
     compiled = torch.compile(loop, dynamic=False)
     compiled(one.x, one.weights, one.ids)
@@ -102,10 +108,10 @@ def compiled_loop(one: LoraSet) -> Callable[[torch.Tensor, torch.Tensor, torch.T
 
 
 def compile_loop_quietly(shape: LoraShape) -> str:
-    """In a process of its own: fills Inductor's cache; a failure is a sentence."""
+    """Compiles the loop into Inductor's cache; returns the text of the error, or ""."""
     try:
         compiled_loop(make_set(shape))
-    except Exception as error:  # what does not compile is a result here, whatever its type
+    except Exception as error:  # any error is a result here
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
 
@@ -131,7 +137,7 @@ def shrink_variants(shape: LoraShape, sets: list[LoraSet], *, with_loop: bool) -
 
 
 def exact(one: LoraSet) -> torch.Tensor:
-    """The shrink in float64, planar."""
+    """Computes the shrink in float64, planar."""
     total = one.x.new_zeros(one.x.shape[0], one.weights.shape[1], dtype=torch.float64)
     for adapter in one.ids.unique().tolist():
         rows = (one.ids == adapter).nonzero().flatten()
@@ -143,7 +149,7 @@ def measure_shrink(shape: LoraShape, copy: float, *, with_loop: bool) -> dict[st
     sets = make_sets(shape, most=MOST_CALLS)
     variants = shrink_variants(shape, sets, with_loop=with_loop)
     want = exact(sets[0])
-    peer = grouped_mm(sets[0])  # of all forms
+    peer = grouped_mm(sets[0])  # the yardstick of all forms
     errors = {
         "tilewright_error": error(variants["tilewright"](0), want),
         "grouped_mm_error": error(peer, want),
@@ -236,7 +242,7 @@ def in_float64(one: LoraSet, s: torch.Tensor) -> lora_expand.ExpandArguments:
 
 
 def shapes_of(options: argparse.Namespace) -> Iterator[LoraShape]:
-    """8 adapters first."""
+    """Yields the shapes to measure, those with 8 adapters first."""
     for adapters in sorted(options.adapters, key=lambda adapters: adapters != ALL_RANKS):
         for hidden in options.hidden:
             for rank in options.ranks:
@@ -252,7 +258,7 @@ def shapes_of(options: argparse.Namespace) -> Iterator[LoraShape]:
 
 
 def kernels_of(shapes: list[LoraShape], expands: list[LoraShape]) -> list[KernelSpec]:
-    """Every kernel that will be timed. No GPU is needed."""
+    """Returns every kernel that will be timed. No GPU is needed."""
     specs: dict[KernelSpec, None] = {}
     for shape in shapes:
         x = torch.empty(shape.tokens, shape.hidden, dtype=torch.bfloat16, device="meta")
@@ -311,7 +317,7 @@ def main() -> None:
     ]
     deltas = [LoraShape(4096, rank, 1, t) for rank in (16, 64) for t in options.delta]
     compile_all([*kernels_of(shapes, expands), *delta_specs(deltas)], loops)
-    gc.freeze()  # every capture collects garbage, which there is little of
+    gc.freeze()  # shortens the garbage collection of every capture
     copy = copy_bytes_per_s()
     print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
@@ -319,7 +325,7 @@ def main() -> None:
     def add(shape: LoraShape, measure: Callable[[], dict[str, Any]]) -> None:
         try:
             row = measure()
-        except Exception as error:  # the other rows are worth having
+        except Exception as error:  # the run goes on with the other rows
             row = {"shape": str(shape), "failed": f"{type(error).__name__}: {str(error)[:300]}"}
         rows.append({**row, "copy_tb_per_s": round(copy / 1e12, 3)})
         keep("lora", rows, options.out)

@@ -1,4 +1,5 @@
-"""One float32 adapter, as PEFT keeps them: shrink and expand beside pairs of products."""
+"""Benchmark of one float32 adapter, as PEFT keeps it: shrink and expand beside pairs of
+products."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def make_delta(shape: LoraShape, device: str = "cuda") -> Delta:
 
 
 def pairs(x: torch.Tensor, one: Delta) -> torch.Tensor:
-    """The deltas by pairs of products, in x's dtype."""
+    """Computes the deltas as pairs of products, in x's dtype."""
     product = torch.nn.functional.linear
     made = [
         SCALE * product(product(x, a[0].to(x.dtype)), b[0].to(x.dtype))
@@ -63,7 +64,7 @@ def reports_of(one: Delta) -> tuple[LoweringReport, LoweringReport]:
 
 
 def delta_specs(shapes: list[LoraShape]) -> list[KernelSpec]:
-    """The kernels that will be timed. No GPU is needed."""
+    """Returns the kernels that will be timed. No GPU is needed."""
     made = [make_delta(shape, "meta") for shape in shapes]
     return list(dict.fromkeys(s for one in made for r in reports_of(one) for s in r.specs))
 

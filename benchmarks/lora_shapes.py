@@ -11,7 +11,7 @@ from timing import capture, interleaved_us
 
 from tilewright.ops.contract import LoweringReport
 
-# All argument sets of a graph together must not fit the L2 cache (60 MB).
+# The argument sets of a graph together must exceed the L2 cache (60 MB).
 COLD_BYTES = 200e6
 MOST_CALLS = 60
 FLUSH_BYTES = 2**28
@@ -20,9 +20,12 @@ Variants = dict[str, Callable[[int], Any]]
 
 @dataclass(frozen=True)
 class LoraShape:
-    """One batch: tokens of `hidden`, each with one of `adapters` of one rank; q, k and v of
-    `widths` columns. routing: "uniform", or "skewed" (Zipf: adapter i is 1 / (i + 1) as likely).
-    apart: q, k and v weights lie apart, not in one stack."""
+    """Dims of one batch, whose tokens of `hidden` columns each have one of `adapters` adapters.
+
+    All adapters have the same rank; q, k and v have `widths` columns. routing: "uniform", or
+    "skewed" (Zipf: the odds of adapter i are 1 / (i + 1)). apart: the weights of q, k and v are
+    separate tensors instead of one stack.
+    """
 
     hidden: int
     rank: int
@@ -39,10 +42,14 @@ class LoraShape:
 
 @dataclass(frozen=True)
 class LoraSet:
-    """One argument set. ids: adapter of each token, sorted; offsets: exclusive, of each adapter;
-    order: tokens in some order, so that ids[order] are unsorted. weights [G, 3 rank, hidden];
-    b [G, width, rank] and bases [T, width] of q, k and v where they were asked for; parts: the
-    weights of q, k and v [G, rank, hidden], copies, where they lie apart."""
+    """One argument set.
+
+    x [T, hidden], weights [G, 3 * rank, hidden]. ids [T]: the adapter of each token, sorted.
+    offsets [G + 1]: the first token of each adapter. order [T]: a permutation of the tokens, so
+    that ids[order] are unsorted. b and bases: [G, width, rank] and [T, width] of q, k and v; empty
+    unless asked for. parts: copies of the weights of q, k and v, [G, rank, hidden] each; empty
+    unless they are separate.
+    """
 
     x: torch.Tensor
     weights: torch.Tensor
@@ -63,7 +70,7 @@ def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def make_set(shape: LoraShape, *, expand: bool = False) -> LoraSet:
-    """Random inputs; tokens go to adapters at random."""
+    """Returns a set of random inputs, with a random adapter for each token."""
     odds = torch.ones(shape.adapters, device="cuda")
     if shape.routing == "skewed":
         odds = 1 / torch.arange(1, shape.adapters + 1, device="cuda")
@@ -83,7 +90,10 @@ def make_set(shape: LoraShape, *, expand: bool = False) -> LoraSet:
 
 
 def make_sets(shape: LoraShape, *, expand: bool = False, most: int = 500) -> list[LoraSet]:
-    """Makes enough sets, up to `most`, for calls to find the L2 cache cold."""
+    """Returns as many sets as keep the L2 cache cold, up to `most`.
+
+    The number depends on the bytes that a call reads and writes.
+    """
     active = min(shape.adapters, shape.tokens)
     touched = 2 * shape.hidden * (shape.tokens + 3 * shape.rank * active)
     if expand:
@@ -97,7 +107,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def timed(variants: Variants, count: int) -> dict[str, float]:
-    """Microseconds of each; every replay finds the L2 cache full of something else."""
+    """Returns the microseconds of each variant; every replay starts with a flushed L2 cache."""
     flushed = torch.empty(FLUSH_BYTES // 4, device="cuda")
     graphs = {
         name: capture([lambda i=i, v=variant: v(i) for i in range(count)], warmup=1)

@@ -1,12 +1,12 @@
-"""Times tile configs of the LoRA kernels: what the planner's rules come from.
+"""Times tile configs of the LoRA kernels, as a basis of the planner's rules.
 
     python benchmarks/lora_sweep.py CASES [--top 6]
 
-CASES: a file of lines `hidden rank adapters tokens form config ...`; form is groups (sorted, with
-offsets), single (one adapter), rows (an id each, in any order) or expand (sorted). A config is
-`t64x64/4w4s3` (tiled: rows, step of K, split, warps, stages; c128+64 behind it: columns),
+CASES is a file of lines `hidden rank adapters tokens form config ...`. The form is groups (sorted,
+with offsets), single (one adapter), rows (an id for each token, in any order) or expand (sorted). A
+config is `t64x64/4w4s3` (tiled: rows, step of K, split, warps, stages; c128+64 after it: columns),
 `f16x8x8*128w8s3` (few: rows, columns, slices, their step of K), `r1x1x4096w4` (row: rows, columns,
-step) or, for expand, `e16x128x16w4`. CUDA graphs, L2 cold, microseconds.
+step) or, for expand, `e16x128x16w4`. Times are microseconds of CUDA graphs with a cold L2 cache.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_config(text: str) -> Config:
     pattern, make = FORMS[text[0]]
     found = pattern.fullmatch(text)
     if found is None:
-        raise SystemExit(f"config: {text!r} is none; see the top of this file")
+        raise SystemExit(f"config: expected one as at the top of this file, got {text!r}")
     if text[0] == "t":
         *sizes, widths = found.groups()
         return TiledShrink(*(int(n) for n in sizes), _widths(widths))

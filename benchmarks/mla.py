@@ -1,20 +1,27 @@
-"""MLA prefill of one layer: the whole branch, and the attention core alone, beside their peers.
+"""Benchmark of MLA prefill of one layer: the whole branch, and the attention core, beside peers.
 
     python benchmarks/mla.py [--out DIR] [--heads 16 128] [--batches 512 "one long" ...]
 
-Microseconds per call, CUDA graphs, variants in turn; DeepSeek-V3's widths (rank 512, 128 + 64
-columns of q and k, 128 of v), causal, no cached prefix. The branch is all between the two
-projections: norm and rotation of the latents, their write to a paged cache, the gather of the keys
-from it, the up-projection, attention. bf16: `mla_prefill`; fp8: `mla_prefill_branch_fp8`; fp8_core:
-the same with queries, keys and values of 8 bits; stock: torch.compile of the branch in PyTorch, in
-bf16, with the default SDPA, sequence by sequence with lengths known on the host (ours has them on
-the device alone). Errors are from the branch in float64, unquantised, over 256 tokens.
+Times are microseconds per call; the variants are captured as CUDA graphs and timed in turn. The
+widths are DeepSeek-V3's (rank 512, 128 + 64 columns of q and k, 128 of v), attention is causal, and
+no prefix is cached. The branch is everything between the two projections: norm and rotation of the
+latents, their write to a paged cache, the gather of the keys from it, the up-projection and
+attention. Variants:
 
-The core alone (one sequence) has its keys and values made: ours by two rows of offsets (ragged) or
-none (dense), in 16 and 8 bits; cuDNN and flex_attention are given the keys joined. TFLOP/s count
-the causal half. host: CPU microseconds of a repeated call, nothing waited for.
+    bf16        `mla_prefill`
+    fp8         `mla_prefill_branch_fp8`
+    fp8_core    `mla_prefill_branch_fp8` with queries, keys and values of 8 bits
+    stock       torch.compile of the branch in PyTorch, in bf16, with the default SDPA of each
+                sequence; it knows the lengths on the host, the other variants only on the device
 
-All our kernels compile first; then each case is a process (`side_by_side.py`).
+Errors are differences from the branch in float64, unquantised, over 256 tokens.
+
+The core is measured for one sequence, with keys and values as inputs. tilewright's variants are
+`core_ragged` (16 bits, with offsets), `core_dense` (16 bits, without offsets) and `core_fp8` (8
+bits). cuDNN and flex_attention get the two parts of the keys joined. TFLOP/s count the causal half.
+host: CPU microseconds of a repeated call, without waiting for the GPU.
+
+All of tilewright's kernels compile first; then each case is a process (`side_by_side.py`).
 """
 
 from __future__ import annotations
@@ -45,13 +52,13 @@ from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, drive
 
 FP8 = torch.float8_e4m3fn
-# Sequences of one batch; the last three as a server sees them.
+# Lengths of the sequences of one batch; the last three batches are like a server's.
 BATCHES = {str(n): (n,) for n in (512, 1024, 2048, 4096, 8192, 16384)} | {
     "even": (1024,) * 4,
     "one long": (4096, 512, 256, 128, 64, 64),
     "many short": (200, 120, 333, 64, 512, 90, 256, 128, 400, 77, 300, 150),
 }
-# What one capture of a call may take, in TFLOP, and calls in it at most.
+# Limits of one captured graph: its TFLOP, and its calls.
 CAPTURED_TFLOP, CAPTURED_CALLS = 0.2, 8
 HOST_CALLS = 20
 
@@ -76,7 +83,7 @@ def branch_calls(layer: Layer) -> Calls:
 
 
 def core_operands(heads: int, length: int, device: str) -> dict[str, AttentionCall]:
-    """The calls of attention by variant."""
+    """Returns the calls of attention by variant."""
     q = torch.randn(1, length, heads, NOPE + ROPE, device=device).bfloat16()
     kv = torch.randn(1, length, heads, NOPE + V_DIM, device=device).bfloat16()
     shared = torch.randn(1, length, ROPE, device=device).bfloat16()
@@ -121,7 +128,7 @@ def _causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def specs_of(heads: int, lengths: tuple[int, ...]) -> dict[Any, None]:
-    """The kernels of our variants; nothing is computed."""
+    """Returns the kernels of tilewright's variants, without running anything."""
     layer = Layer(heads, lengths, "meta")
     reports = [PREFILL.plan_for(layer.bf16(), "sm90")]
     reports += [BRANCH.plan_for(layer.fp8(core), "sm90") for core in (None, FP8)]
@@ -140,7 +147,7 @@ def compile_all(cases: list[tuple[int, tuple[int, ...]]]) -> None:
 
 
 def run_case(heads: int, batch: str) -> None:
-    """A process of its own; prints the row."""
+    """Measures one case in its own process, and prints its row."""
     torch.manual_seed(0)
     lengths = BATCHES[batch]
     layer = Layer(heads, lengths, "cuda")
@@ -174,15 +181,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--batches", nargs="+", default=list(BATCHES), choices=list(BATCHES))
-    parser.add_argument("--case", nargs=2, help="heads and batch, driven by another process")
-    parser.add_argument("--hold", type=Path, help="times nothing before this file exists")
+    parser.add_argument("--case", nargs=2, help="heads and batch; set by the parent process")
+    parser.add_argument("--hold", type=Path, help="start timing once this file exists")
     options = parser.parse_args()
     if options.case:
         run_case(int(options.case[0]), options.case[1])
         return
     cases = [(heads, batch) for batch in options.batches for heads in options.heads]
     compile_all([(heads, BATCHES[batch]) for heads, batch in cases])
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the cases are many
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # many cases compile at once
     commands = {
         f"H={heads} {batch}": [__file__, "--case", str(heads), batch] for heads, batch in cases
     }

@@ -1,11 +1,11 @@
-"""Times what makes MLA's keys: the kernel of latents against a copy, the up-projection by tiles.
+"""Times the kernels that make MLA's keys: the latents against a copy, the up-projection by tiles.
 
     python benchmarks/mla_helpers.py [--heads 16 128] [--rows 1024 4096 16384] [--out FOLDER]
 
-One sequence. "new" rows are stored, gathered and, as codes, quantised in one launch; "cached" ones
-are gathered, behind one new one; "stored" ones are stored alone. CUDA graphs, L2 cold
-where several sets of arguments exceed it, microseconds; bandwidth is bytes read and written over
-the time, beside that of torch's copy of as many bytes.
+A batch has one sequence. "new" rows are stored, gathered and, as codes, quantised in one launch.
+"cached" rows are gathered together with one new row. "stored" rows are only stored. Times are
+microseconds of CUDA graphs, with a cold L2 cache where several sets of arguments exceed it.
+Bandwidth is the bytes read and written over the time, beside that of torch's copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ CODE_CONFIGS = [
 
 
 def arguments(heads: int, rows: int, new: int, kind: str) -> MlaPrefillArguments:
-    """kind: "values" or "codes", with " 8-bit core" after it for keys of 8 bits."""
+    """Returns random arguments of one sequence of `rows` rows, of which `new` are new.
+
+    kind: "values", "codes", or "codes 8-bit core" for keys of 8 bits.
+    """
     coded, narrow = kind.startswith("codes"), kind.endswith("core")
     pages = rows // PAGE + 1
     pool = torch.randn(pages, PAGE, RANK + ROPE, device=DEVICE).bfloat16()
@@ -103,7 +106,7 @@ def arguments(heads: int, rows: int, new: int, kind: str) -> MlaPrefillArguments
 
 
 def performed(steps: Any) -> Any:
-    """Performs steps on this GPU, and returns their result."""
+    """Runs steps on this GPU and returns their outcome."""
     return drive(steps, machine_of(DEVICE)).outcome
 
 
@@ -112,8 +115,11 @@ def launched(launch: Launch) -> Callable[[], None]:
 
 
 def latent_bytes(form: str, rows: int, coded: bool) -> int:
-    """A row's entry is read, and written to the buffer, to the cache, or to both; a new one's
-    rotation is read in fp32."""
+    """Returns the bytes that the kernel of latents reads and writes for `rows` rows.
+
+    A row's entry is read, and written to the buffer, to the cache, or to both. For a new or stored
+    row, the rotation is also read, in fp32.
+    """
     entry, rotation = 2 * (RANK + ROPE), 4 * ROPE
     out = RANK + 4 * RANK // 128 + 2 * ROPE if coded else entry
     row = {"new": entry + rotation + out + entry, "cached": entry + out}
@@ -159,7 +165,7 @@ def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
         if tensor is not None:
             tensor.copy_(torch.rand(tensor.shape, device=DEVICE))
     problem = up_problem(a, buffers)
-    graphs, calls = {}, {}  # a graph works on its call's memory
+    graphs, calls = {}, {}  # keeps the calls, as a graph uses the memory of its call
     for config in configs_of(problem):
         step = up_step(a, problem, buffers, config)
         if step.spec.name in bad:
@@ -167,7 +173,7 @@ def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
         try:
             calls[str(config)] = launched(step)
             graphs[str(config)] = capture([calls[str(config)]], warmup=1)
-        except Exception as error:  # what does not launch is a result here
+        except Exception as error:  # a config that cannot be launched is a result here
             print(f"  {config}: {str(error)[:150]}", flush=True)
     if kind == "values":
         out = torch.empty(rows, problem.rows, dtype=torch.bfloat16, device=DEVICE)
@@ -200,7 +206,7 @@ def forms_of(kind: str) -> tuple[str, ...]:
 
 
 def specs_of(head_counts: list[int]) -> dict[KernelSpec, None]:
-    """All kernels that are timed."""
+    """Returns all kernels that will be timed."""
     specs: dict[KernelSpec, None] = {}
     for kind, heads in itertools.product(KINDS, head_counts):
         a = arguments(heads, 512, 16, kind)

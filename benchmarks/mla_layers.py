@@ -1,4 +1,4 @@
-"""Inputs of one MLA layer's prefill, what it is in plain PyTorch, and what it is in float64."""
+"""Inputs of one MLA layer's prefill, and its implementations in plain PyTorch and in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS_AT_ONCE = 8
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, .., ROPE] by neighbouring pairs; cos, sin [T, .., ROPE / 2]."""
+    """Rotates neighbouring pairs of columns of x [T, .., ROPE]; cos, sin: [T, .., ROPE / 2]."""
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
@@ -30,8 +30,10 @@ def stock(
     sin: torch.Tensor, weight: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor,
     lengths: tuple[int, ...],
 ) -> torch.Tensor:  # fmt: skip
-    """[T, H, V] of q [T, H, N + R], as serving code spells it, sequence after sequence; the entries
-    of pool [P, PAGE, L + R] at `slots` are written."""
+    """Computes the branch [T, H, V] of q [T, H, N + R] as serving code does, sequence by sequence.
+
+    It writes the entries of pool [P, PAGE, L + R] at `slots`.
+    """
     heads, flat = q.shape[1], pool.view(-1, RANK + ROPE)
     latent = F.rms_norm(latents[:, :RANK], (RANK,), norm, EPS)
     flat[slots] = torch.cat((latent, turn(latents[:, RANK:], cos, sin)), -1)
@@ -50,7 +52,7 @@ def stock(
 
 
 class Layer:
-    """A layer's tensors for new sequences of the given lengths, and the fused ops' arguments."""
+    """Tensors of a layer for new sequences of the given lengths, and arguments of the fused ops."""
 
     def __init__(self, heads: int, lengths: tuple[int, ...], device: str) -> None:
         def normal(*shape: int) -> torch.Tensor:
@@ -110,12 +112,12 @@ class Layer:
         )  # fmt: skip
 
     def checked_rows(self) -> torch.Tensor:
-        """Tokens whose results are compared, evenly over all, the last among them."""
+        """Returns the tokens whose results are compared: evenly spaced, with the first and last."""
         count = min(CHECKED_ROWS, self.tokens)
         return torch.linspace(0, self.tokens - 1, count, device=self.q.device).long()
 
     def exact(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, H, V] in float64, nothing rounded or quantised on the way."""
+        """Computes the branch [rows, H, V] in float64, without rounding or quantisation."""
         table = self.freqs[self.positions].double()
         cos, sin = table[:, ::2], table[:, 1::2]
         latent = F.rms_norm(self.latents[:, :RANK].double(), (RANK,), self.norm.double(), EPS)
@@ -142,5 +144,5 @@ class Layer:
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Root of the mean squared difference, over the rms of what is right."""
+    """Returns the root mean square of the difference, divided by that of the exact result."""
     return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())

@@ -1,20 +1,23 @@
-"""The routed experts of one layer: the fused op, eager, stock torch.compile, and the GEMMs alone.
+"""Benchmark of one layer's routed experts: fused op, eager, stock torch.compile, and GEMMs alone.
 
     python benchmarks/moe.py [--out DIR] [--models qwen3-30b-a3b ...] [--tokens 1 16 ...]
         [--formats dense fp8fp8 ...]
 
-Microseconds per call, CUDA graphs, L2 cold; routing outside. Eager is Hugging Face's `grouped_mm`
-chain (sort, gather, GEMM, activation, GEMM, weights, un-permute, sum), stock torch.compile of it at
-the token count: with counts as symbols it is slower than eager. over_best is the faster of the two
-over ours. Each model has a process of its own, so that all compile at once; rows are measured one
-at a time, when all have. up and down are our two GEMMs alone, sorting done: up gathers its rows and
-applies the activation; grouped_up and grouped_down are torch._grouped_mm on rows that are sorted
-already. TB/s count the weights of the experts in use, rows in and rows out; of_copy is their share
-of the copy bandwidth measured in the same run. Quantised weights (fp8fp8: and activations) have no
-peer in eager or stock but dequantisation, so theirs is our own bf16: `bf16` is the dense op of the
-same routes in the same run. Errors are the root of the mean squared difference from float64, over
-the rms of the result; cpu is what a repeated call takes of the CPU, outside of a graph. Dense rows
-go to moe.json, quantised ones to moe_quantized.json, each as soon as it is measured.
+Times are microseconds per call, in CUDA graphs with a cold L2 cache, without the routing. Each
+model has its own process: all processes compile at once, then rows are measured one at a time.
+
+eager: Hugging Face's `grouped_mm` chain (sort, gather, GEMM, activation, GEMM, weights, un-permute,
+sum). stock: torch.compile of that chain for each token count; with symbolic token counts it is
+slower than eager. over_best: the time of the faster of these two over tilewright's. up, down:
+tilewright's two GEMMs alone, after the sort; up gathers its rows and applies the activation.
+grouped_up, grouped_down: torch._grouped_mm on rows that are already sorted. bf16: the dense op on
+the same routes in the same run. It is the peer of quantised weights (and, in fp8fp8, quantised
+activations), which eager and stock could only dequantise. TB/s count the weights of the experts in
+use, input rows and output rows; of_copy is their share of the copy bandwidth of the same run.
+Errors are the root mean square of the difference from float64, over that of the result. cpu: CPU
+time of a repeated call, outside of a graph.
+
+Dense rows go to moe.json and quantised rows to moe_quantized.json, each as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ from tilewright.ops.moe.moe import OP
 TOKENS = (1, 16, 64, 1024, 4096)
 MORE_TOKENS = (4, 256, 8192)
 ZIPF_TOKENS = (16, 1024, 4096)
-# Which formats are measured beside bf16 and at how many tokens, where their checkpoints exist or
-# targets name them.
+# Formats measured beside bf16, by model: those with checkpoints, or of interest for the model.
+# Their numbers of tokens are below.
 FORMATS = {
     "qwen3-30b-a3b": ("nvfp4", "fp8fp8", "int4", "fp8"),
     "mixtral-8x7b": ("nvfp4", "fp8fp8"),
@@ -65,7 +68,7 @@ FORMAT_TOKENS = {
 
 
 def kernels(shape: MoeShape, form: str, tokens: Sequence[int]) -> set[KernelSpec]:
-    """Kernels that the op launches at these token counts."""
+    """Returns the kernels that the op launches at these token counts."""
     experts = make_experts(shape, form, "meta")
     calls = [arguments(shape, experts, num_tokens, device="meta") for num_tokens in tokens]
     return {spec for a in calls for spec in OP.plan_for(a, SM90.name).specs}
@@ -75,7 +78,7 @@ def kernels(shape: MoeShape, form: str, tokens: Sequence[int]) -> set[KernelSpec
 
 
 class Layer:
-    """One model's weights and compiled peer, made when first needed."""
+    """Weights of one model, made when first needed, and its compiled peer."""
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
@@ -103,9 +106,9 @@ class Layer:
 
 
 def serve(connection: Connection, shape: MoeShape, tokens: Sequence[int]) -> None:
-    """Compiles the peer, says so, then measures what it is asked for until that is None."""
+    """Compiles the peer, sends "ready", then measures the rows asked for until it receives None."""
     torch.manual_seed(0)
-    # One program for each token count.
+    # Dynamo compiles one program for each token count.
     torch._dynamo.config.recompile_limit = 64
     with torch.no_grad():
         layer = Layer(shape)
@@ -115,12 +118,12 @@ def serve(connection: Connection, shape: MoeShape, tokens: Sequence[int]) -> Non
         while (asked := connection.recv()) is not None:
             try:
                 connection.send(layer.row(*asked))
-            except Exception as error:  # a row that fails does not take the others with it
+            except Exception as error:  # the run goes on with the other rows
                 connection.send(f"{type(error).__name__}: {error}")
 
 
 class Run:
-    """The processes of a run, and the rows so far."""
+    """Processes of a run, and the rows measured so far."""
 
     def __init__(self, folder: Path | None, shapes: Sequence[MoeShape], tokens: Sequence[int]):
         self.folder = folder
@@ -134,7 +137,7 @@ class Run:
             self.ends[shape] = ours
 
     def wait(self) -> None:
-        """Until all have compiled. The copy rate is measured when nothing else runs."""
+        """Waits until all processes have compiled, then measures the copy rate."""
         for shape, end in self.ends.items():
             try:
                 end.recv()
@@ -170,7 +173,7 @@ class Run:
 def asked_for(
     shapes: Sequence[MoeShape], tokens: Sequence[int], formats: Sequence[str]
 ) -> Iterator[tuple[MoeShape, str, int, str]]:
-    """The rows in the order of their weight: a run may be cut short."""
+    """Yields the rows to measure, the most important first, as a run may be cut short."""
     forms = [(s, f) for s in shapes for f in FORMATS[s.name] if f in formats]
     dense = [s for s in shapes if s is not EXPERT_SHARE] if "dense" in formats else ()
     yield from ((s, "dense", t, "random") for s in dense for t in tokens if t not in MORE_TOKENS)

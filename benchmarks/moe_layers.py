@@ -10,9 +10,9 @@ from torch.nn.functional import silu
 
 from tilewright.ops.moe.arguments import FusedMoeArguments
 
-# All argument sets of a graph together must not fit the L2 cache (60 MB).
+# The argument sets of a graph together must exceed the L2 cache (60 MB).
 COLD_BYTES = 250e6
-# Bytes of a weight, scales included.
+# Bytes of one element of a weight, scales included.
 WEIGHT_BYTES = {
     "dense": 2.0,
     "fp8": 1.0,
@@ -28,8 +28,11 @@ CLAMP = 7.0
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Dims of one model's experts. oss: gate and up interleaved and stored [E, H, 2I], biases,
-    clamped SwiGLU, as gpt-oss has them; else halves of [E, 2I, H] and SiLU."""
+    """Dims of one model's experts.
+
+    oss: gpt-oss's layout. Gate and up are interleaved and stored as [E, H, 2I], with biases and
+    clamped SwiGLU. Otherwise they are halves of [E, 2I, H], with SiLU.
+    """
 
     name: str
     hidden: int
@@ -43,7 +46,7 @@ class MoeShape:
         return 3 * self.hidden * self.inner
 
     def argument_sets(self, num_tokens: int, form: str) -> int:
-        """Returns the number of draws of routes that keeps the L2 cache cold."""
+        """Returns how many draws of routes keep the L2 cache cold."""
         share = 1 - (1 - self.num_slots / self.num_experts) ** num_tokens
         read = share * self.num_experts * self.expert_elements * WEIGHT_BYTES[form]
         return max(2, -(-int(COLD_BYTES) // int(read)))
@@ -55,7 +58,7 @@ SHAPES = (
     MoeShape("deepseek-v3 over 8 GPUs", 7168, 256, 256, 8),
     MoeShape("gpt-oss-120b", 2880, 2880, 128, 4, oss=True),
 )
-# A GPU's share of the experts, all of their columns: measured where activations are codes.
+# One GPU's share of the experts, with all of their columns; measured with activations of codes.
 EXPERT_SHARE = MoeShape("32 experts of deepseek-v3", 7168, 2048, 32, 8)
 BY_NAME = {shape.name: shape for shape in (*SHAPES, EXPERT_SHARE)}
 
@@ -63,19 +66,21 @@ BY_NAME = {shape.name: shape for shape in (*SHAPES, EXPERT_SHARE)}
 def routes(
     shape: MoeShape, num_tokens: int, kind: str, device: str = "cuda"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(expert_ids int64 [T, S], bf16 weights): top-k of scores that are uniform ("random"), or of
-    experts drawn by their rank to the power -1 ("zipf")."""
+    """Returns (expert_ids int64 [T, S], weights bf16 [T, S]), the top-k of random scores.
+
+    kind: "random" draws all experts alike; "zipf" draws them with odds of 1 / rank.
+    """
     scores = torch.rand(num_tokens, shape.num_experts, device=device)
     if kind == "zipf":
         rank = 1 + torch.randperm(shape.num_experts, device=device).float()
-        # Gumbel's trick: the largest are a draw without replacement.
+        # With Gumbel noise, the top scores are a draw without replacement.
         scores = -ZIPF_EXPONENT * rank.log() - (-scores.clamp(1e-9, 1 - 1e-7).log()).log()
     top, ids = scores.topk(shape.num_slots)
     return ids, top.softmax(-1).bfloat16()
 
 
 def dense(*shape: int, device: str = "cuda") -> torch.Tensor:
-    """Normal bf16 weights [..., K] of variance 1 / K, made by parts: fp32 of it all is too much."""
+    """Returns normal bf16 weights [..., K] of variance 1 / K, made in parts to save memory."""
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
     for part in out:
         part.copy_(torch.randn(shape[1:], device=device).mul_(shape[-1] ** -0.5))
@@ -85,7 +90,7 @@ def dense(*shape: int, device: str = "cuda") -> torch.Tensor:
 def coded(
     form: str, *shape: int, device: str = "cuda"
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """(codes, scales, scale_block) of random codes, values of about the size of `dense`'s."""
+    """Returns (codes, scales, scale_block) of random values about as large as those of `dense`."""
     experts, rows, columns = shape
     size = columns**-0.5
     per_byte = 1 if form == "fp8" else 2
@@ -110,8 +115,11 @@ def coded(
 
 @dataclass(frozen=True)
 class Experts:
-    """Weights of a layer: `given` are arguments of `fused_moe`; gate_up and down the tensors as a
-    dense checkpoint stores them (None where quantised), biases [E, 2I] and [E, H]."""
+    """Weights of a layer.
+
+    given: arguments of `fused_moe`. gate_up, down: the tensors as a dense checkpoint stores them;
+    None if quantised. gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
+    """
 
     given: dict[str, Any]
     gate_up: torch.Tensor | None
@@ -121,8 +129,10 @@ class Experts:
 
 
 def make_experts(shape: MoeShape, form: str = "dense", device: str = "cuda") -> Experts:
-    """Random weights in a format of ops.formats.expert_weight; "fp8fp8": fp8, with activations
-    quantised too. device "meta": shapes alone."""
+    """Returns random weights in a format of ops.formats.expert_weight.
+
+    "fp8fp8" stands for fp8 with quantised activations. On the device "meta", they are shapes only.
+    """
     e, h, i = shape.num_experts, shape.hidden, shape.inner
     rows = "fp8" if form == "fp8fp8" else "dense"
     form = form.removesuffix("fp8") if rows == "fp8" else form
@@ -163,14 +173,14 @@ def make_experts(shape: MoeShape, form: str = "dense", device: str = "cuda") -> 
 def arguments(
     shape: MoeShape, experts: Experts, num_tokens: int, kind: str = "random", device: str = "cuda"
 ) -> FusedMoeArguments:
-    """One call over a layer's weights: tokens and routes drawn anew."""
+    """Returns one call over a layer's weights, with new random tokens and routes."""
     x = torch.randn(num_tokens, shape.hidden, device=device).bfloat16()
     ids, weights = routes(shape, num_tokens, kind, device)
     return FusedMoeArguments(x, ids, weights, **experts.given)
 
 
 def glu(shape: MoeShape, both: torch.Tensor) -> torch.Tensor:
-    """The activation of gate_up's output [..., 2I], as Hugging Face spells it."""
+    """Computes the activation of gate_up's output [..., 2I] as Hugging Face does."""
     if not shape.oss:
         gate, up = both.chunk(2, -1)
         return silu(gate) * up

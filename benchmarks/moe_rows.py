@@ -1,4 +1,4 @@
-"""One row of `benchmarks/moe.py`: what is measured for one layer, format and token count."""
+"""Measures one row of `benchmarks/moe.py`: one layer, format and token count."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Launch, Machine, drive
 
 MAX_SETS = 16
-# float64 of more routes than this takes longer than all the rest.
+# Tokens up to which errors are measured; with more, the float64 reference dominates the run.
 CHECKED_TOKENS = 64
-# What the kernels of the two GEMMs are called here, whatever their tiles.
+# Names in the results for the kernels of the two GEMMs.
 GEMMS = {
     **dict.fromkeys(("moe_up", "moe_up_codes", "moe_up_scaled"), "up"),
     **dict.fromkeys(("grouped_gemm", "moe_down_codes", "grouped_scaled"), "down"),
@@ -30,7 +30,7 @@ GEMMS = {
 
 
 def chain(shape: MoeShape) -> Callable[..., torch.Tensor]:
-    """Hugging Face's `grouped_mm_experts_forward`, without expert parallelism."""
+    """Returns Hugging Face's `grouped_mm_experts_forward`, without expert parallelism."""
 
     def experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias):
         num_slots = ids.shape[-1]
@@ -50,13 +50,13 @@ def chain(shape: MoeShape) -> Callable[..., torch.Tensor]:
         inverse[perm] = torch.arange(perm.size(0), device=x.device)
         return out[inverse].view(*ids.shape, -1).sum(1).to(x.dtype)
 
-    # Dynamo counts what it compiled by code object, and each model is a program of its own.
+    # Dynamo counts its compilations by code object, so each model gets its own.
     code = experts.__code__.replace(co_name=f"experts_{shape.num_experts}_{shape.hidden}")
     return FunctionType(code, globals(), code.co_name, None, experts.__closure__)
 
 
 def stored(shape: MoeShape, experts: Experts) -> tuple[Any, ...]:
-    """gate_up and down [E, K, N] with their biases, as `chain` takes them."""
+    """Returns gate_up and down [E, K, N] with their biases, as `chain` takes them."""
     assert experts.gate_up is not None
     assert experts.down is not None
     pair = (experts.gate_up, experts.down)
@@ -68,8 +68,11 @@ def stored(shape: MoeShape, experts: Experts) -> tuple[Any, ...]:
 def launches(
     a: FusedMoeArguments, plan: MoePlan | None = None, machine: Machine | None = None
 ) -> dict[str, Launch]:
-    """The launches of a call of the op, after it ran once, by kernel; the last of a kernel that is
-    launched twice. plan: in place of the planner's. machine: in place of the tensors' GPU."""
+    """Runs a call of the op and returns its launches by kernel.
+
+    Of a kernel that is launched twice, the last launch is returned. plan: a plan in place of the
+    planner's. machine: a machine in place of the tensors' GPU.
+    """
     machine = machine or machine_of(a.x.device)
     program = drive(fused_moe_steps(a, machine.target, plan), machine, keep=True)
     made = [step for step, _ in program.steps if isinstance(step, Launch)]
@@ -84,7 +87,7 @@ def measure(
     shape: MoeShape, experts: Experts, form: str, num_tokens: int, kind: str, copy: float,
     bf16: Experts | None, stock: Callable[..., torch.Tensor] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """One row. bf16: the dense experts that a quantised row is compared with."""
+    """Measures one row. bf16: the dense experts that a quantised row is compared with."""
     count = min(shape.argument_sets(num_tokens, form), MAX_SETS)
     calls = [arguments(shape, experts, num_tokens, kind) for _ in range(count)]
     steps = [launches(a) for a in calls]
@@ -143,10 +146,10 @@ def _no_scales() -> dict[str, None]:
 
 
 def rates(shape: MoeShape, form: str, row: dict[str, Any], copy: float) -> dict[str, Any]:
-    """TFLOP/s and TB/s of the GEMMs alone, and how they compare."""
+    """Returns TFLOP/s and TB/s of the GEMMs alone, and the ratios to their peers."""
     routes = row["tokens"] * shape.num_slots
     matrix = shape.hidden * shape.inner
-    # What the second GEMM reads of the first is as wide as what that wrote.
+    # Bytes of an element of x, and of the first GEMM's result, which the second reads.
     size = 1 if form == "fp8fp8" else 2
     bytes_in = {"up": size * shape.hidden * row["tokens"], "down": size * shape.inner * routes}
     bytes_out = {"up": size * shape.inner * routes, "down": 2 * shape.hidden * routes}

@@ -1,13 +1,16 @@
-"""Times tile configs of the two expert GEMMs and of the sort: what the planner's rules come from.
+"""Times tile configs of the two expert GEMMs and of the sort, as a basis of the planner's rules.
 
     python benchmarks/moe_sweep.py CASES [--top 5]
 
-CASES: a file of lines `model format tokens stage config ...`, stage up, down or order. A config is
-written as GemmConfig prints it, without spaces: `s16x64x128w4s3p2` (s swapped, t not, d and c
-streamed codes, swapped and not; q and r codes by codes, not swapped and swapped; at the end f:
-flattened, k256: its parts, h: in two halves, c: quantises its result), that of a sort
-`c128kw4l512r32` (k: counted before). CUDA graphs, L2 cold, microseconds, with TFLOP/s and TB/s (of
-the weights of the experts in use); torch._grouped_mm on sorted rows for comparison.
+CASES is a file of lines `model format tokens stage config ...`; the stage is up, down or order. The
+config of a GEMM is written as GemmConfig prints it, without spaces, as in `s16x64x128w4s3p2`. Its
+first letter: s swapped, t not swapped; d streamed codes, swapped; c streamed codes, not swapped; q
+codes by codes, not swapped; r codes by codes, swapped. At the end: f flattened, k256 the size of
+its parts, h in two halves, c quantises its result. The config of a sort is `c128kw4l512r32`, with k
+if the routes are counted beforehand.
+
+Times are microseconds of CUDA graphs with a cold L2 cache, with TFLOP/s and TB/s (of the weights of
+the experts in use), beside torch._grouped_mm on sorted rows.
 """
 
 from __future__ import annotations
@@ -86,8 +89,10 @@ def order_config(text: str) -> OrderConfig:
 def stage_steps(
     case: Case, text: str, base: dict[str, Launch], problem: MoeProblem
 ) -> list[Launch]:
-    """The launches of a case's stage in one config, over the scratch of `base`, whose own configs
-    are plain."""
+    """Returns the launches of a case's stage in one config.
+
+    They use the scratch memory of `base`, the launches of a plain plan.
+    """
     if case.stage == "order":
         return order_steps(order_config(text), base, problem)
     config = gemm_config(text, case.stage)
@@ -108,7 +113,7 @@ def stage_steps(
 
 
 def order_steps(config: OrderConfig, base: dict[str, Launch], problem: MoeProblem) -> list[Launch]:
-    """The launches of the sort."""
+    """Returns the launches of the sort in one config."""
     values = by_name(base["moe_order"])
     grids = sort_grids(problem, config, values["num_routes"])
     values["num_chunks"] = grids["count"][0]
@@ -121,12 +126,12 @@ def order_steps(config: OrderConfig, base: dict[str, Launch], problem: MoeProble
 
 
 def by_name(made: Launch) -> dict[str, Any]:
-    """The tensors and numbers of a launch by the kernel's names of them."""
+    """Returns the tensors and numbers of a launch by the names of the kernel's arguments."""
     return {name.removesuffix("_ptr"): value for name, value in made.values.items()}
 
 
 def plain_plan(problem: MoeProblem, case: Case) -> MoePlan:
-    """A plan whose GEMMs read weights as they are stored."""
+    """Returns a plan whose GEMMs read the weights as they are stored."""
     tiles = GemmConfig(16, 64, 128, 4, 3, swapped=True)
     if problem.coded_rows:
         tiles = ScaledConfig(64, 64, 128, 4, 4)
@@ -135,7 +140,7 @@ def plain_plan(problem: MoeProblem, case: Case) -> MoePlan:
 
 
 def library(case: Case, experts: Experts, base: dict[str, Launch]) -> Any:
-    """torch._grouped_mm of the stage on sorted rows; None for codes."""
+    """Returns a call of torch._grouped_mm for the stage on sorted rows; None for codes."""
     if experts.gate_up is None or experts.down is None or case.stage == "order":
         return None
     values = base["up"].values
@@ -180,12 +185,12 @@ def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None
             if got.dtype == torch.float8_e4m3fn:
                 got = got.view(-1, SCALED_K).float() * values["hidden_scale_ptr"].view(-1, 1)
                 got = got.flatten()[: want.numel()] if want is not None else got.flatten()
-            # Streamed codes want the hidden rows in an order that these rows are not in.
+            # Streamed codes need the hidden rows in another order than these have.
             if want is None and not (case.stage == "down" and text[0] in "cd"):
                 want = got.float().clone()
             checked = want is not None and not (case.stage == "down" and text[0] in "cd")
             error = float((got.float() - want).norm() / want.norm()) if checked else 0.0
-            # Codes have a rounding of their own.
+            # Quantised activations add their own rounding.
             if not error < (4e-2 if case.form == "fp8fp8" else 1e-2):
                 print(f"    {text}: WRONG, differs by {error:.3e}")
                 continue
@@ -195,7 +200,7 @@ def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None
                     machine.perform(step)
 
             graphs[text] = capture([lambda i=i, c=call: c(i) for i in range(calls)], warmup=1)
-        except Exception as error:  # what cannot be launched is a result here
+        except Exception as error:  # a config that cannot be launched is a result here
             print(f"    {text}: {type(error).__name__}: {str(error)[:150]}")
     peer = library(case, experts, bases[0])
     if peer is not None:
@@ -219,7 +224,7 @@ def main() -> None:
     parser.add_argument("cases", type=Path)
     parser.add_argument("--top", type=int, default=5)
     parser.add_argument("--only-compile", action="store_true", help="measure nothing")
-    parser.add_argument("--compiled", action="store_true", help="all is compiled already")
+    parser.add_argument("--compiled", action="store_true", help="all kernels are already compiled")
     options = parser.parse_args()
     torch.manual_seed(0)
     cases = read_cases(options.cases)

@@ -1,13 +1,13 @@
-"""QKV projection, RoPE and cache write of one layer: the fused op, eager, stock torch.compile.
+"""Benchmark of QKV projection, RoPE and cache write of a layer: fused op, eager, torch.compile.
 
     python benchmarks/qkv_cache.py [--out DIR] [--tokens 1 16 ...] [--layouts paged static]
 
-Microseconds per call, CUDA graphs, L2 cold, three separate weights. Errors are the largest
-difference from float64 arithmetic over the rms of the result, over q and the written cache rows.
-Stock is torch.compile by default, autotuned is mode="max-autotune-no-cudagraphs". Bounds, not
-peers: `gemm` is one bare library GEMM over weights packed for it, `read` a kernel that only reads
-the packed weights; of_copy is the weights' bytes over our time, as a share of the copy bandwidth
-measured in the same run.
+Times are microseconds per call, in CUDA graphs with a cold L2 cache; q, k and v have separate
+weights. Errors are the largest difference from float64 over the root mean square of the result,
+over q and the written cache rows. `stock` is torch.compile with default options, `autotuned` is
+mode="max-autotune-no-cudagraphs". Two variants are bounds instead of peers: `gemm` is one library
+GEMM over packed weights, and `read` is a kernel that only reads these. of_copy is the bytes of the
+weights over tilewright's time, as a share of the copy bandwidth of the same run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ SHAPES = (
     Shape("gpt-oss", 2880, 64, 8, 64, bias=True),
 )
 TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
-# Autotuning GEMMs takes long: at these token counts, and for the cache stock copies nothing of.
+# Autotuning GEMMs takes long, so it is only done for these token counts, and for
+# the static cache, which stock does not copy.
 AUTOTUNED_TOKENS = (16, 64, 1024, 4096)
 AUTOTUNE = "max-autotune-no-cudagraphs"
 EPS = 1e-6
@@ -58,7 +59,7 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def normed(x, weight):
-    """RMSNorm of each head, as models spell it."""
+    """Computes the RMSNorm of each head as models do; returns x if there is no weight."""
     if weight is None:
         return x
     wide = x.float()
@@ -66,7 +67,7 @@ def normed(x, weight):
 
 
 def project(x, weights, biases, norms, dim):
-    """q, k and v [..., heads, dim], q and k normed where there are norms."""
+    """Computes q, k and v [..., heads, dim], with norms of q and k if there are any."""
     made = [
         linear(x, weight, None if bias is None else bias.flatten()).unflatten(-1, (-1, dim))
         for weight, bias in zip(weights, biases, strict=True)
@@ -75,7 +76,7 @@ def project(x, weights, biases, norms, dim):
 
 
 def paged_step(x, weights, biases, norms, cos, sin, slots, keys, values):
-    """Writes as engines spell it: rows of the flat cache, by slot."""
+    """Computes the step as engines do: it writes rows of the flat cache, by slot."""
     heads, dim = keys.shape[2:]
     q, k, v = project(x, weights, biases, norms, dim)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -87,7 +88,8 @@ def paged_step(x, weights, biases, norms, cos, sin, slots, keys, values):
 
 
 def static_step(x, weights, biases, norms, cos, sin, positions, keys, values):
-    """Writes as Hugging Face does: [batch, heads, length, dim], index_copy_ along the length."""
+    """Computes the step as Hugging Face does: index_copy_ to a cache [batch, heads, length,
+    dim]."""
     batch, _, _, dim = keys.shape
     x = x.view(batch, -1, x.shape[-1])
     q, k, v = (rows.transpose(1, 2) for rows in project(x, weights, biases, norms, dim))
@@ -108,7 +110,7 @@ def step_arguments(layer: Layer, cache: Cache) -> tuple[Any, ...]:
 
 
 def written_rows(cache: Cache, num_tokens: int) -> list[torch.Tensor]:
-    """Returns the rows that the step wrote: [T, Hkv, D] of K and of V."""
+    """Returns the rows of K and of V that the step wrote to the cache, [T, Hkv, D] each."""
     if cache.layout == "static":
         picked = [c.index_select(2, cache.slots) for c in (cache.keys, cache.values)]
         return [c.transpose(1, 2).reshape(num_tokens, -1, c.shape[-1]) for c in picked]
@@ -117,7 +119,7 @@ def written_rows(cache: Cache, num_tokens: int) -> list[torch.Tensor]:
 
 
 def exact(layer: Layer, num_tokens: int, rows: int, dim: int) -> list[torch.Tensor]:
-    """q, k and v in float64 from the same bf16 inputs."""
+    """Computes q, k and v in float64 from the same bf16 inputs."""
     x = layer.x.double()
     repeats = num_tokens // rows
     cos, sin = (t[:rows].double().repeat(repeats, 1).unsqueeze(1) for t in (layer.cos, layer.sin))
@@ -140,7 +142,7 @@ def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 def measure(
     shape: Shape, num_tokens: int, layout: str, autotune: bool, copy: float
 ) -> dict[str, Any]:
-    """One row: times, errors and the lowering taken. copy: the GPU's copy rate, in bytes/s."""
+    """Measures one row: times, errors and the lowering. copy: the GPU's copy rate in bytes/s."""
     torch._dynamo.reset()
     step: Step = paged_step if layout == "paged" else static_step
     cache = paged_cache(shape) if layout == "paged" else static_cache(shape, num_tokens)

@@ -1,12 +1,13 @@
-"""Quantised QKV projection, RoPE and cache write of one layer: the fused op and its peers.
+"""Benchmark of quantised QKV projection, RoPE and cache write of one layer, beside its peers.
 
     python benchmarks/qkv_quantized.py [--out DIR] [--tokens 1 16 ...] [--formats int4 ...]
 
-Microseconds per call, CUDA graphs, L2 cold, three separate weights, a paged cache. `eager` and
-`stock` (torch.compile) run the graph that makes a bf16 weight of the codes and multiplies that;
-`bf16` is the fused op over bf16 weights of the same dims, and `gemm` one bare library GEMM of such.
-Errors are the largest difference from float64 arithmetic on the codes over the rms of the result,
-over q and the written cache rows.
+Times are microseconds per call, in CUDA graphs with a cold L2 cache; q, k and v have separate
+weights, and the cache is paged. `eager` and `stock` (torch.compile) run the graph that dequantises
+the codes to a bf16 weight and multiplies by it. `bf16` is the fused op over bf16 weights of the
+same dims, and `gemm` is one library GEMM over such weights. Errors are the largest difference from
+float64 arithmetic on the codes over the root mean square of the result, over q and the written
+cache rows.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TOKENS = (1, 8, 16, 32, 64, 256, 1024, 4096)
 
 
 def numbers(form: Format, part: Projection, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [N, K] of the codes, computed in `dtype` as models spell it."""
+    """Dequantises a weight to [N, K] in `dtype`, as models do."""
     if form.name == "int4":
         shifts = torch.arange(0, 32, 4, device=part.weight.device)
         codes = ((part.weight.unsqueeze(-1) >> shifts) & 15).flatten(-2).to(dtype) - 8
@@ -59,7 +60,7 @@ def numbers(form: Format, part: Projection, dtype: torch.dtype) -> torch.Tensor:
 def heads(
     form: Format, shape: Shape, layer: QuantizedLayer, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """q, k and v before the cache, in `dtype`."""
+    """Computes q, k and v before the cache, in `dtype`."""
     x, dim = layer.x.to(dtype), shape.head_dim
     made = []
     for index, part in enumerate(layer.parts):
@@ -75,7 +76,7 @@ def heads(
 
 
 def step(form: Format, shape: Shape, layer: QuantizedLayer, cache: Cache) -> torch.Tensor:
-    """The unfused graph."""
+    """Computes the step as an unfused graph does."""
     q, k, v = heads(form, shape, layer, torch.bfloat16)
     slots, row = cache.slots[: layer.x.shape[0]], cache.keys.shape[2:]
     cache.keys.view(-1, *row)[slots] = k
@@ -84,7 +85,7 @@ def step(form: Format, shape: Shape, layer: QuantizedLayer, cache: Cache) -> tor
 
 
 def measure(form: Format, shape: Shape, num_tokens: int) -> dict[str, Any]:
-    """One row: times, errors and the lowering taken."""
+    """Measures one row: times, errors and the lowering."""
     torch._dynamo.reset()
     cache = paged_cache(shape, 0.25)
     sets = argument_sets(form, shape, num_tokens)

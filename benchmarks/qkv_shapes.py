@@ -1,4 +1,4 @@
-"""Attention dims and inputs that the QKV benchmarks share, and how they time long calls."""
+"""Attention dims, inputs and timing of long calls, shared by the QKV benchmarks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from tilewright.ops.qkv.arguments import FusedQkvArguments
 
 PAGE_SIZE = 16
 STATIC_LENGTH = 2048
-# All argument sets of a graph together must not fit the L2 cache (60 MB).
+# The argument sets of a graph together must exceed the L2 cache (60 MB).
 COLD_BYTES = 250e6
 REST_S = 0.03
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dims of one model's projections. norm: QK-norm. bias: of all three projections."""
+    """Dims of one model's projections.
+
+    norm: q and k are normed. bias: all three projections have a bias.
+    """
 
     name: str
     hidden: int
@@ -38,12 +41,12 @@ class Shape:
         return 2 * self.hidden * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def argument_sets(self, num_tokens: int) -> int:
-        """Returns the number of sets of weights and activations that keeps the L2 cache cold."""
+        """Returns how many sets of weights and activations keep the L2 cache cold."""
         per_set = self.weight_bytes + 2 * num_tokens * self.hidden
         return max(2, -(-int(COLD_BYTES) // per_set))
 
     def calls_per_graph(self, num_tokens: int) -> int:
-        """Calls that one captured graph makes, over all argument sets."""
+        """Returns the number of calls in one captured graph, over all argument sets."""
         return max(self.argument_sets(num_tokens), 10 if num_tokens < 2048 else 2)
 
 
@@ -53,7 +56,7 @@ def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights [H * D, hidden], norms, biases [H, D] and rope table of one layer, and its input."""
+    """Input, weights [H * D, hidden], norms, biases [H, D] and rope tables of one layer."""
 
     x: torch.Tensor
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -64,7 +67,7 @@ class Layer:
 
 
 def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
-    """Random weights of a layer: three tensors, or rows of one."""
+    """Returns a layer with random weights: three tensors or, if `packed`, slices of one."""
     dim, scale = shape.head_dim, shape.hidden**-0.5
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     if packed:
@@ -81,10 +84,10 @@ def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
 
 @dataclass(frozen=True)
 class Cache:
-    """K and V caches, and where this step's tokens go.
+    """K and V caches, and the slots of the step's tokens.
 
-    paged: [pages, PAGE_SIZE, Hkv, D], flat slots. static: [batch, Hkv, STATIC_LENGTH, D] and the
-    positions that all sequences write.
+    A paged cache is [pages, PAGE_SIZE, Hkv, D] with flat slots. A static cache is
+    [batch, Hkv, STATIC_LENGTH, D], and its slots are positions that all sequences write.
     """
 
     layout: str
@@ -107,7 +110,10 @@ def paged_cache(shape: Shape, gib_each: float = 1.0) -> Cache:
 
 
 def static_cache(shape: Shape, num_tokens: int) -> Cache:
-    """Decode of as many sequences as tokens up to 256 tokens, else prefill of 1024 each."""
+    """Returns a cache for a decode step of up to 256 tokens, or for a prefill of 1024 tokens each.
+
+    A decode step has one sequence for each token.
+    """
     batch = num_tokens if num_tokens <= 256 else max(num_tokens // 1024, 1)
     size = (batch, shape.num_kv_heads, STATIC_LENGTH, shape.head_dim)
     positions = torch.arange(num_tokens // batch, device="cuda") + 100
@@ -117,7 +123,7 @@ def static_cache(shape: Shape, num_tokens: int) -> Cache:
 def fused_arguments(
     shape: Shape, layer: Layer, cache: Cache, static_tokens: bool = False
 ) -> FusedQkvArguments:
-    """The op's arguments for one layer's step."""
+    """Returns the op's arguments for one layer's step."""
     window = cache.window.to_ints()
     by_head = [weight.unflatten(0, (-1, shape.head_dim)) for weight in layer.weights]
     q_norm, k_norm = layer.norms or (None, None)
@@ -151,10 +157,10 @@ def fused_arguments(
 def fair_us(
     graphs: Mapping[str, torch.cuda.CUDAGraph], calls_per_graph: int, rounds: int = 7
 ) -> dict[str, float]:
-    """Median microseconds per call, each variant from rest and in an order that changes.
+    """Returns median microseconds per call; each variant starts after a pause, in a random order.
 
-    A GEMM of many tokens takes the chip to its power limit, so a variant that runs after it
-    without a pause runs at lower clocks.
+    A GEMM of many tokens takes the chip to its power limit. Without a pause, the next variant would
+    run at lower clocks.
     """
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in graphs}

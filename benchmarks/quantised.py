@@ -1,12 +1,13 @@
-"""Fusions in quantised models as their libraries load them, before and after `prepare`.
+"""Sweep of quantised models, loaded by their libraries: what is fused before and after `prepare`.
 
     python benchmarks/quantised.py [--formats gptq ct-fp8] [--models llama qwen3_moe]
 
-Small models of `tests/models/shipped.py`, made and loaded by the libraries that are installed. Of
-each a decode step of two sequences with a static cache is compiled, as the library has it and
-prepared. Its logits stand beside those of the library's own forward pass, both against float64 of
-the same codes. Needs no GPU. Results go to benchmarks/results/quantised.json, row by row; rows that
-are not asked for, or whose library is not installed, stay. docs/quantised.md is made of the file.
+The models are the small ones of `tests/models/shipped.py`, made and loaded by the installed
+libraries. For each, a decode step of two sequences with a static cache is compiled, once as loaded
+and once prepared. Its logits and those of the library's own forward pass are compared with float64
+of the same codes. No GPU is needed. Results go to benchmarks/results/quantised.json, row by row;
+rows that are not asked for, or whose library is not installed, stay. docs/quantised.md is generated
+from that file.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from tilewright.compiler.verify import clone_inputs, relative_error
 from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 from tilewright.tools.files import write_whole
 
-#: The arguments of a step, with a cache as it is before that step.
+#: Makes the arguments of a step, with the cache in the state before that step.
 Inputs = Callable[[], dict[str, Any]]
 
 FORMATS = {
@@ -61,8 +62,10 @@ SHOWN = ("fused", "lost", "advice", "said", "wrong", "unjudged", "unaccounted", 
 
 
 def step_of(model: Any, kind: str, seed: int = 1) -> dict[str, Any]:
-    """A decode step, whose cache holds what the model with dense weights wrote into it. seed: of
-    the tokens."""
+    """Returns the arguments of a decode step, with a cache that the dense model has filled.
+
+    seed: the seed of the tokens.
+    """
     plain: Any = dense(kind).to(model.dtype)
     cache, _ = static_cache(plain)
     rewind(cache, PROMPT)
@@ -71,7 +74,7 @@ def step_of(model: Any, kind: str, seed: int = 1) -> dict[str, Any]:
 
 
 def compiled(model: Any, kind: str) -> dict[str, Any]:
-    """Returns the fusions and misses of a step; `stored` for the writes that stand alone."""
+    """Returns what is fused and missed in a step; `stored` counts the writes fused alone."""
     row = compiled_step(model, step_of(model, kind))
     return {name: row[name] for name in (*SHOWN, "stored") if name in row}
 
@@ -82,7 +85,10 @@ def logits(call: Callable[..., Any], inputs: Inputs) -> torch.Tensor:
 
 
 def exact_logits(model: Any, inputs: Inputs) -> torch.Tensor | None:
-    """Float64 of the same codes: of the graph that Dynamo records, where that is one."""
+    """Computes the logits in float64 from the same codes; None if that is not possible.
+
+    It runs the graph that Dynamo records, and needs the model to be one graph.
+    """
     found: list[torch.Tensor] = []
     graphs: list[torch.fx.GraphModule] = []
 
@@ -100,7 +106,7 @@ def exact_logits(model: Any, inputs: Inputs) -> torch.Tensor | None:
         shape = logits(torch.compile(model, backend=backend), inputs).shape
     except NoFloat64Error:
         return None
-    if len(graphs) > 1:  # what lies between them was not computed in float64
+    if len(graphs) > 1:  # the code between the graphs does not run in float64
         return None
     return next((tensor for tensor in found if tensor.shape == shape), None)
 
@@ -108,8 +114,8 @@ def exact_logits(model: Any, inputs: Inputs) -> torch.Tensor | None:
 def errors(library: Any, model: Any, kind: str) -> dict[str, float]:
     """Returns the relative errors, in the 2-norm, of the library's logits and of ours.
 
-    Ours is further only where it is with every seed: with experts that nearly tie, a rounding
-    chooses others.
+    Further seeds are tried as long as ours is further from float64. When the scores of two experts
+    are nearly equal, rounding can choose the other expert.
     """
     fused = torch.compile(model, backend=lambda gm, given: tilewright(gm, given, options=OPTIONS))
     found: dict[str, float] = {}
@@ -140,7 +146,7 @@ def row_of(form: str, kind: str, load: Callable[[], Any]) -> dict[str, Any]:
 
 
 def made_by(library: str) -> str:
-    """The library of a format, with its version."""
+    """Returns the name and version of a format's library."""
     names = importlib.metadata.packages_distributions()
     package = "optimum-quanto" if library == "optimum.quanto" else names[library][0]
     return f"{package} {importlib.metadata.version(package)}"
@@ -183,7 +189,7 @@ def main() -> None:
 
 def is_made(form: str, kind: str) -> bool:
     """Whether `tests/models/shipped.py` makes a model in a format."""
-    # A format that names its models is for gpt-oss alone, and no other format is for that.
+    # Formats that name their models are those of gpt-oss, which has no other formats.
     return bool(FORMATS[form].models) == (CONFIGS[kind][0] is GptOssConfig)
 
 

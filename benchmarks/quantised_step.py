@@ -1,23 +1,28 @@
-"""Decode steps of quantised models at true dims on a GPU: as their library loads them, and prepared
-for us.
+"""Benchmark of decode steps of quantised models at true dims: as loaded by their library, and
+fused.
 
     python benchmarks/quantised_step.py [--formats ct-fp8 ...] [--models llama3-8b ...]
         [--cases 1x1 16x1 16x1-padded 64x1] [--variants tilewright bf16 stock library]
         [--errors-only] [--made-on cpu] [--jobs 10] [--out DIR]
 
-True dims, few layers, a vocabulary of 8192, random weights; cases as `end_to_end.py` names them:
-1000 tokens in a static cache of 2048 (none before a prompt, as 1x1024), the mask given as
-`generate()` gives it. Microseconds in CUDA
-graphs, variants in turn: `library` is torch.compile of the model as loaded (null where that cannot
-be compiled or captured), `stock` torch.compile of the prepared model, `tilewright` that model with
-us; `bf16` is the dense model with us, in the same process. Errors of logits are relative, in the
-2-norm, from float64 of the same codes: of the library's own forward pass in eager mode, and of
-ours. peak: memory of a step above that of model and cache, in MiB.
+The models have true dims, few layers, a vocabulary of 8192 and random weights. Cases are named as
+in `end_to_end.py`. A static cache of 2048 tokens holds 1000 (0 before a prompt such as 1x1024), and
+the mask is the one that `generate()` gives. Times are microseconds of CUDA graphs, variants in
+turn:
 
-Each case of a format is a process: `--jobs` of them make their model on the GPU and compile side by
-side, then each has the GPU to itself. --errors-only: nothing is timed, a process takes all cases of
-a format, and what is not fused runs in eager mode; without a GPU, all ops as their references.
-What fails is named in its row. Results go to benchmarks/results/quantised_step.json, or
+    library       torch.compile of the model as loaded; null if it cannot be compiled or captured
+    stock         torch.compile of the prepared model
+    tilewright    the prepared model with backend "tilewright"
+    bf16          the dense model with backend "tilewright", in the same process
+
+errors: relative errors of the logits, in the 2-norm, from float64 of the same codes: those of the
+library's own forward pass in eager mode, and of tilewright. peak: memory of a step beyond model and
+cache, in MiB.
+
+Each case of a format is a process: `--jobs` processes make their models on the GPU and compile side
+by side, then each has the GPU to itself. With --errors-only nothing is timed, a process runs all
+cases of a format, and code that is not fused runs in eager mode; without a GPU, all ops run their
+references. A row names its failures. Results go to benchmarks/results/quantised_step.json, or
 quantised_step_errors.json.
 """
 
@@ -66,7 +71,7 @@ SHARED: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 EXPERTS = {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
-#: True dims by name; the small models of `tests/models/shipped.py` are known beside them.
+#: Adds models of true dims to the small models of `tests/models/shipped.py`.
 CONFIGS |= {
     "llama3-8b": (LlamaConfig, SHARED | {"intermediate_size": 14336, "num_hidden_layers": 4}),
     "qwen3-8b": (Qwen3Config, SHARED | {"intermediate_size": 12288}),
@@ -82,7 +87,7 @@ CONFIGS |= {
     ),
 }
 CASES = ("1x1", "16x1", "16x1-padded", "64x1")
-#: In this order: a library's that cannot be captured disturbs none after it.
+#: Variants in the order of capture. `library` is last, as its failed capture could disturb others.
 VARIANTS = ("tilewright", "bf16", "stock", "library")
 OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True}
 LOCK = Path(tempfile.gettempdir()) / "tilewright_quantised_step.lock"
@@ -90,7 +95,7 @@ LOCK = Path(tempfile.gettempdir()) / "tilewright_quantised_step.lock"
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Holds the other processes back: what is done in float64 takes several times the memory."""
+    """Locks out the other processes, as work in float64 takes several times the memory."""
     with LOCK.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -99,7 +104,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 class Step:
-    """A decode step of a case over one cache, which the forms of a model use in turn."""
+    """Decode step of a case over one cache, which all variants of a model use in turn."""
 
     def __init__(self, model: Any, case: Case) -> None:
         self.case = case
@@ -122,7 +127,7 @@ class Step:
 
 
 def attempted(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
-    """Returns the result of a call; None where it raises, which `row` then says under `name`."""
+    """Returns the result of a call; if it raises, notes the error in `row` and returns None."""
     try:
         return call()
     except Exception as error:
@@ -131,13 +136,13 @@ def attempted(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
 
 
 class Prepared:
-    """One case of a format: its row so far, and what is timed when it has its turn."""
+    """One case of a format: its row so far, and the graphs to time when its turn comes."""
 
     def __init__(self, models: dict[str, Any], text: str, facts: dict[str, Any]) -> None:
         case = Case.of(text)
         self.models = models
         self.row: dict[str, Any] = {**facts, "batch": case.batch, "padded": case.kind == "padded"}
-        # A library may have loaded in another dtype than the dense model's.
+        # A library may load its model in another dtype than the dense model's.
         self.steps = {model.dtype: Step(model, case) for model in models.values()}
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         step, ours = self.step("library"), models["tilewright"]
@@ -151,7 +156,10 @@ class Prepared:
         return self.steps[self.models[variant].dtype]
 
     def compiled(self, variant: str, **options: Any) -> Any:
-        """A variant's compiled forward pass, whose logits it keeps; None where it failed."""
+        """Compiles and calls a variant; returns its forward pass, or None if that failed.
+
+        For the variant "tilewright", it keeps the logits.
+        """
         backend = "tilewright" if variant in ("tilewright", "bf16") else "inductor"
         given = OPTIONS | options if backend == "tilewright" else {}
         model = self.models[variant]
@@ -166,7 +174,7 @@ class Prepared:
         return forward
 
     def describe(self, found: Sequence[Any]) -> None:
-        """Adds what is fused and missed, and the errors, of our graphs."""
+        """Adds what is fused and missed in tilewright's graphs, and the errors, to the row."""
         ops = [match.op for graph in found for match in graph.matches]
         self.row["graphs"] = len(found)
         self.row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
@@ -196,7 +204,7 @@ class Prepared:
 
 
 def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
-    """Makes the model of one format, and of each case all but the times."""
+    """Makes the model of one format, and yields each case with everything but its times."""
     shipped = FORMATS[given.format]
     facts = {"format": given.format, "model": given.model, "made": made_by(shipped.library)}
     with torch.device(given.made_on):
@@ -216,7 +224,7 @@ def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
         case = Prepared(models, text, facts)
         if given.errors_only:
             case.compiled("tilewright", inner="eager")
-            case.steps = {}  # with its cache
+            case.steps = {}  # frees the cache
         else:
             for variant in VARIANTS:
                 if variant in given.variants:
@@ -225,7 +233,7 @@ def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
 
 
 def run_format(given: argparse.Namespace) -> None:
-    """A process of its own: compiles, says so, times when it is told to, prints its rows."""
+    """Compiles one format in its own process, waits for its turn, times it, and prints its rows."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     signal.alarm(given.limit)
@@ -244,7 +252,7 @@ def run_format(given: argparse.Namespace) -> None:
 
 
 def commands(given: argparse.Namespace) -> dict[str, list[str]]:
-    """The processes, by what they are called; formats whose library is missing are named."""
+    """Returns the commands of the processes by name, and prints the formats without a library."""
     found = {}
     for form in given.formats:
         if not FORMATS[form].is_installed:
@@ -260,7 +268,7 @@ def commands(given: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def said(row: dict[str, Any]) -> str:
-    """A row in one line."""
+    """Describes a row in one line."""
     times = {name: row[name] and round(row[name]) for name in VARIANTS if name in row}
     errors = {name: f"{error:.2e}" for name, error in row.get("errors", {}).items()}
     failed = {name: row[name] for name in row if name.endswith("_failed")}
@@ -272,7 +280,8 @@ def said(row: dict[str, Any]) -> str:
 
 
 def has_lost(row: dict[str, Any]) -> bool:
-    """Whether ours is further from float64 than the library's forward pass, which ran."""
+    """Whether ours is further from float64 than the library's forward pass; False if that
+    failed."""
     errors = row.get("errors", {})
     if "library" not in errors:
         return False
@@ -285,11 +294,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama3-8b"], choices=list(CONFIGS))
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--errors-only", action="store_true", help="times nothing")
-    parser.add_argument("--made-on", default=DEVICE, help="where libraries quantise; then moved")
+    parser.add_argument("--errors-only", action="store_true", help="measure no times")
+    parser.add_argument("--made-on", default=DEVICE, help="device on which libraries quantise")
     parser.add_argument("--jobs", type=int, default=10, help="processes at once")
     parser.add_argument("--limit", type=int, default=300, help="seconds a process may compile")
-    parser.add_argument("--format", help="one format, driven by another process")
+    parser.add_argument("--format", help="one format; set by the parent process")
     parser.add_argument("--model", help="the model of that format")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Quantised layers that the benchmarks share: formats as checkpoints have them, random codes."""
+"""Quantised layers shared by the benchmarks: checkpoint formats with random codes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ WITH_BIAS = ("gpt-oss-20b",)
 
 @dataclass(frozen=True)
 class Format:
-    """The format of a layer's weights. block: rows and columns of a scale, 0 for all of them.
+    """Storage format of a layer's weights.
 
-    transposed: [K, N] in memory, as GPTQ and AWQ have it. prepared: but for the codes, which lie
-    along K, as `tilewright.compiler.prepare` lays them out. order: where each code of a word lies;
-    empty: counting up. x: "bf16", or fp8 with scales by "token" or by "block" of 128.
+    block: the rows and columns that share a scale; 0 stands for all of them. transposed: weights
+    are [K, N] in memory, as in GPTQ and AWQ. prepared: of these, the codes alone lie along K, as
+    `tilewright.compiler.prepare` stores them. order: the place of each code in its word; empty for
+    ascending order. x: "bf16", or fp8 with scales by "token" or by "block" of 128 columns.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Format:
             return []
         width = self.block[1] or columns
         while self.weight_format.startswith("int4") and columns % width:
-            width //= 2  # gpt-oss: 2880 columns hold groups of 64
+            width //= 2  # gpt-oss's 2880 columns are no multiple of 128
         return [self.block[0] or rows, width]
 
     @property
@@ -88,7 +89,7 @@ WEIGHT_ONLY = [form.name for form in FORMATS if form.x == "bf16"]
 
 @dataclass(frozen=True)
 class Projection:
-    """One stored weight [N, K] with its scales and zeros; what is dense has neither."""
+    """One stored weight [N, K] with its scales and zeros; a dense weight has neither."""
 
     weight: torch.Tensor
     scale: torch.Tensor | None
@@ -101,7 +102,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """x, the projections of q, k and v, biases and norms, and the rope tables."""
+    """Input, projections of q, k and v, biases, norms and rope tables of one layer."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
@@ -125,7 +126,7 @@ def _turned(form: Format, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_projection(form: Format, rows: int, hidden: int) -> Projection:
-    """Random codes; the weight's numbers are of the size of 1 / sqrt(hidden)."""
+    """Returns a projection of random codes, whose values are about as large as 1 / sqrt(hidden)."""
     block = form.scale_block(rows, hidden)
     grid = (-(-rows // block[0]), -(-hidden // block[1]))
     if WEIGHT_FORMATS[form.weight_format].number:
@@ -151,7 +152,7 @@ def make_projection(form: Format, rows: int, hidden: int) -> Projection:
 
 
 def stored_weight(form: Format, part: Projection) -> Weight:
-    """A projection as the arguments of an op have it."""
+    """Returns a projection as the `Weight` that the ops read."""
     weight = Weight(
         part.weight,
         form.weight_format,
@@ -185,7 +186,7 @@ def make_quantized(form: Format, shape: Shape, num_tokens: int) -> QuantizedLaye
 
 
 def argument_sets(form: Format, shape: Shape, num_tokens: int) -> int:
-    """Returns the number of layers that keeps the L2 cache cold."""
+    """Returns how many layers keep the L2 cache cold."""
     weights = shape.weight_bytes * WEIGHT_FORMATS[form.weight_format].bits / 16
     return max(2, -(-int(COLD_BYTES) // int(weights + 2 * num_tokens * shape.hidden)))
 
@@ -193,7 +194,7 @@ def argument_sets(form: Format, shape: Shape, num_tokens: int) -> int:
 def quantized_arguments(
     form: Format, shape: Shape, layer: QuantizedLayer, cache: Cache
 ) -> FusedQkvArguments:
-    """The op's arguments for one layer's step."""
+    """Returns the op's arguments for one layer's step."""
     rows = layer.parts[0].weight.shape[0] // shape.num_heads
     window = cache.window.to_ints()
     options: dict[str, Any] = {}
@@ -205,7 +206,7 @@ def quantized_arguments(
         for letter, bias in zip("qkv", layer.biases, strict=True):
             options[f"{letter}_bias"] = bias.unflatten(0, (-1, shape.head_dim))
     q_norm, k_norm = layer.norms or (None, None)
-    # A block of the largest projection is one of the smaller ones too.
+    # The block of the largest projection also fits the smaller ones.
     block = form.scale_block(shape.num_heads * shape.head_dim, shape.hidden)
     return FusedQkvArguments(
         layer.x,

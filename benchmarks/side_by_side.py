@@ -1,7 +1,7 @@
-"""Cases as processes: all compile side by side, then each has the GPU to itself.
+"""Runs benchmark cases as processes: all compile side by side, then each has the GPU to itself.
 
-A case's process calls `has_turn` when it has compiled, times what it has, and prints its row as one
-line of JSON.
+A case's process compiles, calls `has_turn`, measures its times, and prints its row as one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ READY = "ready"
 
 
 def has_turn() -> bool:
-    """In a case's process: says that it is ready and waits; False where its driver is
-    gone."""
+    """Reports that this case is ready and waits for its turn; False if the parent has ended."""
     print(READY, flush=True)
     return bool(sys.stdin.readline())
 
@@ -27,9 +26,9 @@ def has_turn() -> bool:
 def finished_rows(
     commands: Mapping[str, Sequence[str]], hold: Path | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, row) of each case, in order; those that fail are named and left out.
+    """Yields (name, row) of each case, in order; prints the names of cases that fail.
 
-    hold: nothing is timed before this file exists.
+    hold: timing starts once this file exists.
     """
     processes = {name: _started(command) for name, command in commands.items()}
     ready = {name: _is_ready(process) for name, process in processes.items()}
@@ -50,15 +49,15 @@ def _started(command: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _is_ready(process: subprocess.Popen[str]) -> bool:
-    """Waits for a case to have compiled; False where it ended before."""
+    """Waits until a case has compiled; False if it ends before that."""
     assert process.stdout is not None
     return any(line.strip() == READY for line in process.stdout)
 
 
 def _finished(process: subprocess.Popen[str]) -> dict[str, Any] | None:
-    """Lets a case time itself; its row, None where it failed."""
+    """Lets a case measure its times; returns its row, or None if it failed."""
     written = process.communicate("go\n")[0].splitlines()
-    lines = [line for line in written if line.startswith("{")]  # libraries say goodbye, too
+    lines = [line for line in written if line.startswith("{")]  # libraries may print other lines
     if process.returncode or not lines:
         return None
     row: dict[str, Any] = json.loads(lines[-1])

@@ -1,11 +1,12 @@
-"""Memory of a process that serves and compiles for long: it must stay flat.
+"""Test of the memory of a process that serves and compiles for long, which must not grow.
 
     python benchmarks/soak.py [--calls 100000] [--cycles 200] [--inner eager]
 
-Calls: a compiled decode step at random batch sizes, positions and addresses. Cycles: a model is
-made, compiled, called, dropped. Each part runs in a process of its own under tilewright and, as
-the yardstick, under torch.compile without it. Needs no GPU. Results go to
-benchmarks/results/soak.json. Exits with 1 where tilewright's process grew beyond its bounds.
+The part "calls" runs a compiled decode step at random batch sizes, positions and addresses. The
+part "cycles" makes, compiles, calls and drops a model in each cycle. Each part runs in its own
+process under tilewright and, as the yardstick, under torch.compile without it. No GPU is needed.
+Results go to benchmarks/results/soak.json. The exit code is 1 if tilewright's process grew beyond
+its bounds.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch import fx, nn
 from tilewright.compiler import reports
 
 HIDDEN, HEADS, HEAD_DIM, SLOTS = 64, 2, 32, 256
-#: What may be more at the end than after the warm-up, beyond what the yardstick has more: MiB of
-#: the process; live tensors, graph modules and nodes.
+#: Allowed growth between warm-up and end, beyond the yardstick's: MiB of the process, and numbers
+#: of live tensors, graph modules and nodes.
 MIB, OBJECTS = 8.0, 0
 WARM_UP = 0.1
 
@@ -67,7 +68,7 @@ class Step(nn.Module):
 
 
 def arguments(draw: random.Random, batch: int) -> tuple[torch.Tensor, ...]:
-    """Tensors at new addresses."""
+    """Returns the arguments of a step, as tensors at new addresses."""
     slots = torch.tensor(draw.sample(range(SLOTS), batch))
     caches = (torch.zeros(SLOTS, HEADS, HEAD_DIM) for _ in range(2))
     return torch.randn(batch, HIDDEN), torch.randint(0, 4096, (batch,)), slots, *caches
@@ -81,7 +82,7 @@ def compiled(model: nn.Module, backend: str, inner: str, dynamic: bool | None):
 
 
 def size() -> dict[str, float]:
-    """Resident memory and what the collector knows of."""
+    """Returns the resident memory and the numbers of objects known to the garbage collector."""
     gc.collect()
     things = gc.get_objects()
     return {
@@ -111,7 +112,7 @@ def calls(backend: str, inner: str, count: int) -> Iterator[None]:
 
 
 def cycles(backend: str, inner: str, count: int) -> Iterator[None]:
-    """Every model is called at two batch sizes, so that each is compiled twice."""
+    """Makes, calls and drops models; each is called at two batch sizes, so it is compiled twice."""
     draw = random.Random(0)
     for _ in range(count):
         with torch.no_grad():
@@ -131,14 +132,14 @@ PARTS = {"calls": calls, "cycles": cycles}
 
 
 def measured(part: str, backend: str, inner: str, count: int) -> dict:
-    """Sizes after the warm-up and at the end of one part, in this process."""
+    """Runs one part in this process; returns its sizes after the warm-up and at the end."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     row = {"part": part, "backend": backend, "inner": inner, "count": count}
     for done, _ in enumerate(PARTS[part](backend, inner, count), 1):
         if done == int(count * WARM_UP):
             row["after_warm_up"] = size()
-        if done == count:  # inside the loop: what it holds is alive
+        if done == count:  # inside the loop, so that its objects are still alive
             row["at_the_end"] = size()
     return row
 
@@ -148,7 +149,7 @@ def grown(row: dict) -> dict[str, float]:
 
 
 def too_much(ours: dict, yardstick: dict) -> list[str]:
-    """Lists the measures that grew beyond their bounds."""
+    """Describes each size that grew beyond its bound."""
     mine, stock = grown(ours), grown(yardstick)
     bounds = {"mib": MIB, "tensors": OBJECTS, "graph_modules": OBJECTS, "fx_nodes": OBJECTS}
     return [

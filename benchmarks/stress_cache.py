@@ -1,8 +1,8 @@
-"""Does the kernel cache ever give a wrong byte? Kills, crowds, full disks, damage, two versions.
+"""Stress test of the kernel cache: kills, crowds, full disks, damage and two versions.
 
-Every answer of the cache is compared with what it must be; one wrong or missing answer ends with
-exit code 1. Random moments, orders and damages come from --seed. No GPU is needed; a full disk is a
-small tmpfs, which root alone can mount: without, the limit on a file's size stands in.
+It checks every answer of the cache byte by byte; after a wrong or missing answer, the exit code is
+1. --seed determines the random moments, orders and damages. No GPU is needed. The full disk is a
+small tmpfs, which only root can mount; for other users, only a limit on file sizes is tested.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENTRIES = 12
 
 
 class WrongAnswerError(AssertionError):
-    """The cache gave something else than what was stored under the key."""
+    """Raised if the cache's answer differs from what was stored under the key."""
 
 
 @cache
@@ -58,7 +58,7 @@ def key(number: int) -> str:
 
 
 def ask(root: Path, number: int, log: Path | None = None) -> None:
-    """One question to the cache. Raises WrongAnswerError."""
+    """Asks the cache for an entry, and checks the answer. Raises WrongAnswerError."""
 
     def make() -> dict[str, bytes]:
         if log is not None:
@@ -70,7 +70,8 @@ def ask(root: Path, number: int, log: Path | None = None) -> None:
 
 
 def ask_kernel(root: Path, spec: KernelSpec, text: str, log: Path | None = None) -> None:
-    """Asks for an emitted kernel, whose text must be `text`."""
+    """Asks the cache for an emitted kernel, and checks that it is `text`. Raises
+    WrongAnswerError."""
     store = KernelCache(root)
     if log is not None and store.find(KIND, build.emitter.source_fingerprint(spec)) is None:
         note(log, f"{spec.name} asked cold")
@@ -85,14 +86,14 @@ def note(log: Path, line: str) -> None:
 
 @cache
 def kernels() -> dict[KernelSpec, str]:
-    """Real kernels with their texts, emitted without the cache."""
+    """Returns real kernels with their texts, emitted without the cache."""
     op = get_op("paged_kv_store")
     specs = [s for case in op.cases[:6] for s in op.plan_for(op.sample_inputs(case), "sm90").specs]
     return {spec: build.emitter.emit(spec) for spec in list(dict.fromkeys(specs))[:3]}
 
 
 def child(function: Callable[[], Any]) -> int:
-    """A forked process that runs the function; it ends with 1 where that raises."""
+    """Forks a process that runs the function, and returns its id; it exits with 1 on an error."""
     pid = os.fork()
     if pid:
         return pid
@@ -107,12 +108,12 @@ def child(function: Callable[[], Any]) -> int:
 
 
 def failures(pids: Sequence[int]) -> int:
-    """Counts the children that ended with another status than 0."""
+    """Waits for children, and counts those whose exit code is not 0."""
     return sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids)
 
 
 def whole_or_absent(root: Path) -> int:
-    """Counts the entries; each must be right."""
+    """Counts the entries in the cache. Raises WrongAnswerError if one of them is wrong."""
     found = [(n, KernelCache(root).find(KIND, key(n))) for n in range(ENTRIES)]
     wrong = [n for n, entry in found if entry is not None and entry.files != files_of(n)]
     if wrong:
@@ -121,7 +122,7 @@ def whole_or_absent(root: Path) -> int:
 
 
 def everything(root: Path, order: random.Random, log: Path | None = None) -> None:
-    """All entries and kernels, in an order of its own."""
+    """Asks for all entries and kernels, in a random order."""
     work: list[Callable[[], None]] = [partial(ask, root, n, log) for n in range(ENTRIES)]
     work += [partial(ask_kernel, root, spec, text, log) for spec, text in kernels().items()]
     order.shuffle(work)
@@ -130,8 +131,10 @@ def everything(root: Path, order: random.Random, log: Path | None = None) -> Non
 
 
 def remake(root: Path, order: random.Random, emits: bool) -> None:
-    """Takes entries out and asks for them again, until somebody ends it: kernels, or entries that
-    only have to be stored."""
+    """Removes entries and asks for them again, until it is killed.
+
+    emits: the entries are kernels, which are emitted; other entries are only stored.
+    """
     while True:
         number = order.randrange(ENTRIES)
         spec, text = order.choice(list(kernels().items()))
@@ -144,7 +147,7 @@ def remake(root: Path, order: random.Random, emits: bool) -> None:
 
 
 def kills(work: Path, rng: random.Random, scale: float) -> str:
-    """kill -9 at random moments of storing and emitting."""
+    """Kills processes at random moments while they store and emit."""
     killed = answers = leftovers = 0
     for number in range(int(120 * scale)):
         root = work / f"root{number // 10}"
@@ -166,7 +169,7 @@ def kills(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def compiler_kills(work: Path, rng: random.Random, scale: float) -> str:
-    """kill -9 while a kernel is compiled to a cubin; then a fresh interpreter compiles it."""
+    """Kills processes that compile a kernel to a cubin; then a new interpreter compiles it."""
     spec = next(iter(kernels()))
     start = time.perf_counter()
     want = compile_for(spec, "sm90", store=KernelCache(work / "timed")).audit.to_json()
@@ -198,7 +201,7 @@ def compiler_kills(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def crowd(work: Path, rng: random.Random, scale: float) -> str:
-    """32 processes on a cold cache."""
+    """Runs 32 processes on a cold cache."""
     most, made, asked = 0, 0, 0
     for number in range(max(1, int(3 * scale))):
         log = work / f"log{number}"
@@ -213,7 +216,7 @@ def crowd(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def crowded_compiler(work: Path, rng: random.Random, scale: float) -> str:
-    """32 processes that want one cubin."""
+    """Runs 32 processes that ask for the same cubin."""
     spec, log = next(iter(kernels())), work / "log"
     worker = build._run_worker
 
@@ -234,7 +237,7 @@ def crowded_compiler(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def full_disk(work: Path, rng: random.Random, scale: float) -> str:
-    """A file system of 1 MB fills up and is freed again."""
+    """Fills a file system of 1 MB, and frees it again."""
     disk = work / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
@@ -272,7 +275,7 @@ def free_bytes(disk: Path) -> int:
 
 
 def limited_files(work: Path, rng: random.Random, scale: float) -> str:
-    """No file over 100 kB can be written anywhere."""
+    """Runs a process that cannot write files over 100 kB."""
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -288,7 +291,7 @@ def limited_files(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def versions(work: Path, rng: random.Random, scale: float) -> str:
-    """Two emitters side by side, and two formats of entries that fight for the same keys."""
+    """Runs two emitters side by side, and two formats of entries with the same keys."""
     emit = build.emitter.emit
 
     def other_emitter() -> None:
@@ -323,7 +326,7 @@ def versions(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def damage(entry: Path, kind: str, rng: random.Random, root: Path) -> None:
-    """One kind of damage to an entry on disk."""
+    """Damages an entry on disk in one way; `kind` is one of DAMAGES."""
     file = entry / rng.choice(["a.bin", "b.bin", "c.bin", "manifest.json"])
     data = file.read_bytes()
     place = rng.randrange(len(data))
@@ -389,7 +392,7 @@ DAMAGES = (
 
 
 def damages(work: Path, rng: random.Random, scale: float) -> str:
-    """Each kind of damage many times, one at a time: it must be seen and mended."""
+    """Checks many times for each kind of damage that the cache detects and mends it."""
     root, log = work / "root", work / "log"
     for number in range(2 * ENTRIES):
         ask(root, number)
@@ -411,7 +414,7 @@ def damages(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def storm(work: Path, rng: random.Random, scale: float) -> str:
-    """Readers while one process damages entries and another prunes all of them, again and again."""
+    """Runs readers while one process damages entries and another prunes all of them."""
     root, until = work / "root", time.monotonic() + 15 * scale
     for number in range(2 * ENTRIES):
         ask(root, number)
@@ -463,7 +466,7 @@ def run(name: str, stage: Callable[..., str], work: Path, seed: int, scale: floa
     work.mkdir()
     try:
         outcome, good = stage(work, random.Random(f"{seed} {name}"), scale), True
-    except Exception as error:  # what went wrong is the result
+    except Exception as error:  # the error is the result
         traceback.print_exc()
         outcome, good = f"WRONG: {error}", False
     seconds = round(time.perf_counter() - start, 1)
@@ -474,13 +477,13 @@ def run(name: str, stage: Callable[..., str], work: Path, seed: int, scale: floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="how many rounds, times this")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of rounds")
     parser.add_argument("--out", type=Path, help="folder for the result")
     options = parser.parse_args()
-    logging.getLogger("tilewright").setLevel(logging.ERROR)  # it is told of each unusable folder
+    logging.getLogger("tilewright").setLevel(logging.ERROR)  # hides the expected warnings
     top = Path(tempfile.mkdtemp(prefix="stress-cache-"))
     (top / "tmp").mkdir()
-    tempfile.tempdir = str(top / "tmp")  # private folders of killed processes are counted there
+    tempfile.tempdir = str(top / "tmp")  # the private folders of killed processes stay here
     kernels()
     rows = [
         run(name, stage, top / str(number), options.seed, options.scale)

@@ -1,20 +1,25 @@
-"""Llama that two GPUs share: eager, stock torch.compile, tilewright; and the sum over ranks with
-its norm alone.
+"""Benchmark of Llama on two GPUs, and of the sum over ranks with its norm alone.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--parts op soak model] [--out DIR]
 
-Times are those of the slowest rank, in microseconds. op: T x 8192 of bfloat16, CUDA graphs of calls
-one after the other. `nccl`: the functional all-reduce, then what Inductor makes of residual and
-norm; `one_shot`, `two_shot`: PyTorch's kernels of symmetric memory, behind a copy into it, with the
-same norm; `ours`: the fused op. soak: ten thousand calls with random delays on either rank, after
-which both have the same bits. model: published dims, 8 layers, weights cut by hand as Megatron
-does, static cache, 4-D mask given; a step of wall clock without CUDA graphs (`wall_`), captured by
-`torch.cuda.graph` (`graph_`), and under mode="reduce-overhead" (`ro_`). Starts nothing new after
---seconds.
+Times are microseconds of the slowest rank. Parts:
 
-A capture is warmed up first: NCCL makes its communicator at the first collective, and in a capture
-that fails; a rank that fails alone leaves the others in the collective. What PyTorch's own graphs
-record frees cuBLAS's workspaces, those of captures before it, too: `ro_` comes first.
+op: T x 8192 numbers of bfloat16, in CUDA graphs of successive calls. `nccl` is the functional
+all-reduce, followed by Inductor's code for residual and norm. `one_shot` and `two_shot` are
+PyTorch's kernels of symmetric memory, after a copy into that memory and with the same norm. `ours`
+is the fused op.
+
+soak: ten thousand calls with random delays on either rank, after which both ranks must have the
+same bits.
+
+model: published dims, 8 layers, weights split by hand as in Megatron, a static cache and a 4-D
+mask; eager, stock torch.compile and tilewright. A step is timed in wall-clock time without CUDA
+graphs (`wall_`), captured by `torch.cuda.graph` (`graph_`), and under mode="reduce-overhead"
+(`ro_`). After --seconds, nothing new is started.
+
+Every capture needs a warm-up: NCCL makes its communicator at the first collective, which fails in a
+capture, and a rank that fails alone leaves the others waiting in the collective. `ro_` comes first,
+because recording PyTorch's own graphs frees the cuBLAS workspaces of earlier captures too.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ ROWS: list[dict[str, Any]] = []
 
 
 def say(row: dict[str, Any], out: Path | None) -> None:
-    """One line of the results, kept at once by rank 0."""
+    """Adds a row to the results; rank 0 prints it and writes the file at once."""
     ROWS.append({"at": round(time.perf_counter() - STARTED), **row})
     if dist.get_rank() == 0:
         print(json.dumps(ROWS[-1]), flush=True)
@@ -76,7 +81,7 @@ def same_on_all(*tensors: torch.Tensor) -> bool:
 
 
 def in_time(given: argparse.Namespace) -> bool:
-    """Whether something new may start: what rank 0 says."""
+    """Whether something new may start; rank 0 decides."""
     left = torch.tensor([given.seconds - (time.perf_counter() - STARTED)], device="cuda")
     dist.broadcast(left, 0)
     return bool(left.item() > 0)
@@ -143,7 +148,7 @@ def variants_of(a: AllReduceResidualNormArguments) -> dict[str, Callable[[], Any
 
 
 def errors(a: AllReduceResidualNormArguments, results: Any) -> list[float]:
-    """Returns the errors of the sum and the norm against float64."""
+    """Returns the relative errors of the sum and of the norm from float64."""
     exact = a.x.double()
     dist.all_reduce(exact)
     exact += a.residual.double()
@@ -175,7 +180,10 @@ def run_op(given: argparse.Namespace) -> None:
 
 
 def soak(a: AllReduceResidualNormArguments, replays: int) -> dict[str, Any]:
-    """Each rank's x comes of the call before it, so that one wrong bit stays to the end."""
+    """Replays calls with random delays, and compares the bits of all ranks at the end.
+
+    Each call's x depends on the call before it, so a wrong bit stays until the end.
+    """
     x, residual, factor = a.x.clone(), a.residual.clone(), 1.0 + 0.5 * dist.get_rank()
     call = replace(a, x=x, residual=residual)
 
@@ -207,7 +215,7 @@ def run_soak(given: argparse.Namespace) -> None:
 
 
 class Rows(torch.nn.Module):
-    """Some columns of a linear's weight, and the sum over ranks of what they give."""
+    """Linear of which each rank has some columns of the weight; it sums its results over ranks."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -220,7 +228,7 @@ class Rows(torch.nn.Module):
 
 
 def cut(model: Any) -> Any:
-    """This rank's heads and columns of a Llama."""
+    """Reduces a Llama to the heads and columns of this rank, and returns it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for layer in model.model.layers:
         for name in (*(f"self_attn.{n}_proj" for n in "qkv"), "mlp.gate_proj", "mlp.up_proj"):
@@ -229,13 +237,13 @@ def cut(model: Any) -> Any:
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             weight = layer.get_submodule(name).weight.data.chunk(ranks, 1)[rank].contiguous()
             layer.set_submodule(name, Rows(weight))
-    model.config.num_key_value_heads //= ranks  # of the cache
+    model.config.num_key_value_heads //= ranks  # sets the heads of the cache
     torch.cuda.empty_cache()
     return model
 
 
 def wall_us(call: Callable[[], Any], steps: int = 20) -> float:
-    """Wall clock of a step, one by one."""
+    """Returns the mean wall-clock microseconds of a step; the GPU finishes each before the next."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -249,7 +257,7 @@ def wall_us(call: Callable[[], Any], steps: int = 20) -> float:
 
 
 def caller(forward: Any, cache: Any, position: int, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """A step on a cache that holds `position` tokens."""
+    """Returns a function that runs a step on a cache that holds `position` tokens."""
     from decode_cache import rewind
 
     def call() -> Any:
@@ -322,7 +330,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--models", nargs="+", default=["llama3-8b", "llama3-70b"])
     parser.add_argument("--cases", nargs="+", default=CASES)
-    parser.add_argument("--reduce-overhead", nargs="*", default=["1x1"], help="cases with it, too")
+    parser.add_argument("--reduce-overhead", nargs="*", default=["1x1"], help="cases for this mode")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")

@@ -1,7 +1,8 @@
-"""Measurements of all benchmarks here, and the results that they keep.
+"""Timing and results of all benchmarks.
 
-CUDA graphs, variants in turn, medians over rounds (`ops/runtime/timing.py`, as `tune` does);
-results in JSON with the environment they were measured in.
+Variants are captured as CUDA graphs and timed in turn; times are medians over rounds
+(`ops/runtime/timing.py`, which `tune` uses too). Results are JSON files with the environment of the
+run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, Any]:
-    """The facts that a reader needs to repeat the run."""
+    """Returns date, command, versions and GPU of this run."""
     facts = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -40,7 +41,10 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_us(call: Callable[[], Any], calls: int = 100) -> float:
-    """CPU time of a repeated call, in microseconds; too few calls to fill the GPU's queue."""
+    """Returns the CPU microseconds of a repeated call.
+
+    `calls` must be too few to fill the GPU's queue, as a full queue makes the CPU wait.
+    """
     for _ in range(3):
         call()
     torch.cuda.synchronize()

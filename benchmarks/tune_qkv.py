@@ -1,10 +1,10 @@
-"""Measures the lowerings of `fused_qkv_paged` and writes the table that plans are made from.
+"""Measures the lowerings of `fused_qkv_paged`, and writes the table that the planner reads.
 
     python benchmarks/tune_qkv.py [--out codegen/qkv/measured_qkv.json]
 
-For each set of dims and token count: every config that `plan.candidates` names, and the library
-lowering over three weights and over one packed weight. CUDA graphs, L2 cold; microseconds. Rows of
-the table for other chips are kept.
+For each set of dims and token count, it times every config of `plan.candidates`, and the library
+lowering over three weights and over one packed weight. Times are microseconds of CUDA graphs with a
+cold L2 cache. Rows of the table for other chips are kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FINALISTS = 6
 def choices(
     problem: Any, num_tokens: int, target: Target, packed: bool
 ) -> dict[str, LoweringChoice]:
-    """All lowerings to try, by what they are called in the output."""
+    """Returns all lowerings to try, by their names in the output."""
     if packed:
         return {"library": qkv_plan.library_choice(problem, num_tokens, target, True, None)}
     fused = {
@@ -85,7 +85,7 @@ def wrong(shape: Shape, layer: Layer, cache: Any, choice: LoweringChoice) -> boo
 
 
 def measure(shape: Shape, num_tokens: int, target: Target, bad: dict[str, str]) -> dict[str, Any]:
-    """One row of the table."""
+    """Measures one row of the table."""
     cache = paged_cache(shape, 0.25)
     times: dict[str, float] = {}
     configs: dict[str, Any] = {}
@@ -123,7 +123,8 @@ def measure(shape: Shape, num_tokens: int, target: Target, bad: dict[str, str]) 
 
 
 def compile_all(target: Target, tokens: list[int]) -> dict[str, str]:
-    """Compiles every kernel that will be timed, in parallel; failures by kernel name."""
+    """Compiles every kernel that will be timed, in parallel; returns the failures by kernel
+    name."""
     specs: dict[KernelSpec, None] = {}
     for shape in SHAPES:
         cache = paged_cache(shape, 0.25)
@@ -144,7 +145,7 @@ def main() -> None:
     torch.manual_seed(0)
     target = device_target(torch.device("cuda", 0))
     if target is None:
-        raise SystemExit("the present GPU has no record in codegen/targets.py")
+        raise SystemExit("this GPU is not in codegen/targets.py")
     bad = compile_all(target, options.tokens)
     others = [
         row

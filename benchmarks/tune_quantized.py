@@ -1,9 +1,9 @@
-"""Measures the lowerings of quantised projections and writes the table that plans are made from.
+"""Measures the lowerings of quantised projections, and writes the table that the planner reads.
 
     python benchmarks/tune_quantized.py [--formats int4 ...] [--models llama3-8b ...]
 
-As `tune_qkv.py` does for dense weights: every config that `plan.candidates` names, and the
-library lowering; CUDA graphs, L2 cold. Rows that are not measured again are kept.
+As `tune_qkv.py` does for dense weights, it times every config of `plan.candidates` and the library
+lowering, in CUDA graphs with a cold L2 cache. Rows that are not measured again are kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FINALISTS = 5
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the table to be."""
+    """One row of the table to measure."""
 
     form: Format
     shape: Shape
@@ -55,26 +55,26 @@ class Job:
         return prepare(self.prepared(1)[0])
 
     def prepared(self, num_layers: int) -> list[Any]:
-        """Arguments of as many layers, over one cache."""
+        """Returns the arguments of `num_layers` layers over one cache."""
         cache = paged_cache(self.shape, 0.1)
         layers = [make_quantized(self.form, self.shape, self.num_tokens) for _ in range(num_layers)]
         return [quantized_arguments(self.form, self.shape, layer, cache) for layer in layers]
 
     def choices(self, target: Target) -> dict[str, LoweringChoice]:
-        """All lowerings to try, by name."""
+        """Returns all lowerings to try, by name."""
         problem = self.call.problem
         tried = {
             str(config): qkv_plan.fused_choice(problem, config, 0.0)
             for config in candidates(problem, self.num_tokens, target)
         }
-        if self.form.x == "bf16":  # else it multiplies in fp32, for want of anything else
+        if self.form.x == "bf16":  # for fp8 x, the library could only multiply in fp32
             library = qkv_plan.library_choice(problem, self.num_tokens, target, True, None)
             tried["library"] = library
         return tried
 
 
 def measure(job: Job, choices: dict[str, LoweringChoice], target: Target) -> dict[str, Any]:
-    """The row: the fastest config, its time, and the library's."""
+    """Measures a row: the fastest config, its time, and that of the library."""
     arguments = job.prepared(argument_sets(job.form, job.shape, job.num_tokens))
     calls = max(len(arguments), 10 if job.num_tokens < 2048 else 2)
     turns = [arguments[i % len(arguments)] for i in range(calls)]
@@ -102,7 +102,7 @@ def measure(job: Job, choices: dict[str, LoweringChoice], target: Target) -> dic
 
 
 def compiled(jobs: dict[Job, dict[str, LoweringChoice]], target: Target) -> dict[str, str]:
-    """Compiles all kernels in parallel; failures by kernel name."""
+    """Compiles all kernels in parallel; returns the failures by kernel name."""
     every = ((job, choice) for job, choices in jobs.items() for choice in choices.values())
     specs: dict[KernelSpec, None] = dict.fromkeys(
         spec for job, choice in every for spec in specs_of(job.call, choice, target)
@@ -120,7 +120,7 @@ def main() -> None:
     torch.manual_seed(0)
     target = device_target(torch.device("cuda", 0))
     if target is None:
-        raise SystemExit("the present GPU has no record in codegen/targets.py")
+        raise SystemExit("this GPU is not in codegen/targets.py")
     shapes = [shape for shape in SHAPES if shape.name in options.models]
     jobs = {
         (job := Job(BY_NAME[name], shape, tokens)): job.choices(target)

@@ -1,4 +1,4 @@
-"""Names that a user gave and that nothing has: the nearest of those that there are."""
+"""Suggestions for unknown names in messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name, `; did you mean 'sm90'?`, or an empty
-    string where no name is near. Case does not count."""
+    """Returns a suggestion that ends a message about an unknown name, `; did you mean 'sm90'?`.
+
+    It is the known name nearest to `given`, ignoring case, or an empty string if no name is near.
+    """
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(str(given).lower(), names, n=1)
     return f"; did you mean {names[close[0]]!r}?" if close else ""

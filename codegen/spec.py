@@ -107,8 +107,8 @@ class KernelSpec:
         ranges: sorted triples (integer run-time parameter, smallest, largest value). The caller
             promises them.
         maxnreg: register limit per thread, or None.
-        launch_pdl: whether the launch lets the kernel start while the one before it ends. The
-            kernel itself waits for that one (`gdc_wait`) before it accesses memory.
+        launch_pdl: whether the launch lets the kernel start while the previous kernel ends. The
+            kernel itself waits for the previous kernel (`gdc_wait`) before it accesses memory.
     """
 
     template: str

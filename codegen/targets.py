@@ -333,7 +333,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
-#: Products by the target that their kernels are emitted for.
+#: Products, with the target that their kernels are emitted for.
 PRODUCTS: Mapping[str, str] = MappingProxyType({
     "b200": "sm100", "gb200": "sm100", "b300": "sm103", "gb300": "sm103", "rtx5090": "sm120",
     "h100": "sm90", "h200": "sm90", "gh200": "sm90", "l4": "sm89", "l40": "sm89", "l40s": "sm89",
@@ -342,8 +342,10 @@ PRODUCTS: Mapping[str, str] = MappingProxyType({
 
 
 def find_target(name: object) -> Target | None:
-    """Returns the target of a name as users write it: `sm90`, `SM_90a` or a product's, `H100`;
-    None for any other."""
+    """Returns the target of a name as users write it, such as `sm90`, `SM_90a` or `H100`.
+
+    Returns None for an unknown name.
+    """
     if not isinstance(name, str):
         return None
     plain = "".join(character for character in name.lower() if character.isalnum())
@@ -352,8 +354,7 @@ def find_target(name: object) -> Target | None:
 
 
 def get_target(name: str) -> Target:
-    """Returns the target of this name, see :func:`find_target`. Raises ValueError for an unknown
-    name."""
+    """Returns the target of a name that :func:`find_target` knows; otherwise raises ValueError."""
     target = find_target(name)
     if target is None:
         raise ValueError(f"target: {not_a_target(name, sorted(TARGETS))}")
@@ -361,8 +362,7 @@ def get_target(name: str) -> Target:
 
 
 def not_a_target(name: object, known: Iterable[str]) -> str:
-    """Returns what is said of an unknown name: the names that are known, and the nearest of those
-    and of the products."""
+    """Returns a message about an unknown name, with the known names and a suggestion."""
     near = did_you_mean(name, (*known, *PRODUCTS))
     return f"expected one of {list(known)} or a product such as 'h100', got {name!r}{near}"
 

@@ -12,7 +12,7 @@ import torch
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import FAMILIES, Target, get_target
-from tilewright.ops.cache.read import CacheRead
+from tilewright.ops.cache.read import Work
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.runtime.device import emits_for
 from tilewright.ops.runtime.program import Planner, Steps, drive
@@ -106,7 +106,8 @@ class FusedOp:
     returns: the result in the schema: "(Tensor, Tensor)", or "()" for None.
     schema: "(Tensor x, Tensor(a!) cache) -> Tensor"; replaces the schema made from the fields and
         `returns`, for what they cannot express.
-    cache_read: returns the reads of caches of a call, from the arguments' metadata; None: no reads.
+    work: returns the Work of a call, from the arguments' metadata; may be "module:function". None:
+        the call reads no cache and does the work of the nodes that it replaces.
     tuning: for an op with the argument `tune`: tuning(target name) returns a line for reports that
         says what is measured, and where; may be "module:function".
     moving: arguments whose address may change when a call is repeated (`ops.runtime.replay`): the
@@ -137,7 +138,7 @@ class FusedOp:
     plan: Callable[[Any, str], LoweringReport] | str | None = None
     returns: str = "Tensor"
     schema: str | None = None
-    cache_read: Callable[[Any], CacheRead] | None = None
+    work: Callable[[Any], Work] | str | None = None
     tuning: Callable[[str], str] | str | None = None
     moving: frozenset[str] = frozenset()
     without_writes: str = ""
@@ -159,6 +160,10 @@ class FusedOp:
         program = drive(steps, planner, keep=True)
         outcome = program.outcome
         return LoweringReport(outcome.name, str(outcome.reason), program.specs)
+
+    def work_of(self, arguments: Any) -> Work:
+        """Returns the Work of a call of these arguments; metadata suffices."""
+        return Work() if self.work is None else loaded(self.work)(arguments)
 
     @property
     def qualified_name(self) -> str:

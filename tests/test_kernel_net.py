@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"
 UPDATE = "--tilewright-update"
 MEANT = f"if that is meant: pytest tests/test_kernel_net.py {UPDATE}"
 # Of the specs that audits and ops ask for, one in so many is emitted here; of each kernel one.
-ONE_IN = 32
+ONE_IN = 96
 SHOWN = 5
 
 

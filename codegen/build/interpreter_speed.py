@@ -243,7 +243,7 @@ def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) 
 
 
 def _if_it_is_read(original: Callable) -> Callable:
-    """Skips the search for an overflow unless debugging is on: only then does it assert."""
+    """Skips Triton's search for overflows unless debugging is on, as it has no effect otherwise."""
 
     @functools.wraps(original)
     def method(self: TritonSemantic, *args: Any) -> None:

@@ -35,7 +35,7 @@ MIRRORED: dict[Comparison, Comparison] = {
     operator.eq: operator.eq,
     operator.ne: operator.ne,
 }
-# Beyond the numbers of every integer type: the bound of an unknown range.
+# The bound of an unknown range. No integer type has numbers as large as this.
 _ANY = 2**64
 
 

@@ -90,8 +90,11 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
 
 
 def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig | None:
-    """Returns the kernel for weights [K, R] seen as [R, K], whose columns are contiguous: the fewer
-    programs read parts of one row of memory, the better. None if this makes no difference."""
+    """Returns the kernel for weights [K, R] seen as [R, K], whose columns are contiguous.
+
+    It is the kernel of which the fewest programs read parts of one row of memory; None if that
+    makes no difference.
+    """
     columns, hidden = problem.planes * problem.rank, problem.hidden
     single = problem.a.dtype == "fp32"
     if (single and takes_row_kernel(num_rows, columns, hidden)) or (
@@ -109,11 +112,11 @@ def _few_rows(columns: int) -> int:
 
 
 def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> TiledShrink:
-    """Returns the fastest tiles for many rows and more than WIDE_COLUMNS columns. choices: relative
-    times of one wave of tiles."""
+    """Returns the fastest tiles for many rows and more than WIDE_COLUMNS columns."""
     columns = problem.planes * problem.rank
     if columns <= 128:
         return TiledShrink(64, 64, 1, 4, 4, (128,))
+    # The values of `choices` are relative times of one wave of tiles.
     if columns <= 192:
         choices = {
             TiledShrink(64, 64, 1, 4, 4, (128, 64)): 1.0,

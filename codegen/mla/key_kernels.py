@@ -112,9 +112,9 @@ class LatentProblem:
 class LatentConfig:
     """Tiles of `mla_latents`.
 
-    block_t: rows of a program. checked: tokens that a program of a fused launch checks for tokens
-    that are no keys. The program computes those block_t at a time, so larger numbers are slower if
-    there are such tokens.
+    block_t: rows of a program. checked: the number of tokens for which a program of a fused launch
+    checks whether they are keys. It computes tokens that are no keys block_t at a time, so a larger
+    number is slower if there are such tokens.
     """
 
     block_t: int

@@ -104,8 +104,6 @@ class HeadEpilogue:
     @property
     def pairs_per_head(self) -> int:
         """Number of pairs that cover a head; the last ones may extend past it."""
-        if self.interleaved:
-            return (self.head_dim + 1) // 2
         return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
 
     @property

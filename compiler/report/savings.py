@@ -228,6 +228,7 @@ def _in_bfloat16(unit: Unit, reads: Sequence[WeightRead], target: Target) -> Uni
         weights=weights,
         activations=max(unit.activations - made, 0),
         flop_rate=rate,
+        codes="",
     )
 
 

@@ -9,7 +9,9 @@
 Nothing is measured. Weights in use are read once; of caches the tokens that are said to be present.
 What crosses from one part to the next is written and read again. The floor is of weights and caches
 alone, which no fusing saves, or of the products with weights where those take longer. The model of
-a part's time adds what crosses, and the start of each kernel.
+a part's time (`compiler/report/times.py`) adds what crosses, attention, and the start of each
+kernel, at the rates that kernels reach; `compiler/report/bars.py` says how far it was from measured
+times.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import Any, Literal
 
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler.report import Lowered
+from tilewright.compiler.report.bars import Bar, bar_of, class_of
+from tilewright.compiler.report.times import spent_of
 from tilewright.compiler.report.traffic import Unit, units_of
 
 Kind = Literal["fused", "library", "inductor"]
@@ -31,6 +35,15 @@ LIBRARY: Kind = "library"
 #: What Inductor generates kernels for.
 INDUCTOR: Kind = "inductor"
 KINDS: tuple[Kind, ...] = (FUSED, LIBRARY, INDUCTOR)
+#: What a time is spent on, in words, by field of `Amounts`.
+SPENT = {
+    "weights_us": "reading weights",
+    "caches_us": "reading caches",
+    "between_us": "bytes between parts",
+    "products_us": "products with weights",
+    "attention_us": "attention",
+    "starts_us": "starts of kernels",
+}
 #: As many tokens as caches have room for, where it is not said how many are present.
 FULL = sys.maxsize
 
@@ -43,7 +56,8 @@ class Amounts:
     that are spread evenly. caches: of the tokens present, 0 where their number is not given.
     cache_capacity: of full caches. activations: what parts hand to each other, what the graph is
     given besides, and returns; written once and read by each. nodes: what computes, views apart.
-    launches: kernels, of a library's product one. floor_us, modelled_us: as this file says.
+    launches: kernels, of a library's product one. floor_us, modelled_us: as this file says. The
+    other times are what the modelled one is spent on (`compiler/report/times.py` `Spent`).
     """
 
     weights: int = 0
@@ -54,6 +68,18 @@ class Amounts:
     launches: int = 0
     floor_us: float = 0.0
     modelled_us: float = 0.0
+    weights_us: float = 0.0
+    caches_us: float = 0.0
+    between_us: float = 0.0
+    products_us: float = 0.0
+    attention_us: float = 0.0
+    starts_us: float = 0.0
+
+    @property
+    def bound(self) -> str:
+        """The largest part of the modelled time, a value of SPENT; empty without any time."""
+        longest = max(SPENT, key=lambda name: getattr(self, name))
+        return SPENT[longest] if getattr(self, longest) else ""
 
     @property
     def bytes(self) -> int:
@@ -114,11 +140,13 @@ class LayerStep:
 @dataclass(frozen=True)
 class Step:
     """All parts of a model's graphs, in order. target: a name. present: tokens in the caches of
-    each sequence; None where that is not said: then caches are in no bytes and in no time."""
+    each sequence; None where that is not said: then caches are in no bytes and in no time. kind:
+    its class, as `compiler/report/bars.py` `class_of` has it."""
 
     target: str
     present: int | None
     parts: tuple[Part, ...]
+    kind: str = ""
 
     @cached_property
     def layers(self) -> tuple[LayerStep, ...]:
@@ -141,6 +169,11 @@ class Step:
         return _sum(part.amounts for part in self.parts if part.kind == kind)
 
     @property
+    def bar(self) -> Bar:
+        """The error bar of the modelled time."""
+        return bar_of(self.kind, get_target(self.target))
+
+    @property
     def symbols(self) -> tuple[str, ...]:
         """Sizes that are symbols: what has them is in no sum."""
         return tuple(dict.fromkeys(s for part in self.parts for s in part.symbols))
@@ -159,6 +192,10 @@ class Step:
             "bytes_per_s": get_target(self.target).hbm_bytes_per_s,
             "symbols": list(self.symbols),
             "left_share": self.left_share,
+            "class": self.kind,
+            "bar_percent": self.bar.percent,
+            "bar_why": self.bar.why,
+            "bound": self.total.bound,
             "total": asdict(self.total),
             **{kind: asdict(self.of(kind)) for kind in KINDS},
             "layers": [
@@ -177,10 +214,11 @@ class Step:
         }
 
 
-def step_of(lowered: Lowered, present: int | None = None) -> Step:
-    """The step of a model on the target it was lowered for. present: as in Step."""
-    target = get_target(lowered.target)
-    units = (unit for graph in lowered.graphs for unit in units_of(graph, target))
+def step_of(lowered: Lowered, present: int | None = None, chip: Target | None = None) -> Step:
+    """The step of a model on the target it was lowered for. present: as in Step. chip: that target
+    at other rates, such as those of another product; None: as it is in TARGETS."""
+    target = chip or get_target(lowered.target)
+    units = [unit for graph in lowered.graphs for unit in units_of(graph, target)]
     parts = (
         Part(
             unit.scope,
@@ -193,7 +231,7 @@ def step_of(lowered: Lowered, present: int | None = None) -> Step:
         )
         for unit in units
     )
-    return Step(lowered.target, present, tuple(parts))
+    return Step(lowered.target, present, tuple(parts), class_of(units))
 
 
 def amounts_of(unit: Unit, target: Target, present: int | None) -> Amounts:
@@ -203,9 +241,7 @@ def amounts_of(unit: Unit, target: Target, present: int | None) -> Amounts:
     if present is not None:
         caches += sum(read.bytes_of(present) for read in reads)
     fixed = unit.weights + caches
-    computed = 1e6 * unit.flops / unit.flop_rate
-    floor = max(1e6 * fixed / target.hbm_bytes_per_s, computed)
-    moved = max(1e6 * (fixed + unit.activations) / target.hbm_bytes_per_s, computed)
+    spent = spent_of(unit, caches, present, target)
     return Amounts(
         weights=unit.weights,
         caches=caches,
@@ -213,8 +249,9 @@ def amounts_of(unit: Unit, target: Target, present: int | None) -> Amounts:
         activations=unit.activations,
         nodes=unit.nodes,
         launches=unit.launches,
-        floor_us=floor,
-        modelled_us=moved + 1e6 * unit.launches * target.launch_s,
+        floor_us=max(1e6 * fixed / target.hbm_bytes_per_s, 1e6 * unit.flops / unit.flop_rate),
+        modelled_us=spent.us,
+        **asdict(spent),
     )
 
 

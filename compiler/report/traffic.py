@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from networkx.utils import UnionFind
 from torch import fx
 
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import access_of, call_key
@@ -39,6 +40,12 @@ from tilewright.patterns.dataflow import scope_of
 
 # Functions of a group that its name lists.
 _NAMED = 4
+# Kernels that make numbers of codes, for products of a library.
+_DECODED = "dequantize_weight"
+# What codes of weights are stored as; other integers are places and masks.
+_CODE_DTYPES = frozenset(
+    {torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
+)
 # What reads a table at places that are known when it runs.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "getitem", "take_along_dim"})
 
@@ -46,8 +53,12 @@ _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "getitem",
 @dataclass(frozen=True)
 class Unit:
     """One unit. scope: of its layer. weights, caches, activations: bytes; caches only those that no
-    `cache_reads` say, whole. flops: of products with weights, at flop_rate. members: the names of
-    its nodes, the first of which is `node`."""
+    `cache_reads` say, whole. flops: of products with weights, at flop_rate; those of attention are
+    in cache_reads. scratch: bytes of what a fused op makes for itself, written and read. members:
+    the names of its nodes, the first of which is `node`. family: of a fused op, its folder of
+    `ops/`. codes: the format of weights that its kernels decode, a key of WEIGHT_FORMATS; empty
+    where there are none. stores_codes: whether it reads weights that are stored as codes,
+    which its kernels or the graph decode."""
 
     scope: str
     kind: Literal["fused", "library", "inductor"]
@@ -61,9 +72,13 @@ class Unit:
     cache_reads: tuple[CacheRead, ...]
     flops: int
     flop_rate: float
+    scratch: int
     symbols: tuple[str, ...]
     kernels: tuple[str, ...]
     members: tuple[str, ...]
+    family: str = ""
+    codes: str = ""
+    stores_codes: bool = False
 
 
 def units_of(graph: GraphReport, target: Target) -> list[Unit]:
@@ -102,12 +117,24 @@ def _unit(
         caches=sum(traffic.caches.values()),
         activations=sum(traffic.activations.values()),
         cache_reads=tuple(traffic.reads),
-        flops=sum(map(products.flops, replaced)),
+        flops=sum(map(products.flops, replaced)) if traffic.flops is None else traffic.flops,
         flop_rate=flop_rate(_compat.tensors_of(*first.all_input_nodes), target),
+        scratch=traffic.scratch,
         symbols=tuple(sorted(traffic.symbols)),
         kernels=kernels,
         members=tuple(node.name for node in nodes),
+        family=op.family if (op := op_of(first)) is not None else "",
+        codes=_codes(site),
+        stores_codes=traffic.codes,
     )
+
+
+def _codes(site: Site | None) -> str:
+    """The format of the weights of a site, where a kernel decodes them; else nothing."""
+    if site is None or any(kernel.spec.name.startswith(_DECODED) for kernel in site.kernels):
+        return ""
+    named = (str(site.shapes.get(name, "")) for name in ("weights", "weight"))
+    return next((name for name in named if name in WEIGHT_FORMATS), "")
 
 
 def _kind(node: fx.Node) -> Literal["fused", "library", "inductor"]:
@@ -253,6 +280,11 @@ class _Traffic:
     caches: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     activations: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     reads: list[CacheRead] = field(default_factory=list)
+    # What a fused op says of itself (`ops.cache.read.Work`).
+    flops: int | None = None
+    scratch: int = 0
+    # Whether weights are among them that are codes.
+    codes: bool = False
     symbols: set[str] = field(default_factory=set)
     # What is in `activations` because it is written in place.
     _written: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -279,7 +311,9 @@ class _Moved:
         # What a unit makes and others read, or the graph returns.
         self.handed_on: set[tuple[fx.Node, int]] = set()
         for (node, key), maker in memory.makers.items():
-            if groups.leader.get(node) is not groups.leader[maker]:
+            # A view is in no unit: what reads it speaks for itself.
+            computes = node in groups.leader or node.op == "output"
+            if computes and groups.leader.get(node) is not groups.leader[maker]:
                 self.handed_on.add((maker, key))
 
     def of(self, nodes: list[fx.Node]) -> _Traffic:
@@ -320,6 +354,8 @@ class _Moved:
             if self._makes(node, key):
                 continue
             into = self._kind_of(key, traffic)
+            if into is traffic.weights and tensor.dim() > 1:
+                traffic.codes |= tensor.dtype in _CODE_DTYPES
             (size,) = _sizes([tensor], traffic)
             if into is traffic.weights and tensor.dim() == 3:
                 size = int(share * size)
@@ -384,18 +420,26 @@ class _Moved:
         names = [argument.name for argument in op.torch_op._schema.arguments]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         skipped = {given[name] for name in op.mutated if isinstance(given.get(name), fx.Node)}
-        if op.cache_read is None:
+        if op.work is None or self._has_symbols(op, node, traffic):
             return skipped
-        read = op.cache_read(arguments_of(op, node))
-        caches = [given[name] for name in read.names]
+        work = op.work_of(arguments_of(op, node))
+        traffic.flops, traffic.scratch = work.flops, work.scratch
+        if work.cache is None:
+            return skipped
+        caches = [given[name] for name in work.cache.names if given.get(name) is not None]
         if not self.memory.keys(_compat.tensors_of(*caches)) <= self.memory.given:
+            # Keys that the graph makes are among what parts hand to each other.
+            traffic.reads.append(replace(work.cache, token_bytes=0))
             return skipped
-        symbols = [s for t in _compat.tensors_of(*caches) for n in t.shape for s in _symbol(n)]
-        if symbols:
-            traffic.symbols.update(symbols)
-        else:
-            traffic.reads.append(read)
+        traffic.reads.append(work.cache)
         return skipped | set(caches)
+
+    def _has_symbols(self, op: FusedOp, node: fx.Node, traffic: _Traffic) -> bool:
+        """Whether any size of a call is a symbol, which is noted."""
+        tensors = _compat.tensors_of(*node.all_input_nodes)
+        symbols = [s for t in tensors for n in t.shape for s in _symbol(n)]
+        traffic.symbols.update(symbols)
+        return bool(symbols)
 
     def _holds(self, node: fx.Node, tensor: torch.Tensor) -> bool:
         keys = self.memory.keys

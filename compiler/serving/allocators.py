@@ -76,6 +76,15 @@ class FullPages(FullAttentionCacheAllocator):
         )
         block_table[: len(blocks)].copy_(blocks, non_blocking=True)
 
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises RuntimeError: another attention than tilewright's asks for keys."""
+        raise RuntimeError(
+            "continuous batching by tilewright goes on while the model's attention was changed: "
+            "stop one manager before the next"
+        )
+
+    get_cache_for_block_table = update
+
 
 class WindowPages(FullPages):
     """Pages of layers with a sliding window, of which those behind the window are given back.

@@ -12,7 +12,9 @@ where pages are, become tilewright's while a manager of this model lives.
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -27,6 +29,9 @@ from tilewright.compiler.serving.classes import (
 log = logging.getLogger("tilewright")
 
 _CHANGE = "enable"
+#: What the attention of a model was before a manager, and the last manager of a model.
+_BEFORE: MutableMapping[Any, Any] = WeakKeyDictionary()
+_MANAGERS: MutableMapping[Any, Any] = WeakKeyDictionary()
 #: The attribute of a model that holds its forward pre-hook.
 _HOOK = "_tilewright_plan_hook"
 
@@ -49,11 +54,7 @@ def enable(model: nn.Module) -> bool:
     changed = with_generate(model)
     if has_change(changed, _CHANGE):
         return True
-    if getattr(changed, "_cached_continuous_batching_manager", None) is not None:
-        raise RuntimeError(
-            "enable: a manager of this model is kept from before; call "
-            "model.destroy_cached_continuous_batching_manager() first"
-        )
+    _refuse_kept_manager(changed, "enable")
     reason = _reason_against(changed)
     if reason is not None:
         log.warning("enable: continuous batching of this model stays as it is: %s", reason)
@@ -70,14 +71,28 @@ def enable(model: nn.Module) -> bool:
 def disable(model: nn.Module) -> None:
     """Takes `enable` back; does nothing where it changed nothing.
 
-    Stop managers of the model first. Raises TypeError as `enable` does, RuntimeError where the
-    model's class was changed by others since.
+    Raises TypeError as `enable` does; RuntimeError while a manager of the model runs or is kept,
+    and where the model's class was changed by others since.
     """
     changed = with_generate(model)
     if not has_change(changed, _CHANGE):
         return
+    _refuse_kept_manager(changed, "disable")
+    manager = _MANAGERS.get(changed, lambda: None)()
+    if manager is not None and manager.is_running():
+        raise RuntimeError("disable: a manager of this model runs; call its stop() first")
     change_class_back(changed, _CHANGE, "disable")
     changed.__dict__.pop(_HOOK).remove()
+    if changed in _BEFORE:  # a manager that was never started does not
+        give_attention_back(changed)
+
+
+def _refuse_kept_manager(model: Any, function: str) -> None:
+    if getattr(model, "_cached_continuous_batching_manager", None) is not None:
+        raise RuntimeError(
+            f"{function}: a manager of this model is kept from before; call "
+            "model.destroy_cached_continuous_batching_manager() first"
+        )
 
 
 def _reason_against(model: Any) -> str | None:
@@ -109,9 +124,10 @@ def init_continuous_batching(
             self, generation_config, BatchingConfig.of(settings), workload_hints
         )
     except BaseException:
-        self.config._attn_implementation = before
+        give_attention_back(self)
         raise
     manager._original_attn_impl = before  # which the manager sets when it is stopped
+    _MANAGERS[self] = ref(manager)
     return manager
 
 
@@ -120,10 +136,16 @@ def take_attention(model: Any) -> str | dict[str, str]:
     from tilewright.compiler.serving.allocators import ATTENTION
 
     config, text = model.config, model.config.get_text_config()
-    before = _attention(config, text)
+    if text._attn_implementation != ATTENTION:  # no manager of this model lives
+        _BEFORE[model] = _attention(config, text)
     for one in (config, text):
         one._attn_implementation = {"": ATTENTION}  # of this alone, and of no vision tower
-    return before
+    return _BEFORE[model]
+
+
+def give_attention_back(model: Any) -> None:
+    """Has a model attend as before `take_attention`."""
+    model.config._attn_implementation = _BEFORE.pop(model)
 
 
 def _attention(config: Any, text: Any) -> str | dict[str, str]:

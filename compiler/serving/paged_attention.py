@@ -38,6 +38,10 @@ def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     cache = kwargs.get("cache")
     if not isinstance(cache, PagedAttentionCache):
         return None
+    owners = cache.cache_allocators.values()
+    if not all(isinstance(owner, FullPages) for owner in owners):
+        _refuse_tables(cache, kwargs)
+        return None
     plans: dict[str, Any] = {
         kind: plan_of(owner, kwargs) for kind, owner in cache.cache_allocators.items()
     }
@@ -46,6 +50,16 @@ def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(owner, LatentPages):
             plans[LATENTS] = added["past_key_values"] = NewLatents(_slots(owner, plans[kind]))
     return args, {**kwargs, **added}
+
+
+def _refuse_tables(cache: PagedAttentionCache, step: dict[str, Any]) -> None:
+    """Raises RuntimeError where transformers' own attention, but for flash, is given a table."""
+    attention = cache.config._attn_implementation
+    if step.get("block_table") is not None and "flash" not in str(attention):
+        raise RuntimeError(
+            f"continuous batching by tilewright was to start, and the model's attention was "
+            f"changed to {attention}: make another manager"
+        )
 
 
 class NewLatents:
@@ -239,13 +253,19 @@ def _attend_to_latents(
         query.transpose(0, 1),
         latents,
         keys,
-        module.kv_b_proj.weight,
+        _own_part(module.kv_b_proj.weight),
         v_dim=module.v_head_dim,
         scale=scaling,
         mask="causal",
         **where,
     )
     return out[None], None
+
+
+def _own_part(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight, or the rank's own rows of one that ranks share."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
 
 
 def _mask(owner: FullPages, window: int | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tilewright.compiler.serving.allocators import (
     register,
 )
 from tilewright.compiler.serving.classes import original_class
-from tilewright.compiler.serving.steps import memory_of
+from tilewright.compiler.serving.memory import memory_of
 
 #: Methods of transformers, with the parameters that they must have.
 METHODS: dict[tuple[Any, str], str] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.read import CacheRead
+from tilewright.ops.cache.read import CacheRead, Work
 from tilewright.ops.schema import SymInt
 
 
@@ -88,7 +88,21 @@ def as_attention(a: Any, q: torch.Tensor, keys: torch.Tensor) -> AttentionArgume
 def cache_read(a: AttentionArguments) -> CacheRead:
     """Returns the reads of keys and values of a call; queries of a sequence read each once."""
     token_bytes = sum(t.shape[2] * t.shape[3] * t.element_size() for t in (a.k, a.v))
-    return CacheRead(("k", "v"), token_bytes, *present_of(a, a.k))
+    sequences, capacity = present_of(a, a.k)
+    queries, pair = a.q.shape[0] // max(sequences, 1), a.k.shape[3] + a.v.shape[3]
+    return CacheRead(
+        ("k", "v"),
+        token_bytes,
+        sequences,
+        capacity,
+        queries=queries,
+        pair_flops=2 * a.q.shape[1] * pair,
+    )
+
+
+def work(a: AttentionArguments) -> Work:
+    """Returns the reads of caches of a call."""
+    return Work(cache_read(a))
 
 
 def present_of(a: BatchArguments, keys: torch.Tensor) -> tuple[int, int]:

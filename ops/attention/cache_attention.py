@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tilewright.ops.attention.arguments import AttentionArguments as AttentionArguments
-from tilewright.ops.attention.arguments import cache_read
+from tilewright.ops.attention.arguments import work
 from tilewright.ops.attention.cases import CASES, sample_attention
 from tilewright.ops.attention.checks import (
     attention_obstacle,
@@ -76,6 +76,6 @@ OP = register(
         moving=frozenset({"q"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        cache_read=cache_read,
+        work=work,
     )
 )

@@ -44,7 +44,7 @@ def match_rank_sum(value: Value) -> RankSum | None:
 
 
 def is_scattered_sum(value: Value) -> bool:
-    """Whether a value adds a residual to a sum over ranks of which each rank keeps a part."""
+    """Whether a value adds a residual to a reduce-scatter: a sum over ranks, one part on each."""
     if value.op != "aten.add":
         return False
     waited = [side.value for side, _ in value.either_way]

@@ -1,8 +1,9 @@
 """The delta of a LoRA adapter: scale * (x @ A[adapter]^T) @ B[adapter]^T.
 
-It has one adapter for all rows (two linears); or one of G for each row or each sequence (tables
-taken by an index, then bmm, matmul or einsum); or rows sorted by adapter, then two grouped
-products. Factors may come before, between and after the products, and rows may be left out.
+Three forms are matched: one adapter for all rows (two linears); one of G adapters for each row or
+each sequence (tables taken by an index, then bmm, matmul or einsum); and rows sorted by adapter
+(two grouped products). Factors may come before, between and after the products, and rows may be
+left out.
 
 Dimension letters: T rows, B sequences, K hidden, R rank, W columns, G adapters.
 """

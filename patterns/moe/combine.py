@@ -126,7 +126,7 @@ def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | N
 
 def times(found: Combine, factor: float) -> Combine:
     """Returns the combine of results that are also multiplied by a number. The weights become
-    float32, so that their product is rounded no more than that of the results."""
+    float32, so that their product with the number is not rounded to a smaller dtype."""
     if found.weights is None or factor == 1.0:
         return replace(found, factor=factor)
     wide = Computed("to", (found.weights, torch.float32))

@@ -116,7 +116,7 @@ class MoeDense:
             reject(
                 "EXPERT_SCORES",
                 Stage.GUARDS,
-                f"{scores.value} weighs the experts' results, and may be other than zero for all",
+                f"{scores.value} weighs the experts' results, and may be nonzero for every expert",
                 scores,
                 hint="make the scores by zeros(T, E).scatter(1, expert_ids, weights), with ids of "
                 "a topk; a weighted sum over all experts is not fused",

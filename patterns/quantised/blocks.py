@@ -49,8 +49,8 @@ def common_block(blocks: Sequence[Block]) -> Block:
 def cut_to_blocks(
     dims: Sequence[Dim], sizes: Sequence[Size], block: Sequence[int | None]
 ) -> list[Dim]:
-    """Cuts dimensions with a number per element to ones with a number per block, repeated if their
-    own blocks consist of smaller ones."""
+    """Cuts dimensions with a number per element to a number per block. If `block` is smaller than
+    the dimension's own blocks, numbers repeat."""
     found = []
     for dim, size, wanted in zip(dims, sizes, block, strict=True):
         kept, own = unrepeated(dim)

@@ -1,7 +1,7 @@
-"""Numbers that name no expert, or adapter: how each kind of lookup treats them, and expert_ids with
-which an op treats them in the same way.
+"""Numbers that name no expert or adapter, and the treatment of such numbers by lookups.
 
-An op takes -1 for no expert, and refuses other numbers out of range.
+An op takes -1 for no expert, and refuses other numbers out of range. So the ids of a graph are
+changed such that the op treats them like the graph's own lookup.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _REACH = 8
 class Outside:
     """The treatment of numbers outside of 0 to N - 1.
 
-    below, for negative ones: "error"; "none", no expert; "first", expert 0; "last", counted from
-    the last expert, an error before the first; "shifted": they are sorted before the others and not
-    counted, so that all rows after them are read as other experts'. above, for N and larger:
-    "error" or "none".
+    below: the treatment of negative ones. "error"; "none": no expert; "first": expert 0; "last":
+    counted from the last expert, an error before the first; "shifted": their rows are sorted before
+    all others but not counted, which shifts the counted ends, so later rows may get the weight of
+    another expert. above: the treatment of N and larger, "error" or "none".
     """
 
     below: Literal["error", "none", "first", "last", "shifted"]
@@ -84,7 +84,8 @@ def experts_argument(
 
 
 def _placed(ids: View, count: Size, outside: Outside) -> Any:
-    """Returns numbers for an op that knows only -1, given the treatment of numbers out of range."""
+    """Returns ids in which numbers out of range are replaced: by -1, by a valid expert, or by a
+    number that the op refuses, as `outside` says."""
     least, end = _range_of(ids)
     given: Any = ids
     found: Any = ids
@@ -106,8 +107,8 @@ def is_natural(ids: View) -> bool:
 
 
 def _shifted_back(ends: View, permutation: View, ids: View) -> Computed:
-    """Returns the expert whose weight each route of ids gets, from the place that it is sorted
-    to."""
+    """Returns, for each route of ids, the expert whose weight the graph multiplies it with. The
+    ends determine that expert from the route's place in the sorted order."""
     options = (("dtype", ends.value.dtype), ("device", ids.value.device))
     (routes,) = permutation.shape
     places = Computed("arange", (routes,), options)
@@ -118,8 +119,8 @@ def _shifted_back(ends: View, permutation: View, ids: View) -> Computed:
 
 
 def _range_of(ids: Any, reach: int = _REACH) -> tuple[int | None, Size | None]:
-    """Returns (0, or None if some may be negative; an upper bound of all, exclusive, or None if not
-    known)."""
+    """Returns bounds (least, end) of all numbers: least is 0, or None if some may be negative; end
+    is exclusive, or None if it is not known."""
     if isinstance(ids, (int, float)):
         return (0, int(ids) + 1) if ids >= 0 and int(ids) == ids else (None, None)
     if not isinstance(ids, View) or reach == 0:
@@ -165,8 +166,8 @@ def _remainder(value: Value, reach: int) -> tuple[int | None, Size | None]:
 
 
 def _cast(value: Value, reach: int) -> tuple[int | None, Size | None]:
-    """Handles a cast, which keeps numbers in range from becoming negative; the result is unknown if
-    some may not fit."""
+    """Returns the range after a cast to integers: it does not change if every number fits, and is
+    unknown otherwise."""
     least, end = _range_of(value.args[0], reach - 1)
     fits = not value.dtype.is_floating_point and isinstance(end, int) and end <= 1 << 31
     wide = value.dtype.itemsize >= 4 and not value.dtype.is_floating_point

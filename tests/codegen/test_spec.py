@@ -75,11 +75,19 @@ def test_order_of_constants_does_not_matter_but_types_do():
         ({"num_stages": 0}, "num_stages: expected at least 1, got 0"),
         ({"target": "sm70"}, "target: expected one of"),
         ({"grid": (0,)}, "grid: expected one to three positive extents"),
+        ({"grid": (2, 0)}, "grid: expected one to three positive extents"),
+        ({"grid": ()}, "grid: expected one to three positive extents"),
+        ({"grid": (1, 1, 1, 1)}, "grid: expected one to three positive extents"),
     ],
 )
 def test_bad_input_is_named(changes, message):
     with pytest.raises((ValueError, TypeError), match=message):
         KernelSpec.make(**{**ARGUMENTS, **changes})
+
+
+@pytest.mark.parametrize("grid", [None, (1,), (2, 3), (4, 1, 5)])
+def test_a_grid_has_one_to_three_extents(grid):
+    assert KernelSpec.make(**{**ARGUMENTS, "grid": grid}).grid == grid
 
 
 def test_json_of_another_version_is_refused():

@@ -9,6 +9,8 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
+from tilewright.compiler.serving import BatchingConfig
+
 VOCABULARY, NEW, WINDOW, PAGE = 61, 10, 8, 8
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -105,14 +107,21 @@ def greedy(**settings: Any) -> GenerationConfig:
     return GenerationConfig(**plain | settings)
 
 
-#: A small engine: steps of at most 48 tokens and 5 requests, tables of 8 pages.
+#: A small engine: steps of at most 48 tokens and 5 requests, tables of 12 pages.
 SMALL = {
     "page_size": PAGE,
     "num_blocks": 80,
     "max_batch_tokens": 48,
     "max_requests_per_batch": 5,
-    "max_blocks_per_request": 8,
+    "max_blocks_per_request": 12,
     "max_memory_percent": 0.02,
     "q_padding_interval_size": 48,
     "kv_padding_interval_size": 64,
 }
+
+
+def plain(**settings: Any) -> BatchingConfig:
+    """Returns settings of a small engine whose steps are not compiled."""
+    config = BatchingConfig(**SMALL | settings)
+    config.varlen_compile_config = config.decode_compile_config = None
+    return config

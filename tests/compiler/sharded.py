@@ -49,7 +49,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from tests.compiler import sharded_parts
+from tests.compiler import engine_ranks, sharded_parts
 from tilewright.compiler import backend, reports
 from tilewright.compiler.safety import ranks as agreed
 from tilewright.ops.runtime import peers, watch
@@ -522,6 +522,8 @@ def findings_of(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
             found[name] = differing(rank, name) | {"seconds": time.monotonic() - started}
         for name in sharded_parts.RANKS[ranks]:
             found[name] = sharded_parts.found(name)
+        for name in engine_ranks.NAMES if ranks == 2 else ():
+            found[f"engine-{name}"] = engine_ranks.found(name, folder)
     return found
 
 

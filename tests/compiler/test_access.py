@@ -154,10 +154,11 @@ def assert_as_eager(step, make=make_args):
 
 
 # A cache between its writes: `test_what_changes_the_cache_between_its_writes_is_named`.
+OTHERS = [operand for operand in OPERANDS if operand != "k_cache"]
 CHANGED = [
-    (name, operand, operand != "k_cache" and (row + column) % 2 == 1)
+    (name, operands[row % len(operands)], between)
     for row, name in enumerate(CHANGES)
-    for column, operand in enumerate(OPERANDS)
+    for between, operands in ((False, [*OPERANDS]), (True, OTHERS))
 ]
 
 
@@ -166,8 +167,8 @@ CHANGED = [
     [pytest.param(*case, id="-".join((*case[:2], PLACES[case[2]]))) for case in CHANGED],
 )
 def test_what_changes_an_operand_around_the_stores_is_seen(name, operand, between):
-    """Every change of every operand, in turn before the stores and between them: all pairs of a
-    change, an operand and a place."""
+    """Every change before the stores and between them, of the operands in turn: all pairs of a
+    change and a place, and of an operand and a place."""
     assert_as_eager(step_with(CHANGES[name], operand, between))
 
 
@@ -196,10 +197,21 @@ def fused():
     return [site.pattern for report in reports() for site in matches_of(report, "qkv")]
 
 
-@pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("name", READS)
-def test_what_only_reads_hinders_nothing(name, operand):
-    assert_as_eager(step_with(READS[name], operand, between=False, returned=True))
+def test_what_only_reads_hinders_nothing(name):
+    """A read of each operand, all in one step."""
+
+    def step(m, x, k_cache, v_cache, slots):
+        q, k, v = m.qkv(x)
+        cos, sin = cos_sin()
+        cos = cos + 0
+        k = rotate(k, cos, sin)
+        given = [READS[name](select(m, x, k_cache, cos)) for select in OPERANDS.values()]
+        store(k_cache, slots, k)
+        store(v_cache, slots, v)
+        return rotate(q, cos, sin) * 2, *given
+
+    assert_as_eager(step)
     assert fused() == ["qkv_cache"], codes()
 
 
@@ -376,19 +388,18 @@ def overloads(name):
     return [o for o in found if o._schema.arguments and "Tensor" in str(o._schema.arguments[0])]
 
 
-# `requires_grad_` changes a flag, and no element.
-@pytest.mark.parametrize("name", sorted(access._PURE - {"requires_grad_"}))
-def test_what_is_taken_to_write_nothing_has_no_schema_that_writes(name):
-    for overload in overloads(name):
-        arguments = overload._schema.arguments
-        if not any(argument.is_out for argument in arguments):
+def test_what_is_taken_to_write_nothing_has_no_schema_that_writes():
+    # `requires_grad_` changes a flag, and no element.
+    names = sorted(access._PURE - {"requires_grad_"})
+    for overload in (overload for name in names for overload in overloads(name)):
+        if not any(argument.is_out for argument in overload._schema.arguments):
             assert trials._written_places(overload) == [], overload
 
 
-@pytest.mark.parametrize("name", sorted(access._WRITES_ITS_FIRST - {"setitem"}))
-def test_what_is_taken_to_write_its_first_argument_writes_no_other(name):
-    for overload in overloads(name):
-        assert [at for at, _ in trials._written_places(overload)] == [0], overload
+def test_what_is_taken_to_write_its_first_argument_writes_no_other():
+    for name in sorted(access._WRITES_ITS_FIRST - {"setitem"}):
+        for overload in overloads(name):
+            assert [at for at, _ in trials._written_places(overload)] == [0], overload
 
 
 # --- inputs that share memory at a later call only ------------------------------------------------

@@ -294,8 +294,15 @@ def test_an_input_that_needs_grad_compiles_unfused_and_says_so(caplog, tmp_path)
     assert json.loads(path.read_text())["notes"] == [note]
 
 
-@pytest.mark.parametrize("takes_grad", [False, True])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("takes_grad", "mode"),
+    [
+        (True, torch.enable_grad),
+        (True, torch.no_grad),
+        (True, torch.inference_mode),
+        (False, torch.enable_grad),
+    ],
+)
 def test_lower_says_that_training_would_not_be_fused(takes_grad, mode):
     """Where the user is about to train: under no_grad the same parameters are no obstacle."""
     model, args = build("page_offset")

@@ -15,6 +15,7 @@ from tests.found import matches_of
 from tests.models import gptq_modules
 from tests.models.shipped import SHIPPED, dense, step_of
 from tests.models.single_linear import SHAPES, assert_no_further, inputs
+from tests.tables import all_pairs
 from tilewright.codegen.formats import AWQ_ORDER
 from tilewright.compiler import lower, prepare
 from tilewright.compiler.quantised.coded_linear import turned_words
@@ -67,9 +68,9 @@ def test_words_that_are_turned_have_the_same_codes(rows, columns):
     assert torch.equal(turned_words(turned, AWQ_ORDER), words)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("group", [64, -1])
+@pytest.mark.parametrize(
+    ("group", "bias", "dtype"), all_pairs([64, -1], [True, False], [torch.bfloat16, torch.float16])
+)
 def test_linears_of_awq(linear_of, group, bias, dtype):
     model = linear_of("awq", bias=bias, dtype=dtype, group_size=group)
     theirs = copy.deepcopy(model)

@@ -21,6 +21,7 @@ from tests.found import matches_of, misses_of, patterns_in
 from tests.library_layers import Attention, Mlp, assert_attention_no_worse, attention_args, run
 from tests.models import deep_gemm, finegrained
 from tests.models.shipped import dense, step_of
+from tests.tables import all_pairs
 from tilewright.compiler import lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
@@ -63,9 +64,9 @@ def exactly(module, x):
     return y if module.bias is None else y + module.bias.double()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("machine", "tokens", "bias"), all_pairs(list(MACHINES), [1, 3], [False, True])
+)
 def test_projections_are_fused(machine, tokens, bias):
     model = Attention(linear(machine, bias=bias), HIDDEN)
     args = attention_args(activations(tokens, HIDDEN))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,13 @@ pytest.importorskip("transformers.generation.continuous_batching.cache_allocator
 import transformers
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as memory
-from transformers.generation.continuous_batching import initialization, offloading_manager
+from transformers.generation.continuous_batching import (
+    continuous_api,
+    initialization,
+    input_outputs,
+    model_runner,
+    offloading_manager,
+)
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
@@ -37,6 +45,7 @@ from tests.compiler.engine_models import (
     built,
     generated,
     greedy,
+    plain,
     prompts,
 )
 from tilewright.compiler import backend
@@ -74,22 +83,17 @@ def padded(monkeypatch):
     monkeypatch.setattr(paged_attention, "is_compiling", lambda: True)
 
 
-def plain(**settings: Any) -> BatchingConfig:
-    """Returns settings of a small engine whose steps are not compiled."""
-    config = BatchingConfig(**SMALL | settings)
-    config.varlen_compile_config = config.decode_compile_config = None
-    return config
-
-
 def tokens(results: dict[str, Any]) -> list[list[int]]:
     assert {result.error for result in results.values()} == {None}
     return [result.generated_tokens for result in results.values()]
 
 
-def batch(model: Any, config: Any, *, lengths: Any = LENGTHS, **settings: Any) -> list[list[int]]:
+def batch(
+    model: Any, config: Any, *, lengths: Any = LENGTHS, warmup: bool = False, **settings: Any
+) -> list[list[int]]:
     results = model.generate_batch(
         prompts(lengths), generation_config=greedy(**settings), continuous_batching_config=config,
-        warmup=False,
+        warmup=warmup,
     )  # fmt: skip
     return tokens(results)
 
@@ -126,8 +130,76 @@ def test_tokens_are_those_of_generate(enabled, monkeypatch, name):
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss", "Mistral", "DeepseekV3"])
 def test_so_are_those_of_padded_steps(enabled, padded, monkeypatch, name):
     steps = Steps(monkeypatch)
-    assert batch(enabled(name), BatchingConfig(**SMALL)) == generated(name)
+    assert batch(enabled(name), BatchingConfig(**SMALL), warmup=True) == generated(name)
     assert min(steps.decode, steps.varlen) > 0
+
+
+class HostStream:
+    """Work is over when it is given."""
+
+    def __init__(self, *args: Any, **how: Any) -> None: ...
+
+    def _nothing(self, *args: Any) -> None: ...
+
+    record = record_event = wait_event = synchronize = _nothing
+
+
+@pytest.fixture
+def two_at_once(monkeypatch):
+    """Has the engine prepare a step before the last one's tokens are known, on the CPU."""
+    kind = input_outputs.ContinuousBatchingAsyncIOs
+    monkeypatch.setattr(kind, "_supported_device_types", ("cpu",))
+    monkeypatch.setattr(input_outputs, "create_device_stream", HostStream)
+    monkeypatch.setattr(torch, "Event", HostStream)
+    for module in (input_outputs, model_runner, offloading_manager, continuous_api):
+        monkeypatch.setattr(module, "stream_context", lambda stream: nullcontext())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral", "DeepseekV3"])
+def test_two_steps_at_once_have_the_same_tokens(enabled, two_at_once, monkeypatch, name):
+    steps = Steps(monkeypatch)
+    config = plain(use_async_batching=True)
+    assert batch(enabled(name), config) == generated(name)
+    assert min(steps.decode, steps.varlen) > 0
+    config = plain(use_async_batching=True, num_blocks=8 if name == "DeepseekV3" else 22)
+    assert batch(built(name), config, max_new_tokens=20) == generated(name, new=20)
+
+
+class Replayed:
+    """As a CUDA graph: the same call with the arguments, and the numbers, of the first time."""
+
+    count = 0
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def replay(self) -> None:
+        Replayed.count += 1
+        self.call()
+
+    def reset(self) -> None: ...
+
+
+@pytest.fixture
+def replayed(monkeypatch, two_at_once):
+    """Has the engine replay steps of a shape that it has run before."""
+
+    def capture(self, forward, stream, *arguments):
+        forward(*arguments)
+        self.inputs_and_outputs.set_graph(Replayed(partial(forward, *arguments)))
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", capture)
+    monkeypatch.setattr(model_runner, "get_memory_pools", lambda: (None, None))
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
+    monkeypatch.setattr(Replayed, "count", 0)
+
+
+@pytest.mark.parametrize("as_compiled", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral", "DeepseekV3"])
+def test_replayed_steps_have_the_same_tokens(enabled, replayed, monkeypatch, name, as_compiled):
+    monkeypatch.setattr(paged_attention, "is_compiling", lambda: as_compiled)
+    assert batch(enabled(name), plain()) == generated(name)  # graphs, and two steps at once
+    assert Replayed.count > 10
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
@@ -398,6 +470,48 @@ def test_called_otherwise_while_a_manager_lives_it_raises(enabled):
     manager.stop()
     assert model.config._attn_implementation == "sdpa"
     assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, VOCABULARY)
+
+
+def test_it_is_not_taken_back_while_a_manager_runs_or_is_kept(enabled):
+    model = enabled("Llama")
+    how = {"generation_config": greedy(), "continuous_batching_config": plain(), "warmup": False}
+    with (
+        model.continuous_batching_context_manager(**how),
+        pytest.raises(RuntimeError, match="a manager of this model runs"),
+    ):
+        disable(model)
+    model.generate_batch(prompts((3,)), persistent_manager=True, **how)
+    with pytest.raises(RuntimeError, match="disable: a manager of this model is kept"):
+        disable(model)
+    model.destroy_cached_continuous_batching_manager()
+    disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_manager_that_was_never_started_leaves_nothing(enabled):
+    model = enabled("Llama")
+    for _ in range(2):
+        model.init_continuous_batching(greedy(), plain())
+    assert model.config._attn_implementation == allocators.ATTENTION
+    disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_manager_whose_model_attends_otherwise_raises(enabled):
+    model = enabled("Llama")
+    for before_it_starts in (True, False):
+        manager = model.init_continuous_batching(greedy(), plain())
+        if before_it_starts:
+            model.set_attn_implementation("sdpa")
+        manager.start()
+        manager.add_request([1, 2, 3], max_new_tokens=1)
+        first = manager.get_result(timeout=20)
+        assert first.error is None
+        model.set_attn_implementation("sdpa")
+        manager.add_request([1, 2, 3])
+        result = manager.get_result(timeout=20)
+        manager.stop()
+        assert "the model's attention was changed" in result.error
 
 
 def test_settings_that_transformers_refuses_leave_the_attention(enabled):

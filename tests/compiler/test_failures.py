@@ -120,15 +120,20 @@ def test_a_failure_costs_one_site_and_the_next_pattern_may_take_it(where, monkey
 def test_under_strict_a_failure_raises_with_its_cause(where, monkeypatch):
     model, args = build("page_offset", num_layers=2)
     FAILURES[where][0](monkeypatch)
+    with pytest.raises(StrictError, match="INTERNAL") as raised:
+        lower(model, args, strict=True)
+    assert isinstance(raised.value.__cause__, Broken)
+
+
+def test_under_strict_a_compilation_raises_and_changes_nothing(monkeypatch):
+    model, args = build("page_offset", num_layers=2)
+    fail_half_way(monkeypatch)
     before = copies(args)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
         compiled(model, strict=True)(*args)
     assert isinstance(raised.value.inner_exception, StrictError)
     assert isinstance(raised.value.inner_exception.__cause__, Broken)
     assert same_bits(args, before)
-    FAILURES[where][0](monkeypatch)
-    with pytest.raises(StrictError, match="INTERNAL"):
-        lower(model, args, strict=True)
 
 
 def test_where_every_site_fails_half_way_the_pattern_is_left_out(monkeypatch):

@@ -32,8 +32,8 @@ LAYER_NORMED = ("gpt_neox", "falcon_40b", "gpt2", "gpt_bigcode", "starcoder2")
 #: Models whose second layer is another than the first: a sliding window, no rotation.
 UNLIKE_LAYERS = ("gemma2", "gemma3", "gpt_oss", "llama4")
 
-#: One of each kind with sizes as symbols, of one layer: tracing takes three times as long.
-DYNAMIC = ("falcon_40b", "gpt_bigcode", "olmo2", "gemma3")
+#: With sizes as symbols, of one layer: tracing takes three times as long. Norms of rows; windows.
+DYNAMIC = ("olmo2", "gemma3")
 
 
 #: Models that are given masks, too; attention of the others is the same. The first four have
@@ -44,8 +44,6 @@ MASKED = {
     "gpt_oss": "tensor",
     "llama4": "tensor",
     "llama": "tensor",
-    "phi3": "padding",
-    "gpt2": "tensor",
     "cohere": "padding",
 }
 

@@ -14,7 +14,7 @@ from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.patterns.language import find, registered
 
-SMALL, LARGE = 24, 144
+SMALL, LARGE = 24, 96
 
 
 def calls(structure, pieces):
@@ -39,8 +39,8 @@ def calls(structure, pieces):
 @pytest.mark.parametrize("name", ["unbind", "setitems_fresh", "adapters_masked"])
 def test_a_node_of_a_large_graph_takes_no_more_calls(name):
     structure = STRUCTURES[name].make
-    calls(structure, SMALL)  # what is done once
-    assert calls(structure, LARGE) < 1.3 * calls(structure, SMALL)
+    calls(structure, 2)  # what is done once
+    assert calls(structure, LARGE) < 1.25 * calls(structure, SMALL)
 
 
 def layers_of_attention(x, weight, caches, slots):

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="the models are those of transformers
 from transformers import CompileConfig, DynamicCache
 
 from tests.models.shipped import BY_TRANSFORMERS, SHIPPED, compressed, dense, step_of
+from tests.tables import in_turn
 from tilewright.compiler import lower, prepare, reports
 from tilewright.compiler.quantised import Prepared, coded_linear, compressed_tensors
 from tilewright.compiler.verify import relative_error
@@ -50,8 +51,9 @@ def named(items):
     return dict(Counter(item.pattern for item in items))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in LEFT])
+@pytest.mark.parametrize(
+    ("name", "kind"), in_turn([name for name in SHIPPED if name not in LEFT], ["llama", "qwen3"])
+)
 def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind, tmp_path):
     expected = load(name, kind, tmp_path / "a" if name.startswith("ct") else tmp_path)
     model = load(name, kind, tmp_path / "b" if name.startswith("ct") else tmp_path)

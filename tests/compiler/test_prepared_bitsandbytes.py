@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.agreement import ALLOWANCE, relative_error
 from tests.models.single_linear import SHAPES, assert_no_further, inputs, one_linear
+from tests.tables import all_pairs
 from tilewright.compiler import prepare
 
 
@@ -143,9 +144,10 @@ def eight_bits(threshold, bias=True, dtype=torch.bfloat16):
     return nn.Sequential(module.to("cpu").to(dtype).eval().requires_grad_(False))
 
 
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "bias", "called_before"),
+    all_pairs([torch.bfloat16, torch.float16], [False, True], [False, True]),
+)
 def test_linears_of_bytes_of_bitsandbytes_are_the_librarys_to_the_bit(dtype, bias, called_before):
     model, theirs = (eight_bits(0.0, bias, dtype) for _ in range(2))
     if called_before:

@@ -18,7 +18,7 @@ from filelock import FileLock
 from torch import fx
 
 pytest.importorskip("transformers.distributed")
-from tests.compiler import sharded, sharded_parts
+from tests.compiler import engine_ranks, sharded, sharded_parts
 from tilewright.compiler.safety import ranks as agreed
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -203,3 +203,10 @@ def test_the_example_says_how_it_is_started(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert example["main"]() == 2
     assert "expected a divisor of 8, got 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", engine_ranks.NAMES)
+def test_continuous_batching_of_a_shared_model_has_the_tokens_of_the_whole(worlds, name):
+    first, second = (rank[f"engine-{name}"] for rank in worlds[2])
+    assert first == engine_ranks.wanted(name)
+    assert second in ([], first)  # the first rank has the requests

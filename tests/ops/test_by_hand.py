@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 import tilewright.ops
+from tilewright.codegen.targets import SM80, SM90
 from tilewright.ops.contract import FusedOp, all_ops
 from tilewright.ops.fused_op import emitted_kernel
 
@@ -55,6 +56,18 @@ def test_results_are_like_the_first_argument(returns, count):
     made = () if made is None else made if isinstance(made, tuple) else (made,)
     assert len(made) == count
     assert all((t.shape, t.dtype, t.stride()) == ((4, 3), x.dtype, (3, 1)) for t in made)
+
+
+@pytest.mark.parametrize("emits", [True, False])
+def test_a_chip_is_asked_about_emitted_kernels_alone(emits):
+    """A lowering that emits none runs what the chip's library has."""
+    lowering = emitted_kernel("a:b")
+    op = record(lowerings=(lowering if emits else replace(lowering, build=None, entry=print),))
+    a = Arguments(torch.empty(1, dtype=torch.float8_e4m3fn), torch.empty(1))
+    refused = (("emitted_kernel", "x is of float8_e4m3fn, which sm80 does not have"),)
+    assert op.choose("cuda", a, SM80).rejected == (refused if emits else ())
+    assert op.choose("cuda", a, SM90).rejected == op.choose("cuda", a).rejected == ()
+    assert op.choose("cpu", a, SM90).rejected == (("emitted_kernel", "runs on cuda only"),)
 
 
 def test_kernels_take_the_dtypes_that_are_named():

@@ -17,7 +17,7 @@ TARGETS = (SM90, SM100)
 SMS = 3
 # The interpreter runs programs one by one, some 500 in a second; tests of the families take larger
 # tiles where these are too many.
-MOST_PROGRAMS = 600
+MOST_PROGRAMS = 150
 # Each case on one of the targets, in turn.
 CASES = [
     pytest.param(op, case, TARGETS[number % 2], id=f"{op.name}-{case.name}")

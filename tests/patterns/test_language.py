@@ -13,10 +13,12 @@ from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import (
     Miss,
     Missed,
+    PatternError,
     Stage,
     anchor_nodes,
     as_advice,
     attempt,
+    internal_miss,
     miss_at,
     reject,
 )
@@ -74,3 +76,10 @@ def test_an_anchor_that_is_known_to_be_a_miss_is_answered_by_that():
         "another way",
     )
     assert anchor_nodes(missed) == (one.node, other.node)
+
+
+def test_what_raised_is_named_and_a_pattern_s_own_fault_is_told_in_its_own_words():
+    miss = internal_miss("mine", "to match", ZeroDivisionError("division by zero"))
+    assert (miss.pattern, miss.code, miss.weight) == ("mine", "INTERNAL", "lost")
+    assert miss.message == "pattern 'mine' failed to match: ZeroDivisionError: division by zero"
+    assert internal_miss("mine", "to match", PatternError("it gave None")).message == "it gave None"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import sys
 import textwrap
 from importlib.resources import files
@@ -18,6 +19,8 @@ from tests.tools.test_cli import CACHE_MODEL
 from tilewright.codegen.build import BuildError
 from tilewright.codegen.build.cache import KernelCache, key_of
 from tilewright.codegen.targets import SM90, SM100
+from tilewright.compiler.report.bars import BARS, PUBLISHED
+from tilewright.compiler.report.step import SPENT
 from tilewright.patterns.language import CODES
 from tilewright.tools.cli import app
 from tilewright.tools.commands import doctor
@@ -69,7 +72,19 @@ def test_inspect_as_json_keeps_to_its_schema(command):
     done = command("inspect", "mine.py:make", "--json", "--no-kernels")
     report = schema_checked("inspect", done.stdout)
     assert report["matches"]
-    assert report["step"]["fused"]["weights"] == report["step"]["total"]["weights"] > 0
+    step = report["step"]
+    assert step["fused"]["weights"] == step["total"]["weights"] > 0
+    assert (step["class"], step["bar_percent"]) == ("decode, dense", PUBLISHED["sm100"])
+    assert "sm100" in step["bar_why"]
+    spent = sum(step["total"][name] for name in SPENT)
+    assert spent == pytest.approx(step["total"]["modelled_us"])
+    assert step["bound"] == "starts of kernels"
+
+
+def test_inspect_says_how_sure_a_modelled_time_is(command):
+    done = command("inspect", "mine.py:make", "--no-kernels", "--target", "sm90")
+    assert re.search(r"A step: modelled at \S+ µs ± \d+ %, most of it starts of", done.stdout)
+    assert f"± {BARS['decode, dense']} %: held-out steps of decode, dense" in done.stdout
     missed = command("inspect", "mine.py:make_missed", "--json", "--no-kernels")
     assert schema_checked("inspect", missed.stdout)["misses"]
 

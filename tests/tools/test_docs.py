@@ -130,6 +130,14 @@ def test_a_bar_is_as_long_as_its_number():
     assert int(widths["tilewright"]) == pytest.approx(2 * int(widths["eager"]), abs=1)
 
 
+def test_the_page_of_predictions_is_that_of_the_results():
+    script = _script("predictions_page")
+    assert script.PAGE.read_text("utf-8") == script.page(), "run python docs/predictions_page.py"
+    published = script.kept("published_b200")["rows"]
+    assert len(published) >= 10
+    assert all(row["source"].startswith("https://github.com/") for row in published)
+
+
 def test_the_page_of_coverage_shows_every_kept_row():
     """A run for a few models writes the page anew, from what is kept of all of them."""
     table = _script("coverage_table", "benchmarks")

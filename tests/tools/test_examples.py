@@ -327,7 +327,7 @@ def test_the_example_of_continuous_batching_fuses_each_layer(batching, capsys, m
     monkeypatch.setitem(batching.ON_A_CPU, "max_requests_per_batch", 1)  # one decode graph
     assert batching.main(["--requests", "2", "--new-tokens", "3"]) == 0
     said = capsys.readouterr().out
-    assert "graph: qkv_cache x2" in said
+    assert said.count("qkv_cache x2") >= 2  # in each graph
     assert "0 of 2 requests have other tokens" in said
 
 

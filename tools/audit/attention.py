@@ -123,7 +123,7 @@ def _claims(spec: KernelSpec) -> Expectations:
         return Expectations()
     most = STACK_BYTES
     if spec.kernel == "attention_prefill":
-        wide = spec.constant("HEAD_BLOCK") > 128 and spec.constant("PAGE_SIZE") > 1
+        wide = spec.constant("HEAD_BLOCK") in (256, 512) and spec.constant("PAGE_SIZE") != 1
         most = WIDE_PAGED_STACK_BYTES if wide else most
     return Expectations(mma="bf16", stack_bytes=most, fresh_sums_reason=SOFTMAX_REASON)
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,16 @@ TargetOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Full traces of errors.")]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A MODEL as a command was given it, with how it is to be traced."""
+
+    model: str
+    patterns: str | None
+    dynamic: bool | None
+    debug: bool
 
 
 class CommandError(Exception):

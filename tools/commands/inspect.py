@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewright.tools.commands.common import (
+    Chosen,
     CommandError,
     DebugOption,
     DynamicOption,
@@ -21,6 +22,7 @@ from tilewright.tools.commands.common import (
     TargetOption,
     errors_for_people,
     print_json,
+    target_name,
 )
 from tilewright.tools.commands.legend import explained
 from tilewright.tools.console import make_console
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from tilewright.compiler import Lowered
     from tilewright.tools.kernel_audit import KernelAudit
     from tilewright.tools.report.looked_for import Module
+    from tilewright.tools.step.batches import BatchRow
 
 
 def inspect(
@@ -63,6 +66,14 @@ def inspect(
             "in a miss, of no interest, or unaccounted.",
         ),
     ] = False,
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1,16,64",
+            help="Only a table of steps with so many sequences each; --target may name several "
+            "chips: sm100,sm90.",
+        ),
+    ] = None,
     at: Annotated[
         str | None,
         typer.Option(metavar="MODULE", help="What each pattern says of one module (`*` matches)."),
@@ -80,7 +91,7 @@ def inspect(
     """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
 
     Needs no GPU and no weights: meta tensors do. With --tp also what a rank sends, and how long a
-    step takes at least.
+    step takes at least. With --batches a table of modelled steps instead.
     """
     from tilewright.codegen.targets import get_target
     from tilewright.compiler.report.savings import savings_of
@@ -99,6 +110,13 @@ def inspect(
         if as_json and (before or after):
             raise CommandError("--json: not together with --before or --after")
         _check_page(html)
+        if batches is not None:
+            if (tp, ep) != (1, 1) or engine or census or at is not None:
+                others = "--tp, --ep, --engine, --census or --at"
+                raise CommandError(f"--batches: not together with {others}")
+            chosen = Chosen(model, patterns, dynamic, debug)
+            _inspect_batches(chosen, batches, target, present, as_json, html)
+            return
         rank = None
         if engine:
             if (tp, ep) != (1, 1):
@@ -143,6 +161,40 @@ def inspect(
         elif rank is not None:
             console.print(render_rank(rank, get_target(target), console.width))
         _explain(console, report, sorted({miss.code for miss in lowered.misses}))
+
+
+def _inspect_batches(
+    chosen: Chosen,
+    batches: str,
+    targets: str,
+    present: int | None,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """The table of a model's steps at several batch sizes on several chips."""
+    from tilewright.tools.commands.models import lowered_batches
+    from tilewright.tools.step.batches import render_batches
+
+    chips = [target_name(name.strip()) or name for name in targets.split(",")]
+    rows, first = lowered_batches(chosen, sizes_of(batches), chips, present)
+    if html is not None:
+        _write_page(html, chosen.model, first, [], present, rows)
+    if as_json:
+        data = {"present": present, "rows": [row.as_dict() for row in rows]}
+        print_json({"model": chosen.model, "batches": data})
+    else:
+        make_console().print(render_batches(chosen.model, rows))
+
+
+def sizes_of(listed: str) -> list[int]:
+    """The batch sizes in `--batches`. Raises CommandError."""
+    try:
+        sizes = [int(size) for size in listed.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise CommandError(f"--batches: expected numbers from 1, as 1,16,64, got {listed!r}")
+    return sizes
 
 
 def _module(lowered: Lowered, at: str) -> Module:
@@ -192,11 +244,16 @@ def _check_page(path: Path | None) -> None:
 
 
 def _write_page(
-    path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit], present: int | None
+    path: Path,
+    model: str,
+    lowered: Lowered,
+    audits: Sequence[KernelAudit],
+    present: int | None,
+    batches: Sequence[BatchRow] = (),
 ) -> None:
     from tilewright.tools.report.html_report import write_html
 
     try:
-        write_html(path, model, lowered, audits, present)
+        write_html(path, model, lowered, audits, present, batches)
     except OSError as error:
         raise CommandError(f"--html: cannot write {path}: {error.strerror}") from error

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,7 +22,7 @@ from tilewright.codegen.names import did_you_mean
 from tilewright.codegen.targets import PRODUCTS, gpu_targets
 from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
-from tilewright.tools.commands.common import CommandError, users_code
+from tilewright.tools.commands.common import Chosen, CommandError, users_code
 from tilewright.tools.console import make_console
 from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
 from tilewright.tools.models.user_errors import one_line
@@ -29,6 +30,7 @@ from tilewright.tools.zoo import LoadedModel, load_model
 
 if TYPE_CHECKING:
     from tilewright.tools.models.sharding import Rank
+    from tilewright.tools.step.batches import BatchRow
 
 
 def load(model: str, **options: Any) -> LoadedModel:
@@ -61,6 +63,39 @@ def lowered_as(model: str, loaded: LoadedModel, target: str, debug: bool) -> Low
     check_target(target)
     with traced(model, debug):
         return lower(loaded.model, loaded.args, loaded.kwargs, target=target)
+
+
+def lowered_batches(
+    chosen: Chosen, sizes: Sequence[int], targets: Sequence[str], present: int | None
+) -> tuple[list[BatchRow], Lowered]:
+    """The steps of a MODEL with each number of sequences, on each target, and the first of them
+    lowered. A function of the user's takes the number as `batch`. Raises CommandError."""
+    from tilewright.compiler.report.step import step_of
+    from tilewright.tools.step.batches import BatchRow, weight_bytes
+
+    for target in targets:
+        check_target(target)
+    rows, first = [], None
+    with contextlib.redirect_stdout(sys.stderr):
+        for size in sizes:
+            loaded = load(chosen.model, batch=size)
+            names, weights = pattern_names(chosen.patterns), weight_bytes(loaded.model)
+            for target in targets:
+                torch._dynamo.reset()
+                with traced(f"{chosen.model}, batch {size}, {target}", chosen.debug):
+                    made = lower(
+                        loaded.model,
+                        loaded.args,
+                        loaded.kwargs,
+                        patterns=names,
+                        dynamic=chosen.dynamic,
+                        target=target,
+                    )
+                rows.append(BatchRow.of(step_of(made, present), size, weights))
+                first = first or made
+    assert first is not None
+    rows.sort(key=lambda row: list(targets).index(row.target))
+    return rows, first
 
 
 def load_and_lower_rank(

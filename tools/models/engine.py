@@ -28,6 +28,7 @@ def engine_steps(model: Any) -> Iterator[dict[str, dict[str, Any]]]:
     """
     try:
         from tilewright.compiler.serving import steps
+        from tilewright.compiler.serving.memory import memory_of
     except ImportError as error:
         raise ModelError(f"--engine: transformers has no continuous batching: {error}") from error
     said = _Said()
@@ -38,7 +39,7 @@ def engine_steps(model: Any) -> Iterator[dict[str, dict[str, Any]]]:
             logger.removeHandler(said)
             if not can:
                 raise ModelError(f"--engine: {said.text}")
-            memory = steps.memory_of(
+            memory = memory_of(
                 model.config.get_text_config(), model.dtype,
                 page_size=PAGE_SIZE, num_blocks=SEQUENCES, tokens=TOKENS, columns=COLUMNS,
             )  # fmt: skip

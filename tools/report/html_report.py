@@ -24,6 +24,7 @@ from tilewright.patterns.dataflow import source_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.files import write_whole
 from tilewright.tools.kernel_audit import KernelAudit
+from tilewright.tools.report.batch_plot import batch_plot
 from tilewright.tools.report.drawings import Drawing, drawings, numbers_of, replaced
 from tilewright.tools.report.miss_guide import miss_guide
 from tilewright.tools.report.node_facts import SourceLine, source_lines
@@ -36,6 +37,7 @@ from tilewright.tools.report.step_bars import (
     tokens_present,
 )
 from tilewright.tools.report.templates import template
+from tilewright.tools.step.batches import BatchRow, notes_of
 from tilewright.tools.step.savings import remarks, said_of, unread_said
 
 #: Styles of Pygments whose every colour stands out (4.5 to 1) from the page's panels.
@@ -66,10 +68,12 @@ def write_html(
     lowered: Lowered,
     audits: Sequence[KernelAudit] = (),
     present: int | None = None,
+    batches: Sequence[BatchRow] = (),
 ) -> None:
     """Writes the page of a report. audits: of its kernels, or none. present: tokens in the caches
-    of each sequence; None for full caches. Raises OSError."""
-    write_whole(path, render_html(model, lowered, audits, present))
+    of each sequence; None for full caches. batches: of the model's steps at other sizes and on
+    other chips, which get a section of their own. Raises OSError."""
+    write_whole(path, render_html(model, lowered, audits, present, batches))
 
 
 def render_html(
@@ -77,8 +81,9 @@ def render_html(
     lowered: Lowered,
     audits: Sequence[KernelAudit] = (),
     present: int | None = None,
+    batches: Sequence[BatchRow] = (),
 ) -> str:
-    """The page's HTML. audits, present: as in `write_html`."""
+    """The page's HTML. audits, present, batches: as in `write_html`."""
     target = get_target(lowered.target)
     units = [units_of(graph, target) for graph in lowered.graphs]
     entries = _site_entries(lowered, units)
@@ -92,6 +97,9 @@ def render_html(
         bars=bars,
         kinds=KIND_NAMES,
         step=step_view(lowered, present),
+        batches=batches,
+        batch_notes=list(notes_of(batches)) if batches else [],
+        batch_plot=Markup(batch_plot(batches)),
         savings=savings_of(lowered, tokens_present(present)),
         savings_said=(said_of, remarks, unread_said),
         misses=list(_miss_entries(lowered)),

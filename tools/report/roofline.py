@@ -77,8 +77,8 @@ def chart(points: Sequence[Point], target: Target) -> str:
     ordered = sorted(points, key=lambda point: -point.at(target)[1])
     reached = [point.at(target) for point in ordered]
     seen = [*reached, *(point.at(target, point.apart_bytes) for point in points)]
-    x = _Axis.over([i for i, _ in seen] + [3 * rates[-1] / bandwidth], LEFT, RIGHT)
-    y = _Axis.over([rate for _, rate in seen] + [1.5 * rates[-1]], BOTTOM, TOP)
+    x = Axis.over([i for i, _ in seen] + [3 * rates[-1] / bandwidth], LEFT, RIGHT)
+    y = Axis.over([rate for _, rate in seen] + [1.5 * rates[-1]], BOTTOM, TOP)
     height = max(HEIGHT, TOP + LABEL_SPACE * (len(points) + 1))
     labels = spread([y.at(rate) for _, rate in reached], LABEL_SPACE, TOP + 6, height - 12)
     return template("roofline.svg.j2").render(
@@ -94,7 +94,7 @@ def chart(points: Sequence[Point], target: Target) -> str:
 
 
 @dataclass(frozen=True)
-class _Axis:
+class Axis:
     """A logarithmic axis of whole decades, drawn from one pixel to another."""
 
     low: float
@@ -103,7 +103,7 @@ class _Axis:
     last: float
 
     @classmethod
-    def over(cls, values: Sequence[float], first: float, last: float) -> _Axis:
+    def over(cls, values: Sequence[float], first: float, last: float) -> Axis:
         ends = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         return cls(10.0 ** ends[0], 10.0 ** max(ends[1], ends[0] + 1), first, last)
 

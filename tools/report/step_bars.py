@@ -14,6 +14,7 @@ from torch import fx
 
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import GraphReport, Lowered, _compat
+from tilewright.compiler.report.bars import Bar
 from tilewright.compiler.report.step import (
     FULL,
     FUSED,
@@ -82,13 +83,14 @@ class StepRow:
 @dataclass(frozen=True)
 class StepView:
     """A step as the page shows it. alone: the graph as captured, by Inductor alone. present: as in
-    Step, None for full caches."""
+    Step, None for full caches. bar: the error bar of the total's modelled time."""
 
     total: StepRow
     alone: StepRow
     layers: tuple[StepRow, ...]
     present: int | None
     symbols: tuple[str, ...]
+    bar: Bar
 
 
 def site_bars(
@@ -173,6 +175,7 @@ def step_view(lowered: Lowered, present: int | None) -> StepView:
         tuple(_row(title_of(x.scopes), x, most, len(x.scopes)) for x in layers),
         present,
         step.symbols,
+        step.bar,
     )
 
 

@@ -12,6 +12,7 @@ from tilewright.codegen.targets import get_target
 from tilewright.compiler.report.step import FUSED, INDUCTOR, LIBRARY, Amounts, Step
 from tilewright.compiler.scopes import collapse_scope
 from tilewright.tools.report.layers import title_of
+from tilewright.tools.report.templates import readable_time
 from tilewright.tools.step.profile import WORDS, Profile
 
 # Rows of a profile that are shown; the rest is one line. Columns of a kernel's name.
@@ -36,10 +37,20 @@ def render_step(step: Step) -> Group:
 def _title(step: Step) -> Text:
     rate = get_target(step.target).hbm_bytes_per_s / 1e12
     said = f"at least {step.total.floor_us:.0f} us on {step.target} ({rate:.1f} TB/s)"
+    if step.total.bound:
+        modelled = f"modelled at {with_bar(step.total.modelled_us, step.bar.percent)}"
+        said = f"{modelled}, most of it {step.total.bound}; {said}"
     return Text("\nA step: ", style="bold").append(said, style="not bold")
 
 
+def with_bar(us: float, percent: int) -> str:
+    """`2.6 ms ± 8 %`: a modelled time with its error bar."""
+    return f"{readable_time(us)} ± {percent} %"
+
+
 def _notes(step: Step) -> Iterator[str]:
+    if step.total.bound:
+        yield f"± {step.bar.percent} %: {step.bar.why} (docs/predictions.md)"
     total, left = step.total, [step.of(kind) for kind in _LEFT]
     if step.left_share:
         us, launches = (sum(getattr(a, n) for a in left) for n in ("modelled_us", "launches"))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from tilewright.ops.attention.arguments import present_of
-from tilewright.ops.cache.read import CacheRead
+from tilewright.ops.cache.read import CacheRead, Work
 from tilewright.ops.checks import HALVES
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
-from tilewright.ops.mla.arguments import MlaDecodeArguments
+from tilewright.ops.mla.arguments import MlaDecodeArguments, widths
 from tilewright.ops.mla.cases import DECODE_CASES
 from tilewright.ops.mla.decode.checks import check_decode, check_decode_values, decode_obstacle
 from tilewright.ops.mla.reference import TOLERANCES, decode_reference
@@ -53,10 +53,22 @@ def reference(a: MlaDecodeArguments) -> torch.Tensor:
     return decode_reference(a)
 
 
-def cache_read(a: MlaDecodeArguments) -> CacheRead:
-    """Returns the reads of latents and rope keys of a call; each is read once for all heads."""
+def work(a: MlaDecodeArguments) -> Work:
+    """Returns the reads of latents and rope keys, each once for all heads, and the FLOPs of each
+    head's products with the up-projection."""
     token_bytes = sum(t.shape[2] * t.element_size() for t in (a.latent, a.rope_keys))
-    return CacheRead(("latent", "rope_keys"), token_bytes, *present_of(a, a.latent))
+    sequences, capacity = present_of(a, a.latent)
+    (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)
+    rank = a.latent.shape[2]
+    read = CacheRead(
+        ("latent", "rope_keys"),
+        token_bytes,
+        sequences,
+        capacity,
+        queries=tokens // max(sequences, 1),
+        pair_flops=2 * heads * (2 * rank + rope),
+    )
+    return Work(read, flops=2 * tokens * heads * rank * (nope + v_dim))
 
 
 sample_inputs = sampler_of(MlaDecodeArguments, sample_decode)
@@ -79,6 +91,6 @@ OP = register(
         moving=frozenset({"q"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
-        cache_read=cache_read,
+        work=work,
     )
 )

@@ -61,7 +61,7 @@ def validate(a: LatentStoreArguments) -> None:
             check_dtype(NAME, "positions", a.positions, INDEX_DTYPES)
             check_device(NAME, "positions", a.positions, a.latent.device)
     elif a.slots != "block_table":
-        check_absent(NAME, a, ["positions"], "neither slots nor a rope table are found by them")
+        check_absent(NAME, a, ["positions"], "neither slots nor the rope table depends on them")
 
 
 def validate_values(a: LatentStoreArguments) -> None:

@@ -14,6 +14,7 @@ from tilewright.codegen.mla.plan import uses_library
 from tilewright.codegen.mla.query_kernels import TMA_BYTES
 from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.attention.positions import sequences
+from tilewright.ops.cache.read import CacheRead, Work
 from tilewright.ops.checks import given
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.mla.arguments import (
@@ -27,6 +28,7 @@ from tilewright.ops.mla.arguments import (
 from tilewright.ops.mla.attention.cudnn import library_wanted
 from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
 from tilewright.ops.mla.attention.operands import AttentionCall
+from tilewright.ops.mla.decode.decode import work as absorbed_work
 from tilewright.ops.mla.decode.lowering import absorbed_call, absorbed_steps, with_lengths
 from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
 from tilewright.ops.mla.latents.lowering import (
@@ -76,6 +78,33 @@ def plan_branch(a: MlaBranchArguments, target: str) -> LoweringReport:
     program = drive(branch_steps(a, planner.target), planner, keep=True)
     specs = tuple(dict.fromkeys(program.specs))
     return LoweringReport(program.outcome.name, str(program.outcome.reason), specs)
+
+
+def work(a: MlaPrefillArguments) -> Work:
+    """Returns the reads and products of a call of `mla_prefill`: those of `mla_decode` where it is
+    computed so; else keys of all heads are made of every latent, written and read again."""
+    batch, rows = max(sequences(a), 1), buffer_rows(a)
+    given_keys = a.keys == "given"
+    known = ("latent", "k_rope") if given_keys else ("latent_cache", "rope_cache")
+    names = tuple(name for name in known if getattr(a, name) is not None)
+    absorbed = absorbed_call(a)
+    if absorbed is not None:
+        done = absorbed_work(absorbed)
+        assert done.cache is not None
+        return replace(done, cache=replace(done.cache, names=names))
+    (tokens, heads, _), (nope, rope, v_dim), rank = a.q.shape, widths(a), a.kv_b_weight.shape[1]
+    size = a.q.element_size()
+    read = CacheRead(
+        names,
+        (rank + rope) * size,
+        batch,
+        rows // batch,
+        whole=True,
+        queries=tokens // batch,
+        pair_flops=2 * heads * (nope + rope + v_dim),
+    )
+    columns = heads * (nope + v_dim)
+    return Work(read, flops=2 * rows * rank * columns, scratch=2 * rows * columns * size)
 
 
 def _branch_chunks(a: MlaBranchArguments) -> list[Chunk]:

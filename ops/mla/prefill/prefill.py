@@ -71,6 +71,7 @@ OP = register(
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        work=f"{LOWERING}:work",
     )
 )
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.experts import ONE_ROUNDING, SMALL_SM100, as_double
 from tests.interpreted import Interpreter, interpret
+from tests.tables import in_turn
 from tilewright.codegen.grouped.plan import GroupedPlan, plan_grouped
 from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.targets import TARGETS
@@ -39,14 +40,13 @@ def run(a: GroupedMatmulArguments, config: GemmConfig, machine=None) -> torch.Te
     return program.outcome.result
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "config"), in_turn({case.name: case for case in CASES}, CONFIGS))
 def test_kernel_computes_the_op(case, config):
     """Rows without a weight and rows of no group included: they were NaN and come out zero."""
     a = sample_inputs(case)
     rounded = case.weight_format in ("int4", "fp8")
     tolerance = (OP.tolerances if rounded else ONE_ROUNDING)[a.result_dtype]
-    problem = tolerance.problem(run(a, CONFIGS[config]), reference(as_double(a)))
+    problem = tolerance.problem(run(a, config), reference(as_double(a)))
     assert problem is None, problem
 
 

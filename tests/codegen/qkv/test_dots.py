@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from tests.codegen.qkv.test_quantized import in_wide_cache
-from tests.codegen.qkv.test_templates import CASES, OPTIONS, check, problem_of, run_fused
+from tests.codegen.qkv.test_templates import (
+    CASES,
+    EVERYWHERE,
+    OPTIONS,
+    check,
+    problem_of,
+    run_fused,
+)
 from tests.interpreted import interpret
 from tests.ops.qkv import plain
 from tilewright.codegen.arithmetic import next_power_of_2
@@ -53,7 +60,17 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4": {"weight_format": "nf4", **TABLE},
     "fp4": {"weight_format": "fp4", **TABLE},
 }
-EPILOGUES = CASES | OPTIONS
+# The epilogue is the one of `test_templates.py`, where every case of it runs. Here: what concerns
+# addresses of weights and stores, and heads, norms and tokens that change what a program does.
+EPILOGUES = {
+    name: (CASES | OPTIONS)[name]
+    for name in (
+        *EVERYWHERE,
+        *("interleaved, partial", "partial, no divisor of the head", "head_dim 96, interleaved"),
+        *("norm, head_dim 24", "skipped tokens", "static cache, norm and bias", "norm of rows"),
+        *("delta", "layer norm", "norm bias after rope", "norm of v alone", "block table"),
+    )
+}
 # One format of each kind of word: integers of 4 and 8 bits, floats of 8 and of 4.
 KINDS = [FORMATS[name] for name in ("int4, packed zeros", "int8", "fp8 in blocks", "nvfp4")]
 ONE = AttentionCase(
@@ -81,10 +98,15 @@ def check_dots(case: AttentionCase, config: DotsConfig) -> None:
     check(qkv_cache.OP, a, lambda a: run_fused(a, config), tolerances)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.bfloat16) for name in FORMATS]
+    + [(name, torch.float16) for name in FORMATS if FORMATS[name] in [*KINDS, FORMATS["nf4"]]],
+    ids=str,
+)
 def test_formats(name: str, dtype: torch.dtype) -> None:
-    """With bfloat16 x is normed, too; float16 has no range for that."""
+    """With bfloat16 x is normed, too; float16 has no range for that, and reads words of each kind
+    as bfloat16 does."""
     norm = "rms" if dtype == torch.bfloat16 else ""
     case = replace(ONE, dtype=dtype, input_norm=norm, **FORMATS[name])
     turn = list(FORMATS).index(name) + (dtype == torch.float16)
@@ -93,9 +115,13 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues(name: str) -> None:
-    """Each epilogue of heads, with the kinds of words in turn."""
+    """Of a few tokens, each of which has programs of its own, with the kinds of words in turn."""
     turn = list(EPILOGUES).index(name)
     case = EPILOGUES[name]
+    if case.new_tokens:  # one sequence crosses a page of 8 slots
+        case = replace(case, num_tokens=3, new_tokens=(0, 2, 1), cached_tokens=(4, 7, 5))
+    elif case.slots == "token":
+        case = replace(case, num_tokens=2, skipped=min(case.skipped, 1))
     projection = "separate" if case.projection == "separate" else "packed"
     case = replace(case, hidden=256, projection=projection, **KINDS[turn % len(KINDS)])
     heads = problem_of(in_wide_cache(case)).epilogue
@@ -198,15 +224,18 @@ def test_rows_of_bytes_that_begin_inside_a_word(step: int) -> None:
     assert qkv_cache.OP.tolerances[want.dtype].problem(program.outcome.result, want) is None
 
 
-@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
-@pytest.mark.parametrize("fmt", ["int4", "nf4"])
-def test_nothing_spills(fmt: str, target: Target) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "target", "normed"),
+    [("int4", SM90, True), ("nf4", SM90, False), ("int4", SM100, False)],
+    ids=["int4 sm90 normed", "nf4 sm90", "int4 sm100"],
+)
+def test_nothing_spills(fmt: str, target: Target, normed: bool) -> None:
     """Programs of slices of heads, and of whole ones beside a norm of x."""
-    for changes in ({}, {"qk_norm": True, "input_norm": "rms"}):
-        case = replace(quantized(MODELS[0], fmt), num_tokens=1, **changes)
-        call = prepare(replace(arguments(case), static_tokens=True))
-        choice = choose(call.problem, 1, target)
-        (spec,) = choices.specs_of(call, choice, target)
-        audit = compile_for(spec, target).audit
-        assert (audit.stack_bytes, audit.spills) == (0, 0)
-        assert not audit.mma
+    changes = {"qk_norm": True, "input_norm": "rms"} if normed else {}
+    case = replace(quantized(MODELS[0], fmt), num_tokens=1, **changes)
+    call = prepare(replace(arguments(case), static_tokens=True))
+    choice = choose(call.problem, 1, target)
+    (spec,) = choices.specs_of(call, choice, target)
+    audit = compile_for(spec, target).audit
+    assert (audit.stack_bytes, audit.spills) == (0, 0)
+    assert not audit.mma

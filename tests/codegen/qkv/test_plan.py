@@ -161,6 +161,23 @@ def test_a_norm_keeps_heads_whole() -> None:
     assert fits(LLAMA_8B, SwappedConfig(32, 16, 128, 4, 4), SM90)
 
 
+@pytest.mark.parametrize(
+    ("style", "head_dim", "rotary_dim", "pairs"),
+    [
+        ("interleaved", 64, 64, 32),
+        ("interleaved", 64, 16, 32),
+        ("half", 64, 64, 32),
+        ("half", 96, 64, 64),  # pairs of 32 apart: two runs of them
+        ("half", 80, 32, 48),
+        ("none", 24, 0, 12),
+        ("none", 25, 0, 13),
+    ],
+)
+def test_pairs_cover_a_head(style, head_dim, rotary_dim, pairs) -> None:
+    heads = problem(dim=head_dim, rope_style=style, rotary_dim=rotary_dim).epilogue
+    assert heads.pairs_per_head == pairs
+
+
 @pytest.mark.parametrize("target", [SM90, SM100, SM120], ids=lambda t: t.name)
 def test_candidates_fit_the_chip(target) -> None:
     for p in (LLAMA_8B, UNMEASURED, problem(2048, 32, 8, 64), problem(2880, 64, 8, 64)):

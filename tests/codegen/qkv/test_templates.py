@@ -315,18 +315,28 @@ def test_swapped(case: AttentionCase, config: SwappedConfig) -> None:
     check(qkv_cache.OP, qkv_cache.OP.sample_inputs(case), lambda a: run_fused(a, config))
 
 
-@pytest.mark.parametrize("config", SWAPPED.values(), ids=SWAPPED)
+NORMS_OF_X: dict[str, dict[str, Any]] = {
+    "rms": {"input_norm": "rms", "num_tokens": 37, "bias": True, "delta": True, "hidden": 200},
+    "weightless": {"input_norm": "weightless", "projection": "n_major"},
+    "offset": {"input_norm": "rms", "input_norm_offset": 1.0, "num_tokens": 1, "clip": 2.0},
+    "layer": {"input_norm": "layer", "num_tokens": 5, "bias": True, "hidden": 200},
+    "layer offset": {
+        "input_norm": "layer_unbiased",
+        "input_norm_offset": 1.0,
+        "projection": "n_major",
+    },
+    "layer bare": {"input_norm": "layer_bare", "num_tokens": 1, "dtype": torch.float16},
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "config"),
     [
-        {"input_norm": "rms", "num_tokens": 37, "bias": True, "delta": True, "hidden": 200},
-        {"input_norm": "weightless", "projection": "n_major"},
-        {"input_norm": "rms", "input_norm_offset": 1.0, "num_tokens": 1, "clip": 2.0},
-        {"input_norm": "layer", "num_tokens": 5, "bias": True, "hidden": 200},
-        {"input_norm": "layer_unbiased", "input_norm_offset": 1.0, "projection": "n_major"},
-        {"input_norm": "layer_bare", "num_tokens": 1, "dtype": torch.float16},
+        pytest.param(changes, config, id=f"{name}-{kind}")
+        for row, (name, changes) in enumerate(NORMS_OF_X.items())
+        for column, (kind, config) in enumerate(SWAPPED.items())
+        if name == "layer" or row % len(SWAPPED) == column
     ],
-    ids=["rms", "weightless", "offset", "layer", "layer offset", "layer bare"],
 )
 def test_swapped_norms_x(changes: dict[str, Any], config: SwappedConfig) -> None:
     """x times the weight is rounded before the product, as the graph rounds it."""

@@ -16,11 +16,13 @@ from tilewright.codegen.attention.plan import decode_rows
 from tilewright.codegen.targets import SM90
 from tilewright.ops import mla_decode
 from tilewright.ops.attention.arguments import as_attention
+from tilewright.ops.attention.checks import MAX_WIDTH
 from tilewright.ops.attention.lowering import attention_steps
 from tilewright.ops.attention.operands import RopePart, cache_problem
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op
 from tilewright.ops.mla.arguments import MlaDecodeArguments
+from tilewright.ops.mla.decode.checks import MAX_ROPE, decode_obstacle
 from tilewright.ops.mla.decode.lowering import head_steps
 from tilewright.ops.runtime.program import drive
 
@@ -256,6 +258,24 @@ def apart(a):
 def test_weights_apart_mean_the_same():
     a = call_of(WIDTHS["16 heads"], "positions").arguments
     assert torch.equal(OP.reference(apart(a)), OP.reference(a))
+
+
+@pytest.mark.parametrize(
+    ("rank", "rope", "fits"),
+    [
+        (MAX_WIDTH, MAX_ROPE, True),
+        (MAX_WIDTH + 8, 64, False),
+        (64, MAX_ROPE + 8, False),
+    ],
+)
+def test_wide_latents_and_rope_columns_have_no_kernel(rank, rope, fits):
+    a = call_of(WIDTHS["16 heads"], "positions").arguments
+    latent = torch.empty(*a.latent.shape[:2], rank, dtype=a.latent.dtype)
+    rope_keys = torch.empty(*a.rope_keys.shape[:2], rope, dtype=a.latent.dtype)
+    q = torch.empty(*a.q.shape[:2], a.q.shape[2] - a.rope_keys.shape[2] + rope, dtype=a.q.dtype)
+    obstacle = decode_obstacle(replace(a, q=q, latent=latent, rope_keys=rope_keys))
+    said = f"no kernel for latents of rank {rank} with {rope} rope columns"
+    assert obstacle == (None if fits else said)
 
 
 def test_it_can_be_called_by_hand():

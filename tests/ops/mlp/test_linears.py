@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter, interpret
+from tests.tables import all_pairs
 from tilewright.codegen.mlp.kernels import LinearConfig
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.codegen.targets import SM100
@@ -41,18 +42,20 @@ def close(module, a, result):
     assert problem is None, problem
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize(
-    ("module", "steps", "case"),
-    [
-        (linear_activation, linear_activation_steps, UP),
-        (linear_residual, linear_residual_steps, DOWN),
-    ],
-    ids=["activation", "residual"],
+    ("config", "tokens", "op"),
+    all_pairs(
+        CONFIGS,
+        [1, 5, 40],
+        {
+            "activation": (linear_activation, linear_activation_steps, UP),
+            "residual": (linear_residual, linear_residual_steps, DOWN),
+        },
+    ),
 )
-def test_tiles(module, steps, case, tokens, config):
+def test_tiles(op, tokens, config):
     """On memory that holds NaN before; more tokens than a tile has are further tiles."""
+    module, steps, case = op
     a = module.sample_inputs(replace(case, num_tokens=tokens))
     machine = Interpreter()
     program = drive(steps(a, machine.target, config), machine)
@@ -60,6 +63,18 @@ def test_tiles(module, steps, case, tokens, config):
     for step, answer in program.steps:
         if isinstance(step, SplitK):
             assert (answer[1] == 0).all()  # for the next launch
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 80), (72, 64), (72, 80)])
+def test_what_lies_behind_rows_and_columns_is_not_read(n, k):
+    """A weight among NaN, of which rows, columns or both fill no whole tile."""
+    a = linear_residual.sample_inputs(LinearCase("tiles", k=k, n=n, num_tokens=2))
+    around = torch.full((n + 64, k + 64), torch.nan, dtype=a.weight.dtype)
+    around[:n, :k] = a.weight
+    given = replace(a, weight=around[:n, :k])
+    machine = Interpreter()
+    steps = linear_residual_steps(given, machine.target, LinearConfig(16, 16, 64, 1, 4, 2))
+    close(linear_residual, a, drive(steps, machine).outcome.result)
 
 
 @pytest.mark.parametrize("name", ["split", "int8"])

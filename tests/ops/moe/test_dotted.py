@@ -11,6 +11,7 @@ import torch
 
 from tests.experts import as_double
 from tests.interpreted import Interpreter, interpret
+from tests.tables import in_turn
 from tilewright.codegen.moe import dots
 from tilewright.codegen.moe.dots import DotTiles, dots_obstacle, plan_dots
 from tilewright.ops.formats.expert_weight import ExpertWeight
@@ -98,8 +99,13 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("name", ["dense gpt-oss", "fp8 by codes", "int4", "nvfp4", "mxfp4"])
+NAMES = ["dense gpt-oss", "fp8 by codes", "int4", "nvfp4", "mxfp4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [*in_turn(NAMES, list(TILES)), ("mxfp4", "short steps"), ("int4", "all slots")],
+)
 def test_any_tiles_take_any_number_of_tokens(name, tiles, monkeypatch):
     monkeypatch.setattr(dots, "MOST_TOKENS", dict.fromkeys(dots.MOST_TOKENS, 4))
     a = moe.sample_inputs(replace(CASES[name], num_tokens=2))
@@ -144,8 +150,13 @@ def test_scales_of_any_rows_and_columns(name):
     assert problem is None, problem
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["dense", "fp8", "fp8 by codes", "int4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    in_turn(
+        ["dense", "fp8", "fp8 by codes", "int4", "nvfp4", "mxfp4", "int4", "nvfp4"],
+        [math.nan, math.inf, -math.inf, math.inf],
+    ),
+)
 def test_numbers_that_are_none_stay_so(name, number):
     a = moe.sample_inputs(CASES[name], seed=3)
     a.x[0, 37] = number

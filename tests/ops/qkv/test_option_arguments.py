@@ -56,6 +56,7 @@ VALUES = [
     (TABLE, put("sequence_ids", 2, 3), "sequence_ids", "sequences below 3, got 3 of token 2"),
     (WRAPPED, put("sequence_ids", 1, -5), "sequence_ids", "from -4 to 3, got -5 of token 1"),
     (TABLE, put("positions", 5, 24), "positions", r"below 24 .*24 of token 5 \(sequence 2\)"),
+    (TABLE, put("positions", 2, 24), "positions", r"below 24 .*24 of token 2 \(sequence 0\)"),
     (WRAPPED, put("positions", 3, -25), "positions", "from -24 to 23.*got -25 of token 3"),
     (WRAPPED, entry("lookup_table", 6), "lookup_table", "from -6 to 5 .* got 6 for token 0"),
     (WRAPPED, entry("lookup_table", -7), "lookup_table", "got -7 for token 0"),

@@ -1,4 +1,4 @@
-"""Where a write goes and what becomes of it on the way: tables, slices, one storage, 8 bits."""
+"""Where a write goes, and which writes are a pair: tables, slices, one storage."""
 
 from __future__ import annotations
 
@@ -8,67 +8,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compiler.steps import HKV, D, K, Layer, T, make_args, plain, store
-from tests.found import codes_of, matches_of, misses_of, patterns_in
-from tests.models.fp8_writes import LARGEST
+from tests.found import matches_of, misses_of, patterns_in
 from tests.models.qkv_idioms import build
+from tests.patterns.cache.reported import codes, patterns, run
 from tests.patterns.running import check_against_eager
-from tilewright.compiler import lower, reports
-from tilewright.ops.formats.fp8 import SATURATED_BY_TORCH
-from tilewright.patterns.cache import eight_bit
-
-FP8 = torch.float8_e4m3fn
-
+from tilewright.compiler import reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def run(layer, *args, **options):
-    """The layer compiled by tilewright alone; its report is the last one."""
-    compiled = torch.compile(layer, backend="tilewright", options={"inner": "eager"}, **options)
-    return compiled(*args)
-
-
-def patterns():
-    return patterns_in(reports()[-1], "qkv")
-
-
-def codes():
-    return codes_of(reports()[-1], "qkv")
-
-
 # --- slots --------------------------------------------------------------------------------------
 
-#: what each form's slots are taken for
-SLOTS = {
-    "setitem_on_view": "flat",
-    "scatter": "flat",
-    "where": "flat",
-    "page_offset": "block_table",
-    "gathered_page": "block_table",
-    "shifted": "block_table",
-    "slots_computed": "block_table",
-    "batched_rows": "block_table",
-    "head_major": "block_table",
-    "head_index": "block_table",
-    "stacked": "block_table",
-    "heads_joined": "block_table",
-    "max_blocks": "block_table",
-    "layer_after_page": "block_table",
-    "static_cache": "per_sequence",
-    "llama_reference": "slice",
-    "narrow_copy": "slice",
-    "fp8_stacked": "block_table",
-}
 
-
-@pytest.mark.parametrize("name", SLOTS)
-def test_slots_are_taken_for_what_they_are(name):
-    (site,) = matches_of(lower(*build(name)), "qkv")
-    assert (site.pattern, site.shapes["slots"]) == ("qkv_cache", SLOTS[name])
-
-
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("name", ["max_blocks", "slots_computed"])
+@pytest.mark.parametrize(
+    ("name", "page_size"), [("max_blocks", 16), ("max_blocks", 128), ("slots_computed", 256)]
+)
 def test_pages_of_every_size(name, page_size):
     module, args = build(name, page_size=page_size)
     check_against_eager(name, module, args, ["qkv_cache"])
@@ -134,6 +88,37 @@ def test_positions_count_from_the_end_as_in_pytorch():
     check_against_eager("negative positions", module, args, ["qkv_cache"])
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_slot_from_data_is_a_node_that_the_op_takes(whole):
+    """`start = lengths[0].item()`: what is computed from data in front of the op is no input's."""
+
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            self.qkv = nn.Parameter(torch.randn(32, 16, generator=generator))
+
+        def forward(self, x, k_cache, v_cache, lengths):
+            q, k, v = F.linear(x, self.qkv).view(1, -1, 8, 4).split([4, 2, 2], 2)
+            start = lengths[2].item()
+            torch._check(start >= 0)
+            torch._check(start + 4 <= 9)
+            k_cache[:, start : start + 4] = k
+            v_cache[:, start : start + 4] = v
+            end = 9 if whole else start + 4
+            q, k, v = (t.transpose(1, 2) for t in (q, k_cache[:, :end], v_cache[:, :end]))
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 16, generator=generator)
+    for start in (0, 3, 5):
+        caches = torch.randn(2, 1, 9, 2, 4, generator=generator).unbind()
+        args = [x, *caches, torch.tensor([7, 8, start])]
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            check_against_eager("slots", Step(), args, ["qkv_cache"])
+        assert patterns_in(reports()[-1], "attention") == ["cache_attention"]
+
+
 # --- slices -------------------------------------------------------------------------------------
 
 
@@ -171,8 +156,10 @@ def sliced_args(batch, length, start=3):
     return x, *(torch.randn(4, 16, HKV, D) for _ in range(2)), start
 
 
-@pytest.mark.parametrize("write", [by_slice, by_narrow])
-@pytest.mark.parametrize(("batch", "length"), [(2, 5), (3, 1), (1, 5), (1, 1)])
+@pytest.mark.parametrize(
+    ("write", "batch", "length"),
+    [(by_slice, 2, 5), (by_slice, 1, 1), (by_narrow, 3, 1), (by_narrow, 1, 5)],
+)
 def test_a_slice_is_a_run_of_slots(write, batch, length):
     args = sliced_args(batch, length)
     check_against_eager("slice", Sliced(write), args, ["qkv_cache"])
@@ -412,304 +399,3 @@ def test_caches_that_overlap_on_a_later_call_are_written_as_the_graph_was():
     expected, actual = layer(*eager), compiled(*ours)
     for a, b in zip((actual, *ours), (expected, *eager), strict=True):
         assert torch.equal(a, b)
-
-
-# --- 8-bit floats -------------------------------------------------------------------------------
-
-
-class Eight(torch.nn.Module):
-    """`k` and `v` say how the heads are rounded; the caches are of 8-bit floats."""
-
-    def __init__(self, k, v=None, before=lambda heads: heads):
-        super().__init__()
-        self.layer, self.k, self.v, self.before = Layer(plain), k, v or k, before
-
-    def forward(self, x, k_cache, v_cache, slots, scale):
-        q, k, v = self.layer.qkv(x)
-        store(k_cache, slots, self.k(self.before(k), scale))
-        store(v_cache, slots, self.v(self.before(v), scale))
-        return q * 2
-
-
-def eight_args(scale, dtype=FP8):
-    x, k_cache, v_cache, slots = make_args()
-    return x, k_cache.to(dtype), v_cache.to(dtype), slots, scale
-
-
-def bits(cache):
-    return cache.view(torch.uint8)
-
-
-#: What is done to values before they are rounded to a dtype, and the patterns that are fused where
-#: PyTorch's cast does not saturate. n: the dtype's largest number.
-HELD = {
-    "not": (lambda h, n: h, ["qkv_cache"]),
-    "by a bound beyond the range": (lambda h, n: h.clamp(-2 * n, 3 * n), ["qkv_cache"]),
-    "by a clamp": (lambda h, n: h.clamp(-n, n), ["qkv_cache"]),
-    "by two clamps": (lambda h, n: h.clamp(min=-n).clamp(max=n), ["qkv_cache"]),
-    "from above": (lambda h, n: h.clamp(max=n), []),
-    "from below, and beyond the range": (lambda h, n: h.clamp(-n, 2 * n), []),
-}
-
-
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
-def test_what_does_not_fit_is_what_eager_makes_of_it(dtype, held):
-    """float8_e5m2: infinity; float8_e4m3fn: NaN in older releases, the largest number in newer."""
-    hold, fused = HELD[held]
-    eager, ours = (eight_args(torch.tensor(1e-6), dtype) for _ in range(2))
-    module = Eight(lambda heads, scale: hold(heads / scale, torch.finfo(dtype).max).to(dtype))
-    module(*eager)
-    run(module, *ours)
-    always = ["qkv_cache"] if dtype in SATURATED_BY_TORCH else fused
-    assert patterns() == always
-    if not always:
-        assert "CAST" in codes()
-    for a, b in zip(ours[1:3], eager[1:3], strict=True):
-        assert torch.equal(bits(a), bits(b))
-        beyond = b.float().abs() >= torch.finfo(dtype).max
-        assert beyond.sum() > T * HKV * D * 0.9
-
-
-def test_an_older_cast_of_e4m3_gives_nan(monkeypatch):
-    monkeypatch.setattr(eight_bit, "SATURATED_BY_TORCH", frozenset())
-    args = eight_args(torch.tensor(1e-6))
-    run(Eight(lambda heads, scale: (heads / scale).to(FP8)), *args)
-    assert patterns() == ["qkv_cache"]
-    assert args[1].float().isnan().sum() > T * HKV * D * 0.9
-
-
-def test_keys_are_held_to_the_range_as_values_are():
-    def half_held(heads, scale):
-        return (heads / scale).clamp(-57344, 57344).to(torch.float8_e5m2)
-
-    def not_held(heads, scale):
-        return (heads / scale).to(torch.float8_e5m2)
-
-    run(Eight(half_held, not_held), *eight_args(torch.tensor(0.5), torch.float8_e5m2))
-    assert patterns() == ["cache_store"] * 2
-    assert "CAST" in codes()
-
-
-KNOWN = {
-    "plain": lambda h, s: h.to(FP8),
-    "divided": lambda h, s: (h / s).to(FP8),
-    "multiplied": lambda h, s: (s * h).to(FP8),
-    "by the reciprocal": lambda h, s: (h * s.reciprocal()).to(FP8),
-    "clamped": lambda h, s: (h / s).clamp(-LARGEST, LARGEST).to(FP8),
-    "clamped twice": lambda h, s: (h / s).clamp_min(-LARGEST).clamp_max(LARGEST).to(FP8),
-    "by a number": lambda h, s: (h * 3).to(FP8),
-    "through half": lambda h, s: (h / s).half().to(FP8),
-    "there and back": lambda h, s: (h / s).to(FP8).view(torch.uint8).view(FP8),
-}
-
-
-@pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.parametrize("scale", [torch.tensor(0.7), torch.full((1,), 0.7, dtype=torch.bfloat16)])
-def test_scales_and_clamps_are_the_op_s(name, scale):
-    eager, ours = eight_args(scale), eight_args(scale)
-    module = Eight(KNOWN[name])
-    module(*eager)
-    run(module, *ours)
-    assert patterns() == ["qkv_cache"], misses_of(reports()[-1], "qkv")
-    for a, b in zip(ours[1:3], eager[1:3], strict=True):
-        near = (a.float() - b.float()).abs() <= b.float().abs() / 8
-        assert near.all()
-        assert (bits(a) == bits(b)).float().mean() > 0.98
-
-
-BY_TOKEN = torch.linspace(0.5, 1.5, T)[:, None, None]
-REFUSED = {
-    "clamped lower": (lambda h, s: (h / s).clamp(-1.0, 1.0).to(FP8), None, "K_PATH"),
-    "clamped to tensors": (lambda h, s: (h / s).clamp(-s * 448, s * 448).to(FP8), None, "K_PATH"),
-    "scaled twice": (lambda h, s: (h / s * s).to(FP8), None, "K_PATH"),
-    "by token": (lambda h, s: (h / BY_TOKEN).to(FP8), None, "CAST"),
-    "by element": (lambda h, s: (h * torch.ones(D)).to(FP8), None, "CAST"),
-    "one each way": (lambda h, s: (h / s).to(FP8), lambda h, s: (h * s).to(FP8), "CAST"),
-    "by its own size": (lambda h, s: (h / h.abs().amax()).to(FP8), None, "K_PATH"),
-    "rounded twice": (
-        lambda h, s: h.to(torch.float8_e5m2).to(torch.float32).to(FP8),
-        None,
-        "CAST",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_roundings_are_refused_by_name(name):
-    k, v, code = REFUSED[name]
-    scale = torch.tensor(0.7)
-    eager, ours = eight_args(scale), eight_args(scale)
-    module = Eight(k, v)
-    module(*eager)
-    run(module, *ours)
-    assert code in codes()
-    assert "qkv_cache" not in patterns()
-    for a, b in zip(ours[1:3], eager[1:3], strict=True):
-        assert torch.equal(bits(a), bits(b))
-
-
-@pytest.mark.parametrize("name", ["divided", "clamped"])
-def test_the_write_alone_rounds_too(name):
-    """The projection is not known, the write still is."""
-    scale = torch.tensor(0.7)
-    eager, ours = eight_args(scale), eight_args(scale)
-    module = Eight(KNOWN[name], before=torch.nn.functional.gelu)
-    module(*eager)
-    run(module, *ours)
-    assert patterns() == ["cache_store"]
-    for a, b in zip(ours[1:3], eager[1:3], strict=True):
-        assert torch.equal(bits(a), bits(b))
-
-
-def test_a_cache_of_bytes_is_not_known():
-    """Only through a view: the op is not told which 8-bit float a byte is."""
-
-    def bytes_of(heads, scale):
-        return heads.to(FP8).view(torch.uint8)
-
-    args = eight_args(torch.tensor(1.0), torch.uint8)
-    run(Eight(bytes_of), *args)
-    assert patterns() == []
-    assert codes() == {"K_PATH", "DTYPE"}
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_slot_from_data_is_a_node_that_the_op_takes(whole):
-    """`start = lengths[0].item()`: what is computed from data in front of the op is no input's."""
-
-    class Step(nn.Module):
-        def __init__(self):
-            super().__init__()
-            generator = torch.Generator().manual_seed(0)
-            self.qkv = nn.Parameter(torch.randn(32, 16, generator=generator))
-
-        def forward(self, x, k_cache, v_cache, lengths):
-            q, k, v = F.linear(x, self.qkv).view(1, -1, 8, 4).split([4, 2, 2], 2)
-            start = lengths[2].item()
-            torch._check(start >= 0)
-            torch._check(start + 4 <= 9)
-            k_cache[:, start : start + 4] = k
-            v_cache[:, start : start + 4] = v
-            end = 9 if whole else start + 4
-            q, k, v = (t.transpose(1, 2) for t in (q, k_cache[:, :end], v_cache[:, :end]))
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(4, 16, generator=generator)
-    for start in (0, 3, 5):
-        caches = torch.randn(2, 1, 9, 2, 4, generator=generator).unbind()
-        args = [x, *caches, torch.tensor([7, 8, start])]
-        with torch._dynamo.config.patch(capture_scalar_outputs=True):
-            check_against_eager("slots", Step(), args, ["qkv_cache"])
-        assert patterns_in(reports()[-1], "attention") == ["cache_attention"]
-
-
-# --- memory that the graph makes ----------------------------------------------------------------
-
-
-class Fresh(nn.Module):
-    """Attention of 2 heads of 4 to keys and values that `put` writes into memory made here."""
-
-    def __init__(self, put, returned, made=None):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24, bias=False)
-        self.put, self.returned, self.made = put, returned, made or (lambda k: zeros(k))
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).view(1, 3, 6, 4).split(2, 2)
-        keys, values = (self.put(self.made(t), t) for t in (k, v))
-        q, keys, values = (t.transpose(1, 2) for t in (q, keys, values))
-        y = F.scaled_dot_product_attention(q, keys, values)
-        return (y, keys, values) if self.returned else y
-
-
-def zeros(k):
-    return k.new_zeros(1, 9, 2, 4)
-
-
-def by_index_put(cache, k):
-    return cache.index_put_((torch.tensor([0]), torch.arange(3)), k[0])
-
-
-def by_scatter(cache, k):
-    return cache.scatter_(1, torch.arange(3).view(1, 3, 1, 1).expand(1, 3, 2, 4), k)
-
-
-def by_slices(cache, k):
-    cache[:1, 0:3] = k
-    return cache
-
-
-def by_copy(cache, k):
-    cache[:, 2:5].copy_(k)
-    return cache
-
-
-def by_narrow(cache, k):
-    cache.narrow(1, 0, 3).copy_(k)
-    return cache
-
-
-def by_token(cache, k):
-    for i in range(3):
-        cache[0, i] = k[0, i]
-    return cache
-
-
-def by_mask(cache, k):
-    cache[:, torch.arange(9) < 3] = k
-    return cache
-
-
-def in_halves(cache, k):
-    """As a rotation is put together in an empty tensor."""
-    cache[..., :2] = k.repeat(1, 3, 1, 1)[..., 2:]
-    cache[..., 2:] = k.repeat(1, 3, 1, 1)[..., :2]
-    return cache
-
-
-@pytest.mark.parametrize("returned", [True, False])
-@pytest.mark.parametrize(
-    "put", [by_index_put, by_scatter, by_slices, by_copy, by_narrow, by_token, by_mask]
-)
-def test_a_cache_made_in_the_graph_is_told_however_it_is_written(put, returned):
-    lowered = lower(Fresh(put, returned), (torch.randn(1, 3, 8),))
-    (miss,) = (m for m in misses_of(lowered, "cache_absent"))
-    assert miss.code == "FRESH_CACHE"
-    slices = put in (by_slices, by_copy, by_narrow, by_token)
-    assert miss.weight == ("advice" if slices and not returned else "lost")
-
-
-def test_a_cache_that_is_cast_is_told():
-    class Cast(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Fresh(by_slices, True, self.made)
-            self.register_buffer("cache", torch.zeros(1, 9, 2, 4, dtype=torch.float64))
-
-        def made(self, k):
-            return self.cache.to(k.dtype)
-
-        def forward(self, x):
-            return self.inner(x)
-
-    assert "FRESH_CACHE" in codes_of(lower(Cast(), (torch.randn(1, 3, 8),)), "cache_absent")
-
-
-class Rows(nn.Module):
-    """Rows of a product in a tensor of zeros: padding, or one expert after the other."""
-
-    def forward(self, x, weight):
-        rows = x.new_zeros(2, 9, 8)
-        rows[:, :3] = F.linear(x, weight)
-        rows[0, 3:4] = F.linear(x, weight)[:1]
-        return F.linear(rows, weight) + rows
-
-
-@pytest.mark.parametrize("returned", [True, False])
-def test_scratch_memory_is_no_cache(returned):
-    torch.manual_seed(0)
-    rotated = lower(Fresh(in_halves, returned), (torch.randn(1, 3, 8),))
-    padded = lower(Rows(), (torch.randn(3, 8), nn.Parameter(torch.randn(8, 8))))
-    assert not codes_of(rotated, "cache_absent") | codes_of(padded, "cache_absent")

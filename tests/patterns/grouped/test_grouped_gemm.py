@@ -212,8 +212,16 @@ def by_row(x):
     return nvfp4.dequantize(packed, scales, tensor_scale, torch.bfloat16)
 
 
-@pytest.mark.parametrize("prepare", [library, with_a_tensor_scale, spelled_out])
-@pytest.mark.parametrize("spelling", ["nvfp4_magnitudes", "nvfp4_library", "nvfp4_seven_bits"])
+@pytest.mark.parametrize(
+    ("spelling", "prepare"),
+    [
+        ("nvfp4_magnitudes", library),
+        ("nvfp4_magnitudes", with_a_tensor_scale),
+        ("nvfp4_magnitudes", spelled_out),
+        ("nvfp4_library", with_a_tensor_scale),
+        ("nvfp4_seven_bits", library),
+    ],
+)
 def test_codes_of_both_are_taken_by_the_nvfp4_op(spelling, prepare):
     module, x = Coded(spelling, prepare), rows()
     op, facts = matched(module, (x, ENDS), product(prepare(x), module.weight()))

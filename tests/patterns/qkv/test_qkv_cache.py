@@ -23,13 +23,19 @@ MISSED = {
 #: idioms where only a write could be taken, and why the projection was not
 STORED = {"vllm_v1": "CACHE_LAYOUT"}
 
-#: A form of the projection is asked of rows with a rotation, and of batches [B, S, K] without one,
-#: where the query is told apart without it, else with one.
+#: A form of the projection is asked of rows with a rotation, or of batches [B, S, K] without one,
+#: where the query is told apart without it, else with one: in turn, but that what is no linear
+#: reads dimensions of x, and is asked of both.
+BY_DIMENSION = ("einsum", "conv", "unsqueezed", "matmul", "bmm", "from_the_right")
 ASKED_ALREADY = [
     name
-    for form in (f"p_{form}" for form in TOLD_APART)
-    for name in (f"{form}_no_rope_paged", f"{form}_static")
-]
+    for number, form in enumerate(TOLD_APART)
+    for name in (
+        *(f"p_{form}_no_rope_paged", f"p_{form}_static"),
+        *([] if form.startswith(BY_DIMENSION) else
+          [f"p_{form}_paged" if number % 2 else f"p_{form}_no_rope_static"]),
+    )
+]  # fmt: skip
 
 #: An axis that is no form of the projection is asked of one kind of write, in turn.
 _IN_TURN = [axis for axis in VARIANTS if not axis.startswith("p_")]
@@ -39,6 +45,28 @@ ASKED_ALREADY += [
 
 FUSED = [name for name in IDIOMS if name not in {*MISSED, *STORED, *ASKED_ALREADY}]
 
+#: what each form's slots are taken for
+SLOTS = {
+    "setitem_on_view": "flat",
+    "scatter": "flat",
+    "where": "flat",
+    "page_offset": "block_table",
+    "gathered_page": "block_table",
+    "shifted": "block_table",
+    "slots_computed": "block_table",
+    "batched_rows": "block_table",
+    "head_major": "block_table",
+    "head_index": "block_table",
+    "stacked": "block_table",
+    "heads_joined": "block_table",
+    "max_blocks": "block_table",
+    "layer_after_page": "block_table",
+    "static_cache": "per_sequence",
+    "llama_reference": "slice",
+    "narrow_copy": "slice",
+    "fp8_stacked": "block_table",
+}
+
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -47,6 +75,12 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def test_fused_and_no_worse_than_eager(name):
     module, args = build(name)
     check_against_eager(name, module, args, ["qkv_cache"] * axes_of(name).num_layers)
+    if name in SLOTS:
+        assert {site.shapes["slots"] for site in matches_of(reports()[-1], "qkv")} == {SLOTS[name]}
+
+
+def test_every_form_of_slots_is_asked():
+    assert SLOTS.keys() <= set(FUSED)
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -92,10 +126,10 @@ def test_other_dtypes(name, dtype):
     check_against_eager(name, module, args, ["qkv_cache"])
 
 
-@pytest.mark.parametrize("name", ["setitem_on_view", "static_cache", "max_blocks"])
-def test_a_token_count_that_changes_does_not_lose_the_match(name):
-    module, args = build(name)
-    check_against_eager(name, module, args, ["qkv_cache"], dynamic=True)
+def test_a_token_count_that_changes_does_not_lose_the_match():
+    """Other kinds of writes: :func:`test_caches_of_symbolic_size`, where it is a symbol, too."""
+    module, args = build("setitem_on_view")
+    check_against_eager("setitem_on_view", module, args, ["qkv_cache"], dynamic=True)
 
 
 def test_a_negative_slot_means_what_pytorch_means():
@@ -107,9 +141,7 @@ def test_a_negative_slot_means_what_pytorch_means():
     check_against_eager("setitem_on_view", module, args, ["qkv_cache"])
 
 
-@pytest.mark.parametrize(
-    "name", ["max_blocks", "head_major", "page_offset", "static_cache", "layered_slots"]
-)
+@pytest.mark.parametrize("name", ["max_blocks", "static_cache", "layered_slots"])
 def test_caches_of_symbolic_size(name):
     """Every size of every cache is a symbol of its own; page sizes are guarded to be equal."""
     module, args = build(name)

@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import ropes
+from tests.tables import all_pairs
 from tilewright.compiler import lower, reports
 
 T, K, H, D = 5, 16, 2, 8
@@ -155,9 +156,10 @@ def angles(width=D // 2):
     return torch.rand(T, 1, width, generator=torch.Generator().manual_seed(2)) * 6
 
 
-@pytest.mark.parametrize("form", [ropes.half, ropes.interleaved, ropes.complex_numbers])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("form", "weighted", "after"),
+    all_pairs([ropes.half, ropes.interleaved, ropes.complex_numbers], [False, True], [False, True]),
+)
 def test_before_and_after_the_rotation(form, weighted, after):
     table = angles()
     cos, sin = table.cos(), table.sin()

@@ -1,0 +1,223 @@
+"""The measured rows that `predictions.py` holds the time model to, and the steps behind them.
+
+A row is an entry of a results file of whole forward passes in CUDA graphs. Its model is built by
+its configuration on the meta device: no weights, no GPU. Layers that are alike are built once or
+twice and counted as often as the row has them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from decode_cache import widths
+from end_to_end_models import MODELS, config_of
+from transformers import LlamaConfig, Qwen3MoeConfig, StaticCache
+
+from tilewright.codegen.targets import Target, get_target
+from tilewright.compiler import lower
+from tilewright.compiler.report.step import Step, step_of
+from tilewright.tools.models.checkpoint import model_of
+
+RESULTS = Path(__file__).resolve().parent / "results"
+QUANTISED = "quantised_step.json"
+#: Room in the cache, and tokens in it before a decode step, as `end_to_end.py` has them.
+CAPACITY = 2048
+START = 1000
+#: Layers that are built: the first ones may differ from those behind them.
+BUILT = 4
+
+#: Names of the chips in results files, and the rate of a copy on each, in bytes a second: an H100's
+#: of docs/quantised-performance.md, an H200's is the target's.
+COPY_RATES = {"NVIDIA H200": None, "NVIDIA H100 80GB HBM3": 3.0e12}
+
+#: What `quantised_step.py` builds: true dims, a small vocabulary.
+_SHARED: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+_SMALL: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "llama3-8b": (LlamaConfig, 4, {"intermediate_size": 14336}),
+    "qwen3-30b-a3b": (
+        Qwen3MoeConfig,
+        2,
+        {"hidden_size": 2048, "num_key_value_heads": 4, "intermediate_size": 6144}
+        | {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+        | {"norm_topk_prob": True},
+    ),
+}
+#: Of compressed-tensors' formats: the scheme, and the name of how codes are packed.
+_SCHEMES = {
+    "ct-w4a16": ("W4A16", "pack-quantized"),
+    "ct-fp8-dynamic": ("FP8_DYNAMIC", "float-quantized"),
+    "ct-fp8-block": ("FP8_BLOCK", "float-quantized"),
+    "ct-nvfp4a16": ("NVFP4A16", "nvfp4-pack-quantized"),
+    "ct-mxfp4a16": ("MXFP4A16", "mxfp4-pack-quantized"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured forward pass.
+
+    source: the results file. model: a key of `end_to_end_models.MODELS`, or of `_SMALL`. form: of
+    the weights, "bf16" or a format of `quantised_step.py`. batch, tokens: new ones of a sequence.
+    masked: whether a mask was given. us: measured, in microseconds.
+    """
+
+    source: str
+    gpu: str
+    model: str
+    form: str
+    layers: int
+    batch: int
+    tokens: int
+    masked: bool
+    us: float
+
+    @property
+    def present(self) -> int:
+        """Tokens of each sequence in the cache when attention reads it."""
+        return START + 1 if self.tokens == 1 else self.tokens
+
+    @property
+    def case(self) -> str:
+        return f"{self.batch} x {self.tokens}"
+
+    @property
+    def target(self) -> Target:
+        """The chip that the row was measured on, at its own memory rate."""
+        sm90, rate = get_target("sm90"), COPY_RATES[self.gpu]
+        return sm90 if rate is None else replace(sm90, hbm_bytes_per_s=rate)
+
+
+def measured_rows() -> list[Row]:
+    """Every row of the results files of steps; of equal cases of one model and form the first."""
+    rows = [*_dense_rows(), *_quantised_rows()]
+    first = {(r.source, r.model, r.form, r.batch, r.tokens, r.masked): r for r in reversed(rows)}
+    return [row for row in rows if row in first.values()]
+
+
+def _dense_rows() -> Iterator[Row]:
+    names = {model.title: name for name, model in MODELS.items()}
+    for path in sorted(RESULTS.glob("*_end_to_end.json")):
+        kept = json.loads(path.read_text("utf-8"))
+        for r in kept["rows"]:
+            case = r["batch"], r["tokens"], r["kind"] != "nomask"
+            yield Row(
+                path.name, kept["gpu"], names[r["model"]], "bf16", r["layers"], *case,
+                r["tilewright"],
+            )  # fmt: skip
+
+
+def _quantised_rows() -> Iterator[Row]:
+    """Rows of the dense model stand beside each format's. A file of before has no "tokens": its
+    prompts of 1024 are those that take several times the memory of a decode step of 64."""
+    kept = json.loads((RESULTS / QUANTISED).read_text("utf-8"))
+    for r in kept["rows"]:
+        if not r.get("tilewright"):
+            continue
+        tokens = 1024 if r["tilewright_peak"] > 50 else 1
+        case = _SMALL[r["model"]][1], r["batch"], tokens, True
+        for variant, form in (("tilewright", r["format"]), ("bf16", "bf16")):
+            if r.get(variant):
+                yield Row(QUANTISED, kept["gpu"], r["model"], form, *case, r[variant])
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def step_behind(row: Row) -> Step:
+    """The step of a row on sm90, its layers those that are built. Raises ImportError where a
+    format's library is not installed."""
+    model = _small(row) if row.source == QUANTISED else _dense(row)
+    torch._dynamo.reset()
+    lowered = lower(*_inputs(model, row), target="sm90")
+    return step_of(lowered, row.present, row.target)
+
+
+def counts(step: Step, layers: int) -> list[int]:
+    """How often each part of a step runs in the row's model of so many layers."""
+    alike: Sequence[str] = max((layer.scopes for layer in step.layers if layer.scope), key=len)
+    built = sum(len(layer.scopes) for layer in step.layers if layer.scope)
+    return [1 + (layers - built) * (part.scope == alike[0]) for part in step.parts]
+
+
+def _dense(row: Row) -> Any:
+    known = MODELS[row.model]
+    config = config_of(known, min(row.layers, BUILT))
+    experts = {"experts_implementation": "grouped_mm"} if known.experts > 1 else {}
+    with torch.device("meta"):
+        made = getattr(transformers, known.model_class)._from_config(
+            config, dtype=torch.bfloat16, **experts
+        )
+    return made.eval().requires_grad_(False)
+
+
+def _small(row: Row) -> Any:
+    made, layers, fields = _SMALL[row.model]
+    config = made(**_SHARED | fields | {"num_hidden_layers": min(layers, BUILT)})
+    data = config.to_dict() | {"dtype": "bfloat16"}
+    data["architectures"] = [made.__name__.replace("Config", "ForCausalLM")]
+    if row.form != "bf16":
+        data["quantization_config"] = _stated(row.form, config.num_hidden_layers)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(data, default=str), "utf-8")
+        return model_of(path.parent)
+
+
+def _stated(form: str, layers: int) -> dict[str, Any]:
+    """The quantization_config of a checkpoint in a format."""
+    if form == "finegrained-fp8":
+        gates = [f"model.layers.{layer}.mlp.gate" for layer in range(layers)]
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", *gates],
+        }
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    name, packed = _SCHEMES[form]
+    scheme = preset_name_to_scheme(name, ["Linear"])
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head"],
+        format=packed,
+        quantization_status="compressed",
+    )
+    return json.loads(config.model_dump_json()) | {"quant_method": "compressed-tensors"}
+
+
+def _inputs(model: Any, row: Row) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model with the arguments of a row's step, on the meta device."""
+    size, capacity = (row.batch, row.tokens), max(CAPACITY, row.tokens)
+    with torch.device("meta"):
+        cache = StaticCache(config=model.config, max_cache_len=capacity)
+        heads, *columns = widths(model.config)
+        for layer in cache.layers:
+            parts = (torch.empty(row.batch, heads, 0, c, dtype=model.dtype) for c in columns)
+            layer.lazy_initialization(*parts)
+        ids = torch.zeros(size, dtype=torch.int64)
+        given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        if row.masked:
+            seen = row.batch, 1, row.tokens, capacity
+            given |= {"attention_mask": torch.ones(seen, dtype=torch.bool), "position_ids": ids}
+    return model, (ids,), given
+
+
+if __name__ == "__main__":
+    sys.exit("run predictions.py")

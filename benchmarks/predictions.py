@@ -1,0 +1,112 @@
+"""Holds the time model of `tilewright inspect` to measured steps.
+
+    python benchmarks/predictions.py [--only llama3-8b ...] [--out FILE]
+
+For each row of `predicted_rows.py` the model's time on the chip of that row, over what was
+measured. Needs no GPU; compressed-tensors for the rows of its formats. A row stands in one class
+(`compiler/report/bars.py` `class_of`). The constants of `compiler/report/times.py` are fitted to
+rows that HELD_OUT does not name; bars follow from those that it names. Results go to
+benchmarks/results/predictions.json, which docs/predictions.md is made of
+(`python docs/predictions_page.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from predicted_rows import QUANTISED, Row, counts, measured_rows, step_behind
+from timing import keep
+
+from tilewright.compiler.report.bars import held_percent
+from tilewright.compiler.report.step import SPENT
+
+#: Models and formats that no constant was fitted to, written down before any was.
+HELD_OUT_MODELS = frozenset({"qwen3-30b-a3b", "glm-4.7-flash", "youtu"})
+HELD_OUT_FORMATS = frozenset({"ct-fp8-block", "ct-nvfp4a16", "ct-mxfp4a16", "finegrained-fp8"})
+
+
+def is_held_out(row: Row) -> bool:
+    """Whether no constant may be fitted to a row: of a model or a format that is held out, or of a
+    dense model on the other chip, whose memory has another rate."""
+    other_chip = row.source == QUANTISED and row.form == "bf16"
+    return row.model in HELD_OUT_MODELS or row.form in HELD_OUT_FORMATS or other_chip
+
+
+def predicted(row: Row) -> dict[str, Any]:
+    """A row of the results."""
+    step = step_behind(row)
+    spent = dict.fromkeys(SPENT, 0.0)
+    modelled = 0.0
+    for part, count in zip(step.parts, counts(step, row.layers), strict=True):
+        modelled += count * part.amounts.modelled_us
+        for name in SPENT:
+            spent[name] += count * getattr(part.amounts, name)
+    longest = max(spent, key=lambda name: spent[name])
+    return {
+        "source": row.source,
+        "gpu": row.gpu,
+        "model": row.model,
+        "form": row.form,
+        "layers": row.layers,
+        "case": row.case + ("" if row.masked else ", no mask"),
+        "class": step.kind,
+        "held_out": is_held_out(row),
+        "measured_us": round(row.us, 1),
+        "modelled_us": round(modelled, 1),
+        "ratio": round(modelled / row.us, 3),
+        "bound": SPENT[longest],
+    }
+
+
+def said_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Lines that sum the rows up: all, then by class those that are held out."""
+    yield _line("all", rows)
+    yield _line("held out", [row for row in rows if row["held_out"]])
+    classes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["held_out"]:
+            classes[row["class"]].append(row)
+    for name, own in sorted(classes.items()):
+        yield f"{_line(name, own)}  bar {held_percent([row['ratio'] for row in own])} %"
+
+
+def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    if not rows:
+        return f"{name:30}  no rows"
+    ratios = [row["ratio"] for row in rows]
+    within = sum(abs(ratio - 1) <= 0.15 for ratio in ratios) / len(ratios)
+    worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
+    said = f"{worst['model']} {worst['form']} {worst['case']} {worst['ratio']:.2f}"
+    return (
+        f"{name:30}  {len(rows):3} rows  median {statistics.median(ratios):.2f}  "
+        f"within 15 %: {100 * within:.0f} %  worst {said}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", nargs="+", help="models or formats; their rows are printed, none is kept"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    rows: list[dict[str, Any]] = []
+    for row in measured_rows():
+        if given.only and not {row.model, row.form} & set(given.only):
+            continue
+        rows.append(predicted(row))
+        print(f"{rows[-1]['ratio']:.2f}  {row.model} {row.form} {rows[-1]['case']}", flush=True)
+    print(*said_of(rows), sep="\n")
+    if not given.only:
+        keep("predictions", rows, given.out)
+
+
+if __name__ == "__main__":
+    main()
