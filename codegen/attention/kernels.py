@@ -86,10 +86,14 @@ class DecodeConfig:
 
 
 def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, int]) -> int:
-    """Returns the number of tiles of a call. sizes: (number of sequences, queries of each)."""
+    """Returns the number of tiles of a call, for ragged sequences the most that there can be.
+    sizes: (number of sequences, queries of each, or of all ragged ones)."""
     sequences, queries = sizes
-    head_tiles = problem.num_kv_heads * cdiv(problem.group, config.heads)
-    return sequences * cdiv(queries, config.tokens) * head_tiles
+    row_tiles = sequences * cdiv(queries, config.tokens)
+    if problem.ragged:
+        # At most one tile of each sequence is not full.
+        row_tiles = min(row_tiles, cdiv(queries, config.tokens) + sequences - 1)
+    return row_tiles * problem.num_kv_heads * cdiv(problem.group, config.heads)
 
 
 def workspace_elements(problem: CacheProblem, config: DecodeConfig) -> int:

@@ -11,8 +11,9 @@ from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
 from tilewright.codegen.targets import Target
 
-# Most rows of a tile.
+# Most rows of a tile, and most numbers of its output.
 MOST_ROWS = 64
+MOST_NUMBERS = MOST_ROWS * 128
 # For latents, whose keys are also the values: fp32 numbers of the output in a thread's registers,
 # the most of them with the most warps, the most warps, and the keys of a block, whose rows are
 # wide.
@@ -70,7 +71,7 @@ def decode_rows(
 def _most_rows(problem: CacheProblem, held: int) -> int:
     """Returns the most rows of a tile whose output fits the registers of its warps."""
     if not problem.latent:
-        return MOST_ROWS
+        return min(MOST_ROWS, max(MOST_NUMBERS // problem.v_block, 16))
     return max(min(held * 32 * MOST_WARPS // problem.v_block, MOST_ROWS), 16)
 
 
@@ -86,6 +87,8 @@ def decodes(problem: CacheProblem, sizes: AttentionSizes) -> bool:
 def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """Returns the tiles of a call with many queries."""
     tried: tuple[PrefillConfig, ...] = BY_POINTERS
+    if problem.paged and max(problem.head_block, problem.v_block) > 128:
+        tried = BY_POINTERS[3:]  # the addresses of 64 keys would spill
     if problem.attn_mask:
         tried = MASKED if max(problem.head_block, problem.v_block) <= 128 else BY_POINTERS[1:]
     if target.tmem_columns:
@@ -111,7 +114,9 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
     crowded = bool(target.tmem_columns) and problem.attn_mask != ""
     held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
     tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
-    warps = 4
+    # Sums on their way to tensor memory are in registers twice.
+    per_thread = HELD_NUMBERS // (2 if target.tmem_columns else 1)
+    warps = 4 if rows * problem.v_block <= per_thread * 4 * 32 else MOST_WARPS
     if problem.latent:
         warps = min(max(rows * problem.v_block // (HELD_NUMBERS * 32), 4), MOST_WARPS)
     keys = KEYS if not problem.latent else LATENT_KEYS

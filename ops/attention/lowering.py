@@ -97,7 +97,10 @@ def _decode(
     if config.splits > 1:
         shape = tiles, workspace_elements(problem, config)
         values["workspace"] = yield Buffer(shape, torch.float32)
-    values["row_tiles"] = cdiv(sizes.num_queries, config.tokens)
+    # Ragged sequences have no number of tiles that is the same for all.
+    row_tiles = None if problem.ragged else cdiv(sizes.num_queries, config.tokens)
+    values["row_tiles"] = row_tiles
+    values["num_sequences"] = sizes.num_sequences if problem.ragged else None
     known = known_strides(values["mask"]) | dict.fromkeys(
         V_STRIDES if problem.latent else ROPE_STRIDES, 0
     )

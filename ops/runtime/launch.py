@@ -39,6 +39,9 @@ from tilewright.ops.runtime.program import (
 # Counters come from one zeroed slab per device; each stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
 _STREAM_COUNTERS = 1024
+# A capture cannot make a slab, and a graph without one zeroes its counters at each replay. So an
+# uncaptured launch, such as the warm-up before a capture, replaces a slab with fewer left.
+_ENOUGH_COUNTERS = _SLAB_COUNTERS // 2
 
 _counters_lock = threading.Lock()
 _counters: dict[tuple[int, int], torch.Tensor] = {}
@@ -158,10 +161,13 @@ def _split_k_scratch(
     """
     workspace = torch.empty(num_tiles * elements_per_tile, dtype=torch.float32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    capturing = torch.cuda.is_current_stream_capturing()
+    capturing = _is_capturing(index)
     with _counters_lock:
         if capturing:
             return workspace, _captured_counters(num_tiles, index)
+        slab = _slabs.get(index)
+        if slab is not None and slab.numel() < _ENOUGH_COUNTERS:
+            _slabs[index] = _kept_slab(_SLAB_COUNTERS, index)
         key = (index, torch.cuda.current_stream(index).cuda_stream)
         counters = _counters.get(key)
         if counters is None or counters.numel() < num_tiles:
@@ -169,9 +175,17 @@ def _split_k_scratch(
         return workspace, counters[:num_tiles]
 
 
+def _is_capturing(index: int) -> bool:
+    """Whether the current stream of a device is captured, whichever device is the current one."""
+    if torch.cuda.current_device() == index:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(index):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def _captured_counters(count: int, index: int) -> torch.Tensor:
     slab = _slabs.get(index)
-    if slab is None or slab.numel() < count + 32:
+    if slab is None or slab.numel() < _whole_lines(count):
         # Nothing may run before the capture, so zeroing the counters becomes part of the graph.
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
     return _taken(count, index)
@@ -179,18 +193,29 @@ def _captured_counters(count: int, index: int) -> torch.Tensor:
 
 def _taken(count: int, index: int) -> torch.Tensor:
     """Takes counters off the slab that no other launch uses. Outside a capture, makes a new slab if
-    this one is used up.
-
-    A slab is made with `apart`, so that it outlives the memory pool of a CUDA graph's warm-up, into
-    which the caller may allocate, and is zero before any stream reads it.
-    """
-    used = -(-count // 32) * 32  # launches must not share a cache line
+    this one is used up."""
+    used = _whole_lines(count)
     slab = _slabs.get(index)
     if slab is None or slab.numel() < used:
-        slab = apart(partial(_new_slab, max(used, _SLAB_COUNTERS), index))
-        _every_slab.append(slab)
+        slab = _kept_slab(max(used, _SLAB_COUNTERS), index)
     _slabs[index] = slab[used:]
     return slab[:count]
+
+
+def _whole_lines(count: int) -> int:
+    """Rounds a number of counters up to whole cache lines, which launches must not share."""
+    return -(-count // 32) * 32
+
+
+def _kept_slab(count: int, index: int) -> torch.Tensor:
+    """Makes a slab that is kept.
+
+    It is made with `apart`, so that it outlives the memory pool of a CUDA graph's warm-up, into
+    which the caller may allocate, and is zero before any stream reads it.
+    """
+    slab = apart(partial(_new_slab, count, index))
+    _every_slab.append(slab)
+    return slab
 
 
 def _new_slab(count: int, index: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.attention.bare import bare, by_token, check_dense, of_bare_operands
+from tilewright.patterns.attention.called import is_call, match_call
 from tilewright.patterns.attention.decoded import (
     Decoded,
     as_dtype,
@@ -65,15 +66,20 @@ class CacheAttention:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields attentions with keys that no query sees or that are read more than once, and
-        softmaxes of such keys that the pattern cannot read."""
+        """Yields the model's own calls of the op, attentions with keys that no query sees or that
+        are read more than once, and softmaxes of such keys that the pattern cannot read."""
         for value in flow.values:
+            if is_call(value):
+                yield value
+                continue
             sketch = sketch_of(value)
             if is_of_shared_keys(value) if sketch is None else gains(sketch):
                 yield value
         yield from unread_calls(flow)
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
+        if is_call(anchor):
+            return match_call(anchor)
         if reads_a_cache(anchor):
             return self._match(anchor, flow, None)
         with as_advice(anchor):  # a library's kernel computes the graph as it is

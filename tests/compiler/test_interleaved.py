@@ -16,7 +16,9 @@ from torch import nn
 
 from tests.compiler.running import compiled, copies
 from tests.compiler.steps import HKV, D, Layer, make_args
+from tests.compiler.test_no_copy import allocations, loops
 from tests.found import codes_of, patterns_in
+from tests.generated_code import generated_code
 from tests.patterns.running import check_against_eager
 from tilewright.compiler import reports
 from tilewright.compiler.safety.legality import _effects_disjoint
@@ -323,3 +325,69 @@ def test_rows_that_share_memory_are_not_apart():
     expected, actual = layers(x, eager, slots), compiled(layers)(x, ours, slots)
     torch.testing.assert_close((actual, ours), (expected, eager), rtol=1e-4, atol=1e-5)
     assert patterns_in(reports()[-1], "qkv") == []
+
+
+# --- what the inner compiler makes of a missed site ---------------------------------------------
+
+
+def squashed_keys(rows, page, offset, k, v):
+    """No projection alone makes these keys: the pair is stored."""
+    by_layer(rows, page, offset, [x.tanh() for x in k], v)
+
+
+def keys_alone(rows, page, offset, k, v):
+    """Those of two layers go to the same slots of one tensor: they are one pair of writes."""
+    for i in range(LAYERS):
+        part(rows, i, 0)[page, offset] = k[i]
+
+
+def index_copies_of_shifted_rows(rows, page, offset, k, v):
+    """As transformers writes: one number a token, into rows that start a page apart."""
+    row = page * (LAYERS * 2 * PAGE) + offset
+    for i in range(LAYERS):
+        rows[2 * i * PAGE :].index_copy_(0, row, k[i])
+        rows[(2 * i + 1) * PAGE :].index_copy_(0, row, v[i])
+
+
+def keys_read_for_values(rows, page, offset, k, v):
+    part(rows, 0, 0)[page, offset] = k[0]
+    part(rows, 0, 1)[page, offset] = v[0] + part(rows, 0, 0)[page, offset]
+
+
+def other_slots_for_values(rows, page, offset, k, v):
+    part(rows, 0, 0)[page, offset] = k[0]
+    part(rows, 0, 1)[page.flip(0), offset.flip(0)] = v[0]
+
+
+PATTERNS = ["qkv_cache", "cache_store"]  # the linears of float32 are not asked about
+
+#: How many ops write what is missed.
+STORED = {
+    squashed_keys: 2, keys_alone: 1, index_copies_of_shifted_rows: 4, other_slots_for_values: 2,
+    one_row_over: 2, keys_read_for_values: 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", STORED, ids=lambda write: write.__name__)
+def test_a_missed_write_copies_no_part_of_the_cache(write):
+    """The smallest view that is written, of one layer's keys, has 256 KiB; the rest has 32 at most.
+
+    Inductor compiles the rewritten graph, in which `paged_kv_store` takes the tensor of all layers.
+    """
+    x, rows, slots = given()
+    many = rows.repeat(256 * 1024 // (BLOCKS * PAGE * HKV * D * 4), 1, 1)
+    run = torch.compile(Layers(write), backend="tilewright", options={"patterns": PATTERNS})
+    code = generated_code(run, x, many, slots)
+    assert patterns_in(reports()[-1], "qkv") == ["cache_store"] * STORED[write]
+    assert code.count("torch.ops.tilewright.paged_kv_store.default(") == STORED[write]
+    assert max(allocations(code)) < 32 * 1024
+    assert max(loops(code), default=0) < 32 * 1024
+
+
+@pytest.mark.parametrize("write", [by_layer, squashed_keys], ids=lambda write: write.__name__)
+def test_stock_inductor_copies_parts_of_the_cache(write):
+    """The bounds of the test above do see a copy."""
+    x, rows, slots = given()
+    many = rows.repeat(256 * 1024 // (BLOCKS * PAGE * HKV * D * 4), 1, 1)
+    code = generated_code(torch.compile(Layers(write), backend="inductor"), x, many, slots)
+    assert max(*allocations(code), 4 * max(loops(code), default=0)) >= 128 * 1024

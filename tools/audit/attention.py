@@ -45,13 +45,28 @@ CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 # (sequences, queries of each, keys that each has room for).
 SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 8192))
+# Steps of an engine over the rows of all layers, in pages of 256 by a table: name ->
+# (heads, options), and (tokens, sequences, columns, ragged).
+ENGINES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "Llama-3-8B": (LLAMA, {}),
+    "Qwen3-30B-A3B": ((32, 4, 128), {}),
+    "Gemma-3-4B, window": ((8, 4, 256), {"mask": "sliding_window", "window": 1024}),
+    "gpt-oss, window": (GPT_OSS, {"mask": "sliding_window", "window": 128, "sinks": True}),
+}
+STEPS = (
+    (8192, 64, 128, True), (8192, 1024, 32, True), (512, 512, 32, True), (1, 1, 128, False),
+    (16, 16, 32, False), (256, 256, 32, False),
+)  # fmt: skip
 # What Triton 3.6 to 3.9 keep on the stack of some kernel: 3.9 56 bytes for Gemma-2's wide heads.
 STACK_BYTES = 64
+# With wide heads in pages on SM100: Triton 3.7 keeps 112 bytes, none of them in a loop.
+WIDE_PAGED_STACK_BYTES = 128
 
 
 @audited("attention")
 def attention_cases(target: Target) -> list[AuditCase]:
-    return distinct([*_mask_cases(target), *_attention_cases(target)])
+    cases = [*_mask_cases(target), *_attention_cases(target), *_engine_cases(target)]
+    return distinct(cases)
 
 
 def _attention_cases(target: Target) -> Iterator[AuditCase]:
@@ -65,10 +80,52 @@ def _attention_cases(target: Target) -> Iterator[AuditCase]:
                     yield case
 
 
+def _engine_cases(target: Target) -> Iterator[AuditCase]:
+    for name, (heads, options) in ENGINES.items():
+        for tokens, sequences, columns, ragged in STEPS:
+            form = "ragged" if ragged else "equal runs"
+            places = f"{tokens} tokens of {sequences} sequences, {columns} pages each, {form}"
+            title = f"attention of an engine, {name}, {places}, {{kernel}}: {{reason}}"
+            a = _step(heads, tokens, sequences, columns, ragged, **options)
+            yield from planned(title, cache_attention.OP, a, target, _claims)
+
+
+def _step(
+    heads: tuple[int, int, int],
+    tokens: int,
+    sequences: int,
+    columns: int,
+    ragged: bool,
+    *,
+    sinks: bool = False,
+    **sight: Any,
+) -> AttentionArguments:
+    """A step of an engine on meta tensors: one layer's pages of the rows of all layers."""
+    query_heads, key_heads, width = heads
+    rows = meta(1 << 16, key_heads, width)
+    pages = rows.view(-1, 4, 2, 256, key_heads, width)
+    index = {"dtype": torch.int32}
+    given: dict[str, Any] = {
+        "block_table": meta(sequences, columns, **index),
+        "key_lengths": meta(sequences, **index),
+        "cache_lengths": meta(sequences, **index),
+        **({"row_offsets": meta(sequences + 1, **index)} if ragged else {}),
+        **({} if ragged else {"num_sequences": sequences}),
+        **({"sinks": meta(query_heads)} if sinks else {}),
+        **sight,
+    }
+    q = meta(tokens, query_heads, width)
+    return AttentionArguments(q, pages[:, 1, 0], pages[:, 1, 1], scale=width**-0.5, **given)
+
+
 def _claims(spec: KernelSpec) -> Expectations:
     if spec.kernel == "attention_merge":
         return Expectations()
-    return Expectations(mma="bf16", stack_bytes=STACK_BYTES, fresh_sums_reason=SOFTMAX_REASON)
+    most = STACK_BYTES
+    if spec.kernel == "attention_prefill":
+        wide = spec.constant("HEAD_BLOCK") in (256, 512) and spec.constant("PAGE_SIZE") != 1
+        most = WIDE_PAGED_STACK_BYTES if wide else most
+    return Expectations(mma="bf16", stack_bytes=most, fresh_sums_reason=SOFTMAX_REASON)
 
 
 def _call(

@@ -16,12 +16,31 @@ import triton.language as tl
 from tilewright.codegen.attention.templates.block_list import blocks_to_visit, key_of_step
 from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
 from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped, finish
-from tilewright.codegen.attention.templates.tiles import keys_in_sight, run_of
+from tilewright.codegen.attention.templates.tiles import keys_in_sight, ragged_place, run_of
+
+
+@triton.jit
+def row_tile_of(
+    number, row_offsets_ptr, num_sequences, row_tiles,
+    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Returns (sequence, tile within the sequence, whether the tile exists) of the row tile with
+    this number. Equal runs have row_tiles tiles each. Of ragged sequences, the tiles that exist
+    come first."""
+    if RAGGED:
+        sequence, tile, there = ragged_place(
+            number, row_offsets_ptr, row_offsets_ptr, num_sequences, SEQUENCES, False, TOKENS
+        )
+    else:
+        sequence = number // row_tiles
+        tile = number % row_tiles
+        there = True
+    return sequence, tile, there
 
 
 @triton.jit
 def rows_of_tile(
-    tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
+    tile, there, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
     num_queries, positions_sequence_stride, positions_stride,
     GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
     MASK: tl.constexpr, ROWS: tl.constexpr,
@@ -32,6 +51,8 @@ def rows_of_tile(
     query = tile * TOKENS + rows // TILE_HEADS
     head = kv_head * GROUP + rows % TILE_HEADS
     first, own = run_of(row_offsets_ptr, sequence, num_queries)
+    if RAGGED:
+        own = tl.where(there, own, 0)
     real = (rows < TOKENS * TILE_HEADS) & (query < own)
     if TILE_HEADS < GROUP:
         head += first_head
@@ -199,7 +220,7 @@ def attention_decode(
     q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, out_ptr, workspace_ptr,
     row_offsets_ptr, block_table_ptr, key_lengths_ptr, positions_ptr, cache_lengths_ptr, mask_ptr,
     mask_blocks_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
-    num_queries, num_keys, num_pages, row_tiles, factor, softcap,
+    num_sequences, num_queries, num_keys, num_pages, row_tiles, factor, softcap,
     q_token_stride, q_head_stride, k_page_stride, k_head_stride, v_page_stride, v_head_stride,
     positions_sequence_stride, positions_stride, table_stride, mask_sequence_stride,
     mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride,
@@ -209,7 +230,7 @@ def attention_decode(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    RAGGED: tl.constexpr, MASK: tl.constexpr,
+    RAGGED: tl.constexpr, SEQUENCES: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr,
     LISTED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -218,8 +239,9 @@ def attention_decode(
     """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for ragged or
     equally long sequences.
 
-    Grid (B * row_tiles * NUM_KV_HEADS * head tiles * SPLITS,). A tile has TOKENS queries of
-    TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. k_rope: ROPE_DIM more
+    Grid (row tiles * NUM_KV_HEADS * head tiles * SPLITS,). Equal runs have row_tiles row tiles
+    each; the grid has at least as many as all ragged sequences together. A tile has TOKENS queries
+    of TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. k_rope: ROPE_DIM more
     columns of each key, shared by all heads; q_rope has those of the queries. Without v, the other
     columns of a key are its value. CHAINED: the products of both parts share an accumulator.
     Strides count elements. K_STRIDE, V_STRIDE: from key to key of a page; without a block table, a
@@ -239,13 +261,15 @@ def attention_decode(
     tile = tl.program_id(0) // SPLITS
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     kv_head = tile // HEAD_TILES % NUM_KV_HEADS
-    row_tile = tile // (HEAD_TILES * NUM_KV_HEADS) % row_tiles
-    sequence = tile // (HEAD_TILES * NUM_KV_HEADS) // row_tiles
+    sequence, row_tile, there = row_tile_of(
+        tile // (HEAD_TILES * NUM_KV_HEADS), row_offsets_ptr, num_sequences, row_tiles, SEQUENCES,
+        TOKENS, RAGGED,
+    )  # fmt: skip
     first_head = tile % HEAD_TILES * TILE_HEADS
     first_token, query, head, positions, real, lowest, highest = rows_of_tile(
-        row_tile, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head, first_head,
-        num_queries, positions_sequence_stride, positions_stride, GROUP, TILE_HEADS, TOKENS,
-        RAGGED, MASK, ROWS,
+        row_tile, there, row_offsets_ptr, positions_ptr, cache_lengths_ptr, sequence, kv_head,
+        first_head, num_queries, positions_sequence_stride, positions_stride, GROUP, TILE_HEADS,
+        TOKENS, RAGGED, MASK, ROWS,
     )  # fmt: skip
     query = tl.where(real, query, -1)
     token = first_token + tl.where(real, query, 0)
@@ -270,9 +294,8 @@ def attention_decode(
     own_keys = num_keys
     if key_lengths_ptr is not None:
         own_keys = tl.minimum(num_keys, tl.load(key_lengths_ptr + sequence).to(tl.int32))
-    if RAGGED and v_ptr is None:
-        # The grid lets any sequence have all queries, so most tiles have no rows.
-        own_keys = tl.where(tl.max(real.to(tl.int32), axis=0) > 0, own_keys, 0)
+    if RAGGED:
+        own_keys = tl.where(there, own_keys, 0)
     own_keys = keys_in_sight(own_keys, highest, 0, MASK)
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
     v_base = None
@@ -340,10 +363,10 @@ def attention_decode(
 @triton.jit
 def attention_merge(
     workspace_ptr, out_ptr, row_offsets_ptr, sinks_ptr, v_scale_ptr,
-    num_queries, row_tiles, v_scale_stride,
+    num_sequences, num_queries, row_tiles, v_scale_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, V_DIM: tl.constexpr,
     V_BLOCK: tl.constexpr, TOKENS: tl.constexpr, REAL: tl.constexpr, RAGGED: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts that `attention_decode` stored into out [T, Hq, V_DIM].
@@ -358,11 +381,15 @@ def attention_merge(
     tile = tl.program_id(0) // REAL
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     kv_head = tile // HEAD_TILES % NUM_KV_HEADS
-    row_tile = tile // (HEAD_TILES * NUM_KV_HEADS) % row_tiles
-    sequence = tile // (HEAD_TILES * NUM_KV_HEADS) // row_tiles
+    sequence, row_tile, there = row_tile_of(
+        tile // (HEAD_TILES * NUM_KV_HEADS), row_offsets_ptr, num_sequences, row_tiles, SEQUENCES,
+        TOKENS, RAGGED,
+    )  # fmt: skip
     within = tile % HEAD_TILES * TILE_HEADS + row % TILE_HEADS
     query = row_tile * TOKENS + row // TILE_HEADS
     first, own = run_of(row_offsets_ptr, sequence, num_queries)
+    if RAGGED:
+        own = tl.where(there, own, 0)
     if (row < TOKENS * TILE_HEADS) & (query < own) & (within < GROUP):
         splits = tl.arange(0, SPLIT_BLOCK)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -336,7 +336,7 @@ def test_what_a_gpu_launched_it_launches_again(monkeypatch):
         "is_current_stream_capturing": lambda: False,
     }
     state = {"compiled_kernel": lambda spec, index: Compiled(log), "_counters": {}}
-    state["_slabs"] = {0: torch.zeros(4096, dtype=torch.int32)}
+    state |= {"_slabs": {0: torch.zeros(4096, dtype=torch.int32)}, "_ENOUGH_COUNTERS": 0}
     stand_ins = [(torch.cuda, cuda), (kernel_launch, state)]
     for module, name, value in [(m, n, v) for m, named in stand_ins for n, v in named.items()]:
         monkeypatch.setattr(module, name, value)
