@@ -131,7 +131,7 @@ def tests_of(root: Path, file: str) -> list[str]:
     files = [path for path in sorted(root.glob("tests/**/test_*.py")) if imports(path, named)]
     files, families = files[:MOST_FILES], rooms[:1]
     if not files:
-        users = [path for path in sorted((root / layer).glob("*/**/*.py")) if imports(path, named)]
+        users = (path for path in sorted((root / layer).glob("*/**/*.py")) if imports(path, named))
         families += [path.relative_to(root / layer).parts[0] for path in users]
     for family, upper in product(dict.fromkeys(families), LAYERS[LAYERS.index(layer) :]):
         found = (root / "tests" / upper / family).rglob("test_*.py")
@@ -148,22 +148,29 @@ def run(root: Path, fault: Fault, limit: float) -> dict[str, object]:
     """Result of the tests with a fault planted in a copy of the repository."""
     path = root / fault.file
     text = path.read_bytes()
-    started = time.monotonic()
+    started, by = time.monotonic(), ""
     try:
         path.write_bytes(fault.planted(text))
-        done = subprocess.run(
-            [*PYTEST, *tests_of(root, fault.file)], cwd=root, capture_output=True, text=True,
-            timeout=limit, check=False, env=os.environ | {"PYTHONPATH": str(root / "src")},
-        )  # fmt: skip
-        by = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        verdict = {0: "survived", 1: "caught", 2: "caught"}.get(done.returncode, "no tests")
+        done = tested(root, tests_of(root, fault.file), limit)
     except subprocess.TimeoutExpired:
-        by, verdict = None, "out of time"
+        verdict = "out of time"
+    else:
+        verdict = "caught" if done.returncode else "survived"
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+        by = found[1] if found else ""
     finally:
         path.write_bytes(text)
-    seconds = round(time.monotonic() - started)
+    if by and tested(root, [by], limit).returncode:
+        verdict = "fails without the fault"
     told = {key: vars(fault)[key] for key in ("file", "line", "before", "after")}
-    return told | {"verdict": verdict, "by": by[1] if by else "", "seconds": seconds}
+    return told | {"verdict": verdict, "by": by, "seconds": round(time.monotonic() - started)}
+
+
+def tested(root: Path, tests: list[str], limit: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PYTEST, *tests], cwd=root, capture_output=True, text=True, timeout=limit, check=False,
+        env=os.environ | {"PYTHONPATH": str(root / "src")},
+    )  # fmt: skip
 
 
 def drawn(seed: int, count: int) -> list[Fault]:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler.report import GraphReport, Lowered
-from tilewright.compiler.report.step import Amounts, amounts_of
+from tilewright.compiler.report.step import Amounts, Summed, amounts_of
 from tilewright.compiler.report.traffic import Unit, units_of
 from tilewright.compiler.report.weight_reads import GraphWeights, WeightRead, weights_of
 from tilewright.compiler.scopes import collapse_scope
@@ -30,7 +30,7 @@ BFLOAT16 = 2
 
 
 @dataclass(frozen=True)
-class Read:
+class Read(Summed):
     """Bytes of weights that a step reads as codes. codes, scales, zeros: as they are stored.
     bfloat16: what the same weights would be."""
 
@@ -44,13 +44,9 @@ class Read:
         """All that is read."""
         return self.codes + self.scales + self.zeros
 
-    def __add__(self, other: Read) -> Read:
-        names = (one.name for one in fields(self))
-        return Read(*(getattr(self, name) + getattr(other, name) for name in names))
-
 
 @dataclass(frozen=True)
-class Times:
+class Times(Summed):
     """Microseconds by a chip's cost model: the floor and the modelled time, as `Amounts` has them,
     and those of the same with weights in bfloat16."""
 
@@ -58,10 +54,6 @@ class Times:
     modelled_us: float = 0.0
     bfloat16_floor_us: float = 0.0
     bfloat16_modelled_us: float = 0.0
-
-    def __add__(self, other: Times) -> Times:
-        names = (one.name for one in fields(self))
-        return Times(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler.report import Lowered
@@ -48,8 +48,20 @@ SPENT = {
 FULL = sys.maxsize
 
 
+S = TypeVar("S", bound="Summed")
+
+
 @dataclass(frozen=True)
-class Amounts:
+class Summed:
+    """Adds numbers field by field."""
+
+    def __add__(self: S, other: S) -> S:
+        names = (field.name for field in fields(self))
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclass(frozen=True)
+class Amounts(Summed):
     """Sums over parts; times in microseconds, the rest in bytes but for the counts.
 
     weights: parameters and buffers in use, each once; of a mixture as many experts as tokens reach
@@ -85,10 +97,6 @@ class Amounts:
     def bytes(self) -> int:
         """All that is moved."""
         return self.weights + self.caches + self.activations
-
-    def __add__(self, other: Amounts) -> Amounts:
-        names = (field.name for field in fields(self))
-        return Amounts(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def times(self, count: int) -> Amounts:
         """Returns the amounts of `count` equal parts."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 #: The release. pyproject.toml reads it here.
 __version__ = "0.2.0"
 
+#: The module of each public name. `serving` is a module itself.
 _MODULES = {
     "GraphReport": "compiler",
     "Lowered": "compiler",
@@ -23,6 +24,7 @@ _MODULES = {
     "lower": "compiler",
     "prepare": "compiler",
     "reports": "compiler",
+    "serving": "compiler.serving",
     "undeclare": "compiler",
 }
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
         lower,
         prepare,
         reports,
+        serving,
         undeclare,
     )
     from tilewright.tools.paged_cache import PagedCache
@@ -45,7 +48,8 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+        return module if name == "serving" else getattr(module, name)
 
 
 __all__ = [
@@ -60,6 +64,7 @@ __all__ = [
     "lower",
     "prepare",
     "reports",
+    "serving",
     "undeclare",
 ]
 

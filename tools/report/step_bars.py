@@ -24,6 +24,7 @@ from tilewright.compiler.report.step import (
     Kind,
     LayerStep,
     Step,
+    Summed,
     amounts_of,
     step_of,
 )
@@ -40,14 +41,11 @@ KIND_NAMES: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Taken:
+class Taken(Summed):
     """Bytes and predicted microseconds of sites, or the bytes and microseconds that they save."""
 
     bytes: float = 0.0
     us: float = 0.0
-
-    def __add__(self, other: Taken) -> Taken:
-        return Taken(self.bytes + other.bytes, self.us + other.us)
 
     def less(self, other: Taken) -> Taken:
         """Returns how much more this takes than the other, at least 0."""

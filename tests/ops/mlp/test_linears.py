@@ -153,7 +153,7 @@ def test_few_tokens_take_one_kernel_whose_parts_are_for_idle_multiprocessors():
     ("change", "reason"),
     [
         ({"dtype": torch.float32}, "no kernel for torch.float32"),
-        ({"dtype": torch.float16}, "range"),
+        ({"dtype": torch.float16}, "float16 may overflow"),
         ({"k": 321}, "16 bytes"),
     ],
     ids=str,
