@@ -1,5 +1,7 @@
-"""Kernels of attention over a cache that every compiler release is tried on: published shapes, and
-masks as `generate()` hands them over."""
+"""Audit cases of attention over a cache: kernels that are compiled with every supported Triton.
+
+The shapes are those of published models, and the masks those that `generate()` passes.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from tilewright.ops.attention.block_lists import MaskBlocksArguments
 from tilewright.ops.attention.cache_attention import AttentionArguments
 from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, audited, distinct, meta, planned
 
-# (sequences, queries, keys, dtype): decode steps, prefills, a cache of no round length. Of numbers
-# the lowest hide, as eager attention has them.
+# (sequences, queries, keys, dtype): decode steps, prefills, a cache whose length is not round. In a
+# mask of numbers, the lowest number hides a key, as in eager attention.
 MASKS = (
     (64, 1, 2048, torch.bool),
     (1, 1, 131072, torch.bool),
@@ -57,7 +59,7 @@ STEPS = (
     (8192, 64, 128, True), (8192, 1024, 32, True), (512, 512, 32, True), (1, 1, 128, False),
     (16, 16, 32, False), (256, 256, 32, False),
 )  # fmt: skip
-# What Triton 3.6 to 3.9 keep on the stack of some kernel: 3.9 56 bytes for Gemma-2's wide heads.
+# Bytes of stack that a kernel may use. Triton 3.9 needs 56 for Gemma-2's wide heads.
 STACK_BYTES = 64
 # With wide heads in pages on SM100: Triton 3.7 keeps 112 bytes, none of them in a loop.
 WIDE_PAGED_STACK_BYTES = 128
@@ -139,7 +141,7 @@ def _call(
     softcap: float = 0.0,
     sinks: bool = False,
 ) -> AttentionArguments:
-    """A call on meta tensors; head-major as StaticCache has them, or pages."""
+    """Returns a call on meta tensors. The cache is head-major, like StaticCache, or has pages."""
     (query_heads, key_heads, width), (batch, queries, keys) = heads, sizes
     pages, rows = (batch, keys)
     given: dict[str, Any] = {"cache_lengths": meta(batch, dtype=torch.int64), "mask": mask}
@@ -164,6 +166,6 @@ def _mask_cases(target: Target) -> Iterator[AuditCase]:
         mask = meta(sequences, 1, queries, keys, dtype=dtype)
         given = MaskBlocksArguments(mask, hide_lowest=True)
         name = f"mask blocks {sequences} x {queries} x {keys} {dtype}: {{reason}}"
-        # With fewer registers or threads some programs wait for others, and that is all.
+        # On a chip with fewer registers or threads, fewer programs run at once; that is no fault.
         claims = Expectations(blocks_per_sm=PROGRAMS_PER_SM if target.complete else 1)
         yield from planned(name, mask_blocks.OP, given, target, claims)

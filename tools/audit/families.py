@@ -1,4 +1,4 @@
-"""The kernels of every family that every compiler release is tried on.
+"""The kernels of every family, which are compiled with every supported release of Triton.
 
 A module of this folder is found by itself: its functions that are `audited` are a family's cases.
 """
