@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Imported with the first name that is used, and torch with it: saved reports are read without.
+# A module, and torch with it, is imported when one of its names is first used. Reading a saved
+# report therefore does not import torch.
 _MODULES = {
     "GraphReport": "report",
     "Kernel": "report",

@@ -204,8 +204,8 @@ def _inference_only(op: FusedOp, name: str, backward: bool) -> ArgumentError:
 
 
 def transformed(op: FusedOp) -> OpCallable:
-    """Returns the op's implementation under the transforms of torch.func, which PyTorch's
-    dispatcher runs first.
+    """Returns the op's implementation under the transforms of torch.func. PyTorch's dispatcher runs
+    it before the op's other implementations.
 
     Without it grad, vjp and jvp would give zeros, since the op records nothing for them. A tensor
     that a transform wraps but does not differentiate is unwrapped and passed on. Calls outside a
@@ -230,8 +230,8 @@ def transformed(op: FusedOp) -> OpCallable:
 
 
 def told_apart(op: FusedOp) -> OpCallable:
-    """Returns the op's implementation before autograd, which redirects a traced call that writes
-    nothing to another op.
+    """Returns the op's implementation before autograd. It redirects a traced call to another op if
+    the call writes nothing.
 
     The functionalisation of torch.export and AOTInductor would misread such a call: it expects
     several results where the call returns one.

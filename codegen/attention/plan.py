@@ -21,6 +21,8 @@ HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
+# Without latents: fp32 numbers of scores and output in a thread of 4 warps; for more, there are 8.
+HELD_SUMS = 96
 # Shared memory for the weights, barriers and reductions.
 SPARE_BYTES = 8192
 MOST_SPLITS = 128
@@ -114,9 +116,9 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
     crowded = bool(target.tmem_columns) and problem.attn_mask != ""
     held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
     tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
-    # Sums on their way to tensor memory are in registers twice.
-    per_thread = HELD_NUMBERS // (2 if target.tmem_columns else 1)
-    warps = 4 if rows * problem.v_block <= per_thread * 4 * 32 else MOST_WARPS
+    # Sums and scores on their way to tensor memory are in registers twice.
+    held = HELD_SUMS // (2 if target.tmem_columns else 1)
+    warps = 4 if rows * (problem.v_block + KEYS) <= held * 4 * 32 else MOST_WARPS
     if problem.latent:
         warps = min(max(rows * problem.v_block // (HELD_NUMBERS * 32), 4), MOST_WARPS)
     keys = KEYS if not problem.latent else LATENT_KEYS

@@ -10,7 +10,7 @@ from tilewright.codegen.spec import Constant
 WORD_CODES = 8
 # Each of four threads of the tensor core holds a quarter of the columns of a part.
 QUARTERS = 4
-# Possible bytes of scales that are loaded as one integer.
+# Numbers of bytes of scales that can be loaded as one integer.
 INTEGERS = (1, 2, 4)
 
 
@@ -68,8 +68,8 @@ def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
     operand made by joins.
 
     For the older instruction (mma.sync), these are twice as many as a register holds, or four times
-    if scales of one byte are loaded for it. Other numbers would work too, but with exchanges
-    between threads.
+    as many if the scales of a quarter are one byte. Other numbers would work too, but with
+    exchanges between threads.
     """
     if config.swapped and config.split == 1:
         return 2

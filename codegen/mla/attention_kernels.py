@@ -12,7 +12,7 @@ from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.kernel import Kernel, Statics, strides_of
 from tilewright.codegen.mla.query_kernels import Q_STRIDES, TMA_BYTES
 
-# Most sequences that a program sorts by length itself, by comparing each with each.
+# The largest number of sequences that a program itself sorts by length, comparing all pairs.
 MAX_SORTED = 64
 # Softmax weights of fp8 values are multiplied by 2 to this power. The largest weight, 1, becomes
 # 256, below the maximum 448, and 2 ** -17 becomes 2 ** -9, the smallest number above zero.
@@ -72,7 +72,7 @@ class AttentionProblem:
         positioned: whether a tensor gives the positions of queries.
         attn_mask: dtype of the mask tensor, u8 for booleans or a float for numbers that are added;
             "" without one.
-        v_by_key: whether the keys of a dim of v are contiguous, and not the dims of a key.
+        v_by_key: whether v is contiguous along its keys instead of along its dims.
         sequences: number of sequences, rounded up to a power of two; 1 if not ragged.
         tma: whether descriptors can load q, k and v. rope_tma: the same for the rope keys.
         joint: whether a key's values follow it in memory and both fill their tiles.

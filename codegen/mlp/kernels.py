@@ -25,7 +25,7 @@ LINEAR = Kernel(
     ranges=("num_tokens",),
     unaligned=("counters", "weight_factor", "up_factor"),
 )
-# Has a program for each token and each few rows of codes.
+# Runs a program for each token and each block of a few rows of codes.
 DOTTED = Kernel("mlp.dotted", "dotted_linear", _STRIDES, unaligned=("weight_factor", "up_factor"))
 NORM_ROWS = Kernel(
     "mlp.finish",
@@ -49,8 +49,8 @@ class LinearConfig:
     """Tiles of block_n rows of each weight by block_t tokens; split_k programs share a tile's K.
 
     prefetch: weight columns of each row that the kernel prefetches while the previous kernel ends,
-    a multiple of 64; for codes, as many bytes as 16-bit numbers would take. lets_in: the next
-    kernel may start early.
+    a multiple of 64. For codes, the kernel prefetches the bytes that so many 16-bit numbers would
+    take. lets_in: the next kernel may start early.
     """
 
     block_n: int
@@ -100,7 +100,7 @@ def dot_grid(problem: LinearProblem, config: DotConfig, num_tokens: int) -> tupl
 
 
 def _shared_constants(problem: LinearProblem) -> dict[str, Constant]:
-    """Returns the constants that both kernels have, without a norm of x."""
+    """Returns the constants that both kernels have; those of a norm say that x is not normed."""
     return {
         "N": problem.n,
         "K": problem.k,
@@ -138,7 +138,7 @@ def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -
 
 
 def workspace_elements(problem: LinearProblem, config: LinearConfig) -> int:
-    """Returns the fp32 numbers in the workspace of the parts of one tile."""
+    """Returns the size of the workspace of one tile's parts, in fp32 numbers."""
     sums = problem.num_weights * config.block_n + squares_a_row(problem.norm)
     return config.split_k * sums * config.block_t
 

@@ -1,8 +1,8 @@
-"""In which modes each node of a graph runs, and which sites may not be fused for them.
+"""The modes in which each node of a graph runs, and the sites that they keep from being fused.
 
 A graph may turn grad mode on and off inside, wrap tensors for vmap, grad or jvp, and make dual
 tensors. A fused op records nothing for a backward pass and knows neither tangents nor hidden
-dimensions, so where one of them can meet a site, the site stays as written.
+dimensions. A site that could meet any of these stays as written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Match, Miss, Stage, Weight
 
 _DUAL = "forward-mode differentiation"
-# What enters and leaves a transform of torch.func, or a level of forward-mode differentiation.
+# Calls that enter or leave a transform of torch.func, or a level of forward-mode differentiation.
 _ENTER = {
     "_vmap_increment_nesting": "vmap",
     "_grad_increment_nesting": "grad",
@@ -38,14 +38,14 @@ _LEAVE = frozenset(
         "_exit_dual_level",
     }
 )
-# Calls that change a mode of what stands behind them.
+# Calls that change a mode of the nodes after them.
 _CHANGES = _LEAVE.union(_ENTER, {
     "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode",
     "_enter_autocast", "_exit_autocast",
 })  # fmt: skip
-#: Results of these are no part of what autograd records, whatever they are given.
+#: Autograd does not record the results of these calls, whatever their arguments are.
 _CUTS = frozenset({"detach", "_autograd_grad", "grad"})
-# Products and attention: what a model computes with its weights.
+# Products and attention, the operations in which a site may be lost.
 _WEIGHTY = frozenset({
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm", "_scaled_mm",
     "scaled_dot_product_attention", "conv1d",
@@ -70,8 +70,11 @@ class Mode:
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a graph's nodes. grad: at its entry. of: of each node, empty where the graph
-    changes none. differentiated: nodes with a tensor that a gradient can flow to."""
+    """The modes of a graph's nodes. grad: whether autograd records at the graph's entry.
+
+    of: the mode of each node; empty if no node changes a mode. differentiated: nodes whose tensors
+    a gradient can flow to. recorded: nodes that autograd records.
+    """
 
     grad: bool
     of: dict[fx.Node, Mode] = field(default_factory=dict)
@@ -90,7 +93,8 @@ def modes_of(graph: fx.Graph, grad: bool) -> Modes:
     differentiated: set[fx.Node] = set()
     recorded: set[fx.Node] = set()
     for node in graph.nodes:
-        # Dynamo's fake tensors know whether they need grad; those of nodes that we made do not.
+        # Dynamo's fake tensors say whether they need grad. Those of nodes that rewrites made do
+        # not: there it follows from the inputs.
         tensors = _compat.tensors_of(node)
         if any(tensor.requires_grad for tensor in tensors):
             differentiated.add(node)
@@ -106,7 +110,7 @@ def modes_of(graph: fx.Graph, grad: bool) -> Modes:
 
 
 def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
-    """The mode of each node; empty where no node changes any."""
+    """Returns the mode of each node; empty if no node changes a mode."""
     if not calls_of(graph, _CHANGES):
         return {}
     of: dict[fx.Node, Mode] = {}
@@ -136,7 +140,7 @@ def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
 
 
 def check_modes(match: Match, flow: Dataflow, modes: Modes) -> Miss | None:
-    """None where the modes of a graph allow a site to be fused, else why they do not."""
+    """Returns why the modes of a graph do not allow a site to be fused; None if they do."""
     if not modes.of and not modes.recorded:
         return None
     place = insertion_node(match, flow)
@@ -167,7 +171,8 @@ def check_modes(match: Match, flow: Dataflow, modes: Modes) -> Miss | None:
 def _moved(
     results: Sequence[Value], place: fx.Node, match: Match, flow: Dataflow
 ) -> Iterator[fx.Node]:
-    """The readers that the rewrite moves behind the op, with what depends on them."""
+    """Yields the readers that the rewrite moves behind the op, and the nodes that depend on
+    them."""
     last = flow.positions[place]
     inside = {*results, *match.absorbed, *match.stores, *match.scratch}
 
@@ -179,7 +184,7 @@ def _moved(
 
 
 def _named(levels: Sequence[str]) -> str:
-    """`vmap in grad`; jvp enters a level of dual tensors of its own."""
+    """Returns text like `vmap in grad`. The level of dual tensors that jvp enters is left out."""
     named = [level for level in levels if level != _DUAL] or [_DUAL]
     return " in ".join(reversed(named))
 
@@ -193,8 +198,11 @@ def _miss(match: Match, code: str, message: str, node: fx.Node, hint: str = "") 
 
 
 def unseen_in_transforms(modes: Modes) -> list[Miss]:
-    """A miss for each outermost transform in which there are products or attention: their tensors
-    hide dimensions or tangents, so no pattern reads them. Dual tensors alone patterns do read."""
+    """Returns a miss for each outermost transform that contains products or attention.
+
+    Their tensors hide dimensions or tangents, so no pattern reads them. Patterns do read dual
+    tensors outside such transforms.
+    """
     found: dict[fx.Node, list[fx.Node]] = {}
     outermost: fx.Node | None = None
     for node, mode in modes.of.items():
@@ -221,12 +229,14 @@ def _unseen(nodes: Sequence[fx.Node], modes: Modes) -> Miss:
     message = f"{what} inside of {where}, where no pattern looks"
     return Miss(
         "tilewright", "TRANSFORM", Stage.ANCHORED, message, tuple(nodes), OUTSIDE, weight="advice"
-    )  # whether they are any site is not known
+    )  # as advice: it is not known whether they are a site
 
 
 def unknown_writes(flow: Dataflow, matches: Sequence[Match]) -> list[Miss]:
-    """A miss for each call of which is not known what it writes, with products or attention behind
-    it; as advice where something behind it matches all the same."""
+    """Returns a miss for each call whose writes are unknown and that products or attention follow.
+
+    It is advice if a site after the call matches nevertheless.
+    """
     if not flow.opaque:
         return []
     weighty = [flow.positions[node] for node in flow.graph.nodes if is_weighty(node)]
@@ -244,4 +254,4 @@ def unknown_writes(flow: Dataflow, matches: Sequence[Match]) -> list[Miss]:
 
 def _opaque(node: fx.Node) -> str:
     name = name_of(node).removeprefix("python::")
-    return f"what {name} writes is not known, so all that is read behind it may have changed"
+    return f"what {name} writes is not known, so all memory read after it may have changed"

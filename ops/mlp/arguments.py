@@ -81,11 +81,11 @@ class LinearResidualArguments:
     """The arguments of `linear_residual`: T tokens, K columns of x, N rows of the weight.
 
     x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
-    float32. rms_norm: the linear's result is divided by the root of the mean of its squares plus
-    norm_eps, and multiplied by norm_offset + norm_weight [N], if given. scale: multiplies the
-    linear's result, after its norm if there is one, before it is added to the residual. Result [T,
-    N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, weight_factor,
-    zero_point, scale_block, nibble_order: as for `linear_activation`.
+    float32. rms_norm: the linear's result is divided by sqrt(mean of its squares + norm_eps), and
+    multiplied by norm_offset + norm_weight [N], if given. scale: multiplies the linear's result,
+    after its norm if there is one, before it is added to the residual. Result [T, N] of x's dtype,
+    new memory. weight_format, weight_scale, weight_zero, weight_factor, zero_point, scale_block,
+    nibble_order: as for `linear_activation`.
     """
 
     x: torch.Tensor
@@ -119,10 +119,11 @@ class LinearResidualArguments:
 class ScaledLinearArguments:
     """The arguments of `scaled_linear`: T tokens, K columns of x, N rows of the weight.
 
-    x [T, K] float8_e4m3fn, last dimension contiguous; x_scale [T or 1, 1 or ceil(K / 128)], a
-    float: one for all, for each token, or for 128 columns of each; None: 1. weight [N, K]
-    float8_e4m3fn, any strides; weight_scale and scale_block: fields of a Weight. weight_format:
-    "fp8". bias [N] of out_dtype. out_dtype: of the result [T, N]: bfloat16, float16 or float32.
+    x [T, K] float8_e4m3fn, last dimension contiguous; x_scale [T or 1, 1 or ceil(K / 128)], of a
+    floating type: one scale for all tokens or for each token, and for all columns or for each 128;
+    None: 1. weight [N, K] float8_e4m3fn, any strides; weight_scale and scale_block: fields of a
+    Weight. weight_format: "fp8". bias [N] of out_dtype. out_dtype: of the result [T, N]: bfloat16,
+    float16 or float32.
     """
 
     x: torch.Tensor

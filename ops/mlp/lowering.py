@@ -109,7 +109,7 @@ def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
 
 
 def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:
-    """Whether it is faster that the kernel also computes the norm of x."""
+    """Whether a kernel that also computes the norm of x is faster than a norm before it."""
     assert problem.norm is not None
     if _are_many(problem, num_tokens) or multiplies_apart(problem, num_tokens):
         return False
@@ -117,8 +117,11 @@ def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:
 
 
 def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
-    """Whether the library's GEMM is faster. It is not used for quantised weights, which it needs
-    dequantised, or before a norm, since it would round its result first."""
+    """Whether the library's GEMM is faster, and may be used.
+
+    It is not used for quantised weights, which it cannot read, or before a norm, because it rounds
+    the result that the norm needs.
+    """
     alone = problem.quantization is None and problem.post_norm is None
     return alone and num_tokens > most_tokens(problem.num_weights)
 

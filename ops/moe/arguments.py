@@ -25,11 +25,11 @@ class FusedMoeArguments:
     (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
     weight, concatenated or interleaved, transposed or not, is two views of one tensor. Biases [E,
     I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha: a parameter of clamped_swiglu. limit,
-    if not 0: gate is clamped to at most limit, up to ±limit. weight_on_input: expert_weights
-    multiply x, not the results. weight_format, scale_block, *_scale, *_expert_scale: of all
-    weights, see ops.formats.expert_weight. activation_format: one of ACTIVATION_FORMATS, to which
-    the op quantises x and the hidden activation; "fp8" requires weights of format "fp8" with blocks
-    of 128 columns. Result [T, H] of x's dtype.
+    if not 0: the gate is clamped to at most limit, and the up projection to [-limit, limit].
+    weight_on_input: expert_weights multiply x, not the results. weight_format, scale_block,
+    *_scale, *_expert_scale: of all weights, see ops.formats.expert_weight. activation_format: one
+    of ACTIVATION_FORMATS, to which the op quantises x and the hidden activation; "fp8" requires
+    weights of format "fp8" with blocks of 128 columns. Result [T, H] of x's dtype.
     """
 
     x: torch.Tensor

@@ -50,7 +50,7 @@ class FusedQkvArguments:
     then k, then v; the packed result of `lora_expand_add`. Values or float32.
 
     clip: values are clamped to [-clip, clip] after bias and delta; 0: no clamp. q_norm_weight and
-    q_norm_bias, k_norm_weight and k_norm_bias: a HeadNorm each of q and k, which share its other
+    q_norm_bias: a HeadNorm of q; k_norm_weight and k_norm_bias: one of k. Both have the same other
     fields. v_norm: v is normalised too, without a weight (not together with gates). cos, sin
     [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
 
@@ -71,10 +71,10 @@ class FusedQkvArguments:
     input_rms_norm, input_layer_norm, input_norm_weight, input_norm_bias, input_norm_eps and
     input_norm_offset: a RowNorm of x before the projection; x then has no codes.
 
-    Bad values (slots, sequences, positions, offsets and pages without a place or with a repeated
-    one; scales that are NaN, infinite or 0) raise ArgumentError before anything is written if they
-    are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a token without a place is not
-    written.
+    Bad values (slots, sequences, positions, offsets and pages that give a token no place, or one
+    place to two tokens; scales that are NaN, infinite or 0) raise ArgumentError before anything is
+    written if they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a token without
+    a place is not written.
     """
 
     x: torch.Tensor
@@ -240,8 +240,9 @@ class RaggedQkvArguments:
       [N, K] float8_e4m3fn with weight_scale [1, 1] (per tensor), [N, 1] (per channel) or
       [ceil(N / 128), ceil(K / 128)] (blocks), and, if hidden_state is float8 too, input_scale
       [1, 1], [T, 1] or [T, ceil(K / 128)]; a scale per tensor may be [] or [1];
-      uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous, symmetric
-      (zero point 8), or, with has_zp, the actual zero points (GPTQ v1 files store one less).
+      uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous. It is
+      symmetric (zero point 8), or, with has_zp, holds the actual zero points; files of GPTQ v1
+      hold each zero point minus one.
     bias [N]: of the result's dtype or float32.
     static_tokens, tune: as in FusedQkvArguments.
 

@@ -22,9 +22,10 @@ _Picker: TypeAlias = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """The positions of arguments in calls that give the same arguments. tensors, lists, plain:
-    functions that pick the values of each kind, some of which may be None. moving: which tensors
-    may move."""
+    """The positions of arguments in calls that pass the same arguments in the same way.
+
+    tensors, lists, plain: functions that pick the values of each kind; values may be None. moving:
+    which tensors may move."""
 
     tensors: _Picker
     lists: _Picker

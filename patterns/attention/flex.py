@@ -14,9 +14,9 @@ UNREAD = "tilewright_flex_unread"
 #: In the `meta` of the softmax of a call that was spelled out.
 SPELLED = "tilewright_flex"
 _HINT = (
-    "a score_mod that caps the score, adds to it, or hides it by torch.where, of comparisons, "
-    "sums, logical operations and look-ups in tensors, one element each; a mask tensor for "
-    "scaled_dot_product_attention in place of a block mask"
+    "write a score_mod that only caps the score, adds to it, or hides it by torch.where, with "
+    "comparisons, sums, logical operations and look-ups of one element of a tensor; instead of a "
+    "block mask, pass a mask tensor to scaled_dot_product_attention"
 )
 
 

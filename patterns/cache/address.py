@@ -59,7 +59,7 @@ class Address:
 
 
 def place_arguments(k: Address, v: Address | None) -> dict[str, Any]:
-    """Returns windows, slots and scales, by the argument names of every op with a paged cache."""
+    """Returns windows, slots and scales, under the names that all ops with a paged cache share."""
     slots = k.slots if v is None or v.slots.wraps else v.slots
     return {
         "k_window": k.window.to_ints(),
@@ -85,10 +85,11 @@ def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None
     scaled = [p.scale_multiplies for p in (k, v) if p.scale is not None]
     if len(set(scaled)) > 1:
         message = "one of K and V is multiplied by its cache scale, the other divided by it"
-        reject("CAST", Stage.GUARDS, message, *culprits, hint="scale both in the same sense")
+        hint = "multiply both by their scales, or divide both"
+        reject("CAST", Stage.GUARDS, message, *culprits, hint=hint)
     if k.saturates != v.saturates:
-        message = "one of K and V is held to the range of the cache, the other not"
-        reject("CAST", Stage.GUARDS, message, *culprits, hint="clamp both, or neither")
+        message = "one of K and V is clamped to the range of the cache, the other is not"
+        reject("CAST", Stage.GUARDS, message, *culprits, hint="clamp both or neither")
 
 
 def address(write: CacheWrite, flow: Dataflow) -> Address:
@@ -171,7 +172,7 @@ def _counts_up(view: View, length: Size) -> bool:
 
 
 def _flattened(index: dict[int, View], shape: tuple[Size, ...]) -> dict[int, View]:
-    """Returns index tensors [B, S], or broadcast to it, as [B * S]."""
+    """Returns index tensors, which are [B, S] or broadcast to it, flattened to [B * S]."""
     flat = {}
     for dim, view in index.items():
         wide = effects.expand(view.effect, shape)
@@ -315,7 +316,7 @@ def _filled(write: CacheWrite, written: Written) -> Address:
 
 
 def _stride(write: CacheWrite, dim: int) -> tuple[Size, Size]:
-    """Returns (length, stride in elements) of a target dimension that is one run."""
+    """Returns (length, stride in elements) of a target dimension that has one stride."""
     atoms = write.target.dims[dim]
     if atoms == ():
         return 1, 0
@@ -367,7 +368,8 @@ def _address(
     num_pages, page_size, page_stride, slot_stride = pages
     (_, head_stride), (_, dim_stride) = (_stride(write, d) for d in head)
     view = written.view
-    # Uses the written heads' sizes: the cache's own may be symbols, which have to equal them.
+    # The sizes are those of the written heads. The cache's own sizes may be symbols, which the
+    # graph requires to be equal.
     num_heads, head_dim = (view.shape[at[d]] for d in head)
     order = [*lead, *(at[d] for d in head)]
     dropped = [d for d in range(len(view.shape)) if d not in order]

@@ -70,7 +70,8 @@ class CacheWrite:
 @dataclass(frozen=True)
 class WritePair:
     """A K and a V write of the same tokens, or a single write. unlike: beside a single write, a
-    write of the same tokens with heads of another width. again: whether it is half of a pair."""
+    write of the same tokens with heads of another width. again: whether the write is part of
+    another pair, too."""
 
     first: CacheWrite
     second: CacheWrite | None
@@ -94,8 +95,10 @@ class WritePair:
 
 
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
-    """Yields in-place writes into inputs of rank three or more, in program order: of projected
-    data, and of inputs that go to slots as keys and values do."""
+    """Yields the in-place writes into inputs of rank three or more, in program order.
+
+    They store projected data, or inputs of the graph that go to slots like keys and values.
+    """
     fused = {op.qualified_name for op in all_ops()}
     wanted = [value for value in flow.stores if _may_be_cache(value, flow, fused)]
     for stores, record in row_by_row(wanted):
@@ -163,8 +166,8 @@ def _with_head(write: CacheWrite) -> CacheWrite:
 
 
 def _lacks_heads(write: CacheWrite) -> bool:
-    """Whether the cache has no head dimension: index tensors leave one dimension, or a row of three
-    dimensions is all of a token."""
+    """Whether the cache has no head dimension: index tensors leave one dimension, or the target has
+    three dimensions and each of its rows is a whole token."""
     if write.written is None:
         return False
     # If index tensors have different shapes, one of them may be the heads' arange.
@@ -178,7 +181,7 @@ def _lacks_heads(write: CacheWrite) -> bool:
 
 
 def _is_one(write: CacheWrite, dim: int) -> bool:
-    """Whether a dimension is all of an axis of length one; the token of a slice is one of many."""
+    """Whether a dimension is a whole axis of length one. A slice of one token of many is not."""
     one = write.target.dims[dim] == ()
     return one and (bool(write.index) or write.memory.shape[-2] == 1)
 
@@ -344,8 +347,11 @@ _NEAR = 4
 
 
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
-    """Pairs writes of the same shape at the same slots: to the same place of two caches if such
-    writes project one activation, else neighbours."""
+    """Pairs writes of the same shape at the same slots.
+
+    A write's partner is a write to the same place of another cache that projects the same
+    activation; without one, the next write. The two parts of one store are partners.
+    """
     writes = list(cache_writes(flow))
     projected = [_projected(write) for write in writes]
     taken: set[int] = set()
@@ -390,7 +396,8 @@ def _is_known(write: CacheWrite) -> bool:
 
 
 def _stands_alone(write: CacheWrite) -> bool:
-    """Whether an unpaired write is reported: a graph's input may be written to any buffer."""
+    """Whether an unpaired write is reported. A write of a graph's input into a memory of rank three
+    is not: it may be any buffer."""
     return write.is_projected or len(write.memory.shape) >= 4
 
 
@@ -400,8 +407,8 @@ def _is_twin(a: CacheWrite, b: CacheWrite) -> bool:
 
 
 def _of_one_input(one: set[Value], other: set[Value]) -> bool:
-    """Whether two writes may project one activation; caches of different layers hold different
-    ones."""
+    """Whether two writes may project one activation. Caches of different layers hold projections of
+    different activations."""
     return not one or not other or not one.isdisjoint(other)
 
 

@@ -41,9 +41,9 @@ MAX_RANK = 512
 class Adapters:
     """The adapter of each row.
 
-    index [T or B]; None: there is only one. mask, of the index's shape or [T]: which rows have an
-    adapter; None: all. outside: the meaning of an index that names no adapter. sorted_by: ends and
-    permutation of rows that are sorted by adapter.
+    index [T or B]; None: there is only one adapter. mask, of the index's shape or [T]: which rows
+    have an adapter; None: all. outside: the meaning of an index that names no adapter. sorted_by:
+    ends and permutation of rows that are sorted by adapter.
     """
 
     index: View | None
@@ -97,7 +97,7 @@ class LoraDelta:
 
 @once
 def match_delta(view: View) -> LoraDelta | None:
-    """Returns the delta that `view` [..., W] is; None for another view."""
+    """Returns the delta that `view` [..., W] holds; None for another view."""
     try:
         outer = peel(view)
         return _by_rows(view, outer) or _sorted(view, outer)

@@ -1,4 +1,4 @@
-"""Floats that cannot be negative, as far as the graph shows it."""
+"""Values that the graph shows to be never negative."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilewright.patterns.arithmetic.constants import constant_of
 from tilewright.patterns.arithmetic.steps import chosen_by_mask, clamp_bounds, filled_with
 from tilewright.patterns.dataflow import Value, View
 
-# The most values back.
+# The largest number of values to follow back from a value.
 _REACH = 24
 _ALWAYS = frozenset(
     f"aten.{name}" for name in ("abs", "exp", "exp2", "sigmoid", "softmax", "square")

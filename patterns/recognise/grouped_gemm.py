@@ -130,8 +130,8 @@ def match_batched(value: Value) -> ExpertGemm | None:
 
 
 def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | None:
-    """Returns a product with the operand weight[experts], which is a weight for every row of the
-    other."""
+    """Returns a product whose operand weight[experts] has one weight for each row of the other
+    operand."""
     taken = gathered(weight.view.value.whole)
     lead = 0 if taken is None else len(taken[1].shape)
     axes = _axes(weight.view, lead)
@@ -167,8 +167,11 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
 
 
 def _axes(view: View, lead: int) -> list[int] | None:
-    """Returns the axis of its value for each dimension of a view: each of the first `lead` axes
-    once and whole, and parts of the later axes. None for another view."""
+    """Returns, for each dimension of a view, the axis of the view's value that it walks.
+
+    None unless the view has each of the first `lead` axes once and whole. Of later axes it may have
+    parts.
+    """
     ones = [a for a, n in enumerate(view.value.shape) if n == 1]
     axes: list[int] = []
     for dim in view.effect.dims:
@@ -187,8 +190,8 @@ def _axes(view: View, lead: int) -> list[int] | None:
 
 
 def on_stack(stored: View, lead: int, dims: Sequence[Dim], start: Sequence[int]) -> View | None:
-    """Returns dimensions of stored[index], which has `lead` axes instead of the stack's first, as a
-    view [G, dims...] of the stack; None if they are not dimensions of each matrix."""
+    """Returns `dims` of stored[index] as a view [G, dims...] of the stack; None if they are not
+    dimensions of each matrix. In stored[index], `lead` axes replace the stack's first axis."""
     if any(start[:lead]) or any(a.axis is None or a.axis < lead for d in dims for a in d):
         return None
     first = effects.identity(stored.shape).dims[0]
@@ -225,7 +228,8 @@ def _repeated_bias(view: View, gemm: ExpertGemm) -> View | None:
     """Returns the bias [E, N] of rows in groups, if each expert's is repeated for the rows up to
     its own end:
 
-        repeat_interleave(bias, counts), or of cat(bias, zeros), cat(counts, rows that are left)
+        repeat_interleave(bias, counts), or
+        repeat_interleave(cat(bias, zeros), cat(counts, rows that are left))
     """
     value, ends = view.value, None if gemm.ends is None else gemm.ends.value
     if value.op != "aten.repeat_interleave" or not view.is_whole or value.argument(2, "dim") != 0:
@@ -246,8 +250,8 @@ def _repeated_bias(view: View, gemm: ExpertGemm) -> View | None:
 
 
 def _joined(view: View) -> View | None:
-    """Returns the first of two tensors that are joined along their first dimension, of which the
-    second has length one."""
+    """Returns the first of two tensors joined along their first dimension, if the second tensor has
+    length one there; else None."""
     value = view.value
     if value.op != "aten.cat" or not view.is_whole or value.argument(1, "dim", 0) != 0:
         return None

@@ -1,1 +1,1 @@
-"""The kernels that every compiler release is tried on, family by family."""
+"""Kernels that are compiled with every supported release of Triton, family by family."""

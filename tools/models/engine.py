@@ -1,4 +1,4 @@
-"""The steps of transformers' continuous batching of a model, on the meta device."""
+"""Arguments for the steps of transformers' continuous batching, on the meta device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 from tilewright.tools.models.loading import ModelError
 
-#: What the steps are of: sequences, tokens of those that read a prompt, and keys before them.
+#: The sizes of the steps: sequences, tokens of a varlen step, and keys that precede them.
 SEQUENCES, TOKENS, KEYS = 8, 512, 2048
 #: The engine's own sizes: tokens of a page, and pages of a sequence in a block table.
 PAGE_SIZE, COLUMNS = 256, 32
 
 
 def one_step(model: Any, step: dict[str, Any]) -> Any:
-    """Calls the model as the engine does, from a function: its forward pre-hook is in the graph."""
+    """Calls the model as the engine does. Traced within this function, the graph also contains the
+    model's forward pre-hook."""
     return model(**step).logits
 
 
@@ -24,7 +25,8 @@ def one_step(model: Any, step: dict[str, Any]) -> Any:
 def engine_steps(model: Any) -> Iterator[dict[str, dict[str, Any]]]:
     """Yields the arguments of a decode and of a varlen step, for :func:`one_step`.
 
-    Raises ModelError for what is no model of transformers, or one that the engine cannot run.
+    Raises ModelError for an object that is not a model of transformers, and for a model that the
+    engine cannot run.
     """
     try:
         from tilewright.compiler.serving import steps

@@ -1,4 +1,4 @@
-"""The time of a step by its batch, on each chip, with error bars: a plot as SVG."""
+"""Plots the time of a step against its batch size, for each chip, with error bars, as SVG."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from tilewright.tools.report.roofline import Axis, spread
 from tilewright.tools.report.templates import template
 from tilewright.tools.step.batches import BatchRow
 
-#: Pixels of the plot's edges and of the whole.
+#: The plot's edges, and the size of the whole image, in pixels.
 LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT = 62, 34, 620, 340, 720, 390
-#: The least pixels from label to label and from tick to tick; the most between the points of two
-#: chips at one batch, which stand side by side so that no bar covers another.
-LABEL_SPACE, TICK_SPACE, ASIDE = 17, 30, 10
-#: Looks of lines that `report.css` tells apart.
+#: The smallest distance between two labels, and between two ticks, in pixels.
+LABEL_SPACE, TICK_SPACE = 17, 30
+#: The largest distance between the points of two chips at one batch, in pixels. They stand side by
+#: side, so that their bars do not cover each other.
+ASIDE = 10
+#: The number of line styles in `report.css`.
 LOOKS = 4
 
 
 @dataclass(frozen=True)
 class Line:
-    """The steps of one chip, by batch. look: of its points and its line. aside: pixels to the right
-    of their batch, at which its points stand."""
+    """The steps of one chip, sorted by batch size. look: selects the line's style. aside: the
+    distance of the points from their batch's tick, in pixels, to the right."""
 
     target: str
     look: int
@@ -32,8 +34,11 @@ class Line:
 
 
 def batch_plot(rows: Sequence[BatchRow]) -> str:
-    """The plot as an SVG element: both axes logarithmic; a line for each chip, the range of each
-    modelled time as a bar, the floor as a hollow point. Rows that take no time are left out."""
+    """Returns the plot as an SVG element.
+
+    Both axes are logarithmic. Each chip has a line, each modelled time an error bar, and each floor
+    a hollow point. Rows whose modelled time is 0 are left out.
+    """
     shown = [row for row in rows if row.modelled_us > 0]
     if not shown:
         return ""
@@ -72,7 +77,7 @@ def _lines(rows: Sequence[BatchRow], ticks: Sequence[float]) -> list[Line]:
 
 
 def _apart(batches: Collection[int], axis: Axis) -> list[int]:
-    """The batches whose ticks do not touch the one before."""
+    """Returns the batches, sorted, without those whose tick is too close to the one before."""
     kept: list[int] = []
     for batch in sorted(batches):
         if not kept or axis.at(batch) - axis.at(kept[-1]) >= TICK_SPACE:

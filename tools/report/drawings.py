@@ -1,4 +1,4 @@
-"""The drawings of a page: each distinct layer as captured and as rewritten, ready to be written."""
+"""The drawings of a page: each distinct layer as captured and as rewritten."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tilewright.tools.report.flow import Line, Row, rows, side_by_side
 from tilewright.tools.report.layers import Layer, layers
 from tilewright.tools.report.node_facts import facts, label, shape, writes_in_place
 
-#: A layer with more nodes than these is not drawn: nobody would read it.
+#: A layer with more nodes is not drawn, because the drawing would be too long to read.
 MAX_NODES = 2000
-#: Pixels from lane to lane.
+#: The distance between lanes, in pixels.
 LANE = 11
 
 Kind = Literal["", "outside", "fused", "op"]
@@ -23,7 +23,7 @@ Kind = Literal["", "outside", "fused", "op"]
 
 @dataclass(frozen=True)
 class Chip:
-    """A node as it stands in a row. site: the number of the site that it is in, or 0."""
+    """A node in a row of a drawing. site: the number of its site; 0 if it is in none."""
 
     label: str
     facts: str
@@ -34,8 +34,12 @@ class Chip:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A distinct layer. lines: none where it has too many nodes. chips: of the nodes in them.
-    widths: of the lanes before and after, in pixels. fused: the number of fused ops in it."""
+    """The drawing of a distinct layer.
+
+    nodes: the number of nodes before and after the rewrite. fused: the number of fused ops. lines:
+    empty if the layer has too many nodes. chips: one for each node in `lines`. widths: of the lanes
+    before and after, in pixels.
+    """
 
     title: str
     nodes: tuple[int, int]
@@ -45,32 +49,37 @@ class Drawing:
     widths: tuple[int, int] = (0, 0)
 
     def x(self, lane: int) -> int:
-        """The middle of a lane, in pixels."""
+        """Returns the x coordinate of a lane's middle, in pixels."""
         return LANE * lane + LANE // 2
 
     def shape(self, row: Row) -> str:
-        """The shape of what a row hands on."""
+        """Returns the shape of the value that a row passes on."""
         return shape(row.nodes[-1])
 
 
 def drawings(graph: GraphReport, numbers: Mapping[str, int], title: str = "") -> list[Drawing]:
-    """The drawing of each distinct layer, those with fused ops first. numbers: of the site that a
-    node is in, by the node's name, before or after; title: put before each one's own."""
+    """Returns the drawing of each distinct layer; layers with fused ops come first.
+
+    numbers: the number of each node's site, by the node's name in either graph. title: precedes the
+    title of each layer.
+    """
     kept = {node.name for node in graph.after.graph.nodes}
     found = [_drawing(layer, numbers, kept, title) for layer in layers(graph)]
     return sorted(found, key=lambda drawing: not drawing.fused)
 
 
 def replaced(op: fx.Node) -> tuple[str, ...]:
-    """The names of the nodes that a fused op stands for, writes last."""
+    """Returns the names of the nodes that a fused op replaces; writes come last."""
     said = op.meta["tilewright"]
     return (*said["absorbed"], *said["stores"])
 
 
 def numbers_of(graph: GraphReport, numbers: Mapping[str, int]) -> dict[str, int]:
-    """The number of the site that each node, before or after, is in. numbers: of each fused op.
+    """Returns the number of each node's site, by the node's name in the captured or rewritten
+    graph.
 
-    What is gone with a site but was only layout or a copy on the way has its neighbour's.
+    numbers: the number of each fused op's site, by the op's name. Views and copies that disappeared
+    along with a site get the number of a neighbour.
     """
     found = dict(numbers)
     for op in graph.after.graph.nodes:
@@ -78,7 +87,7 @@ def numbers_of(graph: GraphReport, numbers: Mapping[str, int]) -> dict[str, int]
             found |= dict.fromkeys(replaced(op), numbers.get(op.name, 0))
     kept = {node.name for node in graph.after.graph.nodes}
     gone = [n for n in graph.before.graph.nodes if n.name not in kept and n.name not in found]
-    for node in (*reversed(gone), *gone):  # what hands on to a site, then what it hands on to
+    for node in (*reversed(gone), *gone):  # first the inputs of a site, then its outputs
         near = (found[n.name] for n in (*node.users, *node.all_input_nodes) if n.name in found)
         if node.name not in found and (number := next(near, 0)):
             found[node.name] = number
@@ -86,7 +95,7 @@ def numbers_of(graph: GraphReport, numbers: Mapping[str, int]) -> dict[str, int]
 
 
 def _drawing(layer: Layer, numbers: Mapping[str, int], kept: Set[str], title: str) -> Drawing:
-    """kept: names of the nodes that the rewritten graph still has."""
+    """Draws a layer. kept: names of the nodes that the rewritten graph still has."""
 
     def kind_of(node: fx.Node) -> tuple[Kind, int]:
         number = numbers.get(node.name, 0)
@@ -99,7 +108,7 @@ def _drawing(layer: Layer, numbers: Mapping[str, int], kept: Set[str], title: st
     if max(counts) > MAX_NODES:
         return Drawing(title + layer.title, counts, len(fused))
     before, after = rows(layer.before, kind_of), rows(layer.after, kind_of)
-    # A fused op stands where the last of what it replaces stood.
+    # A fused op stands in the place of the last node that it replaces.
     order = {node.name: i for i, node in enumerate(layer.before)}
     came_from = {node: max(replaced(node), key=lambda n: order.get(n, -1)) for node in fused}
     inside = {*layer.before, *layer.after}

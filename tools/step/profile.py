@@ -1,7 +1,7 @@
-"""Times of a recorded step, kernel by kernel, beside the floor of each part.
+"""Compares a recorded step, kernel by kernel, with the floor of each part.
 
-The record is a trace as torch.profiler exports it (Chrome's format): one dictionary with
-`traceEvents`. Only what ran on the GPU is looked at.
+The record is a trace that torch.profiler exported (Chrome's format): one dictionary with
+`traceEvents`. Only events on the GPU are read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tilewright.compiler.report.step import FUSED, Part, Step
 from tilewright.compiler.scopes import collapse_scope
 
 Kind = Literal["fused", "inductor", "library", "torch", "copy", "gap"]
-#: Kinds as a table lists them.
+#: The names of the kinds in tables, in their order.
 WORDS: Mapping[Kind, str] = {
     "fused": "fused ops",
     "inductor": "Inductor's kernels",
@@ -26,7 +26,7 @@ WORDS: Mapping[Kind, str] = {
     "gap": "nothing running",
 }
 
-# Of a row: kind, name, scope, kernels.
+# The kind, name, scope and kernels of a row.
 _Key = tuple[Kind, str, str, tuple[str, ...]]
 # Emitted kernels end in twelve digits of their spec's hash.
 _OURS = re.compile(r"_[0-9a-f]{12}$")
@@ -62,10 +62,11 @@ class Launch:
 class Row:
     """A part of a step that takes time.
 
-    name: of a fused op its pattern; else the kernel's. scope: the layer of a fused op, "" for what
-    the trace does not place. kernels: those of a fused op. count: launches in a step. us: in a
-    step; of kernels that overlap each has what it adds to the step; mean of the steps. floor_us: of
-    the part, None where its work is not known.
+    name: the pattern of a fused op; the kernel's name for other kinds. scope: the layer of a fused
+    op; "" for other kinds, because the trace does not tell their layer. kernels: those of a fused
+    op. count: launches per step. us: microseconds per step, as the mean of the steps; if kernels
+    overlap, each counts with the time that it adds. floor_us: the floor of the part; None if its
+    work is not known.
     """
 
     kind: Kind
@@ -78,14 +79,14 @@ class Row:
 
     @property
     def distance_us(self) -> float:
-        """Time above its floor, in microseconds."""
+        """Returns the time above the floor, in microseconds."""
         return self.us - (self.floor_us or 0.0)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured step. us: from its first kernel to the end of its last; mean of the steps.
-    rows: together that time, by layer. floor_us: of the whole step."""
+    """A measured step. us: from the start of its first kernel to the end of its last, as the mean
+    of the steps. rows: the parts of that time; floor_us: the floor of the whole step."""
 
     steps: int
     us: float
@@ -94,15 +95,16 @@ class Profile:
 
     @property
     def of_floor(self) -> float:
-        """The floor's share of the time."""
+        """Returns the floor's share of the measured time."""
         return self.floor_us / self.us if self.us else 0.0
 
     def of(self, kind: Kind) -> float:
-        """The time of one kind, in microseconds."""
+        """Returns the time of one kind, in microseconds."""
         return sum(row.us for row in self.rows if row.kind == kind)
 
     def folded(self) -> list[Row]:
-        """Rows of equal name in all layers as one, the furthest from its floor first."""
+        """Merges the rows of equal name of all layers. The row furthest from its floor comes
+        first."""
         groups: dict[_Key, list[Row]] = defaultdict(list)
         for row in self.rows:
             groups[row.kind, row.name, collapse_scope(row.scope), row.kernels].append(row)
@@ -131,10 +133,8 @@ def _joined(rows: Sequence[Row], scope: str) -> Row:
 
 
 def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -> Profile:
-    """The profile of a trace of equal steps. steps: how many it has; None to tell from our kernels.
-
-    Raises TraceError where the trace has no kernels, or does not repeat so many times.
-    """
+    """Returns the profile of a trace of equal steps. steps: their number; None: count the launches
+    of our kernels."""
     launches = list(_launches(trace))
     if not launches:
         raise TraceError("the trace has no kernels: record it with ProfilerActivity.CUDA, on a GPU")
@@ -161,7 +161,7 @@ def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -
 
 
 def _launches(trace: Mapping[str, Any]) -> Iterator[Launch]:
-    """Returns what ran on the GPU, in the order of starts."""
+    """Returns the events on the GPU, sorted by their start."""
     found = [
         Launch(event["name"], event["cat"], event["ts"], event["ts"] + event["dur"])
         for event in trace.get("traceEvents", ())
@@ -175,7 +175,8 @@ def _launches(trace: Mapping[str, Any]) -> Iterator[Launch]:
 def _timed(
     run: Sequence[Launch], expected: Mapping[str, Sequence[Part]]
 ) -> Iterator[tuple[_Key, float]]:
-    """Returns the time that each launch of a step, and each gap before one, adds to the step."""
+    """Yields the time that each launch adds to its step, and the time of each gap before a
+    launch."""
     seen: Counter[str] = Counter()
     often = Counter(launch.name for launch in run)
     until = run[0].start
@@ -185,7 +186,7 @@ def _timed(
             until = launch.start
         parts = expected.get(launch.name, ())
         key: _Key = launch.kind, launch.name, "", ()
-        if parts:  # each launches the kernel equally often
+        if parts:  # every part launches the kernel equally often
             key = _key(parts[seen[launch.name] * len(parts) // often[launch.name]])
         seen[launch.name] += 1
         yield key, max(launch.end - until, 0.0)
@@ -197,7 +198,7 @@ def _key(part: Part) -> _Key:
 
 
 def _expected(step: Step) -> dict[str, list[Part]]:
-    """The parts that launch each emitted kernel, in order."""
+    """Returns the parts that launch each emitted kernel, in order."""
     found: dict[str, list[Part]] = defaultdict(list)
     for part in step.parts:
         for kernel in dict.fromkeys(part.kernels):
@@ -214,7 +215,7 @@ def _floors(step: Step) -> Mapping[_Key, float]:
 
 
 def _count(launches: Sequence[Launch], expected: Mapping[str, Sequence[Part]]) -> int:
-    """How many steps a trace has, by the launches of our kernels; 1 where it has none of them."""
+    """Counts the steps of a trace by the launches of our kernels; 1 if it has no such launch."""
     names = Counter(launch.name for launch in launches if launch.name in expected)
     counts = {name: number / len(expected[name]) for name, number in names.items()}
     steps = min(counts.values(), default=1.0)

@@ -1,8 +1,8 @@
 """The gate and up projections of a mixture of experts, in one GEMM with the activation.
 
 `moe_up` gathers rows of tokens, multiplies them by the gate and up weights of their expert, and
-applies the activation to the accumulators. The schedule of tiles is that of `grouped_gemm`, which
-is the down projection.
+applies the activation to the accumulators. It takes tiles in the order of `grouped_gemm`, which
+computes the down projection.
 """
 
 import triton
@@ -78,9 +78,9 @@ def moe_up(
 
     The grid may have any size. A tile has BLOCK_M routes and BLOCK_N columns of hidden. weight: the
     rows of gate and up are one block if they are INTERLEAVED (row 2i is gate's, row 2i + 1 up's) or
-    if there is no up (not GATED). If not, up lies `distance` elements after gate. UP_FIRST: gate
-    and up are exchanged in this. ROW_STRIDE: from row to row; if N_MAJOR, from column to column of
-    K. FORMAT: "dense", or a quantised format with PER_BYTE weights per element, K-major.
+    if there is no up (not GATED). Otherwise, up lies `distance` elements after gate. UP_FIRST: gate
+    and up change places in both layouts. ROW_STRIDE: the elements between rows; if N_MAJOR, between
+    columns of K. FORMAT: "dense", or a quantised format with PER_BYTE weights per element, K-major.
     SEARCH_STEPS: not 0 if warps are specialised; see `searched_place`.
     """
     if LAUNCH_PDL:
