@@ -111,3 +111,15 @@ def test_the_theme_s_dialog_gets_a_name():
     spec.loader.exec_module(hooks)
     page = '<div class="md-search" data-md-component="search" role="dialog"><label>'
     assert 'role="dialog" aria-label="Search"><label>' in hooks.on_post_page(page)
+
+
+def test_bars_of_the_charts_stand_out():
+    """A bar is no text: 3 to 1 from the site's background and from a git host's."""
+    charts = (ROOT / "docs" / "charts.py").read_text("utf-8")
+    light, dark = charts.split("@media (prefers-color-scheme: dark)")
+    for text, pages in ((light, ("ffffff",)), (dark, ("1f212b", "0d1117"))):
+        bars = re.findall(
+            r"\.(?:eager|bf16|codes|floor) \{ fill: #(\w{6})", text.split('"""\ntext')[-1]
+        )
+        assert len(bars) == 4
+        assert all(contrast(bar, page) >= 3 for bar in bars for page in pages)
