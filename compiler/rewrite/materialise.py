@@ -144,7 +144,7 @@ class Materialiser:
     def _cut(
         self, node: fx.Node, dim: int, size: Size, start: Size, atoms: list[Atom]
     ) -> tuple[fx.Node, int]:
-        """Splits dimension `dim` of `node` into `atoms` (steps descending); returns the next dim."""
+        """Splits dimension `dim` of `node` into `atoms` (steps descending); gives the next dim."""
         if not atoms:
             return self.call("select", node, dim, self.argument(start)), dim
         outer, *inner = atoms
