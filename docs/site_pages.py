@@ -52,8 +52,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """The page with a name for the theme's dialog of the search, which has none."""
+    """Returns the page with a name for the search dialog, which the theme leaves without one."""
     return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Returns the page for an unknown address, 404.html, with the same change."""
+    return on_post_page(output_content)
 
 
 def linked_files() -> set[str]:

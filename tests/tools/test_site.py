@@ -110,7 +110,8 @@ def test_the_theme_s_dialog_gets_a_name():
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)
     page = '<div class="md-search" data-md-component="search" role="dialog"><label>'
-    assert 'role="dialog" aria-label="Search"><label>' in hooks.on_post_page(page)
+    for hook in (hooks.on_post_page, hooks.on_post_template):
+        assert 'role="dialog" aria-label="Search"><label>' in hook(page)
 
 
 def test_bars_of_the_charts_stand_out():
