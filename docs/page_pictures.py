@@ -16,7 +16,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -76,7 +79,7 @@ def _written(path: Path) -> Path:
 
 def _take(chromium: str, page: Path, picture: Picture, folder: Path) -> None:
     """Raises CalledProcessError or TimeoutExpired where the browser fails."""
-    from PIL import Image
+    import PIL.Image
 
     shot, shown = folder / picture.name, folder / "shown.html"
     shown.write_text(_only(page.read_text("utf-8"), picture.sections), "utf-8")
@@ -90,10 +93,26 @@ def _take(chromium: str, page: Path, picture: Picture, folder: Path) -> None:
         shown.as_uri(),
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    image = Image.open(shot).convert("RGB")
-    # The other methods mix a bar's colour with those of the edges of letters.
-    few = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image = PIL.Image.open(shot).convert("RGB")
+    few = _few_colours(image)
     few.save(PICTURES / picture.name, optimize=True)
+
+
+def _few_colours(image: Image) -> Image:
+    """Returns the image in its `COLOURS` most frequent colours, all others as the nearest of those.
+
+    Pillow's own choice mixes a bar's colour with those of the edges of letters.
+    """
+    import numpy as np
+    from PIL.Image import fromarray
+
+    pixels = np.asarray(image).reshape(-1, 3).astype(int)
+    found, places, counts = np.unique(pixels, axis=0, return_inverse=True, return_counts=True)
+    kept = found[np.argsort(-counts)[:COLOURS]]
+    nearest = ((found[:, None] - kept) ** 2).sum(-1).argmin(-1).astype(np.uint8)
+    few = fromarray(nearest[places].reshape(image.height, image.width))
+    few.putpalette(kept.astype(np.uint8).tobytes())
+    return few
 
 
 def _only(page: str, sections: Sequence[str]) -> str:
