@@ -34,10 +34,10 @@ The cost model has some fifteen constants. Each is fitted to the rows that are n
 follows from a kept record of single ops, which its comment names. Held out are the models
 Qwen3-30B-A3B, GLM-4.7-Flash and Youtu, the formats `ct-fp8-block`, `ct-nvfp4a16`, `ct-mxfp4a16`
 and `finegrained-fp8`, and Llama-3-8B in bfloat16 on the H100, whose memory is slower than the
-H200's. The first two were written down before any constant was fitted; the third was added when
-it was seen that no dense model was among them. The constants of codes that stand for floats
-follow from `linears_quantized.json`, after steps with such codes had been seen to come out at 0.5
-to 0.8.
+H200's. The models and the formats were chosen before any constant was fitted; Llama-3-8B was
+added later, because no dense model was among them. Steps with codes that stand for floats first
+came out at 0.5 to 0.8 of the measured time. After that had been seen, the constants of such codes
+were taken from `linears_quantized.json`.
 """
 
 
@@ -73,7 +73,8 @@ def whole() -> str:
         ["held out", *summary([row for row in now if row["held_out"]])],
     ]
     header = ("modelled / measured", "rows", "median", "within 15 %", "worst")
-    note = "Before: the longer of bytes and of products with weights, and 2.5 µs for each kernel."
+    note = """Before `times.py`, a step's time was the longer of the times of its bytes and of its
+products with weights, plus 2.5 µs for each kernel."""
     return f"## Steps on an H200 and an H100\n\n{table(header, lines)}\n\n{note}"
 
 
@@ -96,8 +97,8 @@ def classes() -> str:
 
 The bar is the least percentage that holds nine of ten held-out rows of a class, and at least 10 %
 where those are fewer than ten; `inspect` prints it beside the time: `2.6 ms ± 8 %`. Classes are
-told apart by the number of new tokens (*prompt*: 64 or more of a sequence) and by the weights. Of
-steps with adapters none was measured, so their bar is the widest here or more
+told apart by the number of new tokens (*prompt*: 64 or more of a sequence) and by the weights. No
+step with adapters was measured, so the bar of such steps is at least the widest of this table
 (`compiler/report/bars.py` `UNHELD`). One or two rows say little: read such a bar as a
 guess.
 
@@ -133,8 +134,8 @@ whose times hold the host's work too.
 {table(header, lines, left=6)}
 
 Known faults: the random weights of Qwen3-30B-A3B send the 1024 tokens of a prompt to fewer
-experts than even spreading does, which the cost model assumes; a large library product takes from
-680 to 790 TFLOP/s by the GPU's power, and the cost model takes one rate."""
+experts than even spreading does, which the cost model assumes; a large library product runs at
+680 to 790 TFLOP/s, depending on the GPU's power, and the cost model has one rate."""
 
 
 def ops() -> str:
@@ -153,8 +154,8 @@ def ops() -> str:
     header = ("file", "format or case", "rows", "median", "within 15 %", "worst")
     return f"""## Single ops
 
-The model's parts beside measured calls of single ops (`python benchmarks/predicted_ops.py`). Some
-constants follow from these files, so this is a check of the formula, not a held-out test.
+The cost model's parts beside measured calls of single ops (`python benchmarks/predicted_ops.py`).
+Some constants follow from these files, so this is a check of the formula, not a held-out test.
 `moe_quantized.json` is older than the kernels that multiply one token by codes of experts.
 
 {table(header, lines, left=2)}
@@ -181,22 +182,22 @@ def chips() -> str:
     header = ("measured by others", "shape", "published µs", "modelled µs", "ratio", "source")
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios) / len(ratios)
     said = f"median {statistics.median(ratios):.2f}, {100 * near:.0f} % within 15 %"
-    return f"""## A chip that nothing of ours ran on
+    return f"""## A chip without measurements of ours
 
 For sm100 the cost model has the rates of `codegen/targets.py`, and the shares that were fitted on
-Hopper. The table holds it to {len(rows)} figures that public threads state of a B200, of kernels
-that are not ours. (One is of a GB200; the thread of the attention rows says sm100 alone.) Where a
-thread states a rate, the time is the product's FLOPs over it.
+Hopper. The table compares it with {len(rows)} figures of a B200 from public threads, which are of
+other projects' kernels. (One is of a GB200; the thread of the attention rows says sm100 alone.)
+Where a thread states a rate, the time is the product's FLOPs divided by it.
 
-Products and mixtures: {said}, nine of ten within {percent_of(ratios)} %.
-That is the bar of sm100, for want of a better one: it tells how far the rates are from others'
-kernels, not how far ours are. Furthest off are products of one token, which take longer than the
-start of a kernel and their bytes. Attention is left out of the bar: the cost model has the share
-that our kernels reach on Hopper under a mask in a tensor, and FlashAttention-4 takes about a
-quarter of that time. No step of a whole model was found whose dims, batch and context are stated
-and that is not a server's time.
+Products and mixtures: {said}, nine of ten within {percent_of(ratios)} %. The last figure is the bar
+of sm100, for want of a better one. It says how far the cost model is from the kernels of others;
+how far it is from ours is not known. Furthest off are products of one token, which take longer than
+the start of a kernel and their bytes. Attention is left out of the bar: the cost model has the
+share that our kernels reach on Hopper under a mask in a tensor, and FlashAttention-4 takes about a
+quarter of that time. No published time of a whole step was found that states dims, batch and
+context and is not a server's time.
 
-On other chips nothing was held to anything, and the bar says so: ± 50 %.
+On other chips no time was compared with anything. Their bar is a guess: ± 50 %.
 
 {table(header, lines, left=2)}"""
 

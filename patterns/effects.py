@@ -156,8 +156,9 @@ def regroup(effect: Effect, sizes: Sequence[Size]) -> Effect:
     left, dims = list(sizes), []
     while left and len(pending) != 1:
         dims.append(_take_inner(pending, left.pop()))
-    if pending:  # the sizes that are left are all that the one atom is split into
-        (atom,) = pending
+    if len(pending) > 1:
+        raise InexpressibleError(f"cannot view {effect.shape} as {tuple(sizes)}")
+    for atom in pending:  # the sizes that are left are all that the one atom is split into
         step = atom.step
         while left:
             dims.append(coalesce([Atom(atom.axis, step, left[-1])]))

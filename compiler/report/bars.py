@@ -30,10 +30,10 @@ BARS = {
     "prompt, mixture": 28,
     "prompt, weights as codes": 10,
 }
-#: Percent, of a class without a held-out row: the widest of those that have any, at least.
+#: Percent, for a class without a held-out row: at least the widest bar of the other classes.
 UNHELD = 30
-#: Percent, on chips that nothing of ours ran on: sm100 by published measurements on a B200, the
-#: second table of docs/predictions.md; of the others nothing was seen.
+#: Percent, on chips without measurements of ours. sm100: by measurements on a B200 that others
+#: published (docs/predictions.md, the last table). UNSEEN, a guess: all other chips.
 PUBLISHED = {"sm100": 37}
 UNSEEN = 50
 #: The share of rows that a bar holds, and the least bar of fewer than so many rows.

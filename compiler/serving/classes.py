@@ -36,13 +36,21 @@ def with_generate(model: Any) -> Any:
 
 
 def original_class(model: nn.Module) -> type:
-    """Returns the class of the model without the changes."""
-    return getattr(type(model), _MADE_OF, (type(model), ()))[0]
+    """Returns the class of the model without the changes, and without what others made of a changed
+    class."""
+    made = _made_classes(model)
+    return vars(made[-1])[_MADE_OF][0] if made else type(model)
 
 
 def has_change(model: nn.Module, name: str) -> bool:
-    """Whether the class of the model has the change of this name."""
-    return name in dict(getattr(type(model), _MADE_OF, (None, ()))[1])
+    """Whether the class of the model has the change of this name, or inherits it."""
+    return any(name in dict(vars(made)[_MADE_OF][1]) for made in _made_classes(model))
+
+
+def _made_classes(model: nn.Module) -> list[type]:
+    """Returns the subclasses that were made here, the latest first: several where others changed
+    the class in between."""
+    return [one for one in type(model).__mro__ if _MADE_OF in vars(one)]
 
 
 def change_class(model: nn.Module, name: str, methods: Mapping[str, Callable[..., Any]]) -> None:
@@ -59,12 +67,12 @@ def change_class_back(model: nn.Module, name: str, function: str) -> None:
     """
     if not has_change(model, name):
         return
-    if _MADE_OF not in vars(type(model)):
+    original, changes = vars(type(model)).get(_MADE_OF, (type(model), ()))
+    if name not in dict(changes):
         raise RuntimeError(
-            f"{function}: the class of the model became {type(model).__name__} after {name}; "
+            f"{function}: the class of the model became {original.__name__} after {name}; "
             "undo that first"
         )
-    original, changes = vars(type(model))[_MADE_OF]
     left = tuple(change for change in changes if change[0] != name)
     model.__class__ = _changed(original, left) if left else original
 

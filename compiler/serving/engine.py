@@ -83,8 +83,12 @@ def disable(model: nn.Module) -> None:
         raise RuntimeError("disable: a manager of this model runs; call its stop() first")
     change_class_back(changed, _CHANGE, "disable")
     changed.__dict__.pop(_HOOK).remove()
-    if changed in _BEFORE:  # a manager that was never started does not
-        give_attention_back(changed)
+    give_attention_back(changed)  # a manager that was never started does not
+
+
+def is_enabled(model: nn.Module) -> bool:
+    """Whether `enable` has changed the model. Raises TypeError as that does."""
+    return has_change(with_generate(model), _CHANGE)
 
 
 def _refuse_kept_manager(model: Any, function: str) -> None:
@@ -118,13 +122,15 @@ def init_continuous_batching(
     settings = continuous_batching_config
     if settings is None:  # where transformers looks, too
         settings = getattr(generation_config, "continuous_batching_config", None)
+    taken = not is_taken(self)
     before = take_attention(self)
     try:
         manager = original.init_continuous_batching(
             self, generation_config, BatchingConfig.of(settings), workload_hints
         )
     except BaseException:
-        give_attention_back(self)
+        if taken:  # else an earlier manager has it
+            give_attention_back(self)
         raise
     manager._original_attn_impl = before  # which the manager sets when it is stopped
     _MANAGERS[self] = ref(manager)
@@ -136,16 +142,25 @@ def take_attention(model: Any) -> str | dict[str, str]:
     from tilewright.compiler.serving.allocators import ATTENTION
 
     config, text = model.config, model.config.get_text_config()
-    if text._attn_implementation != ATTENTION:  # no manager of this model lives
+    if not is_taken(model):  # no manager of this model lives
         _BEFORE[model] = _attention(config, text)
     for one in (config, text):
         one._attn_implementation = {"": ATTENTION}  # of this alone, and of no vision tower
     return _BEFORE[model]
 
 
+def is_taken(model: Any) -> bool:
+    """Whether a model attends as in the engine."""
+    from tilewright.compiler.serving.allocators import ATTENTION
+
+    return bool(model.config.get_text_config()._attn_implementation == ATTENTION)
+
+
 def give_attention_back(model: Any) -> None:
-    """Has a model attend as before `take_attention`."""
-    model.config._attn_implementation = _BEFORE.pop(model)
+    """Has a model attend as before `take_attention`; leaves an attention that was set since."""
+    before = _BEFORE.pop(model, None)
+    if before is not None and is_taken(model):
+        model.config._attn_implementation = before
 
 
 def _attention(config: Any, text: Any) -> str | dict[str, str]:

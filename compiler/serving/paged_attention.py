@@ -160,15 +160,24 @@ def _block_table(
         index = (starts[:, None] + steps).clamp(max=write.shape[0] - 1)
         return (write[index] // owner.block_physical_stride).to(torch.int32)
     pages = (lengths + size - 1) // size
-    # The length of the longest is a number that changes from step to step, for which a compiled
-    # step would be compiled again. Its bound: `read` has a place for each token and key, and kept
-    # pages of layers with a window begin up to a page before the window.
-    if is_compiling():
-        columns = (read.shape[0] + size - 1) // size + 1
-    else:
-        columns = -(-step["max_length_k"][owner.layer_type] // size)
+    columns = _columns(owner, step, lengths.shape[0], write.shape[0], read.shape[0])
     index = (pages.cumsum(0) - pages)[:, None] + torch.arange(columns, device=lengths.device)
     return read[index.clamp(max=read.shape[0] - 1)].to(torch.int32)
+
+
+def _columns(owner: Any, step: dict[str, Any], sequences: int, tokens: int, read: int) -> int:
+    """Returns the number of pages of the longest sequence, or a bound of it.
+
+    The length of the longest is a number that changes from step to step, for which a compiled step
+    would be compiled again. Where the engine pads steps, as it does those that it compiles, the
+    length of `read` is a bound: it has a place for each token and key, and kept pages of layers
+    with a window begin up to a page before the window. Else `read` has just the pages.
+    """
+    size = owner.tokens_per_page
+    padded = step["max_length_q"] == tokens  # or all tokens are those of one sequence
+    if not is_compiling() or not padded:
+        return int(-(-step["max_length_k"][owner.layer_type] // size))
+    return read if sequences == 1 else (read + size - 1) // size + 1
 
 
 def attention(
@@ -198,9 +207,13 @@ def attention(
         )
     if position_bias is not None:
         raise ValueError("position_bias: expected None, got a bias, which the engine does not add")
+    if attention_mask is not None:
+        raise ValueError("attention_mask: expected None, got a mask, which would not be read")
     owner: Any = cache.layer_to_allocator[module.layer_idx]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if isinstance(owner, LatentPages):
+        if s_aux is not None or softcap:
+            raise ValueError("attention to latents: expected neither s_aux nor softcap")
         return _attend_to_latents(owner, module, query[0], scaling, kwargs[PLAN])
     held = (owner.num_key_value_heads, owner.head_dim)
     for states in (key, value):

@@ -9,15 +9,25 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from tilewright.compiler.serving.engine import disable, enable, take_attention
+from tilewright.compiler.serving.classes import with_generate
+from tilewright.compiler.serving.engine import (
+    disable,
+    enable,
+    give_attention_back,
+    is_enabled,
+    is_taken,
+    take_attention,
+)
 
 
 @contextmanager
 def in_engine(model: Any) -> Iterator[bool]:
     """Has a model attend as in the engine while the block runs; yields whether it can.
 
-    Raises TypeError for what is no model of transformers.
+    A model that is enabled stays so. Raises TypeError for what is no model of transformers.
     """
+    model = with_generate(model)
+    was_enabled, was_taken = is_enabled(model), is_taken(model)
     if not enable(model):
         yield False
         return
@@ -25,7 +35,10 @@ def in_engine(model: Any) -> Iterator[bool]:
     try:
         yield True
     finally:
-        disable(model)
+        if not was_taken:
+            give_attention_back(model)
+        if not was_enabled:
+            disable(model)
 
 
 def decode_step(memory: PagedAttentionCache, sequences: int) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def saturates(written: Written, dtype: torch.dtype) -> bool:
         return True
     low, high = written.held
     if low != high:
-        message = f"values are held to the range of {dtype_name(dtype)} on one side alone"
+        message = f"values are clamped to the range of {dtype_name(dtype)} on one side only"
         hint = "clamp them from below and from above, or not at all"
         reject("CAST", Stage.ANCHORED, message, written.view, hint=hint)
     return low

@@ -59,6 +59,7 @@ from tilewright.compiler.serving import (
     undefer_stop_check,
 )
 from tilewright.compiler.serving import relied_on as relied
+from tilewright.compiler.serving.steps import in_engine
 
 
 @pytest.fixture
@@ -519,6 +520,95 @@ def test_settings_that_transformers_refuses_leave_the_attention(enabled):
     with pytest.raises(ValueError, match="page_size"):
         model.init_continuous_batching(greedy(), plain(page_size=2))
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_they_leave_a_manager_that_runs_alone(enabled):
+    model, want = enabled("Llama"), generated("Llama", (5,))
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=plain(), warmup=False
+    ) as manager:
+        with pytest.raises(ValueError, match="page_size"):
+            model.init_continuous_batching(greedy(), plain(page_size=2))
+        assert model.config._attn_implementation == allocators.ATTENTION
+        manager.add_request(prompts((5,))[0], max_new_tokens=NEW)
+        assert manager.get_result(timeout=20).generated_tokens == want[0]
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_that_was_chosen_after_a_manager_stays():
+    model = copy.deepcopy(built("Llama"))
+    assert enable(model)
+    batch(model, plain(), lengths=(3,))
+    model.set_attn_implementation("eager")
+    disable(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_class_that_others_derive_from_the_changed_one_has_the_change():
+    """As sharding libraries do, between one change of the class and the next."""
+    model = copy.deepcopy(built("Llama"))
+    original = type(model)
+    assert enable(model)
+    changed = type(model)
+    model.__class__ = other = type("Sharded", (changed,), {})
+    assert defer_stop_check(model)
+    assert enable(model)  # again: nothing
+    assert batch(model, plain(), lengths=(5, 20)) == generated("Llama", (5, 20))
+    with pytest.raises(RuntimeError, match="became Sharded after enable"):
+        disable(model)
+    undefer_stop_check(model)
+    assert type(model) is other
+    model.__class__ = changed
+    disable(model)
+    assert type(model) is original
+
+
+def test_a_model_in_the_engine_for_a_look_stays_enabled_where_it_was():
+    model = copy.deepcopy(built("Llama"))
+    original = type(model)
+    with in_engine(model) as can:
+        assert can
+        assert model.config._attn_implementation == allocators.ATTENTION
+    assert type(model) is original
+    assert enable(model)
+    with in_engine(model):
+        assert model.config._attn_implementation == allocators.ATTENTION
+    assert model.config._attn_implementation == "sdpa"
+    assert type(model) is not original
+    assert batch(model, plain(), lengths=(3,)) == generated("Llama", (3,))
+
+
+@pytest.mark.parametrize("lengths", [(100, 20, 3, 9), (100,)])
+def test_a_compiled_model_in_steps_that_are_not_padded_sees_all_pages(lengths):
+    """The engine pads the steps that it compiles itself, and does not know of this compiler."""
+    model = copy.deepcopy(built("Llama"))
+    assert enable(model)
+    model.compile(backend="eager", dynamic=True)
+    assert batch(model, plain(), lengths=lengths) == generated("Llama", lengths)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_bias"])
+def test_what_the_attention_would_not_read_raises(name):
+    cache = object.__new__(PagedAttentionCache)
+    states, given = torch.zeros(1, 2, 3, 8), {"attention_mask": None, name: torch.zeros(1)}
+    with pytest.raises(ValueError, match=f"{name}: expected None"):
+        paged_attention.attention(
+            None, states, states, states, cache=cache, tilewright_plan={}, **given
+        )
+
+
+@pytest.mark.parametrize("given", [{"s_aux": torch.zeros(4)}, {"softcap": 2.0}])
+def test_sinks_of_latents_raise(given):
+    config = built("DeepseekV3").config
+    owner = allocators.LatentPages(0, config, 4, torch.float32, PAGE, [0], True)
+    cache = object.__new__(PagedAttentionCache)
+    cache.layer_to_allocator = {0: owner}
+    module, states = type("Attention", (), {"layer_idx": 0}), torch.zeros(1, 4, 3, 24)
+    with pytest.raises(ValueError, match="neither s_aux nor softcap"):
+        paged_attention.attention(
+            module, states, states, states, None, cache=cache, tilewright_plan={}, **given
+        )
 
 
 def test_keys_of_another_size_raise(enabled):

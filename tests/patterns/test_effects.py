@@ -167,6 +167,13 @@ def test_a_symbol_is_split_where_the_sizes_are_known_to_be_as_many():
     )
 
 
+def test_symbols_that_must_all_be_one_are_not_regrouped():
+    """Only data say that both are one; no size is left for the second."""
+    one, other = (sympy.Symbol(name, integer=True) for name in ("u0", "u1"))
+    with pytest.raises(InexpressibleError, match="cannot view"):
+        effects.regroup(effects.identity((one, other)), (1,))
+
+
 def test_a_slice_across_a_merged_dimension_is_refused():
     merged = effects.reshape(effects.permute(effects.identity((4, 6)), (1, 0)), (24,))
     with pytest.raises(InexpressibleError, match="merged"):
