@@ -113,13 +113,14 @@ def _overloads(node: fx.Node, packet: Any) -> list[Any]:
 
 
 def _held(item: Any) -> Any:
-    """An argument with example values for nodes, and the graph's attributes for `get_attr`."""
+    """An argument with what its nodes hold."""
+    return fx.node.map_arg(item, held_by)
 
-    def value(node: fx.Node) -> Any:
-        held = node.meta.get("example_value")
-        return attribute_of(node) if held is None and node.op == "get_attr" else held
 
-    return fx.node.map_arg(item, value)
+def held_by(node: fx.Node) -> Any:
+    """Returns a node's example value, or the graph's attribute for a `get_attr` without one."""
+    held = node.meta.get("example_value")
+    return attribute_of(node) if held is None and node.op == "get_attr" else held
 
 
 def attribute_of(node: fx.Node) -> Any:
