@@ -34,7 +34,7 @@ for command in (inspect, kernels, verify, diff, explain, zoo, doctor, cache, ben
 
 
 def main() -> None:
-    """The `tilewright` script."""
+    """Runs the `tilewright` script."""
     app()
 
 

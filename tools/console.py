@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from rich.console import Console
 
-# The width for pipes and files; a terminal has its own.
+# The width for pipes and files. A terminal keeps its own width.
 PIPE_WIDTH = 100
 
 
 def make_console(stderr: bool = False) -> Console:
-    """A console without markup; 100 columns wide where it is no terminal."""
+    """Returns a console without markup, which is 100 columns wide if it is not a terminal."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a report, several at a time, and holds each to the target's rules."""
+"""Compiles the kernels of a report in parallel, and checks each against the target's rules."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class KernelAudit(Audited):
-    """One kernel of a report after the compiler."""
+    """The outcome of compiling and auditing one kernel of a report."""
 
     kernel: Kernel = field(kw_only=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """The outcome as JSON-ready data."""
+        """Returns the outcome as JSON-ready data."""
         facts = None
         if self.audit is not None:
             facts = asdict(self.audit) | {"mma": self.audit.mma, "spills": self.audit.spills}
@@ -48,7 +48,7 @@ def audit_kernels(
 ) -> list[KernelAudit]:
     """Cross-compiles every kernel for `target` and audits it; no GPU is needed.
 
-    Each compiles in a process of its own, `workers` at a time; what the cache holds is not
+    Each kernel compiles in a process of its own, `workers` at a time. Kernels in the cache are not
     compiled again. done: called after each kernel. A kernel that does not compile is an outcome,
     not an error. Raises ValueError for an unknown target.
     """
@@ -65,11 +65,11 @@ def audit_kernels(
 
 
 def expectations(kernel: Kernel, target: Target) -> Expectations:
-    """Returns what a kernel's own spec commits it to.
+    """Returns the rules that follow from a kernel's spec.
 
-    One that multiplies tiles does so on the tensor cores meant for its dtype, unless its tiles are
-    too short for them; NVFP4 x NVFP4 does so as NVFP4 wherever the chip can. A warp-specialised
-    one, one that unpacks codes, or attention, may keep a little on the stack.
+    A kernel that multiplies tiles must use the tensor cores meant for its dtype, unless its tiles
+    are too short for them. NVFP4 x NVFP4 must be multiplied as NVFP4 if the chip can. Kernels that
+    are warp-specialised, that unpack codes, or that compute attention may use a little stack.
     """
     if "tl.dot" not in kernel.source:
         return Expectations()

@@ -31,15 +31,15 @@ BETWEEN_GRAPHS = (
 )
 
 
-#: Of a layer's keys and values: fp32 [], or [heads].
+#: The scales of a layer's keys and of its values, each float32 [] or [heads].
 Scales = tuple[torch.Tensor, torch.Tensor]
 
 
 class PagedLayer(StaticLayer):
-    """The pools of one layer. All layers share `pages`; the first one counts the tokens.
+    """The pools of one layer. All layers share `pages`; the first layer counts the tokens.
 
-    stored: the dtype of the pools; None: that of the states. scales: what 8-bit floats in them are
-    multiplied by.
+    stored: the dtype of the pools; None for the dtype of the keys and values. scales: factors that
+    8-bit floats in the pools are multiplied by.
     """
 
     is_croppable = True
@@ -64,7 +64,8 @@ class PagedLayer(StaticLayer):
 
     @torch.compiler.disable(reason=BETWEEN_GRAPHS)
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Pools for [batch, heads, tokens, head_dim] states, with pages for what is reserved."""
+        """Allocates the pools for states [batch, heads, tokens, head_dim], with all reserved
+        pages."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.pages.begin(key_states.shape[0], self.device)
         if self.pages.length.device != self.device:
@@ -86,7 +87,7 @@ class PagedLayer(StaticLayer):
             layer.follow()
 
     def follow(self) -> None:
-        """Pools and counts as the pages have become."""
+        """Enlarges the pools, and updates the counts, to match the shared pages."""
         self.cumulative_length = self.pages.length
         self.batch_size = self.pages.batch
         if self.is_initialized and self.keys.shape[0] < self.pages.num_pages:
@@ -99,7 +100,8 @@ class PagedLayer(StaticLayer):
 
     @torch.compiler.disable(reason=BETWEEN_GRAPHS)
     def reserve(self, tokens: int, batch: int = 0) -> None:
-        """Pages for `tokens` more of each sequence; of `batch` sequences, where that is known."""
+        """Reserves pages for `tokens` more tokens of each sequence. batch: the number of sequences;
+        0 if not known."""
         changed = self.is_initialized and batch not in (0, self.pages.batch)
         if changed:
             self.pages.begin(batch, self.device)
@@ -111,11 +113,13 @@ class PagedLayer(StaticLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new tokens into their slots; returns every sequence's keys and values.
+        """Writes the new tokens into their slots, and returns the keys and values of every
+        sequence.
 
-        States [batch, heads, tokens, head_dim]; result [batch, heads, columns * page_size,
-        head_dim], zeros or left-overs where no token is. Eager calls take the pages they need; a
-        compiled one has those that were reserved before it. Raises ValueError for another batch.
+        States have the shape [batch, heads, tokens, head_dim]. Results have the shape [batch,
+        heads, columns * page_size, head_dim]; positions without a token hold zeros or old values.
+        Eager calls take the pages that they need; compiled calls use the pages that were reserved
+        before. Raises ValueError for another batch size.
         """
         batch, tokens = key_states.shape[0], key_states.shape[2]
         if self.counts and not (torch.compiler.is_compiling() and self.is_initialized):
@@ -142,42 +146,43 @@ class PagedLayer(StaticLayer):
         return keys, values
 
     def _gathered(self, pool: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, columns * page_size, head_dim] of a pool."""
+        """Returns the keys or values of a pool as [batch, heads, columns * page_size, head_dim]."""
         rows = _bytes(pool)[self.pages.block_table].view(pool.dtype)
         if pool.dtype in FP8_DTYPES:
             rows = (rows.float() * scale).to(self.dtype)
         return rows.flatten(1, 2).transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `update` will return, and 0. `generate()` asks this before each forward pass,
-        compiled or not: here the pages for it are taken. Within a compiled model this breaks the
-        graph, unless its caller reserved pages."""
+        """Returns the number of keys that `update` will return, and 0. `generate()` calls this
+        before each forward pass, compiled or not, so the pages for the pass are taken here. Within
+        a compiled model that breaks the graph, unless the caller has reserved pages."""
         if torch.compiler.is_compiling() and self.pages.ahead:
             return self.pages.block_table.shape[1] * self.pages.page_size, 0
         self.reserve(query_length)
         return self.pages.width * self.pages.page_size, 0
 
     def get_seq_length(self) -> Any:
-        """Tokens of each sequence: int64 [], on the device."""
+        """Returns the tokens of each sequence: int64 [], on the device."""
         if torch.compiler.is_compiling():
             return self.pages.length
         return self.pages.length.clone() if self.pages.batch else 0
 
 
 class PagedCache(StaticCache):
-    """A transformers Cache with pages and a block table, for any decoder that StaticCache serves.
+    """A transformers Cache with pages and a block table, for any decoder that StaticCache supports.
 
-    config: the model's. page_size: tokens of a page, a power of two. max_cache_len: tokens that a
-    sequence may have; with one, the shapes that a compiled forward pass sees do not change with
-    the length. max_pages: that a pool may have. dtype: of the pools: float8_e4m3fn or float8_e5m2,
-    or None, for the model's. scales: what 8-bit floats are multiplied by, of keys and of values, by
-    the layer's number, as `kv_scales` reads them of a model; 1 where it has none. Raises ValueError
-    for bad values, and for a model whose attention layers keep more than keys and values.
+    config: the model's configuration. page_size: tokens of a page, a power of two. max_cache_len:
+    the maximum number of tokens of a sequence; if given, the shapes in a compiled forward pass do
+    not change with the length. max_pages: the maximum number of pages of a pool. dtype: the dtype
+    of the pools, float8_e4m3fn or float8_e5m2; None for the model's dtype. scales: layer number ->
+    factors that 8-bit keys and values are multiplied by, as `kv_scales` reads them from a model;
+    layers that are not in it have 1. Raises ValueError for bad values, and for a model whose
+    attention layers cache more than keys and values.
 
-    Pages are taken as tokens come, between forward passes: by the first layer in an eager one, and
-    by `generate()`, which asks for the size of the mask before each. A compiled model called by
-    hand breaks its graph there, unless `reserve` took the pages before. Beams share full pages;
-    only pages partly filled are copied.
+    Pages are taken as tokens come, between forward passes: by the first layer in an eager pass, and
+    by `generate()`, which asks for the size of the mask before each pass. A compiled model called
+    by hand breaks its graph there, unless `reserve` took the pages before. Beams share full pages;
+    only partly filled pages are copied.
     """
 
     def __init__(
@@ -219,7 +224,8 @@ class PagedCache(StaticCache):
             raise ValueError(f"scales: of layers {beyond}, and the model has {len(self.layers)}")
 
     def _layer_for(self, layer: Any, dtype: torch.dtype | None, scales: Scales | None) -> Any:
-        """Pages in the place of a static cache's keys and values; other layers as they are."""
+        """Returns a layer of pages in place of a static cache's keys and values; returns layers of
+        other kinds unchanged."""
         if type(layer) in (StaticLayer, StaticSlidingWindowLayer):
             return PagedLayer(self.pages, self.paged, dtype, scales)
         if isinstance(layer, StaticLayer):
@@ -231,15 +237,17 @@ class PagedCache(StaticCache):
 
     @property
     def num_pages(self) -> int:
-        """Pages of each pool."""
+        """Returns the number of pages of each pool."""
         return self.pages.num_pages
 
     def reserve(self, tokens: int) -> None:
-        """Takes pages for `tokens` more of each sequence, so that none is taken on the way.
+        """Takes pages for `tokens` more tokens of each sequence, so that later calls need not take
+        any.
 
-        Compiled calls take none by themselves from here on, until `crop`, `reset` or another batch.
-        Before the first forward pass it is remembered. Raises ValueError for no number of tokens
-        and beyond max_cache_len, RuntimeError beyond max_pages.
+        From here on, compiled calls take no pages themselves, until `crop`, `reset` or another
+        batch. A reservation before the first forward pass takes effect in that pass. Raises
+        ValueError if `tokens` is not an int of at least 0, and beyond max_cache_len; RuntimeError
+        beyond max_pages.
         """
         if not _is_count(tokens, least=0):
             raise ValueError(f"tokens: expected an int of at least 0, got {tokens!r}")
@@ -248,7 +256,7 @@ class PagedCache(StaticCache):
 
     def most_tokens(self, batch: int) -> int | None:
         """Returns how many tokens each of `batch` sequences may have; None without a limit. Raises
-        ValueError for no number of sequences."""
+        ValueError if `batch` is not an int of at least 1."""
         if not _is_count(batch):
             raise ValueError(f"batch: expected an int of at least 1, got {batch!r}")
         limits = []
@@ -259,7 +267,7 @@ class PagedCache(StaticCache):
         return min(limits, default=None)
 
     def reset(self) -> None:
-        """Without tokens, as new; the pools stay as large as they are."""
+        """Removes all tokens. The pools keep their size."""
         for layer in self._others():
             layer.reset()
         for pool in self._pools():
@@ -267,8 +275,9 @@ class PagedCache(StaticCache):
         self.pages.crop(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove tokens of each sequence; 0 does not wait for the
-        device. A positive number, which releases up to 5.17 allow, is how many are kept."""
+        """Removes the last -tokens_to_remove tokens of each sequence. With 0 it does not wait for
+        the device. A positive number, which transformers accepts up to release 5.17, is the number
+        of tokens to keep."""
         for layer in self._others():
             layer.crop(tokens_to_remove)
         if tokens_to_remove == 0:
@@ -279,19 +288,19 @@ class PagedCache(StaticCache):
             self._copy(self.pages.crop(kept))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence b continues what sequence beam_idx[b] was."""
+        """Replaces sequence b by sequence beam_idx[b]."""
         for layer in self._others():
             layer.reorder_cache(beam_idx)
         self._rearrange(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times, one after the other."""
+        """Repeats each sequence `repeats` times; copies of a sequence are adjacent."""
         for layer in self._others():
             layer.batch_repeat_interleave(repeats)
         self._rearrange([b for b in range(self.pages.batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these sequences, in this order."""
+        """Keeps only the sequences at these indices, in this order."""
         for layer in self._others():
             layer.batch_select_indices(indices)
         chosen = torch.arange(self.pages.batch, device=indices.device)[indices]
@@ -302,7 +311,7 @@ class PagedCache(StaticCache):
             self._copy(self.pages.rearrange(sources))
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages, (from, to), in every pool."""
+        """Copies pages, given as (from, to), in every pool."""
         for layer in self.paged:
             layer.follow()
         if not copies:
@@ -312,7 +321,7 @@ class PagedCache(StaticCache):
             pool[places] = pool[sources]
 
     def _others(self) -> list[Any]:
-        """Layers without keys and values, such as those of a linear attention."""
+        """Returns the layers without keys and values, such as those of linear attention."""
         return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
 
     def _pools(self) -> list[torch.Tensor]:
@@ -321,7 +330,7 @@ class PagedCache(StaticCache):
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
-    """Whether it is a whole number, of any type that is one, of at least `least`."""
+    """Whether the value is an integer, of any integer type, and at least `least`."""
     try:
         return not isinstance(value, bool) and operator.index(value) >= least
     except TypeError:
@@ -329,7 +338,7 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 
 def _are_scales(scales: Any) -> bool:
-    """Whether it is two tensors for each of some layers."""
+    """Whether the value maps layers to pairs of tensors."""
     return isinstance(scales, Mapping) and all(
         isinstance(pair, (tuple, list))
         and len(pair) == 2
@@ -339,10 +348,11 @@ def _are_scales(scales: Any) -> bool:
 
 
 def kv_scales(model: nn.Module) -> dict[int, Scales]:
-    """Returns the scales of keys and values that a checkpoint brought, by the layer's number.
+    """Returns the scales of keys and values in a checkpoint, by layer number.
 
-    Reads `k_scale` and `v_scale` of an attention module, as compressed-tensors has them, or of its
-    `k_proj` and `v_proj`, as ModelOpt has them. Raises ValueError for a model without any.
+    Reads `k_scale` and `v_scale` of an attention module, as compressed-tensors stores them, or of
+    its `k_proj` and `v_proj`, as ModelOpt stores them. Raises ValueError if the model has no such
+    scales.
     """
     found: dict[int, Scales] = {}
     for module in model.modules():
@@ -358,12 +368,12 @@ def kv_scales(model: nn.Module) -> dict[int, Scales]:
 
 
 def _bytes(pool: torch.Tensor) -> torch.Tensor:
-    """Not every backend indexes 8-bit floats; bytes it does."""
+    """Returns a pool of 8-bit floats as bytes, because not every backend can index 8-bit floats."""
     return pool.view(torch.uint8) if pool.dtype in FP8_DTYPES else pool
 
 
 def _zeros(pages: Pages, heads: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:
-    """A pool. Of zeros: a value that the mask hides is multiplied by zero, and must be finite."""
+    """Returns a pool of zeros. A hidden value is multiplied by zero, so it must be finite."""
     pool = like.new_zeros((pages.num_pages, pages.page_size, heads, head_dim))
     mark_address(pool)
     return pool

@@ -1,12 +1,5 @@
-"""Which pages of a pool each sequence of a batch has: a block table, and who may write where.
-
-    key j of sequence b lies in page block_table[b, j // page_size], at j % page_size
-
-All that is decided here is decided on the host, between forward passes. Sequences may share pages
-that are full; the page that a sequence writes next is its own (copy on write). Page 0 belongs to no
-sequence: columns of the block table that have no page yet say 0, and what they show is hidden by
-the mask.
-"""
+"""Assigns pages of a pool to the sequences of a batch: the block table, and which pages may be
+written."""
 
 from __future__ import annotations
 
@@ -15,17 +8,18 @@ from collections.abc import Sequence
 
 import torch
 
-# A pool that is too small grows by a quarter at least, so that few tokens are copied often.
+# A pool that is too small grows by at least a quarter, so that tokens are rarely copied.
 GROWTH = 4
 
 
 class Pages:
-    """The pages of a batch whose sequences have the same number of tokens.
+    """The pages of a batch whose sequences all have the same number of tokens.
 
-    page_size: tokens. max_length: tokens of one sequence, and then the block table has this width
-    from the start; without one, its width is a power of two and doubles. max_pages: of the pool.
-    num_pages: what a pool needs, page 0 included. length: int64 [], tokens present, on the device,
-    where forward passes count them.
+    page_size: tokens of a page. max_length: the maximum number of tokens of a sequence, which fixes
+    the width of the block table; if None, the width is a power of two and doubles as needed.
+    max_pages: the maximum number of pages of a pool, without page 0. num_pages: the number of pages
+    that a pool needs, page 0 included. length: int64 [], the tokens present in each sequence; it is
+    on the device, where forward passes count them.
     """
 
     def __init__(self, page_size: int, max_length: int | None, max_pages: int | None) -> None:
@@ -33,23 +27,25 @@ class Pages:
         self.rows: list[list[int]] = []
         self.free: list[int] = []
         self.num_pages = 1
-        # Pages of each sequence, and the columns of the block table.
+        # The pages of each sequence, and the columns of the block table.
         self.columns = 0
         self.width = 1 if max_length is None else self._pages_for(max_length)
         self.length = torch.zeros((), dtype=torch.int64)
         self.block_table = torch.zeros((0, self.width), dtype=torch.int32)
-        # Whether the caller takes the pages for compiled calls.
+        # Whether the caller reserves the pages for compiled calls.
         self.ahead = False
-        # Tokens present, if every forward pass used what was reserved for it: never too few.
+        # An upper bound of the tokens present: every forward pass may have used all that was
+        # reserved.
         self._most = 0
 
     @property
     def batch(self) -> int:
-        """Sequences; 0 where that is not known yet."""
+        """Returns the number of sequences; 0 if it is not known yet."""
         return len(self.rows)
 
     def begin(self, batch: int, device: torch.device) -> None:
-        """Gives each of `batch` sequences its pages. Raises ValueError where others have theirs."""
+        """Gives each of `batch` sequences its pages. Raises ValueError if other sequences hold
+        tokens."""
         if batch == self.batch:
             return
         if self.batch and self.present():
@@ -67,9 +63,9 @@ class Pages:
         self._most, self.ahead = most, ahead
 
     def reserve(self, tokens: int) -> bool:
-        """Room for `tokens` more of each sequence; returns whether that took pages. Waits for the
-        device only where it must know how many tokens are present. Raises ValueError beyond
-        max_length, RuntimeError beyond max_pages."""
+        """Makes room for `tokens` more tokens of each sequence, and returns whether that took
+        pages. Waits for the device only if the exact number of present tokens is needed. Raises
+        ValueError beyond max_length, RuntimeError beyond max_pages."""
         taken, room = False, self.columns * self.page_size
         if self.max_length is not None:
             room = min(room, self.max_length)
@@ -85,9 +81,9 @@ class Pages:
         return taken
 
     def present(self) -> int:
-        """Tokens of each sequence; waits for the device. Raises RuntimeError where a forward pass
-        wrote more than there was room for."""
-        if not self.batch or self.length.is_meta:  # meta tensors have no numbers
+        """Returns the tokens of each sequence; waits for the device. Raises RuntimeError if a
+        forward pass wrote more tokens than there was room for."""
+        if not self.batch or self.length.is_meta:  # meta tensors have no values
             return 0
         length, room = int(self.length), self.columns * self.page_size
         if length > room:
@@ -103,7 +99,8 @@ class Pages:
         return self._keep(self.rows, length)
 
     def rearrange(self, sources: Sequence[int]) -> list[tuple[int, int]]:
-        """Sequence b becomes what sequence sources[b] was; returns the pages to be copied."""
+        """Replaces sequence b by sequence sources[b]; returns the pages to be copied, (from,
+        to)."""
         length = self.present()
         return self._keep([self.rows[source] for source in sources], length)
 
@@ -111,7 +108,7 @@ class Pages:
         return -(-tokens // self.page_size)
 
     def _extend(self, columns: int) -> bool:
-        """`columns` pages for each sequence; whether these are more."""
+        """Gives each sequence `columns` pages; returns whether any are new."""
         if columns == self.columns:
             return False
         more = columns - self.columns
@@ -125,7 +122,8 @@ class Pages:
         return True
 
     def _keep(self, rows: Sequence[Sequence[int]], length: int = 0) -> list[tuple[int, int]]:
-        """The sequences have the first `length` tokens of these rows; all other pages are free."""
+        """Gives each sequence the first `length` tokens of its row in `rows`, and frees all other
+        pages. Returns the pages to be copied, (from, to)."""
         columns = self._pages_for(length)
         kept = [list(row[:columns]) for row in rows]
         users = Counter(page for row in kept for page in row)
@@ -151,7 +149,7 @@ class Pages:
         return copies
 
     def _take(self, count: int, sequences: int) -> list[int]:
-        """Free pages, of a larger pool where there are too few."""
+        """Takes free pages, and enlarges the pool if there are too few."""
         missing = count - len(self.free)
         if missing > 0:
             more = max(missing, self.num_pages // GROWTH)
@@ -168,7 +166,7 @@ class Pages:
         return [self.free.pop() for _ in range(count)]
 
     def _write_table(self) -> None:
-        """The block table of these rows, in the same memory where its shape is the same."""
+        """Writes the block table from the rows. The tensor is reused if the shape is the same."""
         padding = [0] * (self.width - self.columns)
         rows = [row + padding for row in self.rows]
         table = torch.tensor(rows, dtype=torch.int32, device=self.block_table.device)
@@ -180,5 +178,6 @@ class Pages:
 
 
 def mark_address(tensor: torch.Tensor) -> None:
-    """CUDA graphs read it where it lies, and are recorded again where that changes."""
+    """Marks a tensor's address as static: CUDA graphs read the tensor in place, and are recorded
+    again if the address changes."""
     torch._dynamo.mark_static_address(tensor)

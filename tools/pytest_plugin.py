@@ -23,12 +23,12 @@ import pytest
 from tilewright.codegen.names import did_you_mean
 from tilewright.tools.files import write_whole
 
-if TYPE_CHECKING:  # torch is imported with the first model only: every pytest run loads this file
+if TYPE_CHECKING:  # torch is imported with the first model: every pytest run loads this file
     from tilewright.compiler import Lowered
     from tilewright.tools.report.snapshot import Change
 
 FOLDER = "tilewright_snapshots"
-#: What `lower` takes that are no options.
+#: Parameters of `lower` that are not options.
 _CALL = ("model", "args", "kwargs")
 UPDATE = "--tilewright-update"
 
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def tilewright(request: pytest.FixtureRequest) -> Matches:
-    """Checks of what tilewright matches in a model; see :class:`Matches`."""
+    """Checks which matches and misses tilewright finds in a model; see :class:`Matches`."""
     return Matches(
         folder=request.path.parent / FOLDER / request.path.stem,
         name=_test_name(request),
@@ -49,16 +49,17 @@ def tilewright(request: pytest.FixtureRequest) -> Matches:
 
 
 def _test_name(request: pytest.FixtureRequest) -> str:
-    """The test's name, with its class, as a file name."""
+    """Returns the name of the test and of its class as a file name."""
     parts = [request.cls.__name__] if request.cls else []
     return re.sub(r"[^\w.-]+", "_", ".".join([*parts, request.node.name])).strip("_")
 
 
 class Matches:
-    """The checks of the fixture. Each lowers a model once; meta tensors as arguments will do.
+    """The fixture's checks. Each check lowers a model once; the arguments may be meta tensors.
 
-    model, args, kwargs: as the model is called. options: of tilewright.compiler.lower (`patterns`,
-    `dynamic`, `target`). A check that fails lists the sites and misses that differ.
+    model, args, kwargs: the model and the arguments of its call. options: of
+    tilewright.compiler.lower (`patterns`, `dynamic`, `target`). A check that fails lists the sites
+    and misses that differ.
     """
 
     def __init__(self, folder: Path, name: str, update: bool) -> None:
@@ -76,7 +77,8 @@ class Matches:
     ) -> Lowered:
         """Compares the model's matches and misses with its snapshot file; returns the report.
 
-        name: of the file; by default the test's, with a number from its second check on.
+        name: the name of the file; by default the name of the test, with a number from the second
+        check on.
         """
         from tilewright.tools.report.snapshot import compare, snapshot_lines, snapshot_text
 
@@ -101,7 +103,8 @@ class Matches:
         options: Mapping[str, Any] | None = None,
         **counts: int,
     ) -> Lowered:
-        """Counts the sites of each named pattern: `assert_matches(model, args, qkv_cache=32)`."""
+        """Checks the number of sites of each named pattern: `assert_matches(model, args,
+        qkv_cache=32)`."""
         _check_names(counts, "qkv_cache=32")
         _check_counts(counts)
         lowered = _lower(model, args, kwargs, options or {})
@@ -121,10 +124,10 @@ class Matches:
         options: Mapping[str, Any] | None = None,
         **codes: str,
     ) -> Lowered:
-        """Each named pattern matches nothing, and misses with the code given.
+        """Checks that each named pattern matches nothing, and has a miss with the given code.
 
-        code: of a miss by any pattern, where it does not matter which:
-        `assert_misses(model, args, code="ESCAPES")`; patterns that miss so match nothing.
+        code: a code that any pattern may miss with, as in `assert_misses(model, args,
+        code="ESCAPES")`. Patterns that miss with it must match nothing.
         """
         if codes or code is None:
             _check_names(codes, 'qkv_cache="ESCAPES"')
@@ -161,8 +164,8 @@ def _lower(
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """torch's own trace reaches no listener to everything, which prints it under a failure: pytest
-    listens to the root, and to each logger that does not propagate."""
+    """Keeps torch's own trace out of pytest's log handlers, which would print it with a failure.
+    pytest adds handlers to the root logger, and to each logger that does not propagate."""
     trace, root = logging.getLogger("torch.__trace"), logging.getLogger()
     propagated, trace.propagate = trace.propagate, False
     taken = [handler for handler in trace.handlers if handler in root.handlers]
@@ -177,7 +180,7 @@ def _untraced() -> Iterator[None]:
 
 
 def _check_names(expected: Mapping[str, Any], example: str) -> None:
-    """Raises ValueError for unknown patterns, or where none is named."""
+    """Raises ValueError for unknown patterns, or if none is named."""
     from tilewright.patterns.language import registered
 
     known = sorted(pattern.name for pattern in registered())
@@ -188,14 +191,14 @@ def _check_names(expected: Mapping[str, Any], example: str) -> None:
 
 
 def _check_counts(counts: Mapping[str, Any]) -> None:
-    """Raises TypeError for what is no number of sites."""
+    """Raises TypeError for a count that is not an int of at least 0."""
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise TypeError(f"{name}: expected a number of sites, got {count!r}")
 
 
 def _missed(lowered: Lowered) -> set[tuple[str, str]]:
-    """(pattern, code) of the misses, each also for the patterns that it speaks for."""
+    """Returns (pattern, code) of each miss, also for each pattern that the miss speaks for."""
     from tilewright.patterns.language import spoken_for
 
     return {(name, miss.code) for miss in lowered.misses for name in spoken_for(miss.pattern)}
@@ -219,7 +222,7 @@ def _stored(path: Path) -> Sequence[Any]:
     try:
         return read_lines(path)
     except SnapshotError as error:
-        problem = error  # failing here would print every exception that led to it
+        problem = error  # failing here would print the chain of exceptions
     pytest.fail(f"{problem}; write it anew with pytest {UPDATE}", pytrace=False)
 
 
@@ -230,14 +233,15 @@ def _message(path: Path, changes: Sequence[Change], lowered: Lowered) -> str:
 
 
 def _agreed(lowered: Lowered, wrong: Sequence[str]) -> Lowered:
-    """The report; fails the test with the lines of `wrong` where there are any."""
+    """Returns the report. Fails the test with the lines in `wrong` if there are any."""
     if wrong:
         pytest.fail("\n".join([*wrong, *_misses(lowered)]), pytrace=False)
     return lowered
 
 
 def _misses(lowered: Lowered) -> list[str]:
-    """A line for each kind of miss, one of which says why a match was lost; then where more is."""
+    """Returns a line for each kind of miss, then one for each code of a lost match that says where
+    the code is explained."""
     from tilewright.compiler.report import collapse_misses
 
     lines = [f"missed {miss.pattern}: {miss}" for miss, _, _ in collapse_misses(lowered.misses)]

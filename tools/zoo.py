@@ -22,7 +22,7 @@ from tilewright.tools.models.loading import LoadedModel as LoadedModel
 from tilewright.tools.models.loading import ModelError as ModelError
 from tilewright.tools.models.loading import load_function, place_of
 
-if TYPE_CHECKING:  # torch is imported with the first model only: the names are needed without
+if TYPE_CHECKING:  # torch is imported with the first model: the names are needed without it
     import torch
 
 FORMS = "a zoo name, module:function, file.py:function or a folder with a config.json"
@@ -43,7 +43,7 @@ FORMS_OF_A_MODEL = (
 class ZooModel:
     """A published configuration: a transformers config class and its fields.
 
-    forms: suffixes of its further forms, such as `-paged`.
+    forms: suffixes of the model's other forms, such as `-paged`.
     """
 
     config_class: str
@@ -51,7 +51,7 @@ class ZooModel:
     forms: tuple[str, ...] = (PAGED, LORA)
 
 
-# What the columns of `_DIMS` are called in every config class.
+# The names of the columns of `_DIMS` in every config class.
 _COLUMNS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
@@ -74,10 +74,11 @@ _DIMS = {
 def _model(
     name: str, config_class: str, rope: Mapping[str, Any], **fields: Any
 ) -> tuple[str, ZooModel]:
-    """A model of `_DIMS`. rope: its rope_parameters. fields: what its config class has besides."""
+    """Makes a model of `_DIMS`. rope: its rope_parameters. fields: further fields of its config
+    class."""
     dims = dict(zip(_COLUMNS, _DIMS[name], strict=True))
     common = {"rope_parameters": rope, "tie_word_embeddings": False}
-    # A cache of latents has neither pages nor projections with adapters here.
+    # Models that cache latents have neither the paged form nor the LoRA form here.
     forms = () if "kv_lora_rank" in fields else (PAGED, LORA)
     return name, ZooModel(config_class, dims | common | fields, forms)
 
@@ -110,7 +111,7 @@ def _deepseek(name: str, config_class: str, mscale: float, **fields: Any) -> tup
     return _model(name, config_class, rope, **latents, v_head_dim=128, **fields)
 
 
-#: From each model's published config.json.
+#: The values are from each model's published config.json.
 ZOO: Mapping[str, ZooModel] = MappingProxyType(dict((
     _model("llama3-8b", "LlamaConfig", _rope(500000.0)),
     _model("llama3-70b", "LlamaConfig", _rope(500000.0)),
@@ -130,12 +131,13 @@ ZOO: Mapping[str, ZooModel] = MappingProxyType(dict((
               norm_topk_prob=True),
 )))  # fmt: skip
 
-#: What config classes call the number of routed experts.
+#: The names that config classes use for the number of routed experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def zoo_names() -> tuple[str, ...]:
-    """Every name `load_model` knows: a decode step and a prefill of each form of each model."""
+    """Returns every name that `load_model` knows: a decode step and a prefill of each form of each
+    model."""
     return tuple(
         name + form + tokens
         for name, model in ZOO.items()
@@ -149,7 +151,7 @@ def is_zoo_name(spec: str) -> bool:
 
 
 def zoo_facts(name: str) -> dict[str, Any]:
-    """A model's row in the list of models: its transformers config class and main dims."""
+    """Returns a model's row in the list of models: its transformers config class and main dims."""
     fields = ZOO[name].fields
     return {
         "config": ZOO[name].config_class,
@@ -162,11 +164,11 @@ def zoo_facts(name: str) -> dict[str, Any]:
 
 
 def load_model(spec: str, **options: Any) -> LoadedModel:
-    """The model that `spec` names, with its arguments.
+    """Loads the model that `spec` names, with its arguments.
 
-    `spec` is a zoo name ("llama3-8b": one token per sequence, batch 1; "llama3-8b-prefill": 1024
-    tokens), "module:function" or "file.py:function"; the function returns (model, args, kwargs); or
-    a checkpoint's folder, or its config.json. `options` go to `build_zoo_model`,
+    `spec` is one of: a zoo name ("llama3-8b": one token per sequence, batch 1; "llama3-8b-prefill":
+    1024 tokens); "module:function" or "file.py:function", where the function returns (model, args,
+    kwargs); a checkpoint's folder, or its config.json. `options` go to `build_zoo_model`, to
     `build_checkpoint_model` or to the function. Raises ModelError.
     """
     if is_zoo_name(spec):
@@ -183,7 +185,8 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
 
 
 def _of_the_hub(spec: str) -> str:
-    """How to get what a name of Hugging Face's Hub, `owner/model`, stands for; empty for others."""
+    """Returns advice on how to get a model of Hugging Face's Hub, given as `owner/model`; "" for
+    any other spec."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", spec) or Path(spec).exists():
         return ""
     folder = spec.partition("/")[2]
@@ -204,11 +207,11 @@ def build_zoo_model(
     dtype: torch.dtype | None = None,
     device: str = "meta",
 ) -> LoadedModel:
-    """A zoo model with `tokens` new tokens for each of `batch` sequences.
+    """Builds a zoo model with `tokens` new tokens for each of `batch` sequences.
 
-    `layers` and `experts` limit the number of layers, and of experts in a mixture. `cache_length`
-    is how many tokens per sequence the cache holds. dtype: bfloat16 by default. On a device other
-    than meta the weights are random. Raises ModelError.
+    `layers` and `experts` limit the number of layers, and the number of experts of each MoE layer.
+    `cache_length` is how many tokens per sequence the cache holds. dtype: bfloat16 by default. On
+    devices other than meta the weights are random. Raises ModelError.
     """
     import torch
 
@@ -250,9 +253,12 @@ def build_zoo_model(
 def build_checkpoint_model(
     folder: Path, *, tokens: int = 1, batch: int = 1, cache_length: int = 2048
 ) -> LoadedModel:
-    """Builds the model of a checkpoint's config.json on the meta device, without its weights, in
-    the formats that it says, with `tokens` new tokens for each of `batch` sequences and a static
-    cache. Raises ModelError."""
+    """Builds the model of a checkpoint's config.json on the meta device, without loading its
+    weights.
+
+    The weights have the formats that the configuration names. The arguments have `tokens` new
+    tokens for each of `batch` sequences, and a static cache. Raises ModelError.
+    """
     import torch
 
     from tilewright.tools.models.checkpoint import model_of
@@ -267,14 +273,14 @@ def build_checkpoint_model(
 def _step(
     model: Any, cache: Any, size: tuple[int, int]
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """The arguments of a model's step of `size` [batch, tokens], on torch's default device; the
-    cache gets its tensors."""
+    """Returns the arguments of a model's step of `size` (batch, tokens), on torch's default device.
+    The cache gets its tensors."""
     import torch
 
     input_ids = torch.zeros(size, dtype=torch.int64)
     kwargs: dict[str, Any] = {"past_key_values": cache}
     if "cache_position" in inspect.signature(model.forward).parameters:
-        # as generate() gives; others count from the cache themselves
+        # Passed as generate() does. Models without this parameter take the position from the cache.
         kwargs["cache_position"] = torch.arange(size[1])
     config = model.config
     heads, head_dim = (getattr(config, n, None) for n in ("num_key_value_heads", "head_dim"))
@@ -286,7 +292,7 @@ def _step(
 
 
 def _cache(transformers: ModuleType, config: Any, paged: bool, length: int) -> Any:
-    """The model's cache, by sequences or in pages, without its tensors."""
+    """Returns the model's static or paged cache, without its tensors."""
     if not paged:
         return transformers.StaticCache(config=config, max_cache_len=length)
     from tilewright.tools.paged_cache import PagedCache
@@ -305,10 +311,12 @@ class _Cached(Exception):
 
 
 def _allocate_as_cached(cache: Any, model: Any, input_ids: Any, kwargs: Mapping[str, Any]) -> None:
-    """Allocates a cache's tensors for what the model's first layer gives it, and the others alike.
+    """Allocates the tensors of all layers of a cache, with the shapes that the model's first layer
+    caches.
 
-    With latent attention that is latents and rope keys, or the keys and values made of them: no
-    configuration tells which. The model runs up to there, and caches nothing.
+    A layer with latent attention caches either latents and rope keys, or keys and values made of
+    them. The configuration does not tell which, so the model runs until its first layer calls
+    `update`, and nothing is cached.
     """
     import torch
 
@@ -329,7 +337,7 @@ def _allocate_as_cached(cache: Any, model: Any, input_ids: Any, kwargs: Mapping[
 
 
 def _with_adapters(name: str, model: Any) -> Any:
-    """The model with a LoRA adapter on each q, k and v projection, as PEFT puts it there."""
+    """Returns the model with a LoRA adapter on each q, k and v projection, made by PEFT."""
     peft = _imported("peft", name)
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=["q_proj", "k_proj", "v_proj"]

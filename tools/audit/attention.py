@@ -1,6 +1,6 @@
 """Audit cases of attention over a cache: kernels that are compiled with every supported Triton.
 
-The shapes are those of published models, and the masks those that `generate()` passes.
+The shapes are those of published models. The masks are those that `generate()` passes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Gemma-2-2B, window": (GEMMA2, {"window": 4096, "softcap": 50.0}),
     "gpt-oss, window": (GPT_OSS, {"window": 128, "sinks": True}),
 }
-# (sequences, queries of each, keys that each has room for).
+# (sequences, queries of each sequence, keys that each sequence has room for).
 SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 8192))
-# Steps of an engine over the rows of all layers, in pages of 256 by a table: name ->
-# (heads, options), and (tokens, sequences, columns, ragged).
+# Steps of an engine over one memory with the rows of all layers, in pages of 256 with a block
+# table: name -> (heads, options), and (tokens, sequences, columns, ragged).
 ENGINES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Llama-3-8B": (LLAMA, {}),
     "Qwen3-30B-A3B": ((32, 4, 128), {}),
@@ -61,7 +61,7 @@ STEPS = (
 )  # fmt: skip
 # Bytes of stack that a kernel may use. Triton 3.9 needs 56 for Gemma-2's wide heads.
 STACK_BYTES = 64
-# With wide heads in pages on SM100: Triton 3.7 keeps 112 bytes, none of them in a loop.
+# For wide heads in pages on SM100. Triton 3.7 uses 112 bytes, none of them in a loop.
 WIDE_PAGED_STACK_BYTES = 128
 
 
@@ -102,7 +102,8 @@ def _step(
     sinks: bool = False,
     **sight: Any,
 ) -> AttentionArguments:
-    """A step of an engine on meta tensors: one layer's pages of the rows of all layers."""
+    """Returns a step of an engine on meta tensors: the pages of one layer in a memory that holds
+    the rows of all layers."""
     query_heads, key_heads, width = heads
     rows = meta(1 << 16, key_heads, width)
     pages = rows.view(-1, 4, 2, 256, key_heads, width)
@@ -166,6 +167,6 @@ def _mask_cases(target: Target) -> Iterator[AuditCase]:
         mask = meta(sequences, 1, queries, keys, dtype=dtype)
         given = MaskBlocksArguments(mask, hide_lowest=True)
         name = f"mask blocks {sequences} x {queries} x {keys} {dtype}: {{reason}}"
-        # On a chip with fewer registers or threads, fewer programs run at once; that is no fault.
+        # A chip with fewer registers or threads runs fewer programs at once, which is no fault.
         claims = Expectations(blocks_per_sm=PROGRAMS_PER_SM if target.complete else 1)
         yield from planned(name, mask_blocks.OP, given, target, claims)

@@ -1,4 +1,4 @@
-"""Cases of audits, in all families: a kernel, and what its machine code has to show."""
+"""Audit cases of all families: each is a kernel and the rules that its machine code must keep."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
 
-# Warp specialisation keeps up to this many bytes of its own on the stack.
+# A warp-specialised kernel may use up to this many bytes of stack.
 SPECIALISED_STACK_BYTES = 8
-# tcgen05 wants this many rows; a shorter tile goes to the older tensor core.
+# tcgen05 needs at least this many rows; a shorter tile uses the older tensor core instructions.
 MMA_ROWS = 64
 SOFTMAX_REASON = "the softmax reads each block's scores and rescales the output"
 SCALED_SUMS_REASON = "the sums of each group are scaled before they are added"
@@ -23,20 +23,20 @@ SHORT_TILE_REASON = "a few tokens: each weight is read once and hardly computed 
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor without memory."""
+    """Returns an empty tensor on the meta device."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
 class AuditCase:
-    """A kernel, what to call it, and what its machine code has to show."""
+    """A kernel, the name of the case, and the rules that its machine code must keep."""
 
     name: str
     spec: KernelSpec
     expectations: Expectations
 
 
-#: Of a kernel that has nothing to show but that it keeps to the limits of the chip.
+#: For a kernel that has no rules of its own: it must only keep within the chip's limits.
 NOTHING = Expectations()
 
 
@@ -47,8 +47,11 @@ def planned(
     target: Target,
     claims: Expectations | Callable[[KernelSpec], Expectations] = NOTHING,
 ) -> Iterator[AuditCase]:
-    """The kernels of a call. name: may have {kernel} and {reason}, of the choice, in it. claims:
-    what a kernel has to show."""
+    """Yields the cases of the kernels that one call launches.
+
+    name: may contain {kernel} and {reason}, which the kernel's name and the reason for the lowering
+    replace. claims: the rules that a kernel's machine code must keep.
+    """
     report = op.plan_for(a, target.name)
     for spec in report.specs:
         title = name.format(kernel=spec.kernel, reason=report.reason)
@@ -56,18 +59,19 @@ def planned(
 
 
 def distinct(cases: Sequence[AuditCase]) -> list[AuditCase]:
-    """The first case of each kernel."""
+    """Returns the cases without those whose kernel an earlier case has."""
     first = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if first[case.spec] is case]
 
 
 Cases = Callable[[Target], list[AuditCase]]
-#: (family, its function of cases), as their modules are imported.
+#: (family, function that returns its cases), in the order in which modules are imported.
 AUDITED: list[tuple[str, Cases]] = []
 
 
 def audited(family: str) -> Callable[[Cases], Cases]:
-    """Registers a function as the cases of a family, on the chips that have its kernels."""
+    """Registers a function that returns the cases of a family. It is called for the chips that have
+    the family's kernels."""
 
     def register(cases: Cases) -> Cases:
         AUDITED.append((family, cases))

@@ -1,4 +1,4 @@
-"""Sums over ranks that every compiler release is tried on."""
+"""Audit cases of sums over ranks: kernels that are compiled with every supported Triton."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _model_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _odd_case(target: Target) -> Iterator[AuditCase]:
-    """Rows that fill no power of two, in float16, with a weight in float32."""
+    """Yields a case whose rows are not a power of two long, in float16, with a float32 weight."""
     x, weight = meta(1, 2880, dtype=torch.float16), meta(2880, dtype=torch.float32)
     a = AllReduceResidualNormArguments(
         x, x, weight, group="ranks", num_ranks=2, norm_eps=1e-5, norm_offset=1.0
@@ -43,6 +43,6 @@ def _odd_case(target: Target) -> Iterator[AuditCase]:
 
 
 def _case(name: str, a: AllReduceResidualNormArguments, target: Target) -> AuditCase:
-    """Not by `plan_for`, which wants the ranks to be there."""
+    """Plans a case without `plan_for`, which needs the ranks to exist."""
     program = drive(all_reduce_residual_norm_steps(a, target), Planner(target), keep=True)
     return AuditCase(f"collective {name}", program.specs[0], Expectations())

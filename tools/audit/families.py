@@ -1,6 +1,7 @@
 """The kernels of every family, which are compiled with every supported release of Triton.
 
-A module of this folder is found by itself: its functions that are `audited` are a family's cases.
+Every module of this folder is imported here. Its functions decorated with `audited` return the
+cases of a family.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FAMILIES = frozenset(family for family, _ in AUDITED)
 
 
 def all_cases(target: Target) -> list[AuditCase]:
-    """The kernels of the families that there are for a chip, of the dtypes that it has."""
+    """Returns the cases of the families that a chip has, without kernels whose dtypes it lacks."""
     known = (cases(target) for family, cases in AUDITED if family in target.families)
     return [case for cases in known for case in cases if _has_dtypes(case, target)]
 

@@ -1,5 +1,5 @@
-"""Kernels around MLA's attention that every compiler release is tried on: published dims, values
-and codes, each kind of store, gather and up-projection."""
+"""Audit cases of kernels around MLA's attention, which are compiled with every supported Triton.
+They cover published dims, floats and codes, each kind of store, gather and up-projection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tilewright.tools.audit.cases import (
 ROW_COUNTS = (64, 4096)
 SCALED_SUMS_REASON = "each block of columns has scales of its own"
 FP8 = torch.float8_e4m3fn
-# What the operands are -> options of `Latents.arguments`.
+# The kind of operands -> options of `Latents.arguments`.
 KINDS: dict[str, dict[str, Any]] = {
     "values": {},
     "codes": {"weight": "codes", "latents": "codes"},
@@ -40,22 +40,22 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# Absorbed attention: what a step is called, its tokens, options of `_decode_call`.
+# Steps of absorbed attention: (name, tokens, options of `_decode_call`).
 DECODES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("positions", 1, {}),
     ("mask tensor", 1, {"mask": "none"}),
     ("pages", 1, {"page_size": 64}),
     ("4 tokens", 4, {}),
 )
-# ptxas keeps addresses of shared memory that no loop changes there, once more than it has registers
-# for.
+# ptxas spills addresses of shared memory that are constant in loops, because it runs out of
+# registers.
 DECODE_STACK = 64
 FEW_KEYS_REASON = "32 keys are fewer than the newer tensor core's M side; only values go there"
 
 
 @dataclass(frozen=True)
 class Latents:
-    """The MLA dims of a published model, or a GPU's share of its heads."""
+    """The MLA dims of a published model, or of one GPU's share of its heads."""
 
     name: str
     num_heads: int
@@ -73,8 +73,11 @@ class Latents:
         latents: str = "values",
         core: torch.dtype | None = None,
     ) -> MlaPrefillArguments:
-        """A paged prefill of meta tensors: one sequence of `rows` tokens, nothing cached. weight,
-        latents: "values", or "codes" for those of 8 bits with scales. core: attention's dtype."""
+        """Returns a paged prefill on meta tensors: one sequence of `rows` tokens, nothing cached.
+
+        weight, latents: "values", or "codes" for 8-bit codes with scales. core: the dtype of the
+        attention.
+        """
         heads, width, rank = self.num_heads, self.nope + self.rope, self.rank
         pool = meta(256, 1, 4, 128, 1, rank + self.rope)
         entries = pool[:, 0, 1]
@@ -128,7 +131,8 @@ DECODED = (
 
 @audited("mla")
 def mla_cases(target: Target) -> list[AuditCase]:
-    """For every model, number of rows and kind of operands the kernels that the planner picks."""
+    """Returns the kernels that the planner picks for each model, number of rows and kind of
+    operands."""
     cases = [
         case for model in MODELS for rows in ROW_COUNTS for case in _cases(model, rows, target)
     ]
@@ -136,7 +140,7 @@ def mla_cases(target: Target) -> list[AuditCase]:
 
 
 def _decode_cases(target: Target) -> Iterator[AuditCase]:
-    """Absorbed attention of each model that is decoded so, by each form of its mask."""
+    """Yields absorbed attention of each model in DECODED, with each step in DECODES."""
     for model in DECODED:
         for name, tokens, options in DECODES:
             report = decode.OP.plan_for(_decode_call(model, tokens, **options), target.name)
@@ -159,7 +163,7 @@ def _decode_cases(target: Target) -> Iterator[AuditCase]:
 def _decode_call(
     model: Latents, tokens: int, *, mask: str = "causal", page_size: int = 0
 ) -> MlaDecodeArguments:
-    """A step of four sequences of 4096 keys, on meta tensors."""
+    """Returns a step of four sequences with 4096 keys each, on meta tensors."""
     batch, keys, width = 4, 4096, model.nope + model.rope
     pages, rows = (batch * keys // page_size, page_size) if page_size else (batch, keys)
     entries = meta(pages, rows, model.rank + model.rope)
@@ -191,7 +195,8 @@ def _cases(model: Latents, rows: int, target: Target) -> Iterator[AuditCase]:
                 yield AuditCase(f"{name} weight", spec, Expectations())
             if spec.kernel == "mla_up_projection":
                 yield up_case(f"{name} up", spec)
-    # Of values the library makes the keys, but for those that are limited.
+    # For float weights the library computes the keys, unless their rows are limited. These cases
+    # audit the kernel without and with such a limit.
     buffers = Buffers(meta(rows, model.rank), meta(rows, model.rope))
     a = model.arguments(rows)
     problem, (nope, _, v_dim) = up_problem(a, buffers), widths(a)
@@ -204,7 +209,7 @@ def _cases(model: Latents, rows: int, target: Target) -> Iterator[AuditCase]:
 
 
 def up_case(name: str, spec: KernelSpec) -> AuditCase:
-    """An up-projection, and what it has to show."""
+    """Returns the case of an up-projection."""
     specialised = bool(spec.constant("WARP_SPECIALIZE"))
     claims = Expectations(
         mma=dict(spec.signature)["latent_ptr"].removeprefix("*"),

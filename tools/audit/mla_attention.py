@@ -1,5 +1,6 @@
-"""Kernels of MLA's attention core that every compiler release is tried on: published dims, values
-and 8 bits, dense and ragged sequences, each mask; and what goes before and after it."""
+"""Audit cases of MLA's attention core, which is compiled with every supported Triton. They cover
+published dims, 16-bit and 8-bit floats, dense and ragged sequences, each mask, and the kernels
+before and after the core."""
 
 from __future__ import annotations
 
@@ -25,7 +26,6 @@ from tilewright.tools.audit.cases import (
 )
 
 FP8 = torch.float8_e4m3fn
-# Scores start at zero for each block of keys and are read at once, and the output is rescaled.
 
 
 def _integers(*shape: int) -> torch.Tensor:
@@ -45,7 +45,8 @@ def attention_call(
     rows: int = 4096,
     **options: Any,
 ) -> AttentionCall:
-    """Keys and values as the up-projection leaves them, of `rows` queries and keys."""
+    """Returns a call with `rows` queries and keys. Keys and values have the layout that the
+    up-projection writes."""
     nope, rope, v_dim = dims
     q = meta(1, rows, heads, nope + rope, dtype=dtype)
     kv = meta(1, rows, heads, nope + v_dim, dtype=dtype)
@@ -106,7 +107,7 @@ CALLS: dict[str, AttentionCall] = {
 
 @audited("mla")
 def mla_attention_cases(target: Target) -> list[AuditCase]:
-    """The core at each call, and the kernels before and after it."""
+    """Returns the core for each call in CALLS, and the kernels before and after it."""
     return [*_cores(target), *_others(target)]
 
 
@@ -114,7 +115,7 @@ def _cores(target: Target) -> Iterator[AuditCase]:
     for name, call in CALLS.items():
         for spec in drive(attention_steps(call, target), Planner(target)).specs:
             if spec.kernel == "mask_blocks":
-                continue  # of another family
+                continue  # the audit of attention has it
             claims = _core_claims(spec) if spec.kernel == "mla_attention" else Expectations()
             yield AuditCase(f"mla attention, {name}", spec, claims)
 

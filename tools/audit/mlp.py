@@ -1,4 +1,4 @@
-"""Linears of dense layers for few tokens that every compiler release is tried on."""
+"""Audit cases of dense layers' linears with few tokens, compiled with every supported Triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, audited, distinct, meta
 from tilewright.tools.audit.qkv import FORMATS
 
-# name -> (hidden size, inner size, columns of the attention's result).
+# name -> (hidden size, inner size, columns of the attention's output).
 MODELS = {
     "Llama-3-8B": (4096, 14336, 4096),
     "Llama-3.2-1B": (2048, 8192, 2048),
@@ -26,7 +26,7 @@ MODELS = {
 LAYER_NORMED = {"StarCoder2-7B": (4608, 18432), "Bloom-176B": (14336, 57344)}
 TOKEN_COUNTS = (1, 32, 64)
 CODED_COUNTS = (1, 64)
-# Scales and zeros of groups with K contiguous along the rows, on SM100.
+# Stack bytes on SM100 for group scales and zeros, where K is contiguous in the weight's rows.
 CODES_STACK = 16
 
 
@@ -46,10 +46,11 @@ def _model_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _plain_cases(target: Target) -> Iterator[AuditCase]:
-    """Not gated, with biases, in float16; and weights whose rows are contiguous."""
+    """Yields linears that are not gated, with biases, in float16; and others with an N-major
+    weight, or with a norm before or after them."""
     half = LinearCase("", 1, 2048, 8192, dtype=torch.float16, activation="gelu_tanh")
     yield from _cases("not gated", linear_activation.OP, half, target, bias=meta(8192).float())
-    # A layer norm of a row, of the most registers that one takes.
+    # The layer norm of a whole row. The longest row needs the most registers.
     for name, (hidden, inner) in LAYER_NORMED.items():
         normed = LinearCase("", 1, hidden, inner, bias=True, activation="gelu_tanh", norm="layer")
         yield from _cases(f"{name} up", linear_activation.OP, normed, target)
@@ -61,7 +62,7 @@ def _plain_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _coded_cases(target: Target) -> Iterator[AuditCase]:
-    """Weights of codes, as checkpoints have them, of the first model."""
+    """Yields linears of the first model with quantised weights, as checkpoints store them."""
     hidden, inner, _ = next(iter(MODELS.values()))
     for name, options in FORMATS.items():
         if options.get("codes") or ("fp8" in name and not target.has("fp8")):
@@ -78,7 +79,7 @@ def _coded_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
-    """A linear of an entry of FORMATS."""
+    """Returns a linear whose weight has the format that an entry of FORMATS describes."""
     rows, columns = options["scale_block"]
     given = {name: value for name, value in options.items() if name != "transposed"}
     layout = "plain_n_major" if options.get("transposed") else "plain"
@@ -90,14 +91,16 @@ def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
 def _cases(
     name: str, op: FusedOp, case: LinearCase, target: Target, **changes: torch.Tensor
 ) -> Iterator[AuditCase]:
-    """The kernels of one call: the product's, and what finishes its result. changes: arguments in
-    place of the case's."""
+    """Yields the kernels of one call: the product, and the kernel that finishes its result.
+
+    changes: arguments that replace those of the case.
+    """
     a = replace(op.sample_inputs(case, "meta"), **changes)
     for number, spec in enumerate(op.plan_for(a, target.name).specs):
         constants = dict(spec.constants)
         grouped = constants.get("SCALE_COLUMNS", a.x.shape[1]) < a.x.shape[1]
         grouped &= "SCALED" not in constants
-        # Of many tokens the products are a library's.
+        # With many tokens, a library computes the products.
         streamed = spec.kernel.startswith("streamed")
         claims = Expectations(
             mma=TRITON_TYPES[case.dtype] if streamed else None,

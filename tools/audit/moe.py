@@ -1,5 +1,6 @@
-"""Mixture-of-experts kernels that every compiler release is tried on: published dims, each weight
-format, each regime of rows per expert, and the NVFP4 x NVFP4 grouped GEMM in both tile orders."""
+"""Audit cases of mixture-of-experts kernels, which are compiled with every supported Triton. They
+cover published dims, each weight format, each regime of rows per expert, and the NVFP4 x NVFP4
+grouped GEMM in both tile orders."""
 
 from __future__ import annotations
 
@@ -34,21 +35,21 @@ from tilewright.tools.audit.cases import (
     planned,
 )
 
-# One token, decode batches, a chunk of a prefill, a whole one.
+# One token, decode batches, a chunk of a prefill, and a whole prefill.
 TOKEN_COUNTS = (1, 64, 1024, 8192)
 ROWS_PER_GROUP = (1, 64, 1024)
-# Up to so many rows per expert the time is that of streaming the weights.
+# Up to this many rows per expert, the time is that of reading the weights.
 MEMORY_BOUND_ROWS = 16
-# Columns that share a scale of int4.
+# The number of columns that share an int4 scale.
 GROUP = 64
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sparse layers of a published model, or a GPU's share of them.
+    """The MoE layers of a published model, or one GPU's share of them.
 
-    formats: what its checkpoints come in. gpt-oss: gate and up in turn, biases, a clamped
-    activation, dense weights stored [E, K, N].
+    formats: the weight formats of its checkpoints. gpt_oss: the rows of gate and up alternate, the
+    linears have biases, the activation is clamped, and dense weights are stored [E, K, N].
     """
 
     name: str
@@ -62,8 +63,8 @@ class Mixture:
     def arguments(
         self, tokens: int, weight_format: str, dtype: torch.dtype = torch.bfloat16, **more: Any
     ) -> FusedMoeArguments:
-        """A call, without memory. gate and up are halves of one tensor, or its rows in turn; their
-        scales, and their biases, start at the same address."""
+        """Returns a call on meta tensors. gate and up are the halves of one tensor, or its
+        alternating rows; they share one scale tensor and one bias tensor."""
         both = self.weight(weight_format, 2 * self.inner, self.hidden, dtype)
         down = self.weight(weight_format, self.hidden, self.inner, dtype)
         if self.gpt_oss:
@@ -84,7 +85,7 @@ class Mixture:
     def weight(
         self, weight_format: str, rows: int, columns: int, dtype: torch.dtype
     ) -> ExpertWeight:
-        """A weight [E, rows, columns]."""
+        """Returns a weight [E, rows, columns]."""
         if weight_format == "dense" and self.gpt_oss:
             return ExpertWeight(meta(self.num_experts, columns, rows, dtype=dtype).mT)
         dense = meta(self.num_experts, rows, columns, dtype=dtype)
@@ -101,7 +102,7 @@ MODELS = (
     Mixture("gpt-oss-20b", 2880, 2880, 32, 4, ("dense", "mxfp4"), gpt_oss=True),
     Mixture("deepseek-v2-lite", 2048, 1408, 64, 6, ("dense",)),
 )
-# Routers: hidden, experts, slots, and what they are beside; the last one's weight is fp32.
+# Routers: (hidden size, experts, slots, other options). The last router's weight is float32.
 ROUTER_TOKENS = (1, 64, 1024)
 OF_TWO = {"num_groups": 8, "top_groups": 4, "group_top": 2, "norm_eps": 1e-20, "scaling": 2.5}
 ROUTERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
@@ -111,7 +112,8 @@ ROUTERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gpt-oss-20b": (2880, 32, 4, {"scores": "softmax_of_chosen"}),
     "ernie-4.5-21b": (2560, 64, 6, {"normalise": True, "norm_min": 1e-12}),
 }
-# Rows (N) and columns (K) of the op's own benchmarks, and those that 128 does not divide.
+# Rows (N) and columns (K): those of the op's own benchmarks, and some that are not multiples of
+# 128.
 NVFP4_SHAPES = ((4096, 7168), (7168, 2048), (1536, 2048), (2880, 2880))
 NVFP4_EXPERTS = 32
 ROW_SCALES_REASON = "rows of a group in a tile of fewer than 128 are no blocks of the layout"
@@ -119,7 +121,7 @@ ROW_SCALES_REASON = "rows of a group in a tile of fewer than 128 are no blocks o
 
 @audited("moe")
 def moe_cases(target: Target) -> list[AuditCase]:
-    """For every model, format and token count the kernels that the planner picks."""
+    """Returns the kernels that the planner picks for each model, format and token count."""
     cases: list[AuditCase] = []
     for model in MODELS:
         for weight_format in model.formats:
@@ -149,7 +151,8 @@ def _fused_cases(
 def _grouped_cases(
     model: Mixture, target: Target, weight_format: str, dtype: torch.dtype
 ) -> Iterator[AuditCase]:
-    """The second GEMM of a mixture as `grouped_matmul`, whose rows stay where they are."""
+    """Yields the second GEMM of a mixture as a call of `grouped_matmul`, which does not move
+    rows."""
     weight = model.weight(weight_format, model.hidden, model.inner, dtype)
     given = GroupedMatmulArguments.experts.arguments(weight)
     ends = meta(model.num_experts + 1, dtype=torch.int32)
@@ -183,17 +186,17 @@ def _router(spec: KernelSpec) -> Expectations:
 
 
 def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
-    """Returns what a grouped GEMM, and a kernel beside it, have to show. memory_bound: it streams
-    weights."""
+    """Returns the rules for a grouped GEMM, or for a kernel that is launched beside it.
+    memory_bound: whether the GEMM's time is that of reading the weights."""
     constants, types = dict(spec.constants), dict(spec.signature)
     if "SWAPPED" not in constants:
         return Expectations()
     specialised = bool(constants.get("WARP_SPECIALIZE"))
-    # What unpacks codes may keep as little on the stack as specialised warps do.
+    # Kernels that unpack codes may use as much stack as warp-specialised kernels.
     small = specialised or constants.get("FORMAT", "dense") != "dense"
     return Expectations(
         mma=types["x_ptr"].removeprefix("*"),
-        tma_loads="PART_K" not in constants,  # codes are streamed by words
+        tma_loads="PART_K" not in constants,  # codes are loaded in words, without TMA
         warp_specialized=specialised,
         stack_bytes=SPECIALISED_STACK_BYTES if small else 0,
         memory_bound=memory_bound,
@@ -201,13 +204,13 @@ def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
 
 
 def nvfp4_mma(target: Target) -> str:
-    """Returns the format in which a target multiplies NVFP4 x NVFP4: itself, where the tensor core
-    knows the format; a kernel of bf16 is no other way to do it there."""
+    """Returns the format in which a target must multiply NVFP4 x NVFP4: "nvfp4" if its tensor cores
+    support that format, else "bf16"."""
     return "nvfp4" if target.has("block_scaled_mma") else "bf16"
 
 
 def nvfp4_arguments(num_rows: int, rows: int, inner: int) -> Nvfp4MatmulArguments:
-    """A call with NVFP4_EXPERTS groups, without memory."""
+    """Returns a call with NVFP4_EXPERTS groups on meta tensors."""
     index = meta(NVFP4_EXPERTS + 1, dtype=torch.int32)
     packed = index.new_empty((num_rows, inner // 2), dtype=torch.uint8)
     scales = index.new_empty(layout_shape(num_rows, inner // 16), dtype=torch.float8_e4m3fn)
@@ -236,8 +239,8 @@ def _nvfp4_cases(rows: int, inner: int, target: Target) -> Iterator[AuditCase]:
 
 
 def nvfp4_case(name: str, spec: KernelSpec, target: Target) -> AuditCase:
-    """The case of one NVFP4 x NVFP4 kernel; on a chip that multiplies the format itself it may not
-    do anything else."""
+    """Returns the case of one NVFP4 x NVFP4 kernel. On a chip whose tensor cores support NVFP4, it
+    must multiply in that format."""
     swapped, specialised = spec.constant("SWAPPED"), bool(spec.constant("WARP_SPECIALIZE"))
     claims = Expectations(
         mma=nvfp4_mma(target),

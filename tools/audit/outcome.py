@@ -1,4 +1,4 @@
-"""Outcomes of kernels that were compiled, and whose machine code was checked."""
+"""The outcome of compiling a kernel and of auditing its machine code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tilewright.codegen.targets import Target
 class Audited:
     """The outcome for one kernel.
 
-    audit: None where it did not compile; error then has the compiler's last words. problems: the
-    rules that the machine code breaks, as `rule: sentence`. notes: what else is to know of it, in
-    the same form.
+    audit: None if the kernel did not compile; error then holds the compiler's last lines. problems:
+    the rules that the machine code breaks, each as `rule: sentence`. notes: further remarks in the
+    same form.
     """
 
     audit: Audit | None
@@ -31,7 +31,7 @@ class Audited:
 
 
 def outcome_of(build: Callable[[], Artifact], target: Target, expected: Expectations) -> Audited:
-    """Builds a kernel and audits it; what Triton refuses is an outcome, not an error."""
+    """Compiles a kernel and audits it. A kernel that Triton rejects is an outcome, not an error."""
     try:
         audit = build().audit
     except BuildError as error:

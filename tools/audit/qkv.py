@@ -1,7 +1,8 @@
-"""Kernels of the attention ops that every compiler release is tried on: published dims, each
-lowering, few tokens and many; then one option of the op, or one format of the weights, at a time.
+"""Audit cases of the attention ops, whose kernels are compiled with every supported Triton. They
+cover published dims and each lowering, with few tokens and many; then each option of the op, and
+each weight format, by itself.
 
-Calls are made without memory, and their steps planned as those of a report are.
+Calls use meta tensors. Their steps are planned as those of a report are.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tilewright.tools.audit.cases import (
 # Tokens per step: single-sequence decode, decode batches, prefill.
 TOKEN_COUNTS = (1, 64, 512, 4096)
 QUANTIZED_COUNTS = (1, 64, 1024)
-# Up to so many tokens the time is that of streaming the weights.
+# Up to this many tokens, the time is that of reading the weights.
 MEMORY_BOUND_TOKENS = 16
 
 _PLAIN = AttentionCase(
@@ -71,14 +72,14 @@ MODELS = (
 
 
 def _sequences(number: int) -> dict[str, Any]:
-    """All tokens are new ones of the first of so many sequences."""
+    """Returns the options for a number of sequences, the first of which has all the new tokens."""
     rest = (0,) * (number - 1)
     return {"new_tokens": (_PLAIN.num_tokens, *rest), "cached_tokens": (0, *rest)}
 
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _RAGGED = {"slots": "ragged", "slot_dtype": torch.uint32}
-# The first model with one option at a time.
+# Name -> options that change the first model. Each is tried by itself.
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp8 cache": {"cache_dtype": _E4M3, "cache_scale": "head"},
     "fp8 cache, multiplied": {
@@ -112,7 +113,7 @@ _FP8 = {"weight_format": "fp8"}
 _GPTQ = {"weight_format": "int4_k", "transposed": True, "zeros": "packed"}
 _CODES = {**_FP8, "codes": True}
 _BYTES = {"words": torch.uint8}
-# How weights are quantised, as checkpoints have them; scale_block: with K in place of 0.
+# Name -> how checkpoints quantise a weight. 0 in scale_block stands for K.
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"weight_format": "int4_k", "zero_point": 8, "scale_block": (1, 128)},
     "gptq": {**_GPTQ, "scale_block": (1, 128)},
@@ -143,13 +144,13 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 x fp8": {**_CODES, "scale_block": (1, 0), "x_scale": "token"},
     "fp8 x fp8 block": {**_CODES, "scale_block": (128, 128), "x_scale": "block"},
 }
-# All formats with the first model, the two that differ most in tiles with the others.
+# The first model gets every format; the others get the two whose tiles differ most.
 MODEL_FORMATS = {MODELS[0].name: tuple(FORMATS)}
 OTHERS = ("int4", "fp8 x fp8")
 
 
 def arguments(case: AttentionCase) -> FusedQkvArguments:
-    """A call of `fused_qkv_paged` without memory."""
+    """Returns a call of `fused_qkv_paged` on meta tensors."""
     a = qkv_cache.OP.sample_inputs(case, device="meta")
     changed: dict[str, torch.Tensor] = {}
     if a.delta is not None:
@@ -157,7 +158,7 @@ def arguments(case: AttentionCase) -> FusedQkvArguments:
     if a.positions is not None:
         changed["positions"] = a.positions.long()
     if case.rotary_dim < case.head_dim and case.rope_style == "interleaved_to_half":
-        # Columns of tables for whole heads.
+        # The tables are slices of tables that cover whole heads.
         for name in ("cos", "sin"):
             wide = meta(a.x.shape[0], case.head_dim, dtype=case.table_dtype)
             changed[name] = wide[:, : case.rotary_dim]
@@ -168,7 +169,7 @@ def arguments(case: AttentionCase) -> FusedQkvArguments:
 
 
 def quantized(model: AttentionCase, fmt: str) -> AttentionCase:
-    """A model with weights of a format of FORMATS."""
+    """Returns a model whose weights have the format `fmt`, a key of FORMATS."""
     options = FORMATS[fmt]
     rows, columns = options["scale_block"]
     group = columns if model.hidden % max(columns, 1) == 0 else 64
@@ -177,8 +178,8 @@ def quantized(model: AttentionCase, fmt: str) -> AttentionCase:
 
 @audited("qkv")
 def qkv_cases(target: Target) -> list[AuditCase]:
-    """For every model and token count the best fused kernel by the cost model, and the
-    epilogue; then the first model with each option of the op."""
+    """Returns, for each model and token count, the fused kernel that the cost model ranks first,
+    and the epilogue; then both for the first model with each option of the op."""
     cases = [case for model in MODELS for case in _model_cases(model, target)]
     for option, changes in OPTIONS.items():
         call = prepare(arguments(replace(MODELS[0], **changes)))
@@ -202,8 +203,8 @@ def _model_cases(model: AttentionCase, target: Target) -> Iterator[AuditCase]:
 
 @audited("qkv")
 def quantized_cases(target: Target) -> list[AuditCase]:
-    """For every model, format and token count the best fused kernel by the cost model, and what
-    makes numbers of the largest weight."""
+    """Returns, for each model, format and token count, the fused kernel that the cost model ranks
+    first; and for each model and format, the kernel that dequantises the largest weight."""
     cases: list[AuditCase] = []
     for model in MODELS[:4]:
         for fmt in MODEL_FORMATS.get(model.name, OTHERS):
@@ -219,8 +220,8 @@ def quantized_cases(target: Target) -> list[AuditCase]:
 
 
 def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iterator[AuditCase]:
-    """The kernels of the best fused lowering by the cost model, where there is one: a chip
-    without TMA is given none."""
+    """Yields the kernels of the fused lowering that the cost model ranks first; nothing on a chip
+    without TMA."""
     if not target.has("tma"):
         return
     for seconds, config in ranked(call.problem, tokens, target)[:1]:
@@ -230,8 +231,8 @@ def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iter
 
 
 def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
-    """Returns what a kernel that projects has to show; for one that puts x in order only the chip's
-    limits."""
+    """Returns the rules for a kernel of a fused lowering. A kernel that only rearranges x must keep
+    within the chip's limits, and has no other rules."""
     constants = dict(spec.constants)
     operand = dict(spec.signature)["x_ptr"].removeprefix("*")
     if spec.kernel == "qkv_projection":
@@ -257,7 +258,8 @@ def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
 
 
 def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
-    """Why a kernel with these constants reads its sums at every step; "" where it does not."""
+    """Returns why a kernel with these constants reads its accumulator at every step; "" if it does
+    not."""
     widths = [constants.get(name) for name in ("SCALE_COLUMNS", "X_SCALE_BLOCK")]
     hidden = constants.get("HIDDEN")
     grouped = any(
@@ -267,12 +269,13 @@ def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
 
 
 def _epilogue(name: str, call: FusedCall, tokens: int, target: Target) -> AuditCase:
-    """The kernel after the library's GEMMs, with the tiles for so many tokens."""
+    """Returns the case of the kernel after the library's GEMMs, with the tiles for this many
+    tokens."""
     choice = library_choice(call.problem, tokens, target, call.rows is not None, None)
     return AuditCase(f"{name}: epilogue", specs_of(call, choice, target)[-1], Expectations())
 
 
 def _apart(call: FusedCall) -> FusedCall:
-    """Returns the call with a tensor for each weight."""
+    """Returns the call with q, k and v weights that are separate tensors."""
     weights = {name: getattr(call.a, name) for name in ("q_weight", "k_weight", "v_weight")}
     return prepare(replace(call.a, **{name: w.contiguous() for name, w in weights.items()}))

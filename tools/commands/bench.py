@@ -101,7 +101,7 @@ def _profile(wanted: Wanted, as_json: bool, debug: bool) -> None:
 
 
 def _benchmarks() -> dict[str, str]:
-    """Scripts that can be run, with the first line of their docstrings."""
+    """Returns the scripts that can be run, with the first line of each docstring."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         text = path.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""`tilewright cache`: what the kernel cache holds, and making it smaller."""
+"""`tilewright cache`: lists the contents of the kernel cache, and makes it smaller."""
 
 from __future__ import annotations
 

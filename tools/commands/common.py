@@ -1,7 +1,7 @@
 """Shared parts of the commands: options, error messages, output.
 
-Nothing here imports torch, so that `--help`, and the commands without a MODEL, start at once: what
-does is in `models.py`, and a command imports it when it is run.
+Nothing here imports torch, so that `--help`, and the commands without a MODEL, start at once. Code
+that imports torch is in `models.py`, which a command imports when it is run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ DynamicOption = Annotated[
 
 
 def target_name(given: str | None) -> str | None:
-    """Returns the name of the target that is meant, by a product's name too; others as they are."""
+    """Returns the name of the target that a target's or a product's name stands for; returns any
+    other name unchanged."""
     target = find_target(given)
     return given if target is None else target.name
 
@@ -54,7 +55,7 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Full traces of error
 
 @dataclass(frozen=True)
 class Chosen:
-    """A MODEL as a command was given it, with how it is to be traced."""
+    """A MODEL as given to a command, and how it is to be traced."""
 
     model: str
     patterns: str | None
@@ -68,7 +69,8 @@ class CommandError(Exception):
 
 @contextlib.contextmanager
 def errors_for_people(debug: bool) -> Iterator[None]:
-    """Turns a CommandError into a line on stderr and exit code 2; the trace only under --debug."""
+    """Turns a CommandError in the block into a line on stderr and exit code 2. Shows the traceback
+    only under --debug."""
     try:
         yield
     except CommandError as error:
@@ -85,7 +87,7 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """Around a block that imports or calls a user's code: errors become a CommandError."""
+    """Turns any error in the block, which imports or calls a user's code, into a CommandError."""
     try:
         yield
     except ModelError as error:
@@ -95,7 +97,7 @@ def users_code(name: str) -> Iterator[None]:
 
 
 def writable_folder(path: Path, option: str) -> Path:
-    """The folder, made if missing. Raises CommandError where it cannot be written."""
+    """Returns the folder, which is made if missing. Raises CommandError if it cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".tilewright-write-probe"

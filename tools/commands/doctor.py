@@ -1,4 +1,4 @@
-"""`tilewright doctor`: what is installed, and what will and won't work here."""
+"""`tilewright doctor`: what is installed, and what will and will not work on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MARKS = {"ok": "green", "no": "yellow", "failed": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. state: `ok`; `no` for what is absent and optional, or untried; `failed`."""
+    """One line of the output. state: `ok`; `no` if it is absent but optional, or newer than tested;
+    or `failed`."""
 
     what: str
     state: str
@@ -60,7 +61,7 @@ def _package(name: str) -> Finding:
 
 
 def _tried(name: str, version: str) -> Finding:
-    """A package that is installed; `no` where nothing as new was tried."""
+    """Reports an installed package. Its state is `no` if it is newer than any tested version."""
     newest = newest_tried(name)
     if newest is None or release(version) <= release(newest):
         return Finding(name, "ok", version)
@@ -126,7 +127,7 @@ def _entry_point() -> str:
 
 
 def _compile(target: Target) -> str:
-    """Compiles a real, small kernel: the cache write of the op's first sample."""
+    """Compiles a real but small kernel: the cache write of the op's first sample."""
     from tilewright.codegen.build import compile_for
     from tilewright.ops.contract import get_op
 

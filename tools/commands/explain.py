@@ -58,8 +58,8 @@ def explain(
 
 
 def _codes_of(source: str) -> Mapping[str, str]:
-    """Returns the codes that are registered once a user's file is imported; `source` may name a
-    function in it."""
+    """Returns the codes that are registered once a user's file is imported. source: the file or
+    module, and optionally a function in it."""
     from tilewright.patterns.language import CODES
 
     place = source.partition(":")[0]

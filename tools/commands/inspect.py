@@ -171,7 +171,7 @@ def _inspect_batches(
     as_json: bool,
     html: Path | None,
 ) -> None:
-    """The table of a model's steps at several batch sizes on several chips."""
+    """Prints a table of a model's steps at several batch sizes and on several chips."""
     from tilewright.tools.commands.models import lowered_batches
     from tilewright.tools.step.batches import render_batches
 
@@ -187,7 +187,7 @@ def _inspect_batches(
 
 
 def sizes_of(listed: str) -> list[int]:
-    """The batch sizes in `--batches`. Raises CommandError."""
+    """Parses the batch sizes of `--batches`. Raises CommandError."""
     try:
         sizes = [int(size) for size in listed.split(",")]
     except ValueError:
@@ -216,7 +216,8 @@ def _asked(model: str, lowered: Lowered, census: bool, module: Module | None) ->
 
 
 def _explain(console: Console, report: Group, codes: Sequence[str]) -> None:
-    """The words for the short forms of a report, behind it, and where those for its codes are."""
+    """Prints, after a report, the meanings of its short forms, and where its codes are
+    explained."""
     with console.capture() as captured:
         console.print(report)
     terms = list(explained(Text.from_ansi(captured.get()).plain))
@@ -231,7 +232,7 @@ def _explain(console: Console, report: Group, codes: Sequence[str]) -> None:
 
 
 def report_dict(lowered: Lowered, audits: Sequence[KernelAudit]) -> dict[str, Any]:
-    """The report as JSON-ready data, each kernel with its audit."""
+    """Returns the report as JSON-ready data, each kernel with its audit."""
     report = lowered.as_dict()
     outcomes = {outcome.kernel.spec.name: outcome.as_dict() for outcome in audits}
     report["kernels"] = [k | outcomes.get(k["name"], {}) for k in report["kernels"]]

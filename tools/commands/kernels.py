@@ -80,22 +80,23 @@ def kernels(
 
 
 def _told(folder: Path | None, outcome: KernelAudit, target: str) -> dict[str, Any]:
-    """A kernel of the manifest, its files written where there is a folder."""
+    """Returns a kernel's entry in the manifest, and writes the kernel's files if there is a
+    folder."""
     files = [] if folder is None else write_kernel(folder, outcome, target)
     return {"name": outcome.kernel.spec.name, "files": files} | outcome.as_dict()
 
 
 def _keep_only(folder: Path, earlier: set[str], manifest: dict[str, Any]) -> None:
-    """Writes the manifest, and removes what an earlier one listed and this one does not."""
+    """Writes the manifest, and removes files that only the earlier manifest listed."""
     for name in earlier.difference(*(kernel["files"] for kernel in manifest["kernels"])):
         (folder / name).unlink(missing_ok=True)
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def listed_files(manifest: Path) -> set[str]:
-    """The kernels' files that a manifest lists; none where there is no manifest.
+    """Returns the files of kernels that a manifest lists; none if there is no manifest.
 
-    Raises CommandError for a file that is no such manifest, and that would be overwritten.
+    Raises CommandError if the file is not such a manifest, because it would be overwritten.
     """
     try:
         listed = json.loads(manifest.read_text("utf-8"))
@@ -110,7 +111,8 @@ def listed_files(manifest: Path) -> set[str]:
 
 
 def write_kernel(folder: Path, outcome: KernelAudit, target: str) -> list[str]:
-    """Writes a kernel's files; their names. One that did not compile has only its source."""
+    """Writes a kernel's files and returns their names. A kernel that did not compile has only its
+    source."""
     kernel: Kernel = outcome.kernel
     parts: Mapping[str, bytes] = {".py": kernel.source.encode()}
     if outcome.audit is not None:

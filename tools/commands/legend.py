@@ -1,4 +1,4 @@
-"""Short forms of a report in words; `inspect` explains those that a report has."""
+"""Explains the short forms of a report in words; `inspect` prints those that a report contains."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Term:
-    """A short form, as docs/command-line.md shows it. label: of the lines that may have it; seen:
-    how it stands there."""
+    """A short form, as docs/command-line.md shows it.
+
+    label: labels of the lines that may contain it. seen: a regular expression for it in such a
+    line.
+    """
 
     shown: str
     label: str
@@ -72,7 +75,7 @@ TERMS = (
 
 
 def explained(report: str) -> Iterator[tuple[str, str]]:
-    """(short form, meaning) of each term that a report, as `inspect` prints it, has."""
+    """Yields (short form, meaning) of each term in a report that `inspect` prints."""
     lines = list(_labelled(report))
     for term in TERMS:
         labels, seen = term.label.split("|"), re.compile(term.seen)
@@ -86,7 +89,8 @@ _STAGES = re.compile("|".join(t.seen for t in TERMS if t.label == "stage"))
 
 
 def _labelled(report: str) -> Iterator[tuple[str, str]]:
-    """(label, text) of a report's lines; a line that goes on has the label of the one before."""
+    """Yields (label, text) of a report's lines. A continuation line has the label of the line
+    before."""
     label = ""
     for line in report.splitlines():
         field, place = _FIELD.fullmatch(line), _PLACE.fullmatch(line)

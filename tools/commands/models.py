@@ -1,4 +1,4 @@
-"""Shared parts of the commands with a MODEL: loading it, lowering it, auditing its kernels."""
+"""Shared parts of the commands with a MODEL: load it, lower it, and audit its kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def load(model: str, **options: Any) -> LoadedModel:
-    """The model a command was given. Raises CommandError."""
+    """Returns the model that a command was given. Raises CommandError."""
     with users_code(model):
         return load_model(model, **options)
 
@@ -42,7 +42,7 @@ def load(model: str, **options: Any) -> LoadedModel:
 def load_and_lower(
     model: str, patterns: str | None, dynamic: bool | None, target: str, debug: bool
 ) -> Lowered:
-    """MODEL loaded and lowered; whatever it prints goes to stderr. Raises CommandError."""
+    """Loads and lowers MODEL. Anything that it prints goes to stderr. Raises CommandError."""
     check_target(target)
     with contextlib.redirect_stdout(sys.stderr):
         loaded = load(model)
@@ -59,7 +59,7 @@ def load_and_lower(
 
 
 def lowered_as(model: str, loaded: LoadedModel, target: str, debug: bool) -> Lowered:
-    """A loaded MODEL lowered for a target. Raises CommandError."""
+    """Lowers a loaded MODEL for a target. Raises CommandError."""
     check_target(target)
     with traced(model, debug):
         return lower(loaded.model, loaded.args, loaded.kwargs, target=target)
@@ -68,8 +68,8 @@ def lowered_as(model: str, loaded: LoadedModel, target: str, debug: bool) -> Low
 def lowered_batches(
     chosen: Chosen, sizes: Sequence[int], targets: Sequence[str], present: int | None
 ) -> tuple[list[BatchRow], Lowered]:
-    """The steps of a MODEL with each number of sequences, on each target, and the first of them
-    lowered. A function of the user's takes the number as `batch`. Raises CommandError."""
+    """Returns the steps of a MODEL at each batch size on each target, and the first step lowered. A
+    user's function gets the batch size as `batch`. Raises CommandError."""
     from tilewright.compiler.report.step import step_of
     from tilewright.tools.step.batches import BatchRow, weight_bytes
 
@@ -107,7 +107,8 @@ def load_and_lower_rank(
     target: str,
     debug: bool,
 ) -> tuple[Lowered, Rank]:
-    """As :func:`load_and_lower`, of a zoo model that ranks share. Raises CommandError."""
+    """Does the same as :func:`load_and_lower` for one rank of a sharded zoo model. Raises
+    CommandError."""
     from tilewright.tools.models.sharding import load_sharded, one_rank_of, rank_of
 
     check_target(target)
@@ -122,13 +123,14 @@ def load_and_lower_rank(
 def load_and_lower_engine(
     model: str, patterns: str | None, dynamic: bool | None, target: str, debug: bool
 ) -> Lowered:
-    """As :func:`load_and_lower`, of the two steps of continuous batching. Raises CommandError."""
+    """Does the same as :func:`load_and_lower` for the two steps of continuous batching. Raises
+    CommandError."""
     from tilewright.tools.models.engine import engine_steps, one_step
 
     check_target(target)
     with contextlib.redirect_stdout(sys.stderr), users_code(model):
         loaded = load(model)
-        # Dynamo would make a symbol of the tokens, which differ between the two.
+        # Dynamo would make the number of tokens a symbol, because the two steps differ in it.
         options: dict[str, Any] = {
             "patterns": pattern_names(patterns),
             "dynamic": False if dynamic is None else dynamic,
@@ -151,7 +153,8 @@ def check_target(name: str) -> None:
 
 
 def pattern_names(listed: str | None) -> list[str] | None:
-    """The names in `--patterns`. Call it after the model is loaded, which may register patterns."""
+    """Returns the names in `--patterns`. Call it after the model is loaded, because the model's
+    file may register patterns."""
     names = None if listed is None else [name.strip() for name in listed.split(",")]
     try:
         registered(names)
@@ -162,9 +165,9 @@ def pattern_names(listed: str | None) -> list[str] | None:
 
 @contextlib.contextmanager
 def traced(name: str, debug: bool) -> Iterator[None]:
-    """Around a block that traces the model: whatever that raises becomes a CommandError."""
+    """Turns any error in the block, which traces the model, into a CommandError."""
     with contextlib.ExitStack() as stack:
-        if not debug:  # torch would log the whole trace of what one line reports here
+        if not debug:  # one line reports the error here; torch would log its whole trace
             logging.disable(logging.ERROR)
             stack.callback(logging.disable, logging.NOTSET)
         stack.enter_context(waiting(f"tracing {name}"))
@@ -175,7 +178,7 @@ def traced(name: str, debug: bool) -> Iterator[None]:
 
 
 def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[KernelAudit]:
-    """Every kernel compiled and audited, with a progress bar on a terminal."""
+    """Compiles and audits every kernel, with a progress bar on a terminal."""
     try:
         with progress("compiling kernels", len(kernels)) as advance:
             return audit_kernels(kernels, target, done=advance, **options)
@@ -186,7 +189,8 @@ def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[Kern
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows on stderr what the block does, with its time, while it runs; on terminals only."""
+    """Shows a description of the block and its elapsed time on stderr while it runs, on terminals
+    only."""
     console = make_console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(
@@ -198,7 +202,8 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Any]:
-    """A progress bar on stderr, on terminals only; yields a function that advances it by one."""
+    """Shows a progress bar on stderr, on terminals only; yields a function that advances it by
+    one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = make_console(stderr=True)
     hidden = not console.is_terminal or not total

@@ -1,4 +1,4 @@
-"""`tilewright bench --profile MODEL`: a step, recorded here or elsewhere, beside its floor."""
+"""`tilewright bench --profile MODEL`: a step, recorded here or elsewhere, next to its floor."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ RECORDED_STEPS = 10
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request for a profile. trace: a record of it, None to make one on this GPU. target: the
-    chip of the record. present: tokens in the caches. layers: of a zoo model, None for all of
-    them."""
+    """A request for a profile.
+
+    trace: the file with the trace; None to record one on this GPU. target: the chip that the trace
+    was recorded on. present: tokens in the caches. layers: the number of layers of a zoo model;
+    None for all of them.
+    """
 
     model: str
     trace: Path | None
@@ -36,7 +39,7 @@ class Wanted:
 
 
 def measured(wanted: Wanted, debug: bool) -> tuple[Profile, Step]:
-    """The profile, and the step that it is of. Raises CommandError."""
+    """Returns the profile and its step. Raises CommandError."""
     target = _target(wanted)
     from tilewright.compiler.report.step import step_of
     from tilewright.tools.commands.models import load, lowered_as

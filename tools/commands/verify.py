@@ -29,7 +29,7 @@ from tilewright.tools.zoo import PREFILL, is_zoo_name
 if TYPE_CHECKING:
     from tilewright.compiler.verify.sites import SiteError
 
-#: How a zoo model is shortened so that it runs here; its dims stay.
+#: The sizes of a zoo model that is to run here. Its other dims stay.
 TOKENS, CACHE_LENGTH = 16, 64
 
 
@@ -89,7 +89,7 @@ def _cut(name: str, layers: int, experts: int) -> dict[str, Any]:
 
 
 def _as_dict(error: SiteError) -> dict[str, Any]:
-    """JSON-ready data; an error that is infinite or NaN becomes null."""
+    """Returns JSON-ready data. An error that is infinite or NaN becomes null."""
     data = asdict(error)
     for name in ("plain_error", "fused_error", "allowed"):
         data[name] = data[name] if math.isfinite(data[name]) else None

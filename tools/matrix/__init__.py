@@ -1,1 +1,1 @@
-"""Environments with other releases: which there are, and what runs in them."""
+"""Environments with other releases of the libraries, and the tests that run in them."""

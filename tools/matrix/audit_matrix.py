@@ -1,8 +1,8 @@
-"""`make audit`: the emitted SM100 kernels through several Triton releases, each held to the rules.
+"""`make audit`: compiles the emitted SM100 kernels with several Triton releases and audits them.
 
-Every release lives alone in an environment of its own under `.audit/`, without torch. A kernel is
-compiled there by codegen/build/worker.py and audited from its machine code. The exit status is 1
-where any kernel fails to compile or breaks a rule.
+Each release is installed without torch in an environment of its own under `.audit/`. A kernel is
+compiled there by codegen/build/worker.py, and its machine code is audited. The exit status is 1 if
+any kernel fails to compile or breaks a rule.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ ENVIRONMENTS = Path(".audit")
 
 @dataclass(frozen=True)
 class Outcome(Audited):
-    """One kernel with one Triton release."""
+    """The outcome of one kernel with one Triton release."""
 
     case: AuditCase = field(kw_only=True)
     release: str = field(kw_only=True)
 
 
 def environment(release: str, root: Path = ENVIRONMENTS) -> Path:
-    """The Python of an environment that holds this triton alone; built where it is missing.
+    """Returns the Python of an environment with this Triton release alone, which is built if
+    missing.
 
-    Raises RuntimeError with pip's words where the release cannot be installed.
+    Raises RuntimeError with pip's message if the release cannot be installed.
     """
     folder = root / release
     python = folder / "bin" / "python"
@@ -70,7 +71,8 @@ def audit_one(case: AuditCase, release: str, python: Path, target: Target) -> Ou
 def run_matrix(
     cases: Sequence[AuditCase], releases: Sequence[str], target: Target, workers: int
 ) -> list[Outcome]:
-    """All cases with all releases, `workers` compilers at a time, in the order of the table."""
+    """Audits all cases with all releases, `workers` compilers at a time. Returns the outcomes in
+    the order of the table."""
     pythons = {release: environment(release) for release in releases}
     jobs = [(case, release, pythons[release], target) for case in cases for release in releases]
     with ThreadPoolExecutor(workers) as pool:
@@ -78,7 +80,7 @@ def run_matrix(
 
 
 def as_table(outcomes: Sequence[Outcome], target: Target) -> Table:
-    """One row per kernel and release."""
+    """Returns a table with one row per kernel and release."""
     table = Table(title=f"{target.name}: emitted kernels by Triton release")
     for name in ("kernel", "triton", "ptxas", "tensor core", "TMA", "regs", "stack"):
         table.add_column(name, justify="left" if name in ("kernel", "tensor core") else "right")
@@ -90,7 +92,8 @@ def as_table(outcomes: Sequence[Outcome], target: Target) -> Table:
 
 
 def as_snapshot(outcomes: Sequence[Outcome]) -> str:
-    """A line per kernel and release with the facts that a compiler upgrade would change."""
+    """Returns one line per kernel and release, with the facts that a compiler upgrade would
+    change."""
     lines = []
     for outcome in outcomes:
         facts = outcome.audit.summary() if outcome.audit else "does not compile"

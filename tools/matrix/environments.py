@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def make_environment(python: str, folder: Path, *packages: str) -> None:
-    """A new environment of a Python, with these packages. Raises RuntimeError with pip's words."""
+    """Makes a new environment of a Python with these packages. Raises RuntimeError with pip's
+    message."""
     _run(python, "-m", "venv", "--clear", str(folder))
     pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
     _run(*pip, "--disable-pip-version-check", *packages)

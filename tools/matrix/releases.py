@@ -1,4 +1,4 @@
-"""The releases that tilewright is tried with: `make matrix` tries them, `doctor` names them."""
+"""The releases that tilewright is tested with. `make matrix` tests them, `doctor` names them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One environment. Versions are PyPI's; an empty one is whatever is newest today.
+    """One environment. Versions are those on PyPI; an empty version is the newest one today.
 
-    differs: what is otherwise there, and why, for docs/support.md. besides: more packages, with
-    their versions. runs: the kinds of tests, of `support_matrix.TESTS`.
+    differs: how this environment differs from the others, and why, for docs/support.md. besides:
+    further packages with their versions. runs: kinds of tests, keys of `support_matrix.TESTS`.
     """
 
     name: str
@@ -23,7 +23,8 @@ class Row:
     runs: tuple[str, ...] = ("graphs", "ops", "interpreter")
 
 
-#: Libraries that quantise. gptqmodel wants torch 2.14.1 or newer, and transformers optimum with it.
+#: Quantisation libraries. gptqmodel needs torch 2.14.1 or newer; transformers needs optimum to use
+#: gptqmodel.
 QUANTISERS = (
     "torchao==0.18.0",
     "compressed-tensors==0.20.0",
@@ -58,12 +59,12 @@ ROWS = (
         besides=QUANTISERS, runs=("quantised",)),
 )  # fmt: skip
 
-#: What is out today, kept in no table: `make matrix ROWS=released`.
+#: The newest releases today, which no table lists: `make matrix ROWS=released`.
 RELEASED = Row("released", "3.11", "", "", "")
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without what was built into it: "2.13.0+cpu" is (2, 13, 0)."""
+    """Returns the numbers of a version, without its build: "2.13.0+cpu" becomes (2, 13, 0)."""
     numbers = []
     for part in version.partition("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
@@ -74,6 +75,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def newest_tried(package: str) -> str | None:
-    """The newest version of torch, triton or transformers in ROWS; None for any other package."""
+    """Returns the newest tested version of torch, triton or transformers; None for other
+    packages."""
     versions = [getattr(row, package, "") for row in ROWS]
     return max(versions, key=release) if all(versions) else None

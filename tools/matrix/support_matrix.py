@@ -1,8 +1,8 @@
 """`make matrix`: tilewright in environments with other releases of torch, Triton and transformers.
 
-Each row of `releases` is a virtual environment under `.matrix/` with the checkout installed in it;
-there the demo runs, and of the tests those that ask most of a release. The outcome is a line of the
-table in docs/support.md. The exit status is 1 where a row is not all good.
+Each row of `releases` is a virtual environment under `.matrix/` with the checkout installed in it.
+The demo and the tests that depend most on a release run there. The outcome is a line of the table
+in docs/support.md. The exit status is 1 if the demo or any test of a row fails.
 
     make matrix                  every row
     make matrix ROWS=newest      one, or several with commas between them
@@ -32,10 +32,10 @@ from tilewright.tools.matrix.releases import RELEASED, ROWS, Row
 
 ENVIRONMENTS = Path(".matrix")
 TABLE = Path("docs/support.md")
-#: What is installed beside the row's own: what the tests and the demo need.
+#: Packages that the tests and the demo need, installed in addition to the row's own.
 BESIDES = ("peft", "accelerate", "hypothesis", "jsonschema", "pytest", "pytest-xdist", "grandalf",
            "matplotlib")  # fmt: skip
-#: Which tests are run, by the column of the table that counts them.
+#: The tests to run, for each column of the table that counts them.
 TESTS = {
     "graphs": (
         "tests/compiler/test_spelling.py",
@@ -68,7 +68,7 @@ HEADER = f"| {' | '.join(COLUMNS)} |"
 
 @dataclass(frozen=True)
 class Count:
-    """Tests of one kind: how many passed, and the names of those that did not."""
+    """Counts of one kind of tests: how many passed, and the names of those that failed."""
 
     passed: int
     failed: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row that was run. demo: its last words where it failed, else empty."""
+    """The outcome of a row. demo: the last line of the demo's output if it failed, else ""."""
 
     row: Row
     versions: dict[str, str]
@@ -96,7 +96,7 @@ class Outcome:
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of this version that starts, from PATH or pyenv; None where there is none."""
+    """Returns a Python of this version that starts, from PATH or pyenv; None if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python")]
     for candidate in candidates:
@@ -106,25 +106,26 @@ def interpreter(version: str) -> str | None:
 
 
 def requirements(row: Row) -> list[str]:
-    """Returns what pip installs for a row, in one go so that the versions agree."""
+    """Returns the packages that pip installs for a row. They are installed in one call so that
+    their versions agree."""
     named = [("torch", row.torch), ("triton", row.triton), ("transformers", row.transformers)]
     own = [f"{name}=={version}" if version else name for name, version in named]
     return [*own, *BESIDES, *row.besides]
 
 
 def made_of(row: Row, checkout: Path) -> str:
-    """Returns the content of a row's environment, as it is recorded there: an editable install
-    names its checkout, and what else is installed is named by the row and by the project's own
-    file."""
+    """Returns a description of a row's environment, which is stored in the environment. It has the
+    path of the checkout, because an editable install refers to it, the packages of the row, and a
+    hash of the project's pyproject.toml."""
     project = hashlib.sha256((checkout / "pyproject.toml").read_bytes()).hexdigest()
     parts = {"python": row.python, "installed": requirements(row)}
     return json.dumps(parts | {"checkout": str(checkout), "pyproject": project}, indent=1)
 
 
 def environment(row: Row, root: Path = ENVIRONMENTS) -> Path:
-    """The Python of a row's environment, made anew where it was made of something else.
+    """Returns the Python of a row's environment, which is made anew if its description changed.
 
-    Raises RuntimeError where this machine has no such Python, and with pip's words.
+    Raises RuntimeError if this machine has no such Python, or with pip's message.
     """
     folder, checkout = root / row.name, Path.cwd()
     python, stamp = folder / "bin" / "python", folder / ".installed"
@@ -169,7 +170,7 @@ def _count(python: Path, kind: str, row: Row, workers: int, env: dict[str, str])
 
 
 def counted(results: Path) -> Count:
-    """Returns the counts of a JUnit file, without skipped tests."""
+    """Counts the tests of a JUnit file, without those that were skipped."""
     cases = list(ElementTree.parse(results).iter("testcase"))
     tags = {f"{c.get('classname')}::{c.get('name')}": {part.tag for part in c} for c in cases}
     failed = tuple(name for name, found in tags.items() if found & {"failure", "error"})
@@ -188,7 +189,7 @@ def _versions(python: Path) -> dict[str, str]:
 
 
 def line(outcome: Outcome, day: str) -> str:
-    """A row of the table."""
+    """Returns the table row of an outcome."""
     row, versions = outcome.row, outcome.versions
     found = [
         versions.get(n) or getattr(row, n) for n in ("python", "torch", "triton", "transformers")
@@ -201,7 +202,8 @@ def line(outcome: Outcome, day: str) -> str:
 
 
 def with_lines(text: str, lines: Sequence[str]) -> str:
-    """The document with lines in the place of the rows of their name; rows go in ROWS' order."""
+    """Replaces the table rows that have the names of `lines`, and returns the document. Rows are in
+    the order of ROWS."""
     before, _, rest = text.partition(HEADER)
     rule, *body = rest.strip("\n").splitlines()
     table = list(takewhile(lambda row: row.startswith("| "), body))

@@ -1,1 +1,1 @@
-"""The models that commands are given: loaded from a function of the user, or shared by ranks."""
+"""Models for commands: loaded from a user's function or a checkpoint, or sharded over ranks."""

@@ -1,4 +1,4 @@
-"""A model of a checkpoint's config.json alone, with its dims and formats, without its weights.
+"""Builds a model from a checkpoint's config.json, with its dims and formats, without its weights.
 
 Nothing here imports torch before a model is built.
 """
@@ -13,13 +13,13 @@ from tilewright.tools.models.loading import ModelError
 from tilewright.tools.models.user_errors import one_line
 
 CONFIG = "config.json"
-#: Where ModelOpt says how its weights are stored.
+#: The file in which ModelOpt describes how the weights are stored.
 MODELOPT = "hf_quant_config.json"
 
 
 def folder_of(spec: str) -> Path | None:
-    """Returns the folder of a checkpoint that `spec` names, by itself or by its config.json; None
-    where it names none."""
+    """Returns the folder of the checkpoint that `spec` names. `spec` is the folder or its
+    config.json; None if it is neither."""
     path = Path(spec)
     if path.name == CONFIG and path.is_file():
         return path.parent
@@ -27,8 +27,8 @@ def folder_of(spec: str) -> Path | None:
 
 
 def dense_model(folder: Path) -> tuple[Any, dict[str, Any] | None]:
-    """Returns the model of a folder's config.json on the meta device, dense, and how the checkpoint
-    stores its weights; None where it says nothing of that. Raises ModelError."""
+    """Returns the dense model of a folder's config.json on the meta device, and the checkpoint's
+    description of how its weights are stored, or None if it has none. Raises ModelError."""
     import torch
     import transformers
 
@@ -42,7 +42,7 @@ def dense_model(folder: Path) -> tuple[Any, dict[str, Any] | None]:
         dtype = getattr(config, "dtype", None) or torch.bfloat16
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # a configuration may say anything
+    except Exception as error:  # a configuration may contain anything
         raise ModelError(f"{folder / CONFIG}: no model can be made of it: {one_line(error)}") from (
             error
         )
@@ -50,8 +50,8 @@ def dense_model(folder: Path) -> tuple[Any, dict[str, Any] | None]:
 
 
 def model_of(folder: Path) -> Any:
-    """Returns the model of a folder's config.json on the meta device, with codes where the
-    checkpoint has them. Raises ModelError."""
+    """Returns the model of a folder's config.json on the meta device, with quantised weights where
+    the checkpoint has them. Raises ModelError."""
     from tilewright.compiler.quantised.unloaded import put_codes
 
     model, stated = dense_model(folder)

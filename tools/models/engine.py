@@ -1,4 +1,4 @@
-"""The steps of transformers' continuous batching of a model, on the meta device."""
+"""Arguments for the steps of transformers' continuous batching, on the meta device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PAGE_SIZE, COLUMNS = 256, 32
 
 
 def one_step(model: Any, step: dict[str, Any]) -> Any:
-    """Calls the model as the engine does. In a function, the model's forward pre-hook is traced
-    too."""
+    """Calls the model as the engine does. Traced within this function, the graph also contains the
+    model's forward pre-hook."""
     return model(**step).logits
 
 

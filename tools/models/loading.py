@@ -1,6 +1,6 @@
 """Loads the model of a command from a user's function.
 
-Nothing here imports torch: errors in a name are told at once.
+Nothing here imports torch, so that an error in a name is reported at once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class LoadedModel(NamedTuple):
 
 
 def place_of(spec: str) -> tuple[str, str]:
-    """(module or file.py, function) of a spec; one of them is empty where it names no function.
-    Raises ModelError for a file without a function, naming those that are there."""
+    """Returns (module or file.py, function) of a spec; one of them is empty if the spec names no
+    function. Raises ModelError for a file without a function, naming the functions in it."""
     place, _, function = spec.rpartition(":")
     if (file := spec.removesuffix(":")).endswith(".py"):
         found = _functions(import_place(file))
@@ -44,8 +44,8 @@ def place_of(spec: str) -> tuple[str, str]:
 def load_function(
     spec: str, place: str, function_name: str, options: Mapping[str, Any]
 ) -> LoadedModel:
-    """The model that a function of a user's module returns. options: of the function. Raises
-    ModelError."""
+    """Returns the model that a function of a user's module returns. options: keyword arguments of
+    that function. Raises ModelError."""
     module = import_place(place)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -55,7 +55,8 @@ def load_function(
 
 
 def import_place(place: str) -> ModuleType:
-    """The module of a user's file.py or module, which may register patterns. Raises ModelError."""
+    """Imports and returns a user's file.py or module, which may register patterns. Raises
+    ModelError."""
     return _import_file(place) if place.endswith(".py") else _import_module(place)
 
 
@@ -63,7 +64,8 @@ def _import_file(place: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
         raise ModelError(f"{place}: no such file (from {Path.cwd()})")
-    # Its own name, so that a user's torch.py or llama.py hides no module.
+    # The module gets a name of its own, so that a user's torch.py or llama.py hides no other
+    # module.
     spec = importlib.util.spec_from_file_location(f"tilewright_model_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ModelError(f"{place}: not a Python file")
@@ -97,7 +99,7 @@ def _failed(doing: str, error: Exception) -> ModelError:
 
 
 def _functions(module: ModuleType) -> str:
-    """The functions of a user's module, those first that look like a MODEL's."""
+    """Lists the functions of a user's module. Functions that look like a MODEL come first."""
     found = [
         (name, value)
         for name, value in vars(module).items()
@@ -108,8 +110,8 @@ def _functions(module: ModuleType) -> str:
 
 
 def _unlike_a_model(function: Callable[..., Any]) -> int:
-    """0 for a function without arguments that returns three values, as its text shows; 1 where it
-    may, behind a call; 2 for any other."""
+    """Returns 0 for a function that takes no arguments and whose source returns three values, 1 if
+    it returns the result of a call, and 2 for any other function."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         inspect.signature(function).bind()

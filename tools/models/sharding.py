@@ -1,8 +1,9 @@
-"""A zoo model as one of several ranks sees it, without the others.
+"""Builds a zoo model as one of several ranks sees it, without the other ranks.
 
-torch's fake process group gives any number of ranks in one process and moves nothing; transformers
-cuts the model by its own plan, on the meta device. Every rank has an equal part, so the first
-speaks for all. Only as many layers are built as there are kinds; the others are counted.
+torch's fake process group gives any number of ranks in one process and transfers nothing.
+transformers shards the model by its own plan, on the meta device. Every rank has an equal part, so
+the work of rank 0 is that of every rank. The leading dense layers and one layer of each following
+kind are built; the other layers are counted.
 """
 
 from __future__ import annotations
@@ -33,25 +34,28 @@ from tilewright.tools.zoo import (
     is_zoo_name,
 )
 
-# Layers alternate between two kinds at most, behind some that have no mixture.
+# Layers alternate between at most two kinds, after some leading layers without experts.
 _KINDS = 2
 _PLACED_ANEW = ("redistribute", "full_tensor")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """The data that a rank sends in one collective. kind: `all_reduce`, `all_gather` and so on.
-    bytes: of the whole tensor, before or after, whichever is larger. count: in a step of the whole
-    model."""
+    """The data that a rank sends in one collective.
+
+    kind: `all_reduce`, `all_gather` and so on. bytes: of the whole tensor, before or after the
+    collective, whichever is larger. count: how often a step of the whole model runs it.
+    """
 
     kind: str
     bytes: int
     count: int
 
     def seconds(self, target: Target, ranks: int) -> float:
-        """The least time of all of them over the target's links, with what each costs to start.
+        """Returns the least time of all `count` collectives over the target's links, including the
+        time to start each.
 
-        A ring sends (ranks - 1) / ranks of the bytes, twice for a sum that all ranks get.
+        A ring sends (ranks - 1) / ranks of the bytes, and twice that for an all-reduce.
         """
         rounds = 2 if self.kind == "all_reduce" else 1
         sent = rounds * (ranks - 1) / ranks * self.bytes
@@ -62,9 +66,9 @@ class Collective:
 class Rank:
     """The work of one rank in a step.
 
-    layers: how many of the model's layers each built one stands for. fused: (pattern, sites in the
-    whole model). weight_bytes, cache_bytes: read in a step; of experts those that the tokens can
-    reach. flops: of the products with weights.
+    layers: for each layer that is built, how many of the model's layers it stands for. fused:
+    pattern -> sites in the whole model. weight_bytes, cache_bytes: read in a step; only the experts
+    that the tokens can reach are counted. flops: of the products with weights.
     """
 
     tp: int
@@ -77,7 +81,8 @@ class Rank:
     flops: int
 
     def floor_s(self, target: Target) -> float:
-        """The least time of a step without communication: all bytes read once, or all products."""
+        """Returns the least time of a step without communication: the longer of the time to read
+        all bytes once and the time of all products."""
         moved = (self.weight_bytes + self.cache_bytes) / target.hbm_bytes_per_s
         return max(moved, self.flops / target.flops_per_s("bf16"))
 
@@ -85,7 +90,7 @@ class Rank:
         return sum(one.seconds(target, self.tp) for one in self.collectives)
 
     def lost_share(self, target: Target) -> float:
-        """The share of a step that communication takes where nothing hides it."""
+        """Returns the share of a step that communication takes if nothing overlaps it."""
         sent = self.communication_s(target)
         return sent / (sent + self.floor_s(target))
 
@@ -110,7 +115,7 @@ class Rank:
 
 @contextmanager
 def one_rank_of(ranks: int) -> Iterator[None]:
-    """The first of so many ranks; the others are not there. Raises ModelError."""
+    """Makes this process rank 0 of a fake process group while the block runs. Raises ModelError."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -123,7 +128,7 @@ def one_rank_of(ranks: int) -> Iterator[None]:
 
 
 def check_sharding(name: str, tp: int, ep: int) -> None:
-    """Raises ModelError for what cannot be shared by so many ranks."""
+    """Raises ModelError for a model that cannot be sharded over this many ranks."""
     form = name.removesuffix(PREFILL)
     if not is_zoo_name(name) or form.endswith((PAGED, LORA)):
         known = f"one of the zoo's models, {', '.join(ZOO)}, with or without {PREFILL}"
@@ -139,8 +144,8 @@ def check_sharding(name: str, tp: int, ep: int) -> None:
 
 
 def load_sharded(name: str, tp: int, ep: int) -> tuple[LoadedModel, dict[str, int]]:
-    """A zoo model as rank 0 has it, cut to its kinds of layers, and how many layers each built one
-    stands for. Within :func:`one_rank_of`. Raises ModelError."""
+    """Returns a zoo model as rank 0 has it, and for each layer that is built, how many of the
+    model's layers it stands for. Call it within :func:`one_rank_of`. Raises ModelError."""
     check_sharding(name, tp, ep)
     fields = ZOO[name.removesuffix(PREFILL)].fields
     whole = fields["num_hidden_layers"]
@@ -175,7 +180,7 @@ def _cut(model: Any, tp: int, ep: int) -> Any:
 
 
 def _cache(model: Any, cache: Any, tp: int) -> Any:
-    """The cache with as many heads as the rank has."""
+    """Returns the cache with only the heads of this rank."""
     if hasattr(model.config, "kv_lora_rank"):
         return cache
     from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
@@ -220,7 +225,8 @@ def _count(site: Site, layers: dict[str, int]) -> int:
 
 
 def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """A rank's own parts of the parameters, but of embeddings, of which a step reads few rows."""
+    """Yields the rank's own part of each parameter. Leaves out embeddings, because a step reads few
+    rows of them."""
     for name, parameter in model.named_parameters():
         if "embed_tokens" not in name:
             (local,) = _compat.parts_of(parameter)
@@ -230,11 +236,12 @@ def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _work_of(
     name: str, weight: torch.Tensor, model: Any, tokens: int, layers: dict[str, int]
 ) -> tuple[int, int]:
-    """(bytes read, FLOPs) of one weight, in all layers that its layer stands for."""
+    """Returns (bytes read, FLOPs) of one weight, summed over the layers that its layer stands
+    for."""
     count = layers.get(layer_of(name), 1)
     size, rows = _bytes(weight), tokens if weight.dim() > 1 else 0
     products = weight.numel()
-    if weight.dim() == 3:  # [experts, N, K]: each token goes to some of them
+    if weight.dim() == 3:  # [experts, N, K]: each token is routed to some experts
         own, every = weight.shape[0], _num_experts(model.config)
         rows = tokens * model.config.num_experts_per_tok * own // every
         reached = min(1.0, max(rows, 1) / own)
@@ -267,7 +274,7 @@ _NAME = re.compile(r"c10d_functional\.(all_reduce|all_gather|reduce_scatter|all_
 
 
 def _sent(node: fx.Node) -> tuple[str, int] | None:
-    """(kind, bytes) of a collective; None for any other node."""
+    """Returns (kind, bytes) of a collective; None for any other node."""
     given = _compat.tensors_of(*node.all_input_nodes[:1])
     made = _compat.tensors_of(node)
     if not given or not made:
@@ -283,7 +290,8 @@ def _sent(node: fx.Node) -> tuple[str, int] | None:
 def _placed_anew(
     node: fx.Node, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
 ) -> str | None:
-    """Names the collective that moves a DTensor to another placement; None without one."""
+    """Returns the name of the collective that moves a DTensor to another placement; None if the
+    node moves none."""
     if node.target not in _PLACED_ANEW:
         return None
     (before,) = getattr(given[0], "placements", (None,))

@@ -1,4 +1,5 @@
-"""An exception from a user's code as one line: the reason, and the place in the user's files."""
+"""Describes an exception from a user's code in one line: the reason, and the place in the user's
+files."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import traceback
 
 
 def one_line(error: Exception) -> str:
-    """`TypeError: the reason (model.py:12)`; of Dynamo's long messages, the error that it met."""
+    """Returns `TypeError: the reason (model.py:12)`. Dynamo's long messages are cut to the error
+    that Dynamo met."""
     message = str(error)
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
     reason = lines[0]
@@ -26,7 +28,8 @@ def _detail(message: str) -> str:
 
 
 def _place(error: Exception) -> str:
-    """` (file:line)` in the innermost of the user's own frames, or nothing where none is known."""
+    """Returns ` (file:line)` of the innermost frame in the user's own code, or "" if none is
+    known."""
     from tilewright.patterns.dataflow import frames_of, innermost_outside_torch
 
     frames = frames_of(str(error).partition("from user code")[2]) or _frames_below_ours(error)
@@ -35,7 +38,7 @@ def _place(error: Exception) -> str:
 
 
 def _frames_below_ours(error: Exception) -> list[tuple[str, int]]:
-    """(file, line) of the frames that this package called, directly or through torch."""
+    """Returns (file, line) of the frames that this package called, directly or through torch."""
     frames: list[tuple[str, int]] = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         package = frame.f_globals.get("__name__", "").partition(".")[0]

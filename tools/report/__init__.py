@@ -1,1 +1,1 @@
-"""Reports as people read them: for a terminal, and as a page with drawings."""
+"""Reports for people: as text for a terminal, and as a page with drawings."""

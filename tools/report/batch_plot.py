@@ -1,4 +1,4 @@
-"""The time of a step by its batch, on each chip, with error bars: a plot as SVG."""
+"""Plots the time of a step against its batch size, for each chip, with error bars, as SVG."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tilewright.tools.report.roofline import Axis
 from tilewright.tools.report.templates import template
 from tilewright.tools.step.batches import BatchRow
 
-#: Pixels of the plot's edges and of the whole.
+#: The plot's edges, and the size of the whole image, in pixels.
 LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT = 62, 24, 560, 320, 760, 370
 
 
 @dataclass(frozen=True)
 class Line:
-    """The steps of one chip, by batch. number: of its look."""
+    """The steps of one chip, sorted by batch size. number: selects the line's style."""
 
     target: str
     number: int
@@ -23,8 +23,11 @@ class Line:
 
 
 def batch_plot(rows: Sequence[BatchRow]) -> str:
-    """The plot as an SVG element: both axes logarithmic; a line for each chip, the range of each
-    modelled time as a bar, the floor as a hollow point. Rows that take no time are left out."""
+    """Returns the plot as an SVG element.
+
+    Both axes are logarithmic. Each chip has a line, each modelled time an error bar, and each floor
+    a hollow point. Rows whose modelled time is 0 are left out.
+    """
     shown = [row for row in rows if row.modelled_us > 0]
     if not shown:
         return ""

@@ -1,4 +1,4 @@
-"""The census of a model, and what patterns said of one module, for a terminal."""
+"""Renders the census of a model, and the patterns' answers about one module, for a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STYLES = {"match": "green", "miss": "yellow", "no interest": "dim", "unaccounte
 
 
 def render_census(name: str, census: Census) -> Group:
-    """Points by kind and account, then where those are that are unaccounted."""
+    """Renders the points by kind and account, then the places of the unaccounted points."""
     count = len(census.points)
     title = Text(f"{name}: {count} points", style="bold")
     parts: list[RenderableType] = [title, _table(census.points)]
@@ -41,7 +41,7 @@ def _table(points: Sequence[Point]) -> Table:
 
 
 def _places(points: Sequence[Point]) -> Iterator[Text]:
-    """A line for each place, layers of one kind together."""
+    """Yields a line for each place. The same place in several layers is one line with a count."""
     counts = Counter((p.kind, p.op, collapse_scope(p.scope), p.source) for p in points)
     for (kind, op, scope, source), count in counts.items():
         times = f" x{count}" if count > 1 else ""

@@ -15,7 +15,7 @@ from tilewright.tools.report.node_facts import facts, label, shape, writes_in_pl
 
 #: A layer with more nodes is not drawn, because the drawing would be too long to read.
 MAX_NODES = 2000
-#: Pixels from lane to lane.
+#: The distance between lanes, in pixels.
 LANE = 11
 
 Kind = Literal["", "outside", "fused", "op"]
@@ -23,7 +23,7 @@ Kind = Literal["", "outside", "fused", "op"]
 
 @dataclass(frozen=True)
 class Chip:
-    """A node as it stands in a row. site: the number of its site; 0 outside sites."""
+    """A node in a row of a drawing. site: the number of its site; 0 if it is in none."""
 
     label: str
     facts: str
@@ -34,10 +34,11 @@ class Chip:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A distinct layer. nodes: how many it has before and after. fused: the number of fused ops.
+    """The drawing of a distinct layer.
 
-    lines: empty if the layer has too many nodes. chips: for each node in the lines. widths: of the
-    lanes before and after, in pixels.
+    nodes: the number of nodes before and after the rewrite. fused: the number of fused ops. lines:
+    empty if the layer has too many nodes. chips: one for each node in `lines`. widths: of the lanes
+    before and after, in pixels.
     """
 
     title: str
@@ -48,33 +49,37 @@ class Drawing:
     widths: tuple[int, int] = (0, 0)
 
     def x(self, lane: int) -> int:
-        """The middle of a lane, in pixels."""
+        """Returns the x coordinate of a lane's middle, in pixels."""
         return LANE * lane + LANE // 2
 
     def shape(self, row: Row) -> str:
-        """The shape of what a row hands on."""
+        """Returns the shape of the value that a row passes on."""
         return shape(row.nodes[-1])
 
 
 def drawings(graph: GraphReport, numbers: Mapping[str, int], title: str = "") -> list[Drawing]:
-    """The drawing of each distinct layer, those with fused ops first. numbers: the number of each
-    node's site, by the node's name in either graph. title: precedes the title of each layer."""
+    """Returns the drawing of each distinct layer; layers with fused ops come first.
+
+    numbers: the number of each node's site, by the node's name in either graph. title: precedes the
+    title of each layer.
+    """
     kept = {node.name for node in graph.after.graph.nodes}
     found = [_drawing(layer, numbers, kept, title) for layer in layers(graph)]
     return sorted(found, key=lambda drawing: not drawing.fused)
 
 
 def replaced(op: fx.Node) -> tuple[str, ...]:
-    """The names of the nodes that a fused op stands for, writes last."""
+    """Returns the names of the nodes that a fused op replaces; writes come last."""
     said = op.meta["tilewright"]
     return (*said["absorbed"], *said["stores"])
 
 
 def numbers_of(graph: GraphReport, numbers: Mapping[str, int]) -> dict[str, int]:
-    """The number of the site that each node, before or after, is in. numbers: those of the fused
-    ops, by name.
+    """Returns the number of each node's site, by the node's name in the captured or rewritten
+    graph.
 
-    Views and copies that disappeared along with a site get the number of a neighbour.
+    numbers: the number of each fused op's site, by the op's name. Views and copies that disappeared
+    along with a site get the number of a neighbour.
     """
     found = dict(numbers)
     for op in graph.after.graph.nodes:
@@ -90,7 +95,7 @@ def numbers_of(graph: GraphReport, numbers: Mapping[str, int]) -> dict[str, int]
 
 
 def _drawing(layer: Layer, numbers: Mapping[str, int], kept: Set[str], title: str) -> Drawing:
-    """kept: names of the nodes that the rewritten graph still has."""
+    """Draws a layer. kept: names of the nodes that the rewritten graph still has."""
 
     def kind_of(node: fx.Node) -> tuple[Kind, int]:
         number = numbers.get(node.name, 0)

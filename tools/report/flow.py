@@ -1,9 +1,10 @@
-"""A part of a graph in rows, with lanes for the values that flow from row to row; and two such
-parts side by side, as captured and as rewritten, with the same things on the same line.
+"""Arranges a part of a graph in rows, with lanes for the values that flow from row to row. Two such
+parts, as captured and as rewritten, are set side by side, with corresponding nodes on one line.
 
-A row has one node, or several that hand a value on with no other reader. What goes around a row
-passes in a lane beside it, as the branches of a history do. So a drawing is as wide as its longest
-row, however many nodes there are, and two of them have one scale.
+A row holds one node, or a chain of nodes in which each value has no other reader. A value that
+bypasses a row passes it in a lane, as branches do in the graph of a version history. A drawing is
+therefore as wide as its longest row, however many nodes it has, and two drawings have the same
+scale.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from torch import fx
 
 from tilewright.tools.report.node_facts import INPUTS, is_view_of_input, label
 
-#: The letters of a row's labels at most, with what stands around each; one label may be longer.
+#: The maximum number of letters in a row's labels, padding included. A single label may be longer.
 MAX_LETTERS = 38
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a drawing. lane: of its dot. into: lanes that end in the dot or give to it.
-    passing: lanes that go by, from top to bottom. goes_on: whether its own goes on below.
-    outside: whether its node is not of the part that is drawn."""
+    """A row of a drawing.
+
+    lane: the lane of its dot. into: lanes of the values that it reads. passing: lanes that pass the
+    row from top to bottom. goes_on: whether its own lane continues below. outside: whether its node
+    is outside the part that is drawn.
+    """
 
     nodes: tuple[fx.Node, ...]
     lane: int
@@ -34,13 +38,14 @@ class Row:
 
     @property
     def below(self) -> tuple[int, ...]:
-        """The lanes at its lower end."""
+        """Returns the lanes at the row's lower edge."""
         return (*self.passing, self.lane) if self.goes_on else self.passing
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of two drawings: a row of each, or none, where the lanes of the row above go by."""
+    """A line of two drawings side by side. It has a row of each drawing; if one is None, only that
+    drawing's lanes pass there."""
 
     before: Row | None
     after: Row | None
@@ -49,10 +54,10 @@ class Line:
 
 
 def rows(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], object]) -> list[Row]:
-    """The rows of these nodes, in order. Only nodes of equal `kind` share a row.
+    """Returns the rows of these nodes, in order. Only nodes of equal `kind` share a row.
 
-    Inputs of the graph and views of them are not drawn; what comes from outside of `nodes` has a
-    row with its node, before all others.
+    Inputs of the graph and views of inputs are not drawn. A node outside of `nodes` whose value is
+    read gets a row of its own, before all other rows.
     """
     drawn = [n for n in nodes if n.op not in (*INPUTS, "output") and not is_view_of_input(n)]
     members = set(drawn)
@@ -68,7 +73,8 @@ def rows(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], object]) -> list[Ro
 def _runs(
     drawn: Sequence[fx.Node], kind: Callable[[fx.Node], object]
 ) -> Iterator[tuple[fx.Node, ...]]:
-    """Nodes in groups: each takes what the one before it made, and nothing else does."""
+    """Yields chains of nodes: each node reads the value of the node before it, which has no other
+    reader."""
     run: list[fx.Node] = []
     letters = 0
     for node in drawn:
@@ -92,14 +98,14 @@ def _in_lanes(
     place = {node: i for i, group in enumerate(groups) for node in group}
 
     def last_reader(i: int) -> int:
-        """The last row that reads row i; what reads it elsewhere is behind all rows, but who else
-        reads what comes from outside is not told."""
+        """Returns the last row that reads row i. A value of row i that is also read elsewhere goes
+        on below all rows; for rows outside the part, other readers are ignored."""
         elsewhere = i if i < len(outside) else len(groups)
         readers = (place.get(user, elsewhere) for node in groups[i] for user in node.users)
         return max(readers, default=i)
 
     last = [last_reader(i) for i in range(len(groups))]
-    open_lanes: list[int | None] = []  # the row whose result each lane has
+    open_lanes: list[int | None] = []  # the row whose value is in each lane
     for i, group in enumerate(groups):
         read = {place[used] for n in group for used in n.all_input_nodes if used in place}
         held = [(lane, row) for lane, row in enumerate(open_lanes) if row is not None]
@@ -118,7 +124,8 @@ def _in_lanes(
 def side_by_side(
     before: Sequence[Row], after: Sequence[Row], came_from: Mapping[fx.Node, str]
 ) -> list[Line]:
-    """Two drawings line by line. came_from: of a node after, the name of its like before."""
+    """Returns the lines of two drawings side by side. came_from: for a node of the rewritten graph,
+    the name of the captured node that it is aligned with."""
     at = {node.name: i for i, row in enumerate(before) for node in row.nodes}
     pairs: list[tuple[Row | None, Row | None]] = []
     waiting: list[Row] = []

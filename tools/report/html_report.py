@@ -1,5 +1,5 @@
-"""A report as one self-contained HTML page, usable with the keyboard alone, in light and dark, and
-on paper."""
+"""Renders a report as one self-contained HTML page. It can be used with the keyboard alone, in
+light and dark mode, and on paper."""
 
 from __future__ import annotations
 
@@ -40,14 +40,17 @@ from tilewright.tools.report.templates import template
 from tilewright.tools.step.batches import BatchRow, notes_of
 from tilewright.tools.step.savings import remarks, said_of, unread_said
 
-#: Styles of Pygments whose every colour stands out (4.5 to 1) from the page's panels.
+#: Pygments styles in which every colour has a contrast of at least 4.5 to 1 with the page's panels.
 LIGHT, DARK = "xcode", "lightbulb"
 
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """Equal fused sites as the page shows them. number: theirs on the page. source: the model's own
-    line, then the library's."""
+    """Equal fused sites as the page shows them.
+
+    number: the number of this group on the page. source: the line in the model's own code, then the
+    line in the library that it calls.
+    """
 
     site: Site
     scope: str
@@ -58,7 +61,7 @@ class SiteEntry:
 
     @property
     def anchor(self) -> str:
-        """Their id on the page."""
+        """Returns the group's id on the page."""
         return f"site-{self.number}"
 
 
@@ -70,9 +73,12 @@ def write_html(
     present: int | None = None,
     batches: Sequence[BatchRow] = (),
 ) -> None:
-    """Writes the page of a report. audits: of its kernels, or none. present: tokens in the caches
-    of each sequence; None for full caches. batches: of the model's steps at other sizes and on
-    other chips, which get a section of their own. Raises OSError."""
+    """Writes the page of a report. Raises OSError.
+
+    audits: audits of its kernels, which may be empty. present: tokens in the caches of each
+    sequence; None for full caches. batches: steps of the model at other batch sizes and on other
+    chips, which get a section of their own.
+    """
     write_whole(path, render_html(model, lowered, audits, present, batches))
 
 
@@ -83,7 +89,7 @@ def render_html(
     present: int | None = None,
     batches: Sequence[BatchRow] = (),
 ) -> str:
-    """The page's HTML. audits, present, batches: as in `write_html`."""
+    """Returns the page's HTML. audits, present, batches: as in `write_html`."""
     target = get_target(lowered.target)
     units = [units_of(graph, target) for graph in lowered.graphs]
     entries = _site_entries(lowered, units)
@@ -130,7 +136,7 @@ def _site_entries(lowered: Lowered, units: Sequence[Sequence[Unit]]) -> list[Sit
 
 
 def _source(graph: GraphReport, site: Site) -> tuple[SourceLine, ...]:
-    """Where a site comes from: the lines of the node that it is named by."""
+    """Returns the source lines of a site: those of the node that gives the site its `source`."""
     by_name = {node.name: node for node in graph.before.graph.nodes}
     op = next((node for node in graph.after.graph.nodes if node.name == site.node), None)
     names = site.absorbed if op is None else replaced(op)
@@ -148,7 +154,7 @@ def _miss_entries(lowered: Lowered) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(lowered: Lowered, entries: Sequence[SiteEntry]) -> list[dict[str, int]]:
-    """For each graph, the number of the site that a node is in, by the node's name."""
+    """Returns, for each graph, the number of the site that each node is in, by the node's name."""
     by_kind = {site_kind(entry.site): entry.number for entry in entries}
     return [
         numbers_of(graph, {site.node: by_kind[site_kind(site)] for site in graph.matches})
@@ -179,12 +185,13 @@ def _roofline(entries: Sequence[SiteEntry], bars: Mapping[int, SiteBars], target
 def _kernels(
     lowered: Lowered, audits: Sequence[KernelAudit]
 ) -> Iterator[tuple[KernelAudit, Markup]]:
-    """Each kernel's audit, empty where there is none, and its source as highlighted HTML."""
+    """Yields each kernel's audit, which is empty if there is none, and its source as highlighted
+    HTML."""
     outcomes = {outcome.kernel.spec.name: outcome for outcome in audits}
     for kernel in lowered.kernels:
         outcome = outcomes.get(kernel.spec.name) or KernelAudit(None, kernel=kernel)
         code = highlight(kernel.source, PythonLexer(), _formatter(LIGHT))
-        # What scrolls is reached by the keyboard.
+        # A scrollable element needs keyboard focus.
         said = f'<pre tabindex="0" role="region" aria-label="Source of {kernel.spec.name}">'
         yield outcome, Markup(code.replace("<pre>", said, 1))
 
@@ -195,6 +202,6 @@ def _formatter(style: str) -> HtmlFormatter:
 
 
 def _code_css() -> str:
-    """The colours of sources, light and dark."""
+    """Returns the CSS for highlighted sources, light and dark."""
     light, dark = (_formatter(style).get_style_defs(".code") for style in (LIGHT, DARK))
     return f"{light}\n@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}"

@@ -16,7 +16,8 @@ from tilewright.patterns.dataflow import scope_of
 class Layer:
     """Layers with equal nodes, represented by the first of them.
 
-    scope: "model.layers.0", or "" for nodes outside of all layers. scopes: of all equal ones.
+    scope: "model.layers.0", or "" for nodes outside all layers. scopes: the scopes of all these
+    layers.
     """
 
     scope: str
@@ -30,7 +31,7 @@ class Layer:
 
 
 def title_of(scopes: Sequence[str]) -> str:
-    """`model.layers.3 … 60 (58 layers)`."""
+    """Returns `model.layers.3 … 60 (58 layers)`."""
     if not scopes[0]:
         return "outside the layers"
     last = scopes[-1].rpartition(".")[2]
@@ -39,7 +40,8 @@ def title_of(scopes: Sequence[str]) -> str:
 
 
 def layers(graph: GraphReport) -> list[Layer]:
-    """The distinct layers of a graph, in order: those with other nodes, or other fused ops."""
+    """Returns the distinct layers of a graph, in order. Layers are distinct if their nodes or their
+    fused ops differ."""
     before, after = _by_layer(graph.before), _by_layer(graph.after)
     groups: dict[tuple[object, ...], list[str]] = {}
     for scope, nodes in before.items():

@@ -1,5 +1,6 @@
-"""Text of `inspect` where no pattern starts: what each looks for, and what comes nearest; and,
-with `--at`, each pattern's answer about one module."""
+"""Text about patterns without a match. `inspect` says what each pattern looks for and which
+operations of the graph come nearest; with `--at`, it gives each pattern's answer about one
+module."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tilewright.patterns.language import Miss, Sought, registered, sought_by
 
 
 def nearest_lines(lowered: Lowered) -> Iterator[str]:
-    """A line for each thing that patterns look for, with what of the kind the graphs have."""
+    """Yields a line for each thing that patterns look for, with the operations of that kind in the
+    graphs."""
     values = [value for graph in lowered.graphs for value in _values(graph)]
     for sought in dict.fromkeys(sought_by(pattern) for pattern in registered()):
         if sought.what:
@@ -52,13 +54,13 @@ def _seen(values: list[Value]) -> str:
 
 
 class NoSuchModuleError(ValueError):
-    """No node of the graphs lies in the module that was asked for."""
+    """No operation of the graphs is in the requested module."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """The answer of one pattern about a module: its matches and misses there; where it has no
-    anchor, the values that come nearest."""
+    """The answer of one pattern about a module: its matches and misses there. If it has neither,
+    `nearest` holds the values that come nearest to its anchor."""
 
     pattern: str
     sought: Sought
@@ -88,8 +90,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Module:
-    """The part of a lowered model in the modules whose path, or a parent's, matches `path`, as
-    fnmatch does. Raises NoSuchModuleError, naming modules that there are."""
+    """The part of a lowered model in the modules that `path` matches, and in their submodules.
+
+    path: a module path with the wildcards of fnmatch. Raises NoSuchModuleError, naming modules that
+    exist.
+    """
 
     lowered: Lowered
     path: str
@@ -110,7 +115,8 @@ class Module:
 
     @cached_property
     def said(self) -> tuple[Said, ...]:
-        """Returns the answer of each registered pattern, in order of preference."""
+        """Returns the answer of each registered pattern, in the order in which patterns are
+        tried."""
         values = [v for graph in self.lowered.graphs for v in _values(graph) if self.holds(v.scope)]
         found = []
         for pattern in registered():
@@ -123,7 +129,7 @@ class Module:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """The census of this part."""
+        """Returns the census points of this part."""
         return tuple(p for p in self.lowered.census.points if self.holds(p.scope))
 
     def _sites(self) -> Iterator[Site]:

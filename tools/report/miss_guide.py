@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-# A code, its meaning, and what follows its hint; `patterns/codes.py` reads the rest.
+# A code, its meaning, and the text after its hint; `patterns/codes.py` reads the other parts.
 _ENTRY = re.compile(
     r"^### ([A-Z0-9_]+)\n\*([^\n]+)\*[^\n]*\n\n> [^\n]+\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -25,10 +25,10 @@ class CodeGuide:
 
 
 def miss_guide(registered: Mapping[str, str]) -> Mapping[str, CodeGuide]:
-    """The codes of the guide and those registered, sorted.
+    """Returns the guide's codes and the registered ones, sorted.
 
-    registered: meanings by code, as `CODES` of `patterns.language`; those of a user's own patterns
-    have no text. Without them no torch is needed.
+    registered: meanings by code, as in `CODES` of `patterns.language`. Codes of a user's own
+    patterns have no text in the guide. Without `registered`, torch is not needed.
     """
     known = {code: CodeGuide(code, meaning, "") for code, meaning in registered.items()} | _own()
     return {code: known[code] for code in sorted(known)}
@@ -36,7 +36,7 @@ def miss_guide(registered: Mapping[str, str]) -> Mapping[str, CodeGuide]:
 
 @cache
 def _own() -> dict[str, CodeGuide]:
-    patterns = find_spec("tilewright.patterns")  # which importing would take torch for
+    patterns = find_spec("tilewright.patterns")  # importing it would import torch
     guide = Path(str(patterns and patterns.origin)).with_name("miss-codes.md").read_text("utf-8")
     return {
         found[0]: CodeGuide(found[0], found[1], found[2].strip()) for found in _ENTRY.findall(guide)

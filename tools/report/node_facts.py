@@ -1,4 +1,4 @@
-"""Text of a page about a node: its label, its facts, and the lines of source that it comes from."""
+"""Text of a page about a node: its label, its facts, and the source lines that it comes from."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import fx
 from tilewright.patterns.dataflow import innermost_outside_torch, lines_of, scope_of
 from tilewright.patterns.recognise.dtypes import dtype_name
 
-#: Nodes of these kinds are no operations: they are named in the facts of what reads them.
+#: Nodes of these kinds are not operations. They are named in the facts of the nodes that read them.
 INPUTS = ("placeholder", "get_attr")
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of source: its file's name, its number, its text (empty where it is not known)."""
+    """A line of source: the name of its file, its number, and its text (empty if not known)."""
 
     file: str
     number: int
@@ -44,19 +44,19 @@ def _name(target: Any) -> str:
 
 
 def shape(node: fx.Node) -> str:
-    """Its first result as `bf16[1,4096]`; empty for what is no tensor."""
+    """Returns the first result's dtype and shape, as `bf16[1,4096]`; "" if it is not a tensor."""
     whole = next(_shapes(node.meta.get("example_value")), "")
     return re.sub(r"^(b?)(float|int|u)\w*?(\d+)", _short, whole)
 
 
 def _short(dtype: re.Match[str]) -> str:
-    """`bf16` of bfloat16, `i64` of int64."""
+    """Returns `bf16` for bfloat16, `i64` for int64."""
     return dtype[1] + dtype[2][0] + dtype[3]
 
 
 def facts(node: fx.Node) -> str:
-    """Returns the lines that a page shows when a node is pointed at: operator, shapes, weights and
-    caches that it reads, module, source."""
+    """Returns the lines that a page shows when the pointer is on a node: operator, shapes, weights
+    and caches that the node reads, module, source."""
     lines = [label(node), *_shapes(node.meta.get("example_value"))]
     for read in inputs_of(node):
         lines += [f"reads {read.name} {s}" for s in _shapes(read.meta.get("example_value"))]
@@ -66,8 +66,8 @@ def facts(node: fx.Node) -> str:
 
 
 def inputs_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Weights, caches and other inputs of the graph that a node reads, itself or through views that
-    are not drawn (:func:`is_view_of_input`)."""
+    """Yields the weights, caches and other inputs of the graph that a node reads, directly or
+    through views that are not drawn (:func:`is_view_of_input`)."""
     for used in node.all_input_nodes:
         if used.op in INPUTS:
             yield used
@@ -80,7 +80,7 @@ _LAYOUT = frozenset({"reshape", "view", "permute", "transpose", "select", "narro
 
 
 def is_view_of_input(node: fx.Node) -> bool:
-    """Whether it gives an input of the graph another shape, and does nothing else."""
+    """Whether the node is a view of an input of the graph, directly or through other views."""
     sources = node.all_input_nodes
     if len(sources) != 1 or label(node) not in _LAYOUT:
         return False
@@ -88,8 +88,8 @@ def is_view_of_input(node: fx.Node) -> bool:
 
 
 def writes_in_place(node: fx.Node) -> bool:
-    """Whether it says itself that it writes into what it is given: `index_copy_`, `cache[i] = k`,
-    an operator with a mutable schema."""
+    """Whether the operator itself writes into one of its arguments: `index_copy_`, `cache[i] = k`,
+    or an operator with a mutable schema."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
@@ -107,7 +107,8 @@ def _shapes(value: Any) -> Iterator[str]:
 
 
 def source_lines(node: fx.Node) -> tuple[SourceLine, ...]:
-    """The innermost line of the model's own code, then the library's that it calls, if any.
+    """Returns the innermost line in the model's own code, then the library line that it calls, if
+    any.
 
     The model's own code is in the files that define the modules around the node.
     """
@@ -120,13 +121,14 @@ def source_lines(node: fx.Node) -> tuple[SourceLine, ...]:
 
 
 def _files_of_modules(node: fx.Node) -> set[str]:
-    """The files of the classes of the modules around a node, but for torch's own."""
+    """Returns the files that define the classes of the modules around a node, without torch's
+    own."""
     classes = (kind for _, kind in (node.meta.get("nn_module_stack") or {}).values())
     found = set()
     for kind in classes:
         if isinstance(kind, type) and not kind.__module__.startswith("torch."):
             try:
                 found.add(inspect.getsourcefile(kind) or "")
-            except (OSError, TypeError):  # a class that was typed in, or is built in
+            except (OSError, TypeError):  # a class defined interactively, or built in
                 continue
     return found

@@ -17,17 +17,18 @@ from matplotlib.figure import Figure
 
 from tilewright.tools.files import write_whole
 
-#: Columns that may be the horizontal axis, and how it is labelled; the first that varies is taken.
+#: Columns that may be the horizontal axis -> the axis label. The first column that varies is used.
 AXES = {"tokens": "tokens", "batch": "batch", "cache_mib": "cache, MiB", "layers": "layers"}
-#: Columns that are times of variants, in the order of the legend.
+#: Columns with the times of variants, in the order of the legend.
 TIMES = ("tilewright", "eager", "stock", "max_autotune", "grouped_mm", "gemm", "read", "bf16")
-#: Columns of text that do not make a panel of their own.
+#: Text columns that do not get a panel for each value.
 WORDS = frozenset({"lowering", "reason"})
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 4.4, 3.0, 3
 
 
 def draw_results(results: Path, names: Sequence[str], folder: Path) -> list[Path]:
-    """Writes `folder/NAME.svg` for each named result that is stored and has times; their paths."""
+    """Writes `folder/NAME.svg` for each named result that is stored and has times. Returns the
+    paths."""
     drawn = []
     for path in (results / f"{name}.json" for name in names):
         if path.is_file() and (figure := figure_of(json.loads(path.read_text("utf-8")))):
@@ -37,7 +38,7 @@ def draw_results(results: Path, names: Sequence[str], folder: Path) -> list[Path
 
 
 def figure_of(data: Mapping[str, Any]) -> Figure | None:
-    """The plot of one result file; None where its rows have no times."""
+    """Returns the plot of one result file; None if its rows have no times."""
     rows = data["rows"]
     lines = [name for name in TIMES if any(isinstance(row.get(name), (int, float)) for row in rows)]
     axis = next((name for name in AXES if len({row.get(name) for row in rows}) > 1), None)
@@ -56,7 +57,7 @@ def figure_of(data: Mapping[str, Any]) -> Figure | None:
 
 
 def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows grouped by their columns of text: model, layout, format."""
+    """Groups rows by their text columns: model, layout, format."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         words = [v for k, v in row.items() if isinstance(v, str) and k not in WORDS]
@@ -76,7 +77,7 @@ def _draw_panel(
 
 
 def svg(figure: Figure) -> str:
-    """A figure as the text of an SVG file, the same at each run."""
+    """Returns a figure as the text of an SVG file, which is the same in each run."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a fused site beside the target's limits: the roofline plot."""
+"""Draws a roofline plot: the FLOPs and bytes of each fused site against the target's limits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tilewright.tools.report.templates import template
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a site, and the bytes it reads and writes.
+    """The work of a site.
 
-    flops: of the matrix products it replaces. bytes: as `Amounts` counts them, of full caches.
-    rate: the target's FLOP/s for the activation's dtype.
+    flops: of the matrix products that it replaces. bytes: read and written, as `Amounts` counts
+    them, with full caches. rate: the target's FLOP/s for the activation's dtype.
     """
 
     flops: int
@@ -31,13 +31,13 @@ class Work:
         return self.flops / self.bytes
 
     def bound_us(self, target: Target) -> float:
-        """The least time the target needs, in microseconds."""
+        """Returns the least time that the target needs, in microseconds."""
         return 1e6 * max(self.flops / self.rate, self.bytes / target.hbm_bytes_per_s)
 
 
 def site_work(graph: GraphReport, site: Site, unit: Unit, target: Target) -> Work | None:
-    """The work of one site, `unit` of the rewritten graph; None where a size is a symbol or nothing
-    is multiplied."""
+    """Returns the work of one site, which is `unit` of the rewritten graph; None if a size is a
+    symbol or the site multiplies no matrices."""
     replaced = frozenset(site.absorbed)
     flops = sum(flops_of(node) for node in graph.before.graph.nodes if node.name in replaced)
     if not flops or unit.symbols:
@@ -47,8 +47,11 @@ def site_work(graph: GraphReport, site: Site, unit: Unit, target: Target) -> Wor
 
 @dataclass(frozen=True)
 class Point:
-    """A site under the roof. label: its name; link: where it leads. launches: of its kernels.
-    apart_bytes: what its parts would move besides, were each computed by itself."""
+    """A site in the plot.
+
+    label: its name. link: the target of its hyperlink. launches: the number of its kernels.
+    apart_bytes: the bytes that its parts would move in addition if each were computed by itself.
+    """
 
     label: str
     link: str
@@ -57,23 +60,26 @@ class Point:
     apart_bytes: int
 
     def at(self, target: Target, more_bytes: int = 0) -> tuple[float, float]:
-        """(FLOP per byte, FLOP/s) of the least time and the start of each kernel."""
+        """Returns (FLOP per byte, FLOP/s) of the site in its least time plus the time to launch its
+        kernels."""
         work = replace(self.work, bytes=self.work.bytes + more_bytes)
         seconds = 1e-6 * work.bound_us(target) + self.launches * target.launch_s
         return work.intensity, work.flops / seconds
 
 
-#: Pixels of the chart: the plot's edges, the whole's size, the least distance of two labels.
+#: In pixels: the plot's edges, the size of the whole image, the least distance of two labels.
 LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT, LABEL_SPACE = 62, 24, 640, 480, 960, 530, 19
 
 
 def chart(points: Sequence[Point], target: Target) -> str:
-    """The roofline of the target as an SVG element: both axes logarithmic, each site at what it
-    reaches at best when its kernels have to be started, labels in a column beside the plot, where
-    none covers another."""
+    """Returns the roofline of the target as an SVG element.
+
+    Both axes are logarithmic. Each site is drawn at the FLOP/s that it can reach at best, launch
+    times included. Labels stand in a column beside the plot, where they do not overlap.
+    """
     bandwidth = target.hbm_bytes_per_s
     rates = sorted({point.work.rate for point in points})
-    # The higher a point, the higher its label.
+    # Sites with a higher point have a higher label.
     ordered = sorted(points, key=lambda point: -point.at(target)[1])
     reached = [point.at(target) for point in ordered]
     seen = [*reached, *(point.at(target, point.apart_bytes) for point in points)]
@@ -95,7 +101,7 @@ def chart(points: Sequence[Point], target: Target) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """A logarithmic axis of whole decades, drawn from one pixel to another."""
+    """A logarithmic axis of whole decades between two pixel positions."""
 
     low: float
     high: float
@@ -117,12 +123,12 @@ class Axis:
 
 
 def spread(wanted: Sequence[float], space: float, low: float, high: float) -> list[float]:
-    """Places as near as may be to those wanted, in their order, `space` apart and between `low` and
-    `high`; where there is no room for that, they go on behind `high`."""
+    """Returns positions near the wanted ones, in the same order, at least `space` apart and between
+    `low` and `high`. If they do not fit, they go on beyond `high`."""
     placed: list[float] = []
     for value in wanted:
         placed.append(max(value, placed[-1] + space if placed else low))
-    for i in reversed(range(len(placed))):  # back up from the end
+    for i in reversed(range(len(placed))):  # push back from the end
         limit = placed[i + 1] - space if i + 1 < len(placed) else high
         placed[i] = max(min(placed[i], limit), low + i * space)
     return placed

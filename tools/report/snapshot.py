@@ -5,7 +5,7 @@ One line per kind of site, equal layers collapsed with a count, no node names:
     model.layers.*.self_attn x32  qkv_cache -> fused_qkv_paged  gqa=4 heads=32/8x128 rope=half
     model.layers.* x2  missed qkv_cache  k path, K_PATH (cache_utils.py:486)
 
-Lines of a snapshot file that begin with '#' say where it was made; they are not compared.
+Lines of a snapshot file that begin with '#' describe how it was made; they are not compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Line:
-    """Equal sites, or equal misses, of one or many layers."""
+    """Equal sites, or equal misses, in one or many layers."""
 
     scope: str
     count: int
@@ -46,7 +46,7 @@ class Line:
 
     @classmethod
     def of(cls, text: str) -> Line:
-        """Raises ValueError for a text that is no such line."""
+        """Parses a line of a snapshot file. Raises ValueError for any other text."""
         place, gap, what = text.strip().partition("  ")
         if not gap or not what:
             raise ValueError(f"expected 'place  what', got {text!r}")
@@ -57,7 +57,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Change:
-    """One line that differs. before, after: how many sites it stands for; 0 where it is absent."""
+    """A line that differs. before, after: how many sites it stands for; 0 if it is absent."""
 
     scope: str
     what: str
@@ -70,7 +70,8 @@ class Change:
 
 
 def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
-    """The lines of a report, or of one saved as JSON, sorted. Raises SnapshotError."""
+    """Returns the sorted lines of a report, which may be data loaded from JSON. Raises
+    SnapshotError."""
     data = report if isinstance(report, Mapping) else report.as_dict()
     counts: Counter[tuple[str, str]] = Counter()
     try:
@@ -90,12 +91,12 @@ def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
 
 
 def _stable_source(source: str) -> str:
-    """A source location without its line number, which changes with every edit above it."""
+    """Returns a source location without its line number, which changes with every edit above it."""
     return source.rpartition(":")[0] or source
 
 
 def snapshot_text(lines: Iterable[Line]) -> str:
-    """A snapshot file."""
+    """Returns the text of a snapshot file."""
     versions = ", ".join(_version(name) for name in VERSIONED)
     body = [str(line) for line in lines] or ["graph  nothing fused, nothing missed"]
     return "\n".join([f"# {versions}", *body]) + "\n"
@@ -109,7 +110,7 @@ def _version(name: str) -> str:
 
 
 def parse_snapshot(text: str) -> tuple[Line, ...]:
-    """The lines of a snapshot file. Raises SnapshotError naming the first bad line."""
+    """Parses a snapshot file. Raises SnapshotError naming the first bad line."""
     lines = []
     for number, row in enumerate(text.splitlines(), 1):
         if row.startswith("#") or not row.strip():
@@ -124,8 +125,8 @@ def parse_snapshot(text: str) -> tuple[Line, ...]:
 
 
 def read_lines(path: Path) -> tuple[Line, ...]:
-    """A snapshot file, a report that `--json` wrote, or the reports that the option `report` wrote,
-    one in a line, whose sites are added up. Raises SnapshotError."""
+    """Reads a file: a snapshot, a report written by `--json`, or a file of the option `report` with
+    one report per line, whose sites are added up. Raises SnapshotError."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -139,7 +140,7 @@ def read_lines(path: Path) -> tuple[Line, ...]:
 
 
 def _reports(text: str) -> list[Mapping[str, Any]]:
-    """The one report that a text holds, or one for each of its lines."""
+    """Parses a text that is one report, or has one report per line."""
     try:
         found = [json.loads(text)]
     except json.JSONDecodeError:
@@ -153,13 +154,13 @@ def _reports(text: str) -> list[Mapping[str, Any]]:
 
 
 def _added(reports: Iterable[tuple[Line, ...]]) -> tuple[Line, ...]:
-    """The lines of several reports as those of one."""
+    """Merges the lines of several reports, and adds up their counts."""
     counts = _counted([line for lines in reports for line in lines])
     return tuple(Line(scope, n, what) for (scope, what), n in sorted(counts.items()))
 
 
 def compare(before: Sequence[Line], after: Sequence[Line]) -> tuple[Change, ...]:
-    """The differences, lost sites first."""
+    """Returns the lines that differ; lost sites come first."""
     old, new = _counted(before), _counted(after)
     changes = [
         Change(scope, what, old[scope, what], new[scope, what])

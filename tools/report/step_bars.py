@@ -1,4 +1,4 @@
-"""The bars of a page: what each site takes and saves, and what a whole step takes.
+"""Data for the bars of a page: the cost and the savings of each site, and the cost of a whole step.
 
 A site saves the difference between its cost with plain Inductor and its cost as a fused op, both
 predicted by the cost model.
@@ -32,7 +32,7 @@ from tilewright.compiler.report.traffic import Unit, units_of
 from tilewright.tools.report.layers import title_of
 from tilewright.tools.report.node_facts import writes_in_place
 
-#: The kinds of parts, as a page calls them.
+#: Names of the kinds of parts, as a page shows them.
 KIND_NAMES: dict[Kind, str] = {
     FUSED: "fused",
     LIBRARY: "library products",
@@ -54,8 +54,8 @@ class Taken(Summed):
 
 @dataclass(frozen=True)
 class SiteBars:
-    """The cost of equal sites together, and their savings. known: False where sizes are
-    symbols, which are in neither."""
+    """The total cost of equal sites, and their savings. known: False if a size is a symbol, because
+    neither total then includes it."""
 
     taken: Taken
     spared: Taken
@@ -63,14 +63,17 @@ class SiteBars:
 
     @property
     def whole(self) -> Taken:
-        """The length of both bars."""
+        """Returns the length of both bars together."""
         return self.taken + self.spared
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step's total, or equal layers together. by_kind: its modelled time by kind of part, in
-    microseconds. most: of the longest bar beside it."""
+    """The total of a step, or the sum of equal layers.
+
+    by_kind: its modelled time for each kind of part, in microseconds. most: the longest bar among
+    the rows drawn at the same scale.
+    """
 
     title: str
     amounts: Amounts
@@ -80,8 +83,11 @@ class StepRow:
 
 @dataclass(frozen=True)
 class StepView:
-    """A step as the page shows it. alone: the graph as captured, by Inductor alone. present: as in
-    Step, None for full caches. bar: the error bar of the total's modelled time."""
+    """A step as the page shows it.
+
+    alone: the captured graph, compiled by Inductor alone. present: as in Step; None for full
+    caches. bar: the error bar of the total's modelled time.
+    """
 
     total: StepRow
     alone: StepRow
@@ -97,10 +103,10 @@ def site_bars(
     numbers: Sequence[Mapping[str, int]],
     present: int | None,
 ) -> dict[int, SiteBars]:
-    """The bars of equal sites by their number.
+    """Returns the bars of equal sites, by their number.
 
-    units: of each rewritten graph. numbers: for each graph, the number of the site that a node is
-    in, by the node's name.
+    units: the units of each rewritten graph. numbers: for each graph, the number of the site that
+    each node is in, by the node's name.
     """
     target = get_target(lowered.target)
     now: defaultdict[int, Taken] = defaultdict(Taken)
@@ -118,21 +124,22 @@ def site_bars(
         for number, taken in _taken_apart(graph, own, target, present):
             apart[number] += taken
     sites = {number for own in numbers for number in own.values() if number}
-    # Where sizes are symbols, more is missing of one side than of the other.
+    # With symbolic sizes the two sides lack different amounts, so their difference means nothing.
     spared = {n: Taken() if n in unknown else apart[n].less(now[n]) for n in sites}
     return {n: SiteBars(now[n], spared[n], n not in unknown) for n in sites}
 
 
 def tokens_present(present: int | None) -> int:
-    """Returns the tokens that a page counts in caches: those said, or as many as have room."""
+    """Returns the number of tokens that a page counts in caches: `present`, or FULL if it is
+    None."""
     return FULL if present is None else present
 
 
 def _taken_apart(
     graph: GraphReport, numbers: Mapping[str, int], target: Target, present: int | None
 ) -> Iterator[tuple[int, Taken]]:
-    """Yields the cost of the captured graph's units, by (number of a site, its share of one unit).
-    The sites that share a unit do so by the sizes of what their nodes make."""
+    """Yields (number of a site, its share of a unit's cost) for the units of the captured graph.
+    Sites that share a unit divide its cost in proportion to the bytes that their nodes make."""
     by_name = {node.name: node for node in graph.before.graph.nodes}
     for unit in units_of(as_captured(graph), target):
         amounts = amounts_of(unit, target, tokens_present(present))
@@ -145,12 +152,13 @@ def _taken_apart(
 
 
 def as_captured(graph: GraphReport) -> GraphReport:
-    """The graph with nothing fused."""
+    """Returns the report of the graph without any fusion."""
     return replace(graph, modules=(graph.before, graph.before), matches=())
 
 
 def _made(node: fx.Node) -> float:
-    """The bytes of what a node makes, at least one; of a write in place, of what is written."""
+    """Returns the bytes of a node's results plus one. For a write in place, counts the bytes
+    written."""
     tensors = _compat.tensors_of(node)
     if writes_in_place(node):
         tensors = _compat.tensors_of(*node.all_input_nodes)[1:]
@@ -159,7 +167,7 @@ def _made(node: fx.Node) -> float:
 
 
 def step_view(lowered: Lowered, present: int | None) -> StepView:
-    """The bars of a step and of its layers; those of the layers at a scale of their own."""
+    """Returns the bars of a step and of its layers. The layers' bars have a scale of their own."""
     step = step_of(lowered, tokens_present(present))
     alone = step_of(
         replace(lowered, graphs=tuple(map(as_captured, lowered.graphs))), tokens_present(present)

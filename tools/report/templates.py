@@ -1,4 +1,4 @@
-"""The templates of a page, in `assets/`, and how they write numbers."""
+"""Loads the templates of a page from `assets/`, and formats their numbers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def readable_bytes(size: float) -> str:
 
 
 def readable_time(microseconds: float) -> str:
-    """`12.3 µs`, `1.23 ms`: three digits."""
+    """Returns `12.3 µs` or `1.23 ms`, with three digits."""
     if 0 < microseconds < 1:
         return f"{microseconds:.2f} µs"
     for unit in ("µs", "ms"):
         if microseconds < 1000:
-            return f"{float(f'{microseconds:.3g}'):g} {unit}"  # no 1e+03
+            return f"{float(f'{microseconds:.3g}'):g} {unit}"  # not 1e+03
         microseconds /= 1000
     return f"{microseconds:.3g} s"

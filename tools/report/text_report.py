@@ -1,4 +1,4 @@
-"""A report for a terminal: what was fused, what was missed and why, the kernels."""
+"""Renders a report for a terminal: fused sites, misses with their reasons, kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _LABEL_WIDTH = 11
 
 
 def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: int) -> Group:
-    """The report of model `name`, lines folded at `width` columns; `audits` may be empty."""
+    """Renders the report of a model called `name`. Lines fold at `width` columns. audits: may be
+    empty."""
     parts: list[RenderableType] = [_head(name, lowered)]
     parts += [*_matches(lowered.matches, width), *_misses(lowered.misses, width)]
     if not lowered.matches and not lowered.misses:
@@ -66,7 +67,7 @@ def _head(name: str, lowered: Lowered) -> Text:
     count = _count(len(lowered.graphs), "graph")
     text = Text(name, style="bold")
     size = f"{before} nodes, {after} after fusion ({seconds:.2f} s)"
-    # Where nothing ran on a chip, its times and choices are a model's.
+    # Times and choices come from the cost model alone if nothing was measured on the chip.
     chip = lowered.target + ("" if get_target(lowered.target).measured else " (modelled)")
     return text.append(f"\ntarget {chip}, {count}, {size}", style="not bold")
 
@@ -111,10 +112,10 @@ def _place(scope: str, count: int, what: str, source: str) -> Text:
 
 
 def _fields(values: dict[str, str], width: int) -> Text:
-    """Labelled values below a site, wrapped with a hanging indent."""
+    """Renders labelled values below a site, wrapped with a hanging indent."""
     text = Text()
     indent = " " * (4 + _LABEL_WIDTH)
-    # 20: a terminal so narrow that it folds anyway
+    # On a terminal narrower than this, lines fold in any case.
     room = max(width - len(indent), 20)
     for label, value in values.items():
         lines = [line for part in value.splitlines() for line in textwrap.wrap(part, room)]
@@ -139,7 +140,7 @@ def graph_text(lowered: Lowered, *, before: bool, after: bool) -> str:
 
 
 def render_kernels(audits: Sequence[KernelAudit], target: str) -> Group:
-    """Renders the kernels of a report: facts of their machine code, rules they break, and notes."""
+    """Renders the kernels of a report: facts about their machine code, broken rules, and notes."""
     return Group(kernel_table(audits, get_target(target)), *_kernel_remarks(audits))
 
 
@@ -147,7 +148,7 @@ _COLUMNS = ("kernel", "tensor core", "regs", "spills", "stack", "shared", "TMEM"
 
 
 def kernel_table(audits: Sequence[KernelAudit], target: Target) -> Table:
-    """One row per compiled kernel; the header has the target's limits."""
+    """Returns a table with one row per compiled kernel; its header shows the target's limits."""
     limits = {
         "regs": f"of {target.max_registers}",
         "shared": f"of {target.max_shared_bytes}",

@@ -1,1 +1,1 @@
-"""A step of a model: what it should take, and what a profile says that it takes."""
+"""The time of a model's step: as modelled, and as a profile measures it."""

@@ -1,5 +1,5 @@
-"""The steps of a model at several batch sizes and on several chips, by the time model: a table for
-a terminal, and data."""
+"""The modelled steps of a model at several batch sizes and on several chips, as a table for a
+terminal, and as data."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from tilewright.tools.step.tables import step_table, with_bar
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A step of `batch` sequences on a chip. modelled_us, floor_us: as `Amounts` has them.
-    bar_percent, bar_why, kind: of its error bar. bound: what most of its time is spent on. memory:
-    bytes of the weights and of full caches. hides_caches: whether caches are in no time, because
+    """A step of `batch` sequences on a chip.
+
+    modelled_us, floor_us: as in `Amounts`. bar_percent, bar_why, kind: the size of its error bar,
+    the reason for that size, and the kind of step. bound: the part that takes most of its time.
+    memory: bytes of the weights and of full caches. hides_caches: whether no time includes the
+    caches, because the number of tokens in them is not known.
     their tokens are not known."""
 
     target: str
@@ -38,7 +41,7 @@ class BatchRow:
 
     @classmethod
     def of(cls, step: Step, batch: int, weights: int) -> BatchRow:
-        """weights: bytes of the whole model's."""
+        """Makes the row of a step. weights: bytes of all weights of the model."""
         total, bar = step.total, step.bar
         return cls(
             target=step.target,
@@ -55,17 +58,18 @@ class BatchRow:
 
     @property
     def steps_per_s(self) -> float:
-        """0 where nothing takes any time."""
+        """Returns steps per second; 0 if no part takes any time."""
         return 1e6 / self.modelled_us if self.modelled_us else 0.0
 
     @property
     def sequences_per_s(self) -> float:
-        """Steps a second, times the sequences of each: of a decode step, tokens a second."""
+        """Returns steps per second times the batch size. For a decode step these are tokens per
+        second."""
         return self.batch * self.steps_per_s
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the error bar, in microseconds."""
+        """Returns the ends of the error bar, in microseconds."""
         width = self.modelled_us * self.bar_percent / 100
         return self.modelled_us - width, self.modelled_us + width
 
@@ -78,7 +82,8 @@ class BatchRow:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of a model's parameters and buffers, each storage once; 0 of a plain function."""
+    """Returns the bytes of a model's parameters and buffers, counting each storage once; 0 for a
+    plain function."""
     if not isinstance(model, torch.nn.Module):
         return 0
     sizes = {}
@@ -90,7 +95,7 @@ def weight_bytes(model: Any) -> int:
 
 
 def render_batches(model: str, rows: Sequence[BatchRow]) -> Group:
-    """The table of a model's steps, and what its bars follow from."""
+    """Renders the table of a model's steps, and notes on their error bars."""
     columns = ("batch", "a step", "steps/s", "sequences/s", "floor", "memory", "most of it")
     table = step_table("target", *columns)
     for row in rows:
@@ -110,7 +115,7 @@ def render_batches(model: str, rows: Sequence[BatchRow]) -> Group:
 
 
 def notes_of(rows: Sequence[BatchRow]) -> Iterator[str]:
-    """Lines about the sources of a table's error bars, and about what no time includes."""
+    """Yields notes on the sources of a table's error bars, and on what its times leave out."""
     for why, percent in dict.fromkeys((row.bar_why, row.bar_percent) for row in rows):
         yield f"± {percent} %: {why} (docs/predictions.md)"
     if any(row.hides_caches for row in rows):

@@ -1,7 +1,7 @@
-"""Times of a recorded step, kernel by kernel, beside the floor of each part.
+"""Compares a recorded step, kernel by kernel, with the floor of each part.
 
-The record is a trace as torch.profiler exports it (Chrome's format): one dictionary with
-`traceEvents`. Only what ran on the GPU is looked at.
+The record is a trace that torch.profiler exported (Chrome's format): one dictionary with
+`traceEvents`. Only events on the GPU are read.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def distance_us(self) -> float:
-        """Time above its floor, in microseconds."""
+        """Returns the time above the floor, in microseconds."""
         return self.us - (self.floor_us or 0.0)
 
 
@@ -95,11 +95,11 @@ class Profile:
 
     @property
     def of_floor(self) -> float:
-        """The floor's share of the time."""
+        """Returns the floor's share of the measured time."""
         return self.floor_us / self.us if self.us else 0.0
 
     def of(self, kind: Kind) -> float:
-        """The time of one kind, in microseconds."""
+        """Returns the time of one kind, in microseconds."""
         return sum(row.us for row in self.rows if row.kind == kind)
 
     def folded(self) -> list[Row]:
@@ -133,10 +133,8 @@ def _joined(rows: Sequence[Row], scope: str) -> Row:
 
 
 def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -> Profile:
-    """The profile of a trace of equal steps. steps: their number; None: counted by our kernels.
-
-    Raises TraceError if the trace has no kernels, or is not that number of equal steps.
-    """
+    """Returns the profile of a trace of equal steps. steps: their number; None: count the launches
+    of our kernels."""
     launches = list(_launches(trace))
     if not launches:
         raise TraceError("the trace has no kernels: record it with ProfilerActivity.CUDA, on a GPU")
@@ -163,7 +161,7 @@ def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -
 
 
 def _launches(trace: Mapping[str, Any]) -> Iterator[Launch]:
-    """Returns what ran on the GPU, in the order of starts."""
+    """Returns the events on the GPU, sorted by their start."""
     found = [
         Launch(event["name"], event["cat"], event["ts"], event["ts"] + event["dur"])
         for event in trace.get("traceEvents", ())
@@ -200,7 +198,7 @@ def _key(part: Part) -> _Key:
 
 
 def _expected(step: Step) -> dict[str, list[Part]]:
-    """The parts that launch each emitted kernel, in order."""
+    """Returns the parts that launch each emitted kernel, in order."""
     found: dict[str, list[Part]] = defaultdict(list)
     for part in step.parts:
         for kernel in dict.fromkeys(part.kernels):

@@ -16,17 +16,17 @@ from tilewright.tools.zoo import LoadedModel
 
 
 def record(loaded: LoadedModel, steps: int, graphs: bool) -> dict[str, Any]:
-    """The trace of so many steps of a model, compiled by tilewright; its tensors are on a GPU.
+    """Returns the trace of a number of steps of a model compiled by tilewright, on a GPU.
 
-    graphs: whether a step is a replay of a CUDA graph, as serving runs it; else Python launches its
-    kernels, and gaps are Python's.
+    graphs: whether each step replays a CUDA graph, as in serving. Otherwise Python launches the
+    kernels, and gaps between them are due to Python.
     """
     compiled = torch.compile(loaded.model, backend="tilewright")
     with torch.no_grad():
         step: Callable[[], Any] = lambda: compiled(*loaded.args, **loaded.kwargs)  # noqa: E731
         if graphs:
             step = capture([step]).replay
-        for _ in range(2):  # compiled, and once more as it will run
+        for _ in range(2):  # compiles it, then runs it once as it will be recorded
             step()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:

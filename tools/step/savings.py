@@ -1,4 +1,4 @@
-"""The savings of a format of weights in a step, in plain words and as tables for a terminal."""
+"""Describes how much a weight format saves in a step, in sentences and as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TITLE = "Weights as codes"
 
 
 def said_of(savings: Savings) -> tuple[str, ...]:
-    """The sentences that say what a format saves, for a terminal and for a page."""
+    """Returns sentences that say how much a format saves, for a terminal and for a page."""
     read, times = savings.read, savings.times
     if not savings.rows:
         return ("weights read per step as codes: none, so that this format saves nothing",)
@@ -31,7 +31,7 @@ def said_of(savings: Savings) -> tuple[str, ...]:
 
 
 def unread_said(one: Unread) -> str:
-    """A weight that is not read as codes, and why, in a line."""
+    """Returns a line with a weight that is not read as codes, and the reason."""
     place = one.scope or "graph"
     count = f" x{one.count}" if one.count > 1 else ""
     size = f", {readable_bytes(one.bytes)}" if one.bytes else ""
@@ -39,7 +39,7 @@ def unread_said(one: Unread) -> str:
 
 
 def remarks(savings: Savings) -> Iterator[str]:
-    """Sentences about what the numbers leave out."""
+    """Yields sentences about effects that the numbers do not include."""
     if savings.rounds:
         yield "activations are rounded in both; a model in bfloat16 takes less, by these kernels"
     if savings.breaks:
@@ -47,7 +47,8 @@ def remarks(savings: Savings) -> Iterator[str]:
 
 
 def render_savings(savings: Savings) -> Group:
-    """The savings of weights in codes by fused op, and the weights that are not read as codes."""
+    """Renders the savings of quantised weights for each fused op, and the weights that are not read
+    as codes."""
     parts: list[RenderableType] = [Text(f"\n{TITLE}", style="bold")]
     parts += [Text(line) for line in said_of(savings)]
     if savings.rows:
@@ -69,7 +70,7 @@ def _rows(rows: tuple[SavingsRow, ...]) -> Table:
 
 
 def _modelled(times: Times) -> tuple[float, float, float]:
-    """The modelled times, and their difference."""
+    """Returns the modelled time with codes, the one with bfloat16, and the time saved."""
     now, then = times.modelled_us, times.bfloat16_modelled_us
     return now, then, then - now
 

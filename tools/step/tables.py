@@ -1,4 +1,4 @@
-"""A step, and a profile of one, as tables for a terminal."""
+"""Renders a step, and a profile of a step, as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from tilewright.tools.report.layers import title_of
 from tilewright.tools.report.templates import readable_time
 from tilewright.tools.step.profile import WORDS, Profile
 
-# Rows of a profile that are shown; the rest is one line. Columns of a kernel's name.
+# How many rows of a profile are shown, the rest being summed up in one line; and the width of the
+# column for kernel names.
 SHOWN = 24
 WIDEST = 60
 _LEFT = (LIBRARY, INDUCTOR)
 
 
 def render_step(step: Step) -> Group:
-    """Tables of a step: what it moves by layer, its least time, and what is left to Inductor."""
+    """Renders tables of a step: bytes moved by layer, its least time, and the parts left to
+    Inductor."""
     columns = ("layer", "weights\nMB", "caches\nMB", "between\nMB", "floor\nus", "modelled\nus")
     table = step_table(*columns, "fused\n%")
     for layer in step.layers:
@@ -69,7 +71,7 @@ def _notes(step: Step) -> Iterator[str]:
 
 
 def _largest(step: Step) -> str:
-    """The parts that take longest of those left to Inductor."""
+    """Names the parts left to Inductor that take longest."""
     times: dict[str, float] = {}
     for part in step.parts:
         if part.kind != FUSED:
@@ -91,7 +93,7 @@ def _percent(part: Amounts, whole: Amounts) -> str:
 
 
 def render_profile(profile: Profile, step: Step) -> Group:
-    """Where a measured step lies above its floor, furthest first."""
+    """Renders the parts of a measured step, those furthest above their floor first."""
     title = Text(f"A step of {profile.us:.1f} us", style="bold")
     told = f", of which the floor of {profile.floor_us:.1f} us on {step.target} is "
     title.append(
@@ -125,7 +127,8 @@ def _rows(profile: Profile) -> Table:
 
 
 def step_table(first: str, *columns: str) -> Table:
-    """An empty table of numbers: first, where long names fold, and the columns beside it."""
+    """Returns an empty table of numbers. first: the header of the first column, in which long names
+    fold. columns: the headers of the others."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column(first, overflow="fold")
     for column in columns:
