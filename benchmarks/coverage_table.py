@@ -117,7 +117,7 @@ def totals(rows: Sequence[Row]) -> list[str]:
     left = [len(s["unaccounted"]) for r in built for s in steps_of(r) if "unaccounted" in s]
     internal = [r for r in built for s in steps_of(r) if any("INTERNAL" in n for n in s["lost"])]
     return [
-        "| | |",
+        "| Counted | Result |",
         "|---|---|",
         f"| classes in the mapping | {len(rows)} |",
         f"| not a decoder by itself | {sum('skipped' in r for r in rows)} |",

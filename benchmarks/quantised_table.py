@@ -139,7 +139,7 @@ ModelOpt's checkpoints are written without ModelOpt, and transformers reads them
 `tilewright.compiler.load_modelopt`; for them, "the library's own forward pass" is that of the
 loaded modules, not compiled. [miss-codes.md](miss-codes.md) explains the codes of misses.
 
-| | |
+| Counted | Result |
 |---|---|
 | rows | {len(rows)} |
 | rows that need `prepare` | {sum(map(needs_prepare, rows))} |

@@ -1,8 +1,9 @@
-"""Kernels and tuned times among torch's cache artifacts: `torch.compiler.save_cache_artifacts()`
-takes what this process has used, and `load_cache_artifacts` puts it into the caches of another.
+"""Kernels and tuned times among torch's cache artifacts.
 
-The backend imports this module. A process that loads artifacts must have imported it, too, before:
-torch refuses artifacts of a type that it does not know, all of them.
+`torch.compiler.save_cache_artifacts()` takes those that this process has used, and
+`load_cache_artifacts` puts them into the caches of another process. The backend imports this
+module. A process that loads artifacts must import it first: torch refuses a whole bundle if it does
+not know the type of one artifact in it.
 """
 
 from __future__ import annotations

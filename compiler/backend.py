@@ -38,8 +38,8 @@ LOG = "TILEWRIGHT_LOG"
 
 
 def _set_level(given: str) -> None:
-    """Has the log show what is of a level by its name or number. Another text is warned about: a
-    variable must not keep a model from compiling."""
+    """Sets the log level, given by name or number. Any other text only causes a warning: a variable
+    must not keep a model from compiling."""
     logging.basicConfig()
     level = int(given) if given.isdecimal() else logging.getLevelName(given.strip().upper())
     if isinstance(level, int):
@@ -69,8 +69,8 @@ def tilewright(
 
     options: see :class:`tilewright.compiler.options.Options`. mode: Inductor's, e.g.
     `reduce-overhead`. Raises ValueError for a bad option or mode. A graph without a match, or one
-    at which tilewright fails, compiles exactly as with the inner compiler alone; the report says
-    so.
+    on which tilewright fails, compiles exactly as with the inner compiler alone, and the report
+    says so.
     """
     chosen = Options.of(options)
     check_mode(mode)
@@ -88,11 +88,12 @@ def _compiled(
     mode: str | None,
     shared: Sequence[RankSums],
 ) -> Callable[..., Any]:
-    """The function of a graph, whose report is published. shared: what ranks sum in it."""
+    """Returns the function that runs a graph, and publishes the report. shared: the sums over ranks
+    in the graph."""
     found = _fuse_or_not(gm, example_inputs, chosen)
     breaks = why_graph_ended(gm)
     if _trains(gm, example_inputs):
-        breaks = []  # nothing would be fused without them either
+        breaks = []  # the graph would stay unfused without the breaks, too
     missed = [break_miss(text) for text in breaks]
     raise_strictly(missed, chosen)
     report, compiled = _compile(found, example_inputs, chosen, mode)
@@ -117,7 +118,7 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
     """Reports breaks in a frame that has no graph; returns whether `strict` makes them errors."""
     try:
         chosen = Options.of(options)
-    except ValueError:  # raised where a graph is compiled
+    except ValueError:  # it is raised where a graph is compiled
         chosen = Options()
     misses = tuple(break_miss(text) for text in breaks)
     empty = fx.GraphModule({}, fx.Graph())
@@ -125,8 +126,8 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
     return any(chosen.raises_for(miss) for miss in misses)
 
 
-# What was warned about since torch._dynamo.reset(): graph breaks once for each place, lines about
-# graphs once for each text, as a graph that is compiled anew for other sizes has that of the first.
+# The warnings given since torch._dynamo.reset(). A graph break is warned about once for each place,
+# and a graph once for each text: a recompilation for other sizes has the text of the first.
 _WARNED: set[Miss | str] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
@@ -142,7 +143,7 @@ def reports() -> tuple[GraphReport, ...]:
 
 
 def _needing_grad(inputs: Sequence[Any]) -> str:
-    """`3 parameters and 1 input need grad`; empty where none does."""
+    """Returns text like `3 parameters and 1 input need grad`; empty if none does."""
     tensors = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
     parameters = sum(isinstance(t, torch.nn.Parameter) for t in tensors)
     counts = {"parameter": parameters, "input": len(tensors) - parameters}
@@ -180,7 +181,7 @@ def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) ->
 
 
 def _failure_of_the_graph(error: Exception) -> Miss:
-    """The miss of a whole graph, where the failure belongs to no single site."""
+    """The miss for a failure that belongs to the whole graph and to no single site."""
     what = f"tilewright failed on the graph as a whole: {type(error).__name__}: {error}"
     return Miss("tilewright", "INTERNAL", Stage.ANCHORED, what, hint=REPORT_IT)
 
@@ -188,7 +189,7 @@ def _failure_of_the_graph(error: Exception) -> Miss:
 def _compile(
     report: GraphReport, inputs: Sequence[Any], options: Options, mode: str | None
 ) -> tuple[GraphReport, Callable[..., Any]]:
-    """The graph compiled, fused if that works, and the report of what was compiled."""
+    """Returns the compiled graph, fused if that works, and the report on it."""
     if not report.matches:
         return report, _inner(report.before, inputs, options, mode)
     try:
@@ -222,7 +223,7 @@ def _inner(
 
 
 def _correct(published: GraphReport, now: GraphReport) -> None:
-    """Puts what is known now in the place of a report that was published."""
+    """Replaces a published report by a newer one on the same graph."""
     for place, known in enumerate(_REPORTS):
         if known is published:
             _REPORTS[place] = now
@@ -254,7 +255,7 @@ def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) 
 
 
 def _lost_line(report: GraphReport) -> str:
-    """Returns a line about the lost misses of a graph; empty without any."""
+    """Returns a line about the misses of a graph that lose something; empty if there are none."""
     lost = [miss for miss in report.misses if miss.is_lost and miss.pattern != CAPTURE]
     if not lost:
         return ""
@@ -278,7 +279,7 @@ def _warn_once(line: str) -> None:
 
 
 def _trace(report: GraphReport) -> None:
-    """Writes the artifacts that tlparse shows beside Dynamo's and Inductor's own."""
+    """Writes the artifacts that tlparse shows beside those of Dynamo and Inductor."""
     inductor.trace_artifact("tilewright_report", "json", lambda: json.dumps(report.data))
     inductor.trace_artifact("tilewright_report_text", "string", lambda: report.text)
     inductor.trace_artifact(
@@ -301,15 +302,14 @@ def lower(
 ) -> Lowered:
     """Traces a model and reports what tilewright does to it, without compiling or running it.
 
-    model, args, kwargs: as the model is called; meta tensors will do. patterns: as in Options.
-    dynamic: as in torch.compile. target: the chip kernels are planned for, by its name or a
-    product's (`h100`). tune: as in Options;
-    measures where the GPU at hand is the target.
-    Returns a :class:`Lowered`. No traced graph runs, so caches passed as arguments are not written;
-    after a graph break the Python between two graphs does run, with zeros in the place of the first
-    graph's results; an error that this causes is reported as part of the break.
-    Raises TypeError for a model that cannot be called, or arguments in another form, ValueError for
-    unknown patterns or targets, StrictError under strict, and what Dynamo or the model raises
+    model, args, kwargs: the model and the arguments of a call; meta tensors will do. patterns: as
+    in Options. dynamic: as in torch.compile. target: the chip to plan kernels for, by its name or a
+    product's (`h100`). tune: as in Options; measures only where the GPU at hand is the target.
+    Returns a :class:`Lowered`. No traced graph runs, so caches passed as arguments are not written.
+    After a graph break, the Python code between two graphs does run, with zeros in place of the
+    first graph's results; an error that this causes is reported as part of the break. Raises
+    TypeError for a model that cannot be called, or arguments in another form; ValueError for
+    unknown patterns or targets; StrictError under strict; and what Dynamo or the model raises
     before there is a graph.
     """
     _check_call(model, args, kwargs)
@@ -322,7 +322,7 @@ def lower(
             "target": target,
             "strict": strict,
             "tune": tune,
-            "everywhere": True,  # nothing runs: it is said what the target gets
+            "everywhere": True,  # nothing runs: the report is about the target
         }
     )
     found: list[GraphReport] = []
@@ -354,7 +354,8 @@ def lower(
                 raise inner from inner.__cause__
             if not found or (options.strict and isinstance(error, _compat.BackendCompilerFailed)):
                 raise
-            # Python between two graphs failed on the zeros that stand for the first one's results.
+            # The Python code between two graphs failed on the zeros that replace the first one's
+            # results.
             log.debug("the model stopped after a graph", exc_info=True)
             after = [f"after it, on results that were not computed, {_in_a_line(error)}"]
     lowered = Lowered(tuple(found), target_name(options), (*breaks, *after))
@@ -363,7 +364,7 @@ def lower(
 
 
 def _check_call(model: Any, args: Any, kwargs: Any) -> None:
-    """Raises TypeError naming what of a model and its arguments has another form."""
+    """Raises TypeError, naming the model or the argument that has another form."""
     if not callable(model):
         whole = isinstance(model, tuple) and len(model) == 3
         hint = "; give its parts: (*made) for made = (model, args, kwargs)" if whole else ""
@@ -386,7 +387,8 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
-    """In place of the graph's code: returns its outputs as zeros, and inputs as they came."""
+    """Returns a function to run instead of the graph: outputs are zeros, and inputs come back as
+    they are."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     output = next(iter(reversed(gm.graph.nodes)))
 

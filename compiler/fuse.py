@@ -55,7 +55,7 @@ from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import CENSUS, Findings, Match, Miss, Stage, find, registered
 
 DEFAULT_TARGET = "sm100"
-#: What notes begin with that the backend warns about.
+#: The beginnings of the notes that the backend warns about.
 TOLD = ("options['only']", "dropout is on")
 
 
@@ -84,11 +84,11 @@ def _collector_paused() -> Iterator[None]:
 
 
 def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
-    """Fuses what the patterns find in a copy of `gm`; `gm` itself is not touched.
+    """Fuses the patterns' matches in a copy of `gm`; `gm` itself does not change.
 
     gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. Where a pattern or an op
     raises at a site, that site stays as written, and a miss INTERNAL says so. Raises StrictError
-    for such a failure or a lost site where `options.strict` asks for it.
+    for such a failure or a lost site if `options.strict` asks for it.
     """
     failures = Failures(gm, options)
     clock = _Clock()
@@ -120,8 +120,8 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
 def _counted(
     rounds: Sequence[Round], options: Options, failures: Failures
 ) -> tuple[tuple[Point, ...], list[Miss]]:
-    """Returns the census of a graph, and a miss for each point that nothing accounts for. There is
-    no such miss where the options leave patterns or sites out."""
+    """Returns the census of a graph, and a miss for each point that no match or miss accounts for.
+    No such misses if the options leave patterns or sites out."""
     try:
         points = census_of(rounds, registered(options.patterns))
     except Exception as error:
@@ -134,7 +134,8 @@ def _counted(
 class _Attempt:
     """A rewritten copy of the graph. inputs: which of its inputs share memory.
 
-    It holds nothing of the view: that is gone before the collector runs again and would walk it.
+    It keeps no reference to the Dataflow: that is freed before the collector runs again, which
+    would walk it.
     """
 
     after: fx.GraphModule
@@ -153,16 +154,16 @@ def _attempt(
     rounds: list[Round],
     kept: dict[str, Miss | None],
 ) -> _Attempt | None:
-    """Returns None where a rewrite failed half-way, or the plan of an op: the copy cannot be used,
-    and its site is refused in the next. rounds: gets what each pass of the patterns came to. kept:
-    the calls that are not spelled out, to which those are added that turn out to be better left as
-    they are."""
+    """Rewrites a copy of the graph. Returns None where the copy cannot be used: a rewrite failed
+    half-way, or the plan of an op failed, and the next copy refuses that site; or calls turned out
+    to be better left as they are. rounds: the results of each pass over the patterns are appended
+    here. kept: the calls not to spell out; such calls are added here."""
     with clock.phase("copy"):
         after = _copy(gm)
     rewritten: list[Rewritten] = []
     misses: list[Miss] = []
     inputs: list[InputMemory] = []
-    scopes: Counter[str] = Counter()  # of all matches
+    scopes: Counter[str] = Counter()  # all matches of each module
     told_of: list[str] = []
 
     patterns = registered(options.patterns)
@@ -171,7 +172,7 @@ def _attempt(
     def run(graph: fx.Graph) -> None:
         spelled, unfit = normalise(graph, kept)
         told_of.extend(_dropout_note(count_dropouts(graph)))
-        # Where an op refuses a site, another round gives the site to the next pattern.
+        # If an op refuses a site, the next round offers the site to the other patterns.
         refused: dict[tuple[str, fx.Node], Miss] = {}
         left_open: set[fx.Node] = set()
         told: list[Miss] = []
@@ -241,10 +242,10 @@ def _told(
     matches: Sequence[Match],
     left_open: Set[fx.Node] | None,
 ) -> list[Miss]:
-    """The misses of all rounds so far. before: of the earlier ones, whose sites may be rewritten by
-    now; a pattern that matches such a site after all has not missed it. left_open: the nodes of
-    sites that ops refused, which alone are new to this round's patterns; None where nothing is
-    rewritten yet."""
+    """Returns the misses of all rounds so far. before: those of earlier rounds; a miss is dropped
+    if its pattern matches the site now. now: those of this round; once something is rewritten, only
+    the misses at `left_open` are new. left_open: the nodes of sites that ops refused; None before
+    the first rewrite."""
     found = {(match.pattern, match.anchor.node) for match in matches}
     kept = [m for m in before if not any((m.pattern, node) in found for node in m.nodes)]
     said = {(m.pattern, m.code, m.nodes) for m in kept}
@@ -261,8 +262,8 @@ def _nodes_of(match: Match) -> set[fx.Node]:
 def _sites(
     rewritten: Sequence[Rewritten], target: str, failures: Failures
 ) -> tuple[Site, ...] | None:
-    """The sites with the plans of their ops; None where a plan failed, and its site is refused in
-    the next copy."""
+    """Returns the sites with the plans of their ops. None if a plan failed; the next copy refuses
+    that site."""
     sites: list[Site] = []
     plans: _Plans = {}
     for done in rewritten:
@@ -274,7 +275,7 @@ def _sites(
 
 
 def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:
-    """Sets `tune` at sites whose op can be tuned; a note says which GPU will measure."""
+    """Sets `tune` at sites whose op can be tuned; returns notes that say which GPU will measure."""
     notes: dict[str, None] = {}
     for done in rewritten:
         tuning = get_op(done.node.meta["tilewright"]["op"]).tuning
@@ -285,7 +286,7 @@ def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[s
 
 
 def target_name(options: Options) -> str:
-    """The target asked for, else the GPU at hand, else sm100."""
+    """The target that the options name, else the GPU at hand, else sm100."""
     if options.target is not None:
         return options.target
     present = detect_target()
@@ -293,12 +294,12 @@ def target_name(options: Options) -> str:
 
 
 def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match], list[Miss]]:
-    """Which matches to rewrite: `only` and `fuel` limit them, and no two share a value.
+    """Chooses the matches to rewrite: `only` and `fuel` limit them, and no two may share a value.
 
-    done: how many rewrites there have been in earlier rounds; they count towards `fuel`.
+    done: the number of rewrites in earlier rounds, which count towards `fuel`.
 
-    Of matches that overlap, those that together absorb the most are kept (a maximum-weight clique
-    of the graph of compatible matches); the others are reported as CLAIMED. Of these, sites on
+    Among matches that overlap, the plan keeps those that together absorb the most (a maximum-weight
+    clique of the graph of compatible matches) and reports the others as CLAIMED. Kept matches on
     devices without kernels are reported as NO_KERNELS, unless `everywhere` asks for them.
     """
     wanted = [m for m in found.matches if _wanted(m, options.only)]
@@ -354,9 +355,9 @@ def _named(scope: str, only: Sequence[str]) -> bool:
 
 
 def _only_note(only: Sequence[str] | None, scopes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns a note if `only` names none of the modules that sites are in.
+    """Returns a note if `only` names no module that has a site.
 
-    scopes: how many sites each module has.
+    scopes: the number of sites in each module.
     """
     if only is None or not scopes or any(_named(scope, only) for scope in scopes):
         return ()
@@ -379,7 +380,7 @@ def _dropout_note(count: int) -> tuple[str, ...]:
     return (f"{TOLD[1]} in {places}, {said}",)
 
 
-# The plans of one graph's ops, by `call_key`: most layers of a model have the same.
+# The plans of one graph's ops, by `call_key`: most layers of a model make the same call.
 _Plans = dict[Any, LoweringReport]
 
 
@@ -413,7 +414,7 @@ def _intermediate_bytes(match: Match) -> int:
 
 
 def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
-    """Further nodes of our ops, with their names, that the rewrite made as inputs of `node`."""
+    """Other nodes of our ops, with their names, that the rewrite added as inputs of `node`."""
     found: list[tuple[fx.Node, str]] = []
     for source in node.all_input_nodes:
         called = source.target

@@ -1,8 +1,9 @@
-"""Listens for graph breaks: where Dynamo ended a graph, or gave up a function, and why.
+"""Listens for graph breaks: where Dynamo ended a graph or gave up a function, and why.
 
-Dynamo's own counter misses branches on data, and functions that it gives up as a whole. A break
+Dynamo's own counter misses branches on data, and functions that Dynamo gives up as a whole. A break
 leaves two traces: the reason why a graph ended (on the graph, and in `graph_break_reasons`), and
-the exception with which Dynamo gave up a frame, still being handled when that compilation ends.
+the exception with which Dynamo gave up a frame, which is still being handled when the frame's
+compilation ends.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from tilewright.patterns.dataflow import innermost_outside_torch
 
 log = logging.getLogger("tilewright")
 
-#: Called with the texts of the breaks in one frame and the backend's options. Returns whether they
-#: shall be an error, which is possible where Dynamo gave up the frame.
+#: Called with the texts of the breaks in one frame and the backend's options. Returns whether the
+#: breaks shall be an error, which is possible only where Dynamo gave up the frame.
 Listener = Callable[[list[str], Mapping[str, Any]], bool]
 
 _BRANCH = (
@@ -39,14 +40,14 @@ _BRANCH = (
     "compute both sides and choose with torch.where, or use torch.cond",
 )
 _IN_PYTHON = "give the model a Python number in its place"
-# Dynamo's own hint, `capture_scalar_outputs`, fails in Dynamo where the number is a slice's end.
+# Dynamo's own hint, `capture_scalar_outputs`, makes Dynamo fail if the number ends a slice.
 _NUMBER = (
     "this line needs a tensor's number in Python, as an index, a length or by .item()",
     "compute with the tensor itself: write a cache by cache.index_copy_(dim, positions, k) and "
     f"mask by torch.arange(length) <= positions[:, None]; or {_IN_PYTHON}",
 )
 
-# What Dynamo's reasons that begin so mean, and what to do: Dynamo's own words name its settings.
+# The beginnings of Dynamo's reasons, each with our words and hint: Dynamo's own name its settings.
 _REASONS = {
     "generic_jump": _BRANCH,
     "Data-dependent branching": _BRANCH,
@@ -72,14 +73,15 @@ _REASONS = {
         "torch.library.custom_op; where an earlier break is told of this line, mend that one",
     ),
 }
-# What stands for the words in braces above, in Dynamo's text.
+# For the words in braces above, the pattern that finds their values in Dynamo's text.
 _NAMED = {
     "{called}": re.compile(r"module: (?:<.*?>|(.*?)), qualname: (.*?), skip reason"),
     "{error}": re.compile(r"context: TypeError <.*?>: (.*)"),
     "{unknown}": re.compile(r"data-dependent expression (.*?) \(unhinted"),
 }
 
-# Reasons that a Python loop over experts gives, whose own hints lead to graphs that are not fused.
+# Reasons that a Python loop over experts gives. Dynamo's hints for them lead to graphs that are not
+# fused.
 _SIZED_BY_DATA = (
     "Dynamic shape operator", "Data dependent operator", "Consider annotating your code",
 )  # fmt: skip
@@ -93,7 +95,7 @@ _PREPARE = (
     "call tilewright.compiler.prepare(model) when the model is loaded: it replaces the library's "
     "linears by ones that decode the same codes in the graph, or says why one stays"
 )
-# Libraries in whose own code a break lies, where Dynamo's hint is nothing that a user could follow.
+# Libraries with breaks in their own code, where a user cannot follow Dynamo's hint.
 _LIBRARIES = {
     "peft": "merge the adapters into the weights before compiling (model.merge_and_unload()); LoRA "
     "without use_dora is fused as it is",
@@ -105,14 +107,15 @@ _LIBRARIES = {
 _GIVEN_UP = "; Dynamo gives up "
 
 _listeners: dict[Any, Listener] = {}
-# Reasons that the backend has reported already: its own graph ended by them.
+# The ids of reasons that the backend has reported already: those that ended its own graphs.
 _known: set[int] = set()
-# The last of `graph_break_reasons` when a frame ended; torch._dynamo.reset() empties that list.
+# The last item of `graph_break_reasons` when a frame ended; torch._dynamo.reset() empties that
+# list.
 _latest: Any = None
 
 
 def why_graph_ended(gm: fx.GraphModule) -> list[str]:
-    """The text of the break that ends a Dynamo graph; an empty list where none does."""
+    """The text of the break that ends a Dynamo graph; an empty list if no break does."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return []
@@ -121,7 +124,7 @@ def why_graph_ended(gm: fx.GraphModule) -> list[str]:
 
 
 def listen_for_breaks(backend: Any, listener: Listener) -> None:
-    """From now on calls `listener` for breaks in frames compiled with the function `backend`."""
+    """Registers `listener` for breaks in frames that are compiled with the function `backend`."""
     _listeners[backend] = listener
     if not isinstance(callback_handler.end_callbacks, _Callbacks):
         callback_handler.end_callbacks = _Callbacks(callback_handler.end_callbacks)
@@ -131,17 +134,17 @@ def listen_for_breaks(backend: Any, listener: Listener) -> None:
 
 @contextmanager
 def noting_breaks(backend: Any) -> Iterator[list[str]]:
-    """A list that fills with the texts of the breaks met inside, in frames of `backend`.
+    """Yields a list that fills with the texts of breaks in frames of `backend` inside the block.
 
-    Each is Dynamo's text, with `(file:line)` of the user's code after its first line where known,
-    and is there once for each place.
+    Each text is Dynamo's, with `(file:line)` of the user's code after its first line where that is
+    known. Breaks at one place give one text.
     """
     places: set[str] = set()
     texts: list[str] = []
 
     def note(found: list[str], options: Mapping[str, Any]) -> bool:
         for text in found:
-            # A frame is often tried again by itself, and given up for the same reason.
+            # Dynamo often compiles a frame again by itself, and gives it up for the same reason.
             place = text.partition("\n")[0].partition(_GIVEN_UP)[0]
             if place not in places:
                 places.add(place)
@@ -156,14 +159,16 @@ def noting_breaks(backend: Any) -> Iterator[list[str]]:
 
 
 class _Callbacks(list[Any]):
-    """Dynamo's list of callbacks, in which ours outlives `torch._dynamo.reset()` as backends do."""
+    """Dynamo's list of callbacks, in which ours survives `torch._dynamo.reset()`, as backends
+    do."""
 
     def clear(self) -> None:
         self[:] = [callback for callback in self if callback is _frame_ended]
 
 
 def _frame_ended(_: Any) -> None:
-    """Dynamo calls this after each frame; an error of ours must not stop the user's model."""
+    """Reports the breaks of a frame when Dynamo ends it. An error of ours is logged and must not
+    stop the user's model."""
     try:
         _report_breaks()
     except Exception:
@@ -210,7 +215,7 @@ def _listener_of_frame() -> tuple[Listener | None, Mapping[str, Any], Mapping[st
 
 
 def _unwrapped(compiler: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The function and the options given to torch.compile, out of Dynamo's wrappers."""
+    """Returns the function and the options given to torch.compile, without Dynamo's wrappers."""
     options: Mapping[str, Any] = {}
     for _ in range(4):
         options = getattr(compiler, "kwargs", {}).get("options") or options
@@ -233,12 +238,12 @@ def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
         hint, rest = f"{hint}; {_EXPERTS_HINT}", ""
     elif library := _LIBRARIES.get(_library(stack)):
         hint, rest = library, ""
-    rest = f"Hint: {hint}\n{rest}" if hint else rest  # ours before Dynamo's: the first is shown
+    rest = f"Hint: {hint}\n{rest}" if hint else rest  # ours comes first, and the first is shown
     return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
 
 
 def _filled(words: str, reason: str) -> str:
-    """The words with what Dynamo's text names in place of those in braces."""
+    """Fills the braces in the words with the values from Dynamo's text."""
     for place, named in _NAMED.items():
         if place in words:
             found = named.search(reason)
@@ -248,7 +253,7 @@ def _filled(words: str, reason: str) -> str:
 
 
 def _is_among_experts(stack: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether the user's code there has "expert" or "moe" in its names: enough for a hint."""
+    """Whether names in the user's code there contain "expert" or "moe": enough for a hint."""
     words = " ".join(f"{os.path.basename(f.filename)} {f.name} {f.line}" for f in stack).lower()
     return "expert" in words or "moe" in words
 
@@ -259,7 +264,7 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _library(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The package below `site-packages` that the break lies in; empty for others."""
+    """The package below `site-packages` in which the break lies; empty for other code."""
     found = _innermost(stack)
     _, _, inside = (found[0] if found else "").rpartition(f"site-packages{os.sep}")
     return inside.partition(os.sep)[0]

@@ -25,21 +25,21 @@ class Options:
 
     inner: the compiler behind the rewrites, `inductor` or `eager`.
     patterns: names to use, or with a leading `-` to leave out; None for all.
-    target: the chip that reports plan kernels for; None for the GPU at hand, else sm100. What runs
-        is always planned for the GPU it runs on.
+    target: the chip that reports plan kernels for; None for the GPU at hand, else sm100. A kernel
+        that runs is always planned for the GPU on which it runs.
     verify: on the first call run the rewritten graph beside the original on copies of the inputs;
-        on a mismatch report it and run the original from then on. Sums over ranks stay the
-        library's then: no rank may go back alone.
-    strict: a miss that is lost, a graph break or an internal error raises instead of being
-        reported; True for every pattern, or names of patterns (`capture` for graph breaks). A cache
-        that grows is a miss of `qkv_cache`, too, which it keeps from every write.
-    fuel: apply only the first n rewrites; bisects a wrong one.
+        on a mismatch report it and run the original from then on. Sums over ranks are not fused
+        then: no rank may go back to the original alone.
+    strict: a lost miss, a graph break or an internal error raises instead of being reported; True
+        for every pattern, or names of patterns (`capture` for graph breaks). A cache that grows is
+        also a miss of `qkv_cache`, since it keeps that pattern from every write.
+    fuel: apply only the first n rewrites; use it to bisect a wrong rewrite.
     only: module paths (`*` matches within one) of the sites to rewrite; None for all.
     report: a file to which each compiled graph's report is appended as one line of JSON.
-    tune: measure the lowerings of each fused op on the GPU at hand, at the first need of each
-        bucket of token counts; times are kept on disk. The report says what was measured.
-    everywhere: rewrite graphs also on devices that the ops have no kernels for, the CPU among them,
-        where they run as their PyTorch references; None for what TILEWRIGHT_EVERYWHERE says.
+    tune: measure the lowerings of each fused op on the GPU at hand when a bucket of token counts
+        is first needed; times are kept on disk. The report says what was measured.
+    everywhere: rewrite graphs also on devices for which the ops have no kernels, such as the CPU;
+        there the ops run as their PyTorch references. None: as TILEWRIGHT_EVERYWHERE says.
     inner_options: Inductor's own settings by their dotted names, such as
         {"triton.cudagraphs": True}; only with inner="inductor".
     """
@@ -101,8 +101,8 @@ class Options:
         object.__setattr__(self, "strict", tuple(given))
 
     def raises_for(self, miss: Miss) -> bool:
-        """Whether `strict` raises for a miss: one that is lost, of a pattern that it names, or
-        that stands for the misses of one."""
+        """Whether `strict` raises for a miss: for a lost miss of a pattern that it names, or a miss
+        that stands for misses of such a pattern."""
         if isinstance(self.strict, bool):
             return self.strict and miss.is_lost
         return miss.is_lost and not spoken_for(miss.pattern).isdisjoint(self.strict)
@@ -115,7 +115,8 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Options:
-        """Options from a dictionary. Raises ValueError naming the option, expected and actual."""
+        """Returns options from a dictionary. Raises ValueError that names the option and the values
+        expected and given."""
         if given is not None and not isinstance(given, Mapping):
             raise ValueError(f"options: expected a dictionary or None, got {given!r}")
         given = dict(given or {})
@@ -136,13 +137,13 @@ def check_mode(mode: Any) -> None:
 
 
 def without(options: Options, pattern: str) -> Options:
-    """The options without a pattern."""
+    """Returns the options without a pattern."""
     left = tuple(one.name for one in registered(options.patterns) if one.name != pattern)
     return replace(options, patterns=left) if left else replace(options, fuel=0)
 
 
 def _target(given: Any) -> str:
-    """The name of the target that is meant. Raises ValueError."""
+    """Returns the name of the target that is meant. Raises ValueError for an unknown one."""
     target = find_target(given)
     if target is None:
         raise ValueError(f"options['target']: {not_a_target(given, TARGETS)}")

@@ -29,15 +29,16 @@ VARIANTS = {
     "tilewright": "tilewright",
     "floor": "floor: weights and caches read once",
 }
+#: Each colour of a bar has a contrast of 3 to 1 or more with a page, light or dark.
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #24292f }
 .title { font-weight: 600 }
 .small { font-size: 11px; fill: #57606a }
-.eager { fill: #afb8c1 } .stock { fill: #6e7781 } .bf16 { fill: #6e7781 }
+.eager { fill: #8c959f } .stock, .bf16 { fill: #57606a }
 .tilewright, .codes { fill: #0f8a7e } .floor { fill: #bf8700 }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6edf3 } .small { fill: #9198a1 }
-.eager { fill: #484f58 } .stock { fill: #8b949e } .bf16 { fill: #8b949e }
+.eager { fill: #6e7681 } .stock, .bf16 { fill: #b1bac4 }
 .tilewright, .codes { fill: #2bb5a6 } .floor { fill: #d4a72c }
 }"""
 BAR, GAP, GROUP_GAP, NUMBER, LINE = 13, 2, 12, 62, 18

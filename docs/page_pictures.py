@@ -91,7 +91,8 @@ def _take(chromium: str, page: Path, picture: Picture, folder: Path) -> None:
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     image = Image.open(shot).convert("RGB")
-    few = image.quantize(COLOURS, dither=Image.Dither.NONE)
+    # The other methods mix a bar's colour with those of the edges of letters.
+    few = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(PICTURES / picture.name, optimize=True)
 
 

@@ -51,6 +51,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return with_site_links(markdown, page.file.src_uri)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """The page with a name for the theme's dialog of the search, which has none."""
+    return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
+
+
 def linked_files() -> set[str]:
     """Every file of the repository, not itself a page, that a document links to."""
     documents = [*(ROOT / DOCS).rglob("*.md"), *(ROOT / name for name in TOP)]

@@ -1,7 +1,8 @@
-"""Every private or version-dependent torch import, in one room: tensors, sizes and nodes here; what
-tries calls, autocast, Inductor and what surrounds a compilation in files of their own.
+"""Collects every private or version-dependent torch import.
 
-Names imported `as` themselves are used by other modules of the compiler.
+Those for tensors, sizes and nodes are in this file; those for trials of calls, autocast, Inductor
+and the surroundings of a compilation have their own files. Names imported `as` themselves are used
+by other modules of the compiler.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ GROUPED_MM = frozenset(
 def compile_fx(
     gm: fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any] | None
 ) -> Callable[..., Any]:
-    """Inductor, which is imported where it compiles: that takes as long as torch itself."""
+    """Runs Inductor, imported only here: the import takes as long as that of torch itself."""
     from torch._inductor import compile_fx as inductor
 
     return cast(Callable[..., Any], inductor.compile_fx(gm, inputs, config_patches=config_patches))
 
 
 def store() -> Any:
-    """Returns the store through which the ranks of the default group tell each other values by key.
-    Starts no collective."""
+    """Returns the store of the default group, in which ranks share values by key. Starts no
+    collective."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    """Returns the tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if value is None or isinstance(value, torch.Tensor):
         return [] if value is None else [value]
     found: list[torch.Tensor] = []
@@ -74,25 +75,26 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def tensors_of(*nodes: fx.Node) -> list[torch.Tensor]:
-    """The example values of nodes: their fake tensors, those in containers too, in order."""
+    """Returns the example values of nodes: their fake tensors, also those in containers, in
+    order."""
     return [t for node in nodes for t in tensors_in(node.meta.get("example_value"))]
 
 
 def is_models_own(node: fx.Node) -> bool:
-    """Whether an input of a graph, or a tensor inside of one, is a parameter or a buffer, or else
-    an attribute, of a module."""
+    """Whether an input of a graph is a parameter, a buffer or another attribute of a module, or is
+    a tensor inside one."""
     if node.op == "get_attr":
         return True
     if isinstance(node.meta.get("example_value"), torch.nn.Parameter):
         return True
-    if node.target is getattr:  # a tensor inside of a subclass
+    if node.target is getattr:  # a tensor inside a subclass
         return is_models_own(node.all_input_nodes[0])
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_unspecialized_nn_module()
 
 
 def storages_of(*nodes: fx.Node) -> list[int]:
-    """The :func:`storage_keys` of the tensors that nodes hold."""
+    """Returns the :func:`storage_keys` of the tensors that nodes hold."""
     return [key for tensor in tensors_of(*nodes) for key in storage_keys(tensor)]
 
 
@@ -102,8 +104,8 @@ def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold a tensor's elements: itself, or those inside a subclass such as
-    DTensor or inside a functorch wrapper."""
+    """Returns the plain tensors that hold a tensor's elements: itself, or those inside a subclass
+    such as DTensor or a functorch wrapper."""
     if is_functorch_wrapper(tensor):
         return parts_of(torch._C._functorch.get_unwrapped(tensor))
     if is_traceable_wrapper_subclass(tensor):
@@ -114,12 +116,13 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
-    """One number for each storage that holds a tensor's elements; equal for tensors that share it.
+    """Returns a number for each storage that holds a tensor's elements; tensors that share a
+    storage have equal numbers.
 
-    Empty where torch does not say, as for sparse tensors.
+    Empty where torch does not tell the storage, as for sparse tensors.
     """
     try:
-        if type(tensor) is FakeTensor:  # nearly all of a graph
+        if type(tensor) is FakeTensor:  # nearly all tensors of a graph
             return (tensor.untyped_storage()._cdata,)
         keys = [part.untyped_storage()._cdata for part in parts_of(tensor)]
     except (NotImplementedError, RuntimeError):
@@ -128,8 +131,8 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def wrapping_of(tensor: torch.Tensor) -> str:
-    """Returns what a subclass knows besides the tensors inside it (for a DTensor its mesh and its
-    placements), with their layouts; empty for a plain tensor."""
+    """Returns a subclass's metadata besides the tensors inside it (for a DTensor its mesh and its
+    placements), and their layouts; empty for a plain tensor."""
     if not is_subclass(tensor):
         return ""
     _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -137,7 +140,7 @@ def wrapping_of(tensor: torch.Tensor) -> str:
 
 
 def with_parts(outer: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A subclass as `outer`, with `part` of each tensor inside of it in that one's place."""
+    """Returns a subclass like `outer` in which `part(inner)` replaces each tensor inside it."""
     names, context = outer.__tensor_flatten__()  # type: ignore[attr-defined]
     held = {name: getattr(outer, name) for name in names}  # a device mesh may be among them
     held = {name: part(h) if isinstance(h, torch.Tensor) else h for name, h in held.items()}
@@ -146,13 +149,13 @@ def with_parts(outer: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
 
 
 def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-    """A subclass as `outer`, which holds one tensor, with `inner` in its place."""
+    """Returns a subclass like `outer`, which holds one tensor, with `inner` in its place."""
     return with_parts(outer, lambda _: inner)
 
 
 def holds_in_place(outer: torch.Tensor, inner: torch.Tensor) -> bool:
-    """Whether the one tensor inside `outer`, or `outer` itself, is element for element the one
-    inside `inner`: of the same dtype, at the same places of the same storage."""
+    """Whether the one tensor of `outer` (inside it, or `outer` itself) is element for element the
+    one of `inner`: of the same dtype, at the same addresses of the same storage."""
     parts = [parts_of(tensor) for tensor in (outer, inner)]
     if not all(len(held) == 1 and storage_keys(held[0]) for held in parts):
         return False
@@ -163,7 +166,7 @@ def holds_in_place(outer: torch.Tensor, inner: torch.Tensor) -> bool:
 
 
 def has_address(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has memory of its own: no fake, sparse or meta tensor has."""
+    """Whether a plain tensor has an address in memory: fake, sparse and meta tensors have none."""
     return (
         not isinstance(tensor, FakeTensor)
         and tensor.device.type != "meta"
@@ -172,32 +175,33 @@ def has_address(tensor: torch.Tensor) -> bool:
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, strides and storage offset; of a tensor without strides, its shape and layout."""
+    """Returns (shape, strides, storage offset); for a tensor without strides, (shape, layout)."""
     if tensor.layout is not torch.strided:
         return tuple(tensor.shape), tensor.layout
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
 def placement_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The layout of a tensor and the storage that it lies in."""
+    """Returns the layout of a tensor and the storage that it lies in."""
     return *layout_of(tensor), tensor.untyped_storage()._cdata
 
 
 def is_subclass(value: Any) -> bool:
     """Whether a value is a tensor that wraps others (DTensor, quantised weights): it has no memory
-    of its own, and its class decides what operators on it do."""
-    plain = type(value) is FakeTensor  # nearly all of a graph
+    itself, and its class decides what operators on it do."""
+    plain = type(value) is FakeTensor  # nearly all tensors of a graph
     return not plain and isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor that wraps no other, and that neither vmap, grad nor jvp does."""
+    """Whether a value is a tensor that wraps no other, and that vmap, grad and jvp do not wrap."""
     wrapped = is_subclass(value) or is_functorch_wrapper(value)
     return isinstance(value, torch.Tensor) and not wrapped
 
 
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
-    """A test of sizes (ints or sympy expressions) for equality, which adds a guard for symbols."""
+    """Returns a test whether two sizes (ints or sympy expressions) are equal; it guards on
+    symbols."""
     environment = next((e for e in map(_shape_env, inputs) if e is not None), None)
 
     def same(a: Any, b: Any) -> bool:
@@ -209,12 +213,12 @@ def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
 
 
 def is_at_least(size: Any, other: Any) -> bool:
-    """Whether a size is certainly as large as another; asks for no guard."""
+    """Whether a size is certainly at least as large as another; adds no guard."""
     return isinstance(size, (int, torch.SymInt)) and bool(statically_known_true(size >= other))
 
 
 def size_symbols(size: Any) -> tuple[sympy.Symbol, ...]:
-    """The symbols a SymInt stands for: its own, and the one that guards have replaced it by."""
+    """Returns the symbols of a SymInt: its own, and the one with which guards have replaced it."""
     if not isinstance(size, torch.SymInt):
         return ()
     found = (size.node._expr, size.node.expr)
@@ -237,14 +241,14 @@ def fake_mode_of(tensors: Iterable[Any]) -> Any:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor laid out as a fake one, of its fake mode, with memory of its own."""
+    """Returns a tensor in new memory with the layout and the fake mode of a fake one."""
     with fake_mode_of([tensor]) or nullcontext(), torch.no_grad():
         return torch.empty_like(tensor)
 
 
 def detached(value: Any) -> Any:
-    """A fake tensor on the memory of another, which a change of its shape leaves as it is; of
-    anything else, the value."""
+    """Returns a fake tensor on the memory of the given one, whose own shape stays if the result is
+    reshaped in place. Returns anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
@@ -252,8 +256,8 @@ def detached(value: Any) -> Any:
 
 
 def name_of_operator(op: Any) -> str | None:
-    """`namespace::name` of an operator, with the overload where one is given that is not the only
-    one; None for anything else."""
+    """Returns `namespace::name` of an operator; adds the overload's name for an overload that is
+    not the only one. None for anything else."""
     if isinstance(op, CustomOpDef):
         return op._qualname
     if isinstance(op, torch._ops.OpOverloadPacket):
@@ -273,15 +277,15 @@ def aten_tags(name: str) -> frozenset[torch.Tag]:
 
 
 def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """`tensor[index]` of fake tensors. Raises RuntimeError for a mask, whose result has no known
-    shape."""
+    """Returns `tensor[index]` for fake tensors. Raises RuntimeError for a mask, whose result has no
+    known shape."""
     with fake_mode_of(tensors_in([tensor, index])) or nullcontext(), torch.no_grad():
         return cast(torch.Tensor, tensor[index])
 
 
 def made_again(value: Any) -> Any:
-    """Fake tensors of numbers, or a tuple of them, each laid out as a given one, with memory of its
-    own."""
+    """Copies the layout of a fake tensor, or of each in a tuple, into a fake tensor in new memory.
+    The sizes must be numbers."""
     return _strided_again(value) if type(value) is FakeTensor else tree_map(_strided_again, value)
 
 
@@ -299,10 +303,10 @@ def _strided_again(item: Any) -> Any:
 def aten_graph(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor | torch.SymInt], pre_dispatch: bool
 ) -> fx.Graph:
-    """The ATen calls `function(*inputs)` makes, under the fake mode of the tensors among them.
+    """Returns the ATen calls that `function(*inputs)` makes, under the fake mode of its tensors.
 
-    pre_dispatch: as they are called, not what autograd makes of those that are composed of others.
-    Raises whatever tracing raises: the caller decides what an untraceable node is.
+    pre_dispatch: record calls as they are made, before autograd splits composite operators. Raises
+    any exception of tracing: the caller decides what an untraceable node is.
     """
     traced = make_fx(function, pre_dispatch=pre_dispatch, tracing_mode="real")
     tensors = [held for held in inputs if isinstance(held, torch.Tensor)]
@@ -318,11 +322,11 @@ def call(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[
 
 
 def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any:
-    """Runs a node on its arguments' fake tensors, and returns the result. instead: values in place
-    of some arguments."""
+    """Runs a node on its arguments' fake tensors, and returns the result. instead: values that
+    replace some arguments."""
     if instead is None and _is_quick(node):
         source = cast(fx.Node, node.args[0]).meta["example_value"]
-        # `reshape` would ask for the device, which a fake tensor answers in Python.
+        # `reshape` would ask for the device, which a fake tensor answers in Python, that is slowly.
         method = "view" if node.target == "reshape" else cast(str, node.target)
         with torch.no_grad(), in_kernel_invocation_manager(source.fake_mode):
             made = call(method, (source, *node.args[1:]), {})
@@ -333,16 +337,16 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
         return others[argument] if argument in others else argument.meta["example_value"]
 
     args, kwargs = fx.node.map_arg(node.args, held), fx.node.map_arg(node.kwargs, held)
-    # What is made of numbers alone has the mode of the graph's other nodes.
+    # A node that reads only numbers gets the fake mode of the graph's other nodes.
     nodes = chain(node.all_input_nodes, node.graph.nodes)
     mode = fake_mode_of(source.meta.get("example_value") for source in nodes)
     with mode or nullcontext(), torch.no_grad(), autocast_at(node):
         return call(cast(Any, node.target), args, kwargs)
 
 
-# Methods that give a view, of whose layout the meta tensor inside of a fake one is asked at once;
-# FakeTensor's own way takes several times as long. `reshape` gives one of dense tensors; of others
-# the two may differ in the strides of dimensions of one.
+# Methods that return a view. The meta tensor inside a fake one computes the view's layout;
+# FakeTensor's own way takes several times as long. `reshape` is among them for dense tensors only;
+# for others the two ways may differ in the strides of dimensions of size one.
 _QUICK = frozenset(
     {"expand", "movedim", "narrow", "permute", "reshape", "select", "unflatten", "unfold"}
     | {"unsqueeze"}
@@ -361,8 +365,7 @@ def _is_quick(node: fx.Node) -> bool:
 
 
 def is_plain_fake(held: Any) -> bool:
-    """Whether a value is a fake tensor that knows no more than its layout, in numbers, and its
-    device."""
+    """Whether a value is a fake tensor that has nothing but a layout, in numbers, and a device."""
     if type(held) is not FakeTensor or held.constant is not None:
         return False
     layout = *held.shape, *held.stride(), held.storage_offset()
@@ -372,33 +375,33 @@ def is_plain_fake(held: Any) -> bool:
 def strided_view(
     source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
-    """A view of a plain fake tensor, of a layout in numbers."""
+    """Returns a view of a plain fake tensor with a layout in numbers."""
     fake = cast(FakeTensor, source)
     with torch.no_grad(), in_kernel_invocation_manager(fake.fake_mode):
         return _fake_like(fake, source.as_strided(size, stride, offset))
 
 
 def _fake_like(like: Any, meta: torch.Tensor) -> torch.Tensor:
-    """A meta tensor as a fake one of the mode and device of another."""
+    """Returns a meta tensor as a fake one with the mode and the device of another."""
     return FakeTensor(like.fake_mode, meta, like.fake_device)
 
 
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """A module that runs `graph`; during a compilation its code is generated at the first call."""
+    """Returns a module that runs `graph`; in a compilation, the first call generates its code."""
     made: fx.GraphModule = _make_graph_module(root, graph)
     return made
 
 
 def forward_of(gm: fx.GraphModule) -> Callable[..., Any]:
-    """The function that runs a graph, its code generated now."""
+    """Returns the function that runs a graph, with its code generated now."""
     getattr(gm, "real_recompile", gm.recompile)()
     return gm.forward
 
 
 def copy_origin(copy: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Gives a copy of a graph what Dynamo attached to the original besides its nodes.
+    """Copies to a graph's copy what Dynamo attached to the original besides its nodes.
 
-    From it AOTAutograd knows that parameters and marked caches keep their addresses; without it
+    From this, AOTAutograd knows that parameters and marked caches keep their addresses. Without it,
     Inductor's CUDA graphs would copy all weights at each call, and refuse caches that are written.
     """
     copy.meta.update(original.meta)
@@ -415,8 +418,8 @@ def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def zeros_like_fake(value: Any) -> Any:
-    """A real tensor of zeros with a fake one's shape, strides, dtype and device; of a symbolic
-    number, its value in the traced run."""
+    """Returns a real tensor of zeros with a fake one's shape, strides, dtype and device; for a
+    symbolic number, its value in the traced run."""
     if isinstance(value, torch.Tensor):
         sizes = hints_of(value.shape)
         if any(n == 0 for n in sizes) or not storage_keys(value):
@@ -434,7 +437,7 @@ def is_symbolic(value: Any) -> bool:
 
 
 def is_unbacked(value: Any) -> bool:
-    """Whether a value is a symbolic number that only the data decides, or a tensor with one in its
+    """Whether a value is a symbolic number that only data decide, or a tensor with one in its
     shape."""
     numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
     symbolic = [n for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool))]
@@ -442,12 +445,12 @@ def is_unbacked(value: Any) -> bool:
 
 
 def hint_of(value: Any) -> Any:
-    """A symbolic number's value in the traced run; 1 where only the data decides it."""
+    """Returns a symbolic number's value in the traced run; 1 if only data decide it."""
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
     return value.node.hint if value.node.has_hint() else 1
 
 
 def hints_of(values: Iterable[Any]) -> tuple[int, ...]:
-    """Sizes or strides in the traced run."""
+    """Returns the values of sizes or strides in the traced run."""
     return tuple(hint_of(value) for value in values)

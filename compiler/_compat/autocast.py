@@ -1,4 +1,4 @@
-"""Autocast, as it is where a node of a graph stands."""
+"""Finds the autocast modes that hold at a node of a graph."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.amp.autocast_mode import _enter_autocast
 
 
 def autocast_in_force(node: fx.Node) -> dict[str, torch.dtype | None]:
-    """The dtype of autocast where a node stands, None where it is off, for each device type for
-    which the graph itself sets another than there is around it."""
+    """Returns the dtype of autocast at a node (None: off) for each device type for which the graph
+    itself sets a dtype other than the current one."""
     found: dict[str, torch.dtype | None] = {}
     for entry in node.graph.find_nodes(op="call_function", target=_enter_autocast):
-        # Its other users are none: what is entered is left by a node that is given it.
+        # The only user of an enter node is the exit node that takes it.
         if entry < node and not any(leave < node for leave in entry.users):
             device, dtype, enabled, *_ = entry.args
             chosen = (dtype or torch.get_autocast_dtype(device)) if enabled else None
@@ -25,23 +25,23 @@ def autocast_in_force(node: fx.Node) -> dict[str, torch.dtype | None]:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of autocast for a type of device, as it is now; None where it is off."""
+    """Returns the current dtype of autocast for a device type; None if autocast is off."""
     try:
         on = torch.is_autocast_enabled(device)
-    except RuntimeError:  # of the meta device torch does not say
+    except RuntimeError:  # torch does not say for the meta device
         return None
     return torch.get_autocast_dtype(device) if on else None
 
 
 def autocast_at_devices(node: fx.Node, devices: Iterable[str]) -> frozenset[Any]:
-    """The dtypes of autocast, where it is on, for some types of devices where a node stands."""
+    """Returns the dtypes of autocast at a node for those of some device types where it is on."""
     known = autocast_in_force(node)
     now = {device: known.get(device, autocast_dtype(device)) for device in devices}
     return frozenset((device, dtype) for device, dtype in now.items() if dtype is not None)
 
 
 def autocast_at(node: fx.Node) -> AbstractContextManager[Any]:
-    """Within, autocast is as where a node stands in its graph."""
+    """Inside this context, autocast is as it is at the node in its graph."""
     stack = ExitStack()
     for device, dtype in autocast_in_force(node).items():
         stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))

@@ -1,4 +1,4 @@
-"""Inductor's settings, and what goes into torch's caches and traces beside its own."""
+"""Reads Inductor's settings, and adds to torch's cache artifacts and traces."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def modes() -> list[str]:
 
 
 def option_problem(options: Mapping[str, Any]) -> str | None:
-    """Names the first option that Inductor does not have or that has another type, and the fault;
-    None where all are good."""
+    """Names the first option that Inductor does not have, or that has another type, and the fault;
+    None if all are good."""
     from torch._inductor import config
 
     known = config.get_config_copy()
@@ -40,8 +40,9 @@ def option_problem(options: Mapping[str, Any]) -> str | None:
 def register_artifacts(
     kind: str, populate: Callable[[str, bytes], Any]
 ) -> Callable[[str, bytes], None] | None:
-    """Makes `kind` a type of torch's cache artifacts: `populate(key, content)` is called for each
-    that is loaded. What records one; None where this torch has another interface."""
+    """Makes `kind` a type of torch's cache artifacts: torch calls `populate(key, content)` for each
+    one that it loads. Returns the function that records one; None if this torch has another
+    interface."""
     try:
         from torch.compiler._cache import (
             CacheArtifact,
@@ -66,7 +67,7 @@ def register_artifacts(
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
     """Adds a text to torch's structured trace (TORCH_TRACE); tlparse shows it with the compilation.
 
-    payload is called only where a trace is written. encoding: "string" or "json".
+    payload: called only if a trace is written. encoding: "string" or "json".
     """
     trace_structured(
         "artifact",

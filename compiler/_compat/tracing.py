@@ -1,4 +1,4 @@
-"""The surroundings of a compilation by Dynamo: its limits, and traces on the meta device."""
+"""Changes what surrounds a compilation by Dynamo: its limits, and traces on the meta device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import fx
 
 
 def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """torch.compile with a recompile limit of its own, where this torch offers that."""
+    """Calls torch.compile with its own recompile limit, if this torch offers that."""
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(model, **options)
@@ -23,14 +23,14 @@ def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[...,
 _REPLACING = threading.Lock()
 
 
-#: What was there before, and how many contexts want something else there, by owner and name.
+#: By owner and name: the original attribute, and the number of contexts that replace it now.
 _REPLACED: dict[tuple[Any, str], tuple[Any, int]] = {}
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, `owner.name` is what `make` makes of it. Contexts of several threads may overlap in
-    any order: the first puts it there, and the last takes it away."""
+    """Inside this context, `make(owner.name)` replaces `owner.name`. Contexts of several threads
+    may overlap in any order: the first replaces the attribute, and the last restores it."""
     with _REPLACING:
         before, count = _REPLACED.get((owner, name), (getattr(owner, name), 0))
         _REPLACED[owner, name] = before, count + 1
@@ -48,10 +48,11 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 
 def autocast_off_on_meta() -> AbstractContextManager[None]:
-    """Within, torch says of the meta device that autocast is off, where it raises otherwise.
+    """Inside this context, torch says that autocast is off for the meta device, where it raises
+    otherwise.
 
-    Models ask of the device of their arguments before they compute in fp32, transformers 5.0 of
-    any; there is no autocast of what computes nothing.
+    Models ask about the device of their arguments before they compute in fp32; transformers 5.0
+    asks about any device. The meta device computes nothing, and so has no autocast.
     """
 
     def make(asked: Callable[..., bool]) -> Callable[..., bool]:
@@ -64,10 +65,10 @@ def autocast_off_on_meta() -> AbstractContextManager[None]:
 
 
 def numbers_fake_on_meta() -> AbstractContextManager[None]:
-    """Within, what Dynamo traces on the meta device is fake as on any other.
+    """Inside this context, tensors that Dynamo traces on the meta device are fake, as on any other.
 
-    `torch.tensor(0.0, device="meta")` makes a plain tensor under fake tensors too, which the next
-    call of them refuses. On other devices it makes a fake one.
+    Under fake tensors, `torch.tensor(0.0, device="meta")` still makes a plain tensor, which the
+    next call on fake tensors refuses. On other devices it makes a fake one.
     """
 
     def make(run_node: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +76,7 @@ def numbers_fake_on_meta() -> AbstractContextManager[None]:
             made = run_node(tracer, node, *rest)
             plain = node.op == "call_function" and type(made) is torch.Tensor and made.is_meta
             mode = torch._guards.detect_fake_mode() if plain else None
-            # Its sizes are those of a literal, no symbols.
+            # Its sizes come from a literal and are no symbols.
             return made if mode is None else mode.from_tensor(made, static_shapes=True)
 
         return run_node_faked
@@ -84,6 +85,7 @@ def numbers_fake_on_meta() -> AbstractContextManager[None]:
 
 
 def unlimited_compiles() -> Any:
-    """A context without recompile limits: Dynamo never gives up and runs the model uncompiled."""
+    """Returns a context without recompile limits, in which Dynamo never gives up and runs the model
+    uncompiled."""
     many = 1 << 30
     return torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many)

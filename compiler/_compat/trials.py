@@ -35,16 +35,16 @@ class CannotStandInError(RuntimeError):
 
 
 class _StandIns:
-    """Makes tensors with the layout of given ones, which share storage where those do.
+    """Makes tensors with the layout of given ones; they share storage where the given ones do.
 
-    Symbolic sizes take their values of the traced run. device: of all stand-ins; None for that of
-    the tensor each stands in for.
+    Symbolic sizes take their values in the traced run. device: the device of all stand-ins; None
+    for the device of the tensor that each stands in for.
     """
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device
         self.bases: dict[int, torch.Tensor] = {}
-        #: (made, what it stands in for), of all plain tensors so far.
+        #: Pairs (stand-in, original) for all plain tensors so far.
         self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def of(self, value: Any) -> Any:
@@ -81,7 +81,7 @@ class _StandIns:
             count = hint_of(tensor.untyped_storage().nbytes())
             device = self.device or tensor.device
             self.bases[key] = torch.empty(count, dtype=torch.uint8, device=device)
-        # All bytes as numbers of the dtype, without those left over at the end.
+        # All bytes as numbers of the dtype, except those left over at the end.
         width = tensor.dtype.itemsize
         whole = self.bases[key][: self.bases[key].numel() // width * width].view(tensor.dtype)
         sizes, strides = hints_of(tensor.shape), hints_of(tensor.stride())
@@ -91,7 +91,8 @@ class _StandIns:
 
 
 def as_meta(values: Any) -> Any:
-    """Fake tensors as plain meta tensors, with the sizes of the traced run; views share storage."""
+    """Returns fake tensors as plain meta tensors, with the sizes of the traced run; views share
+    storage."""
     return _StandIns("meta").of(values)
 
 
@@ -112,8 +113,8 @@ class _Writes(TorchDispatchMode):
         return result
 
     def forget_masks(self) -> None:
-        """Takes back what DTensor keeps of a lookup in rows that lie on several ranks, for the
-        reduction to come: all lookups of that layout share it, the real ones too."""
+        """Releases the masks that DTensor keeps between a lookup in sharded rows and the reduction
+        after it. All lookups of one layout share such a mask, the real ones too."""
         for mask in self._masks:
             if mask.refcount:
                 mask.release_mask()
@@ -125,12 +126,12 @@ def _masks_of(tensor: torch.Tensor) -> list[Any]:
     return [mask for mask in masks if mask is not None]
 
 
-# Running statistics are updated by operators whose schemas do not say so.
+# Running statistics: operators update them although their schemas do not say so.
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The values of those arguments of a call that the operator overload writes."""
+    """Returns the values of the arguments that the operator overload writes."""
     given = [(at, name) for at, name in _written_places(func) if at < len(args) or name in kwargs]
     return [args[at] if at < len(args) else kwargs[name] for at, name in given]
 
@@ -152,11 +153,11 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
 def run_recorded(
     function: Callable[..., Any] | str, args: Any, kwargs: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(tensors that a call writes, tensors whose shape, strides or storage it changes in place).
+    """Returns (tensors that a call writes, tensors whose shape, strides or storage it changes).
 
-    The call runs on stand-ins (:class:`_StandIns`), fake themselves, so the given tensors do not
-    change. Writes show in the schemas of the operators that run, and in torch's version counters.
-    function: what is called, or a method's name. Raises whatever the call raises, and
+    The call runs on stand-ins (:class:`_StandIns`) that are fake tensors, so the given tensors do
+    not change. Writes show in the schemas of the operators that run, and in torch's version
+    counters. function: a function, or a method's name. Raises any exception of the call, and
     CannotStandInError.
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -179,10 +180,11 @@ def run_recorded(
 
 
 def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
-    """Which tensors a user's Triton kernel writes, by torch's own analysis of the kernel.
+    """Returns the tensors that a user's Triton kernel writes, by torch's own analysis of the
+    kernel.
 
-    kwargs: of a `triton_kernel_wrapper_mutation` node, with tensors for nodes. None where torch
-    cannot tell.
+    kwargs: those of a `triton_kernel_wrapper_mutation` node, with tensors in place of nodes. None
+    if torch cannot tell.
     """
     from torch._higher_order_ops import triton_kernel_wrap
 
@@ -194,6 +196,6 @@ def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None
             given,
             kwargs.get("tma_descriptor_metadata", {}),
         )
-    except Exception:  # torch analyses what Triton compiles: without a GPU's compiler it may not
+    except Exception:  # torch analyses Triton's output, which needs a compiler for a GPU
         return None
     return [tensor for name in names for tensor in tensors_in(given[name])]

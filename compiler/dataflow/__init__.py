@@ -1,1 +1,2 @@
-"""A Dynamo graph read as dataflow: what each node is, which memory it reads and writes."""
+"""Reads a Dynamo graph as dataflow: the operation of each node, and the memory it reads and
+writes."""

@@ -1,9 +1,9 @@
-"""Which tensors a node of a graph writes.
+"""Finds which tensors a node of a graph writes.
 
 The name of a function does not tell. An operator's schema says what it writes; torch analyses a
-user's Triton kernel; the bodies of a higher-order operator are read; any other callable is tried on
-fake tensors that stand in for its arguments, as AOTAutograd would trace it. What cannot be tried
-may write all that it is given and, unless it is torch's own, any other tensor.
+user's Triton kernel; the bodies of a higher-order operator are read. Any other callable runs on
+fake tensors that stand in for its arguments, as AOTAutograd would trace it. If it cannot run, it is
+assumed to write all its tensors and, unless it is torch's own, any other tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewright.compiler.dataflow import spelling
 from tilewright.compiler.dataflow.spelling import argument, is_torch_function, name_of
 from tilewright.compiler.dataflow.writes import WRITES
 
-#: How many answers are kept of each kind; a model calls few functions at few shapes.
+#: The size of each cache of answers; a model calls few functions at few shapes.
 MAX_REMEMBERED = 1024
 
 
@@ -31,9 +31,9 @@ MAX_REMEMBERED = 1024
 class Access:
     """The effects that a node may have on memory.
 
-    written: the tensors whose elements it may change, as the graph holds them. everything: it may
-    also change tensors that it is not given. reshaped: tensors that get another shape, other
-    strides or another storage in place, as by `set_`.
+    written: the tensors whose elements the node may change, as the graph holds them. everything:
+    the node may also change tensors other than its arguments. reshaped: tensors that get another
+    shape, other strides or another storage in place, as by `set_`.
     """
 
     written: tuple[torch.Tensor, ...] = ()
@@ -46,13 +46,14 @@ class Access:
 
 _NONE = Access()
 T = TypeVar("T")
-# Which of a call's tensors it writes, and which it reshapes.
+# The positions of a call's tensors that it writes, and of those that it reshapes.
 _Places = tuple[tuple[int, ...], tuple[int, ...]]
 _remembered: dict[Any, _Places | None] = {}
 
 
 def remembered(known: dict[Any, T], key: Any, answer: Callable[[], T]) -> T:
-    """The answer kept for `key`, made at the first time; `known` keeps MAX_REMEMBERED at most."""
+    """Returns the answer for `key`, computed at the first call. `known` keeps at most
+    MAX_REMEMBERED answers."""
     if key not in known:
         if len(known) >= MAX_REMEMBERED:
             known.clear()
@@ -61,7 +62,7 @@ def remembered(known: dict[Any, T], key: Any, answer: Callable[[], T]) -> T:
 
 
 def access_of(node: fx.Node) -> Access:
-    """Returns what a node writes. It may read all of :func:`given`."""
+    """Returns what a node writes. The node may read all of :func:`given`."""
     if node.op == "call_module":
         return Access(tuple(given(node)), everything=True)
     if node.op not in ("call_function", "call_method"):
@@ -88,7 +89,7 @@ def access_of(node: fx.Node) -> Access:
 
 
 def given(node: fx.Node) -> list[torch.Tensor]:
-    """Every tensor among a node's inputs, those in containers too."""
+    """Returns every tensor among a node's inputs, also those in containers."""
     return _compat.tensors_of(*node.all_input_nodes)
 
 
@@ -96,7 +97,7 @@ def _written_by_schema(node: fx.Node, target: Any) -> Access:
     args, kwargs = _held(node.args), _held(dict(node.kwargs))
     written = _compat.tensors_in(trials.written_arguments(target, args, kwargs))
     if torch.Tag.inplace_view in target.tags:
-        if name_of(node) in spelling.IDENTITY:  # detach_: nothing but what autograd knows
+        if name_of(node) in spelling.IDENTITY:  # detach_: changes only what autograd knows
             return _NONE
         return Access(reshaped=tuple(_compat.tensors_in([*args, *kwargs.values()])))
     return Access(tuple(written))
@@ -113,17 +114,18 @@ def _overloads(node: fx.Node, packet: Any) -> list[Any]:
 
 
 def _held(item: Any) -> Any:
-    """An argument with example values for nodes, and the graph's attributes for `get_attr`."""
+    """Returns an argument with example values in place of nodes, and attributes for `get_attr`."""
+    return fx.node.map_arg(item, held_by)
 
-    def value(node: fx.Node) -> Any:
-        held = node.meta.get("example_value")
-        return attribute_of(node) if held is None and node.op == "get_attr" else held
 
-    return fx.node.map_arg(item, value)
+def held_by(node: fx.Node) -> Any:
+    """Returns a node's example value, or the graph's attribute for a `get_attr` without one."""
+    held = node.meta.get("example_value")
+    return attribute_of(node) if held is None and node.op == "get_attr" else held
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """Returns the attribute that a `get_attr` node gets from its graph's module."""
+    """Returns the attribute of its graph's module that a `get_attr` node reads."""
     owner: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         owner = getattr(owner, part)
@@ -132,21 +134,21 @@ def attribute_of(node: fx.Node) -> Any:
 
 # --- known without trying -------------------------------------------------------------------------
 
-# A test holds both tables to the schemas of the operators of those names.
+# A test compares both tables with the schemas of the operators of those names.
 _WRITES_ITS_FIRST = spelling.IN_PLACE_ARITHMETIC | frozenset(WRITES)
-# Unless asked to write by `out=` or `inplace=`. `embedding` may renormalise its weight.
+# They write only if `out=` or `inplace=` is given. `embedding` may renormalise its weight.
 _PURE = spelling.LISTED - {"embedding"}
 
 
 def asked_in_place(node: fx.Node) -> bool:
-    """`F.relu(x, inplace=True)` and its like."""
+    """Whether a call asks for `inplace`, like `F.relu(x, inplace=True)`."""
     position = None if isinstance(node.target, str) else inplace_position(node.target)
     return position is not None and bool(argument(node, position, "inplace", False))
 
 
 @cache
 def inplace_position(function: Callable[..., Any]) -> int | None:
-    """Where a function takes `inplace`, or None."""
+    """The position of a function's parameter `inplace`, or None."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # many built-in functions have no signature
@@ -171,7 +173,7 @@ def _higher_order(node: fx.Node) -> Access:
 
 
 def _writes_outside(body: fx.GraphModule) -> bool:
-    """Whether a body may write what it did not make itself."""
+    """Whether a body may write memory that it did not allocate itself."""
     own: set[int] = set()
     outside: set[int] = set()
     for node in body.graph.nodes:
@@ -191,7 +193,7 @@ def _writes_outside(body: fx.GraphModule) -> bool:
 
 
 def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
-    """Returns what a call writes on stand-ins; everything it is given if it cannot run."""
+    """Returns what a call writes when it runs on stand-ins; all its tensors if it cannot run."""
     torchs = _is_torchs(node)
 
     def answer() -> _Places | None:
@@ -205,14 +207,14 @@ def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
 
 
 def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places | None:
-    """Which of `tensors` a call writes, and of which it changes the shape, strides or storage; None
-    where that is unknown."""
+    """The positions of the `tensors` that a call writes, and of those whose shape, strides or
+    storage it changes; None if the call cannot be tried."""
     if not torchs and has_unbacked(node):
         return None  # another size may take another branch of the user's code
     try:
         args, kwargs = _held(node.args), _held(dict(node.kwargs))
         written, reshaped = trials.run_recorded(node.target, args, kwargs)
-    except Exception:  # whatever it raises, it is not known what the call writes
+    except Exception:  # after any error, the writes are unknown
         return None
 
     def places(group: list[torch.Tensor]) -> tuple[int, ...]:
@@ -224,21 +226,22 @@ def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places
 
 
 def has_unbacked(node: fx.Node) -> bool:
-    """Whether a node is given a number that only the data decides, or a tensor with one in its
-    shape. On other symbols Dynamo has run the call already: which branch it takes is guarded."""
+    """Whether a node's input is a number that only data decide, or has such a number in its shape.
+    Other symbols are safe: Dynamo has run the call with them already, and guards on the branch it
+    took."""
     values = [source.meta.get("example_value") for source in node.all_input_nodes]
     return any(map(_compat.is_unbacked, (*values, *given(node))))
 
 
 def has_symbols(node: fx.Node) -> bool:
-    """Whether a node is given a symbolic number, or a tensor with one in its shape."""
+    """Whether a node's input is a symbolic number, or has one in its shape."""
     values = [source.meta.get("example_value") for source in node.all_input_nodes]
     return any(map(_compat.is_symbolic, (*values, *given(node))))
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Whether a call is of a method, or of a function that comes with torch. What Dynamo wraps
-    around a user's function (`nonstrict_trace`, an allowed autograd.Function) is the user's."""
+    """Whether a call is of a method, or of a function that comes with torch. A function that Dynamo
+    wraps (`nonstrict_trace`, an allowed autograd.Function) is the user's."""
     if node.op == "call_method":
         return True
     module = getattr(node.target, "__module__", None) or ""
@@ -247,9 +250,9 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def call_key(node: fx.Node) -> Any:
-    """All of a call but the data, as a key: the target, the tensors' layouts (of a subclass, also
-    what its class knows: placements), which of them share memory, the other arguments. Where sizes
-    are symbols, only keys of one graph may be compared."""
+    """Returns a key of all that determines a call except the data: the target, the layouts of the
+    tensors (for a subclass also its metadata, such as placements), which of them share memory, and
+    the other arguments. Keys with symbolic sizes may be compared only within one graph."""
     inputs = {source: i for i, source in enumerate(node.all_input_nodes)}
     storages: dict[tuple[int, ...], int] = {}
 

@@ -1,4 +1,4 @@
-"""Traces a single node, to learn which ATen operator it calls."""
+"""Traces a single node to learn which ATen operator it calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tilewright.compiler.dataflow.spelling import name_of
 
 @dataclass(frozen=True)
 class Hole:
-    """Stands for a tensor argument of a call that is traced by itself."""
+    """Stands for a tensor argument in a call that is traced by itself."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class AtenCall:
-    """One call of an ATen operator, with holes in the place of tensors."""
+    """One call of an ATen operator, with a Hole in place of each tensor."""
 
     name: str
     args: tuple[Any, ...]
@@ -30,7 +30,7 @@ class AtenCall:
 
 
 def fill(item: Any, given: Sequence[Any]) -> Any:
-    """An argument with its holes filled by what is given."""
+    """Returns an argument in which the items of `given` replace the holes."""
     if isinstance(item, Hole):
         return given[item.index]
     if isinstance(item, (tuple, list)):
@@ -43,7 +43,7 @@ def fill(item: Any, given: Sequence[Any]) -> Any:
 def traced_alone(
     node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], pre_dispatch: bool
 ) -> fx.Graph:
-    """The ATen calls that a node makes; its tensors are the graph's inputs, in order."""
+    """Returns the ATen calls that a node makes. The graph's inputs are `tensors`, in order."""
 
     def call(*given: torch.Tensor) -> Any:
         return _compat.call(node.target, fill(tuple(args), given), fill(dict(kwargs), given))
@@ -54,7 +54,7 @@ def traced_alone(
 def aten_call(
     node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
 ) -> AtenCall | None:
-    """The one ATen call that a node makes, with arguments in ATen's order; None where it makes
+    """Returns the one ATen call that a node makes, with arguments in ATen's order; None if it makes
     several calls or computes anything besides."""
     graph = traced_alone(node, args, kwargs, tensors, pre_dispatch=True)
     calls = [n for n in graph.nodes if n.op == "call_function" and not _picks(n)]

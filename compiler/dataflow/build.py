@@ -42,11 +42,11 @@ from tilewright.patterns.effects import Effect, InexpressibleError
 
 
 def build_view(graph: fx.Graph) -> Dataflow:
-    """The dataflow view of a Dynamo graph.
+    """Returns the dataflow view of a Dynamo graph.
 
-    graph: what a `torch.compile` backend receives; nodes carry `meta["example_value"]`.
-    Returns a :class:`Dataflow`. An operation that it does not know becomes an opaque value, and is
-    listed in `unknown`; nothing is raised for it.
+    graph: the graph that a `torch.compile` backend receives; nodes carry `meta["example_value"]`.
+    Returns a :class:`Dataflow`. An unknown operation becomes an opaque value and is listed in
+    `unknown`; it raises nothing.
     """
     builder = _Builder(graph)
     for position, node in enumerate(graph.nodes):
@@ -70,7 +70,7 @@ class _Builder:
         self.reshaped: set[int] = set()
         self.operations = Operations(self._operand, self.unknown)
         self.failed: list[tuple[fx.Node, Exception]] = []
-        #: Of a subclass, the first node with the tensor inside of it: a plain one where there is.
+        #: For a subclass, the first node with the tensor inside it: a plain one if there is one.
         self.inner: dict[fx.Node, fx.Node] = {}
 
     # --- one node ---
@@ -91,7 +91,7 @@ class _Builder:
         else:
             try:
                 self._call(node, name_of(node), result)
-            except Exception as error:  # a node that cannot be read may do anything; others stay
+            except Exception as error:  # an unread node may do anything; the others stay
                 self.failed.append((node, error))
                 everything = Access(tuple(given(node)), everything=True)
                 self._unknown_call(node, name_of(node), result, everything)
@@ -145,13 +145,14 @@ class _Builder:
             self._compute(node, name, result)
 
     def _meets(self, nodes: set[fx.Node], node: fx.Node) -> bool:
-        """Whether a node reads the tensors of some nodes, or is one of them."""
+        """Whether a node is one of `nodes`, or reads one of them."""
         return bool(nodes) and (node in nodes or not nodes.isdisjoint(node.all_input_nodes))
 
     # --- layout ---
 
     def _layout(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """Adds the view of a node that only selects or copies; returns whether it is one."""
+        """Adds the view of a node that only selects or copies; returns whether the node does only
+        that."""
         source = of.meta["example_value"]
         same = name in spelling.IDENTITY or (name in spelling.CASTS and _same_kind(source, result))
         if name in spelling.DROPOUT:
@@ -180,7 +181,7 @@ class _Builder:
     def _select(
         self, node: fx.Node, of: fx.Node, result: torch.Tensor, rule: Callable[[Effect], Effect]
     ) -> None:
-        """Adds a node whose tensor is what `rule` selects of another node's."""
+        """Adds a node whose tensor is `rule`'s selection from the tensor of another node."""
         base = self._read(of)
         try:
             view = View(base.value, rule(base.effect))
@@ -203,12 +204,13 @@ class _Builder:
         self.memory.alias(node, place, local, view, why)
 
     def _selects(self, node: fx.Node, result: Any) -> bool:
-        """Adds the views of a call in no table; returns whether all it does is to select."""
+        """Adds the views that a call makes which is in no table; returns whether it makes only
+        views."""
         results = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(r, torch.Tensor) for r in results) or not any(
             spelling.is_tensor_node(source) for source in node.all_input_nodes
         ):
-            return False  # it may act on torch itself, as what enters and leaves vmap does
+            return False  # it may change torch's state, as entering vmap does
         found, sources = self.operations.alone(node, selections)
         if not found or len(found) != len(results):
             return False
@@ -220,7 +222,7 @@ class _Builder:
         return True
 
     def _takes_out(self, node: fx.Node, result: Any) -> bool:
-        """Adds one of the tensors inside of an input that is a subclass; returns whether it is."""
+        """Adds a tensor that a node takes from inside a subclass; returns whether it does that."""
         (wrapper, *_) = node.all_input_nodes or (None,)
         if wrapper not in self.memory.places or not isinstance(result, torch.Tensor):
             return False
@@ -231,10 +233,11 @@ class _Builder:
         return True
 
     def _unwraps(self, node: fx.Node, result: torch.Tensor) -> bool:
-        """Adds the plain tensor inside of a subclass (`DTensor.to_local`, a `full_tensor` or
-        `redistribute` that moves nothing); returns whether `result` is that.
+        """Adds the plain tensor inside a subclass (`DTensor.to_local`, or a `full_tensor` or
+        `redistribute` that moves nothing); returns whether `result` is that tensor.
 
-        A call that writes nothing and returns the very places of what it is given is the identity.
+        A call that writes nothing and returns its input's elements at the same addresses is the
+        identity.
         """
         given = [n for n in node.all_input_nodes if n in self.memory.places]
         held = ((n, n.meta["example_value"]) for n in given)
@@ -251,7 +254,7 @@ class _Builder:
             inner = self.inner[inner]
         if _compat.is_subclass(result):
             self.inner[node] = inner
-            return False  # what its class makes of it is not known
+            return False  # the effect of its class is not known
         if _compat.is_subclass(inner.meta["example_value"]):
             self._first_inner(node, inner, result)
             self.inner[inner] = node
@@ -261,8 +264,9 @@ class _Builder:
         return True
 
     def _first_inner(self, node: fx.Node, wrapper: fx.Node, result: torch.Tensor) -> None:
-        """Adds the first plain tensor that a node takes out of a subclass. That of an input is an
-        input, at its own shape: which elements of the whole it holds the graph does not say."""
+        """Adds the first plain tensor that a node takes from inside a subclass. If the subclass is
+        an input of the graph, so is that tensor, with its own shape: the graph does not say which
+        elements of the whole it holds."""
         memory = self.memory.places[wrapper].memory
         if not memory.is_input:
             self._define(node, "opaque:" + name_of(node), (self._read(wrapper),), result, {})
@@ -274,7 +278,8 @@ class _Builder:
         self.memory.allocate(node, result, value.whole, True, memory.is_constant)
 
     def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """Adds `x.view(dtype)` of the same width: the same bytes, read as another dtype."""
+        """Adds `x.view(dtype)` to a dtype of the same width: the same bytes, read as another
+        dtype."""
         if name != "view" or of.meta["example_value"].shape != result.shape:
             return False
         place = self.memory.shared_with(result, of)
@@ -340,8 +345,9 @@ class _Builder:
         return value
 
     def _stays(self, source: fx.Node, result: torch.Tensor) -> bool:
-        """Whether a plain tensor lies exactly where a plain operand does, as that of a wait for a
-        collective; the wait's value is its own, so that no read comes before the data."""
+        """Whether a plain tensor lies exactly where a plain operand lies, such as the result of a
+        wait for a collective. The wait still gets its own value, so that no read comes before the
+        data."""
         both = source.meta["example_value"], result
         return all(map(_compat.is_plain, both)) and _compat.holds_in_place(*both)
 
@@ -380,7 +386,7 @@ class _Builder:
     def _store(
         self, node: fx.Node, target: fx.Node, store: Store, result: Any, others: tuple = ()
     ) -> None:
-        """Adds one write. others: what a write of unknown effect may depend on."""
+        """Adds one write. others: further values on which a write of unknown effect may depend."""
         before = self._read(target)
         args = (before, store.source, tuple(store.index.values()), others)
         value = self._value("store", args, store.memory.root.meta["example_value"], node, {}, store)
@@ -418,8 +424,8 @@ class _Builder:
         self._store(node, target, record, result)
 
     def _unknown_call(self, node: fx.Node, name: str, result: Any, access: Access) -> None:
-        """Adds an operation that may read all it is given and writes what `access` says; what it
-        writes there is not known."""
+        """Adds an operation that may read all its arguments and writes what `access` says, with
+        unknown values."""
         self._note_reads(node)
         self.reshaped.update(map(self.memory.storages.of, access.reshaped))
         others = (self.operations.arguments(node), tuple(self.operations.keywords(node).values()))
@@ -435,7 +441,7 @@ class _Builder:
             self._opaque(node, name, result)
 
     def _written_memories(self, node: fx.Node, access: Access) -> list[tuple[Memory, bool]]:
-        """One memory of each storage that is written, and whether the node was given it."""
+        """Returns one memory of each written storage, and whether it is an argument of the node."""
         places = self.memory.places
         given = {p.memory.storage: p.memory for n in node.all_input_nodes if (p := places.get(n))}
         written = [*access.written, *access.reshaped]
@@ -481,7 +487,7 @@ class _Builder:
         return view
 
     def _operand(self, item: Any) -> Any:
-        """An argument as patterns see it: views, sizes, plain Python values."""
+        """Returns an argument as patterns see it: views, sizes, plain Python values."""
         if isinstance(item, fx.Node):
             held = item.meta.get("example_value")
             if isinstance(held, torch.Tensor) and item in self.memory.places:
@@ -497,11 +503,11 @@ class _Builder:
         return size_of(item) if isinstance(item, torch.SymInt) else item
 
     def _note_read(self, node: fx.Node) -> None:
-        """Notes that the node being visited reads another node's tensor."""
+        """Records that the node being visited reads another node's tensor."""
         self.memory.note_read(self.memory.places[node].memory, self.visited)
 
     def _note_reads(self, node: fx.Node) -> None:
-        """Notes that a node reads all tensors that it is given, those in containers too."""
+        """Records that a node reads all its tensor arguments, also those in containers."""
         for source in node.all_input_nodes:
             if source in self.memory.places:
                 self._note_read(source)

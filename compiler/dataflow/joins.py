@@ -1,4 +1,4 @@
-"""Concatenations: their pieces, and those that are nothing but a copy or the whole again."""
+"""Simplifies concatenations: empty pieces, a single piece, and pieces of one split tensor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from tilewright.patterns.effects import InexpressibleError, Size
 
 
 def piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View | None:
-    """A piece of a concatenation [shape] along dim. torch.cat leaves out tensors of shape [0],
-    whatever the rank of the others; here such a one is nothing along dim."""
+    """Returns a piece of a concatenation of `shape` along `dim`, with the concatenation's rank.
+    torch.cat skips tensors of shape [0], whatever the rank of the others; such a piece becomes an
+    empty tensor along `dim`."""
     if piece is None or piece.shape != (0,) or len(shape) == 1:
         return piece
     nothing = tuple(0 if axis == dim else size for axis, size in enumerate(shape))
@@ -19,8 +20,9 @@ def piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View
 
 
 def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | None, ...]:
-    """The pieces of a concatenation without empty slices of what has elements, as the rest of a
-    head that is rotated whole; all of them where nothing else is left."""
+    """Returns the pieces of a concatenation without the empty slices of tensors that have elements,
+    such as the part of a head that is not rotated where all of it is. Returns all pieces if no
+    other is left."""
     kept = [p for p in pieces if p is None or p.shape[dim] != 0 or 0 in p.value.shape]
     kept_dtypes = {p.value.dtype for p in kept if p is not None}
     plain = all(p is None or p.value.dtype in kept_dtypes for p in pieces)  # they promote, too
@@ -28,7 +30,8 @@ def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | Non
 
 
 def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View | None:
-    """The one piece of a concatenation, which is a copy of it."""
+    """Returns the only piece of a concatenation, which then is a copy of it; None for other
+    cases."""
     (piece, *others) = pieces or (None,)
     if others or piece is None or piece.value.dtype != result.dtype:
         return None
@@ -38,7 +41,7 @@ def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View 
 def split_before(pieces: tuple[View | None, ...], dim: int, shape: tuple[Size, ...]) -> View | None:
     """Returns the tensor that was split, if a concatenation joins all its pieces in their order.
 
-    shape: of the concatenation.
+    shape: the shape of the concatenation.
     """
     try:
         whole = pieces[0].value.whole.reshape(*shape) if pieces and pieces[0] else None

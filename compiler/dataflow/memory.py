@@ -1,4 +1,4 @@
-"""Memory: which nodes' tensors share a storage, and what each memory holds at any moment."""
+"""Tracks memory: which tensors share a storage, and which value each memory holds at each node."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 
-#: In a node's metadata: further fake tensors that stand for the memory of its own.
+#: Key in a node's metadata: further fake tensors that stand for the node's own memory.
 LIES_WITH = "tilewright_lies_with"
 
 
 @dataclass
 class Place:
-    """Where a node's tensor lies in memory.
+    """The place of a node's tensor in memory.
 
-    effect: what it selects of the memory; None where that has no normal form, and `why` says why.
-    dtype: as which it reads the memory. version: how often the memory had been written when the
-    node ran. view: what the tensor held then.
+    effect: the tensor's selection from the memory; None if it has no normal form, and `why` says
+    why. dtype: the dtype as which the tensor reads the memory. version: how often the memory had
+    been written when the node ran. view: the value that the tensor held then.
     """
 
     memory: Memory
@@ -37,20 +37,21 @@ class Place:
 
 
 class Storages:
-    """Which tensors of a graph share memory: a number for each, equal for those that may.
+    """Numbers the memories of a graph's tensors; tensors that may share memory have equal numbers.
 
     A tensor subclass has the memory of the tensors inside it. A tensor whose storage torch does not
-    name may lie in the memory of any tensor that its node was given.
+    tell may lie in the memory of any tensor argument of its node.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._joined: UnionFind = UnionFind()
         self._unknown: dict[int, int] = {}
-        #: Nodes whose tensors hide dimensions or tangents, inside of vmap, grad and jvp.
+        #: Nodes inside vmap, grad and jvp, whose tensors hide dimensions or tangents.
         self.wrapped: set[fx.Node] = set()
-        #: Nodes whose tensors are of a class that wraps others.
+        #: Nodes whose tensors are of a class that wraps other tensors.
         self.subclasses: set[fx.Node] = set()
-        # The keys of the graph's tensors by their id, with the tensor, so that no other gets it.
+        # The keys of the graph's tensors by the tensor's id; the tensor is kept so that no other
+        # gets its id.
         self._keys: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}
         for node in graph.nodes:
             for tensor in _compat.tensors_of(node):
@@ -75,12 +76,12 @@ class Storages:
         ]
 
     def keys(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The keys of a tensor's memory, of which torch names none for some."""
+        """The keys of a tensor's memory, also for a tensor whose storage torch does not tell."""
         known = self._keys.get(id(tensor))
         return _compat.storage_keys(tensor) if known is None else known[1]
 
     def of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's memory."""
+        """Returns the number of a tensor's memory."""
         keys = self.keys(tensor)
         key = keys[0] if keys else -id(tensor)
         return self._joined[key] if key in self._joined.parents else key
@@ -109,7 +110,7 @@ class MemoryMap:
         is_input: bool,
         is_constant: bool | None = None,
     ) -> None:
-        """Adds a node that makes memory of its own: an input, or what computes or copies.
+        """Adds a node that has its own memory: an input, or a node that computes or copies.
 
         is_constant: whether an input is a parameter; None to ask the tensor.
         """
@@ -131,7 +132,7 @@ class MemoryMap:
         self.places[node] = Place(memory, whole, memory.dtype, 0, view)
 
     def shared_with(self, tensor: torch.Tensor, node: fx.Node | None) -> Place | None:
-        """The place of `node` if `tensor` lies on the same storage, else None."""
+        """Returns the place of `node` if `tensor` lies on the same storage, else None."""
         place = self.places.get(node) if node is not None else None
         if place is None or place.memory.storage != self.storages.of(tensor):
             return None
@@ -157,7 +158,7 @@ class MemoryMap:
             reads.append(reader)
 
     def read(self, node: fx.Node) -> View | None:
-        """Returns what a node's tensor holds now; None if a write made that unknown."""
+        """Returns the value that a node's tensor holds now; None if a write made it unknown."""
         place = self.places[node]
         memory = place.memory
         if self.version[memory] == place.version:
@@ -191,7 +192,7 @@ class MemoryMap:
         kept = kept or store.dtype != memory.dtype
         if source is not None and not kept and not store.index:
             try:
-                # All of it, though perhaps through a view of another shape.
+                # The write covers the whole memory, though perhaps through a view of another shape.
                 if effects.is_identity(effects.reshape(store.target, memory.shape), memory.shape):
                     return View(source.value, effects.reshape(source.effect, memory.shape))
             except InexpressibleError:
@@ -201,9 +202,10 @@ class MemoryMap:
 
 @dataclass
 class Slices:
-    """Slice copies that fill a `new_empty`, gathered write by write: a loop makes thousands.
+    """Slice copies that fill a `new_empty`, collected write by write: a loop makes thousands.
 
-    axis: which they tile. covered: how much of it. Not `plain` where another write is among them.
+    axis: the axis that the slices divide. covered: the length of it that is written so far. plain:
+    no other kind of write is among them.
     """
 
     plain: bool = True
@@ -222,7 +224,8 @@ class Slices:
         self.pieces.append((start, length, source))
 
     def joined(self, shape: tuple[Size, ...]) -> tuple[int, list[View]] | None:
-        """The axis and the pieces in order where they are all of a memory of `shape`, else None."""
+        """Returns (axis, pieces in order) if the pieces fill a memory of `shape` exactly, else
+        None."""
         if not self.plain or self.axis is None or self.covered != shape[self.axis]:
             return None
         self.pieces.sort(key=lambda piece: piece[0])
@@ -235,7 +238,8 @@ class Slices:
 
 
 def _slice_copied(store: Store) -> tuple[int, int, int, View] | None:
-    """The axis that a plain copy is a slice of, its start and length, and what is copied."""
+    """Returns (axis, start, length, source) of a write that copies into a slice; None for
+    others."""
     if store.index or store.accumulate or store.source is None:
         return None
     shape, window = store.memory.shape, store.target.shape
@@ -245,7 +249,7 @@ def _slice_copied(store: Store) -> tuple[int, int, int, View] | None:
     start, length = store.target.start[cut[0]], window[cut[0]]
     if not isinstance(start, int) or not isinstance(length, int):
         return None
-    # Not every other row, nor a transposed square.
+    # Excludes slices with a step, and transposed squares.
     if store.target != effects.narrow(effects.identity(shape), cut[0], start, length):
         return None
     if {store.source.value.dtype, store.dtype} != {store.memory.dtype}:

@@ -1,4 +1,4 @@
-"""The operation that a node is, in ATen's terms: its name, its arguments and its keywords."""
+"""Names the operation of a node in ATen's terms: its name, its arguments and its keywords."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
 class Operations:
     """Reads the operations of one graph.
 
-    operand: an argument of a node as patterns see it. unknown: gets the nodes that are in no table
-    and no single ATen operation.
+    operand: converts an argument of a node to what patterns see. unknown: nodes are appended here
+    that are in no table and are no single ATen operation.
     """
 
     def __init__(self, operand: Callable[[Any], Any], unknown: list[fx.Node]) -> None:
@@ -42,7 +42,8 @@ class Operations:
         self._asked: dict[Any, Any] = {}
 
     def of(self, node: fx.Node, name: str, result: torch.Tensor) -> Operation:
-        """The operation of a node that computes `result`. name: what it calls."""
+        """Returns the operation of a node that computes `result`. name: the name of the called
+        function."""
         if name in spelling.CASTS or (name == "view" and argument(node, 1, "dtype") is not None):
             op = "bitcast" if name == "view" else "cast"
             return op, (self.operand(node.args[0]),), self.keywords(node)
@@ -54,12 +55,12 @@ class Operations:
         return op, _with_numbers(op, args, result.dtype), kwargs
 
     def arguments(self, node: fx.Node) -> tuple[Any, ...]:
-        """A node's arguments, with `input` and `other` among them where these are keywords."""
+        """Returns a node's arguments; moves `input` and `other` there if they are keywords."""
         named = [node.kwargs[name] for name in _leading(node)]
         return tuple(self.operand(a) for a in (*node.args, *named))
 
     def keywords(self, node: fx.Node) -> dict[str, Any]:
-        """The keywords that are not among :meth:`arguments`."""
+        """Returns the keywords that are not among :meth:`arguments`."""
         moved = _leading(node)
         return {k: self.operand(a) for k, a in node.kwargs.items() if k not in moved}
 
@@ -71,8 +72,8 @@ class Operations:
         return "aten.linear", tuple(given), {}
 
     def _product(self, node: fx.Node, _: torch.Tensor) -> Operation | None:
-        """The linear (x, weight [N, K], bias or None) of a product with a two-dimensional weight;
-        None for others."""
+        """Returns the linear (x, weight [N, K], bias or None) that equals a product with a
+        two-dimensional weight; None for other products."""
         added = spelling.name_of(node) == "addmm"
         first, keyword = (1, "mat1") if added else (0, "input")
         if added and (node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1):
@@ -102,7 +103,8 @@ class Operations:
 
     def _hstack(self, node: fx.Node, result: torch.Tensor) -> Operation:
         tensors, shape = argument(node, 0, "tensors"), shape_of(result)
-        # The first alone is asked, which may be of rank one and empty where others are not.
+        # torch.hstack asks only the first tensor, which may be of rank one and empty where others
+        # are not.
         dim = int(tensors[0].meta["example_value"].dim() > 1)
         pieces = tuple(piece_of_rank(self.operand(t), dim, shape) for t in tensors)
         return "aten.cat", (pieces, dim), {}
@@ -116,7 +118,8 @@ class Operations:
     def _one_hot(self, node: fx.Node, _: torch.Tensor) -> Operation | None:
         if node.all_input_nodes[0].meta["example_value"].dtype == torch.int64:
             return None
-        # Eager raises for other integers, fake tensors do not: what raises stays.
+        # Eager raises for other integer dtypes and fake tensors do not: keep the call, so that it
+        # raises.
         return "opaque:one_hot", self.arguments(node), self.keywords(node)
 
     def _getitem(self, node: fx.Node, _: torch.Tensor) -> Operation:
@@ -134,14 +137,14 @@ class Operations:
     # --- what is in no table ---
 
     def _ask(self, node: fx.Node, name: str) -> Operation:
-        """The ATen call of a node that is in no table."""
+        """Finds the ATen call of a node that is in no table."""
         if not meets_subclasses(node):
             call, sources = self.alone(node, aten_call)
             if call is None and has_symbols(node):
                 call, sources = self.alone(node, aten_call, symbols=True)
             if call is not None:
                 operands = fill((call.args, call.kwargs), sources)
-                if call.name == "aten.index":  # a place for each dimension, as export spells it
+                if call.name == "aten.index":  # an entry for each dimension, as export writes it
                     of, places = operands[0]
                     every = tuple(slice(None) if i is None else i for i in places)
                     return *self._gather(of, every), {}
@@ -152,9 +155,9 @@ class Operations:
     def alone(
         self, node: fx.Node, trace: Callable[..., T], symbols: bool = False
     ) -> tuple[T | None, list[fx.Node]]:
-        """Traces a node by itself on its fake tensors. Returns the answer of `trace`, None if it
-        cannot be traced, and the nodes of those tensors. symbols: symbolic sizes that it is given
-        are inputs, too, as a call that keeps one needs."""
+        """Traces a node by itself on its fake tensors. Returns (the answer of `trace`, or None if
+        the node cannot be traced; the nodes of the inputs). symbols: symbolic sizes among the
+        arguments are inputs, too, as a call needs that keeps one."""
         sources: list[fx.Node] = []
         kinds = (torch.Tensor, torch.SymInt) if symbols else torch.Tensor
 
@@ -181,7 +184,7 @@ class Operations:
 
         if not isinstance(node.target, str) and not spelling.is_torch_function(node.target):
             return ask(), sources
-        # A symbol may be another size in another graph.
+        # A symbol may stand for another size in another graph.
         known = self._asked if has_symbols(node) else _ASKED
         return remembered(known, key, ask), sources
 
@@ -202,9 +205,10 @@ _ARITHMETIC = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "div", 
 
 
 def _with_numbers(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Arguments of arithmetic, a tensor of no dimensions that no input goes into as its number.
+    """Returns arguments of arithmetic with numbers in place of constant tensors of no dimensions.
 
-    Beside floats of the result's dtype either is the same: neither decides the dtype.
+    Beside floats of the result's dtype, a number and such a tensor give the same result: neither
+    decides the dtype.
     """
     if op not in _ARITHMETIC or not dtype.is_floating_point:
         return args
@@ -221,12 +225,13 @@ def _number_or_view(view: View) -> Any:
 
 
 def meets_subclasses(node: fx.Node) -> bool:
-    """Whether a class of the user's (DTensor, quantised weights) decides what a node does."""
+    """Whether a tensor class outside torch (DTensor, quantised weights) decides what a node
+    does."""
     return any(map(_compat.is_subclass, _compat.tensors_of(node, *node.all_input_nodes)))
 
 
 def _leading(node: fx.Node) -> list[str]:
-    """Which of `input` and `other` are keywords in the place of the first positional arguments."""
+    """Which of `input` and `other` are keywords instead of the first positional arguments."""
     if not node.kwargs or len(node.args) > 1 or (node.args and "input" in node.kwargs):
         return []
     names = ("other",) if node.args else ("input", "other")

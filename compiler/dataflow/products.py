@@ -1,4 +1,4 @@
-"""Values that depend on a product with a weight that the model stores."""
+"""Finds values that depend on a product with a weight that the model stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tilewright.patterns.recognise.gemm import (
     unread_product,
 )
 
-# Products whose second operand is a weight, and those that are where it is stored.
+# Products whose second operand is always a weight, and products whose second operand is a weight if
+# the model stores it.
 _OF_WEIGHTS = frozenset(("aten.linear", "aten._scaled_mm", "aten._scaled_mm_v2"))
 _PRODUCTS = frozenset(
     f"aten.{name}" for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_grouped_mm")
@@ -24,8 +25,8 @@ _PRODUCTS = frozenset(
 
 
 def projects(value: Value) -> bool:
-    """Whether a value is a product with what the model stores; an operation that is not known may
-    be one too."""
+    """Whether a value is a product with a tensor that the model stores. An unknown operation may be
+    one, too."""
     if value.op in _OF_WEIGHTS:
         return True
     if value.op in _PRODUCTS:
@@ -35,12 +36,13 @@ def projects(value: Value) -> bool:
     return (given and not _is_own(value)) or unread_product(value) is not None
 
 
-# Steps from codes that a model stores to a weight that an operator makes of them.
+# The most values to walk from a weight back to the stored codes that it is computed from.
 _REACH = 64
 
 
 def _is_own(value: Value) -> bool:
-    """Whether a value is computed of what the model stores, and that alone: a weight."""
+    """Whether a value is a weight: it is computed from tensors that the model stores, and no
+    others."""
     before = list(upstream(value, _REACH))
     leaves = [v for v in before if not v.operands]
     return len(before) < _REACH and all(
@@ -50,18 +52,19 @@ def _is_own(value: Value) -> bool:
 
 
 def _multiplies_codes(value: Value) -> bool:
-    """Whether a value is a product with a weight that is computed of codes."""
+    """Whether a value is a product with a weight that is computed from codes."""
     gemm = match_gemm(value)
     return gemm is not None and sums_enough(gemm) and holds_codes(gemm.weight.value)
 
 
-# A tensor of fewer integers that a model holds may say where: slots, groups, an order of columns.
+# A stored integer tensor with fewer elements is more likely an index: slots, groups, an order of
+# columns.
 _LEAST_CODES = 256
 _OF_CODES = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32))
 
 
 def _holds_own_codes(view: View) -> bool:
-    """Whether a view is of codes that the model holds: a quantised weight, however it is packed."""
+    """Whether a view is of codes that the model stores: a quantised weight, packed in any way."""
     value = view.value
     if value.op != "input" or not _compat.is_models_own(value.node):
         return False

@@ -1,8 +1,8 @@
-"""Layout functions by what they do, whatever they are called.
+"""Recognises layout functions by what they do, not by their names.
 
 A release of torch may give a transpose a new name. A call that is in no table is traced alone, on
-its fake tensors and below autograd, where ATen has few names left. Where all that it does there is
-to select, each of its results is a chain of views that the tables know.
+its fake tensors and below autograd, where ATen has few names left. If the trace only selects, each
+of the call's results is a chain of views that the tables know.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilewright.patterns.effects import Effect
 
 @dataclass(frozen=True)
 class Selection:
-    """A result's selection from the call's tensor number `of`, by the steps in turn."""
+    """A result as a selection from the call's tensor number `of`: the steps, applied in order."""
 
     of: int
     steps: tuple[Callable[[Effect], Effect], ...] = ()
@@ -45,7 +45,8 @@ def selections(
     """Returns the selection of each result of a node's call, or None if the call does anything
     else.
 
-    args, kwargs: the node's, with a `Hole` for each of `tensors`. Raises whatever tracing raises.
+    args, kwargs: the node's arguments, with a `Hole` for each of `tensors`. Raises any exception of
+    tracing.
     """
     if any(map(_compat.is_subclass, tensors)):
         return None
@@ -99,7 +100,7 @@ def _part_of(split: fx.Node, at: Any) -> Callable[[Effect], Effect]:
 
 
 def _call_of(node: fx.Node, name: str) -> AtenCall:
-    """A call without its nodes, which would keep the traced graph: sizes in their place."""
+    """Returns a call with sizes in place of its nodes, which would keep the traced graph alive."""
     args, kwargs = fx.node.map_arg((node.args[1:], dict(node.kwargs)), _made)
     return AtenCall(name, (None, *args), kwargs)
 

@@ -1,9 +1,9 @@
 """The many ways to write an operation, reduced to ATen's names: one table per kind of operation.
 
 Dynamo keeps `F.linear`, `x @ w.t()`, `.view`, `torch.chunk`, `operator.setitem`, ... as the user
-wrote them. The tables here say what each selects (layout), how it splits, whether it only copies,
-or which ATen operation it is; those that write in place are in `writes`. A target in no table is
-traced by itself (`aten_names`); what remains unknown is opaque.
+wrote them. The tables here say what a call selects (layout), how it splits, whether it only copies,
+or which ATen operation it is; calls that write in place are in `writes`. A target in no table is
+traced by itself (`aten_names`); a target that remains unknown is opaque.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """A table from a text such as `add=add iadd=add_`."""
+    """Returns the table that a text such as `add=add iadd=add_` describes."""
     return dict(pair.split("=") for pair in text.split())
 
 
-# Functions of `operator` by ATen's names: the first two rows have the same name there.
+# ATen's names for functions of `operator`; in the first two rows both names are the same.
 _OPERATORS: dict[Any, str] = {
     getattr(operator, name): aten
     for name, aten in _pairs(
@@ -57,7 +57,7 @@ _RENAMED = _pairs(
     """
 )
 
-# Nodes without a value that matters: profiling, autograd and autocast regions, shape queries.
+# Calls whose values do not matter: profiling, autograd and autocast regions, shape queries.
 NOISE = _names(
     """
     _log_api_usage_once _set_grad_enabled _enter_autocast _exit_autocast _assert_tensor_metadata
@@ -65,16 +65,16 @@ NOISE = _names(
     """
 )
 
-#: In the `meta` of nodes: the view passes the node over, because others stand in for it.
+#: Key in the `meta` of nodes that the view passes over, because other nodes stand in for them.
 PASSED_OVER = "tilewright_passed_over"
 
-# The value is its first operand's, element for element; whether memory is shared, storage tells.
+# The result equals the first operand, element for element; storages tell whether it shares memory.
 IDENTITY = _names("contiguous clone detach detach_ alias lift_fresh_copy requires_grad_ positive")
 
-# Identity where the dtype stays, else a cast.
+# Identity if the dtype stays, else a cast.
 CASTS = _names("to _to_copy float half bfloat16 double type type_as long int bool cuda cpu")
 
-# Puts wrappers of vmap, grad and jvp around tensors, and takes them off.
+# Calls that put the wrappers of vmap, grad and jvp around tensors, or take them off.
 TRANSFORMS = _names(
     """
     _add_batch_dim _remove_batch_dim _wrap_for_grad _unwrap_for_grad _make_dual _unpack_dual
@@ -84,7 +84,7 @@ TRANSFORMS = _names(
 DROPOUT = _names("dropout dropout1d dropout2d alpha_dropout feature_dropout")
 
 
-# Operators of other libraries that are one of ATen's.
+# Operators of other libraries that equal one of ATen's.
 _ELSEWHERE = {"transformers::grouped_mm_fallback": "_grouped_mm"}
 
 # Plain ATen operations, by name; their arguments stay as they are.
@@ -105,7 +105,7 @@ PLAIN = _names(
     """
 )
 
-# In-place arithmetic, and the operation whose result it stores.
+# In-place arithmetic, each with the operation whose result it stores.
 IN_PLACE_ARITHMETIC = _names(
     """
     add_ sub_ mul_ div_ pow_ neg_ clamp_ relu_ sigmoid_ silu_
@@ -116,7 +116,7 @@ IN_PLACE_ARITHMETIC = _names(
 
 
 def name_of(node: fx.Node) -> str:
-    """The short ATen name of what a node calls; `ns::name` for an operator of another library."""
+    """Returns the short ATen name of a node's target; `ns::name` for another library's operator."""
     target = node.target
     if isinstance(target, str):
         return _RENAMED.get(target, target)
@@ -132,7 +132,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def calls_of(graph: fx.Graph, names: Collection[str]) -> list[fx.Node]:
-    """The nodes of a graph whose :func:`name_of` is one of some names, in program order."""
+    """Returns the nodes of a graph whose :func:`name_of` is in `names`, in program order."""
     called = {node.target: node for node in graph.nodes}
     wanted = {target for target, node in called.items() if name_of(node) in names}
     return [node for node in graph.nodes if node.target in wanted] if wanted else []
@@ -150,7 +150,7 @@ def is_torch_function(target: Any) -> bool:
 
 
 class Call(Protocol):
-    """A call's arguments, as those of an fx.Node."""
+    """The arguments of a call, as an fx.Node has them."""
 
     @property
     def args(self) -> tuple[Any, ...]: ...
@@ -160,14 +160,14 @@ class Call(Protocol):
 
 
 def argument(node: Call, position: int, keyword: str, default: Any = None) -> Any:
-    """An argument by position or keyword."""
+    """Returns an argument given by position or keyword."""
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(keyword, default)
 
 
 def sizes_from(node: Call, position: int, keyword: str) -> list[Any]:
-    """Sizes given as one sequence or spread over the arguments."""
+    """Returns sizes that are given as one sequence or as separate arguments."""
     first = argument(node, position, keyword)
     if isinstance(first, (tuple, list, torch.Size)):
         return list(first)
@@ -185,8 +185,8 @@ def _to_shape(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 
 def _to_sizes(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
-    """Regroups to the sizes that the call names: in a shape with symbols, torch may spell a number
-    as a quotient of sizes."""
+    """Regroups to the sizes that the call names. The result's shape would not do: in a shape with
+    symbols, torch may write a number as a quotient of sizes."""
     given = sizes_from(node, 1, "size" if "size" in node.kwargs else "shape")
     return effects.regroup(effect, _as_given(given, shape))
 
@@ -201,7 +201,8 @@ def _unflattened(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 
 def _as_given(given: Sequence[Any], shape: Sequence[Size]) -> list[Size]:
-    """The sizes of a call; where it has -1, or gives none, those of its result."""
+    """Returns the sizes that a call gives, with the result's size for -1; the result's sizes if the
+    call's are unknown."""
     numbers = [g.meta.get("example_value") if isinstance(g, fx.Node) else g for g in given]
     known = all(isinstance(n, (int, torch.SymInt)) for n in numbers)
     if not known or len(numbers) != len(shape):
@@ -213,7 +214,7 @@ def _as_given(given: Sequence[Any], shape: Sequence[Size]) -> list[Size]:
 def _transpose(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     rank = len(effect.dims)
     if rank == 0:
-        return effect  # PyTorch takes dimension 0 and -1 of a number
+        return effect  # PyTorch accepts dimensions 0 and -1 for a number
     order = list(range(rank))
     a = _dim(argument(node, 1, "dim0"), rank)
     b = _dim(argument(node, 2, "dim1"), rank)
@@ -276,10 +277,11 @@ def _repeat(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 Rule = Callable[[Effect, Call, Sequence[Size]], Effect]
 
-#: What gives a tensor another shape: of dense elements a view, of others perhaps a copy.
+#: Calls that change a tensor's shape: a view for dense elements, and perhaps a copy for others.
 SHAPES = _names("view reshape view_as reshape_as flatten unflatten ravel _unsafe_view")
 
-#: What each operation that only selects selects: from its input's effect, the call and its shape.
+#: For each layout operation, the rule that gives its selection from its input's effect, the call
+#: and the result's shape.
 LAYOUT: dict[str, Rule] = {
     name: rule
     for rule, names in (
@@ -302,16 +304,16 @@ LAYOUT: dict[str, Rule] = {
 
 
 def selected(effect: Effect, name: str, call: Call, shape: Sequence[Size]) -> Effect:
-    """Returns the selection of a call of IDENTITY or LAYOUT after `effect`. shape: of its
-    result."""
+    """Returns the effect of a call of IDENTITY or LAYOUT on a tensor with `effect`. shape: the
+    shape of the result."""
     if name in IDENTITY or (not effect.dims and effects.product(shape) == 1):
         return effects.reshape(effect, shape)
     return LAYOUT[name](effect, call, shape)
 
 
 class Parts:
-    """The parts of a split, chunk, unbind or tensor_split, each asked by itself: a tensor may have
-    thousands of them. shapes: the parts' shapes."""
+    """The parts of a split, chunk, unbind or tensor_split. Each part is computed when it is asked
+    for: a tensor may have thousands. shapes: the parts' shapes."""
 
     def __init__(self, name: str, node: Call, shapes: Sequence[Sequence[Size]]) -> None:
         self._name = name
@@ -324,7 +326,7 @@ class Parts:
         return list(accumulate((shape[dim] for shape in self._shapes), initial=0))
 
     def select(self, effect: Effect, at: int) -> Effect:
-        """Returns the selection of part `at` of a tensor that is split after `effect`."""
+        """Returns the effect of part `at` of a tensor with `effect` that is split."""
         dim = _dim(self._dim, len(effect.dims))
         if self._name == "unbind":
             return effects.select(effect, dim, range(len(self._shapes))[at])
@@ -333,7 +335,7 @@ class Parts:
 
 SPLITS = _names("split split_with_sizes chunk unbind unsafe_chunk unsafe_split tensor_split")
 
-# Every name that is read without asking what it does; none of them writes, see `access`.
+# Every name that the tables decide without a trial of the call; none of them writes, see `access`.
 LISTED = (
     NOISE
     | IDENTITY
@@ -351,7 +353,7 @@ LISTED = (
 
 
 def size_of(item: Any) -> Size:
-    """An int, SymInt or the node of one, as a size."""
+    """Returns an int, a SymInt or the node of one as a size."""
     if isinstance(item, fx.Node):
         item = item.meta["example_value"]
     if isinstance(item, torch.SymInt):
@@ -361,12 +363,12 @@ def size_of(item: Any) -> Size:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:
-    """A (fake) tensor's shape as sizes."""
+    """Returns the shape of a tensor, fake or not, as sizes."""
     return sizes(tensor.shape)
 
 
 def sizes(numbers: Iterable[Any]) -> tuple[Size, ...]:
-    """Ints and SymInts as sizes."""
+    """Returns ints and SymInts as sizes."""
     return tuple([n if type(n) is int else size_of(n) for n in numbers])
 
 
@@ -375,13 +377,13 @@ def _offset(index: Size, length: Size) -> Size:
 
 
 def _end(index: Size, length: Size) -> Size:
-    """An end of a slice, which may lie before the first element."""
+    """Returns an end of a slice, which may lie before the first element."""
     at = _offset(index, length)
     return max(at, 0) if isinstance(at, int) else at
 
 
 def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) -> Effect:
-    """Dimension `dim` cut by `item`. length: of the result, where its shape is known."""
+    """Slices dimension `dim` by `item`. length: the result's size, if its shape is known."""
     size = effect.shape[dim]
     start = 0 if item.start is None else _end(size_of(item.start), size)
     step = 1 if item.step is None else size_of(item.step)
@@ -406,9 +408,10 @@ def is_tensor_node(item: Any) -> bool:
 
 
 def index_effect(effect: Effect, index: Any) -> tuple[Effect, dict[int, fx.Node]]:
-    """`x[index]`: the effect of its basic part, and the index tensors by dimension of that part.
+    """Returns the effect of the basic part of `x[index]`, and the index tensors by the dimensions
+    of that part.
 
-    Raises InexpressibleError for lists of several ints and masks given as Python values.
+    Raises InexpressibleError for several lists of ints, and for masks given as Python values.
     """
     items = (
         list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]
@@ -434,15 +437,15 @@ def _is_list_index(index: Any) -> bool:
 
 
 class Rows:
-    """A list of positions that is no slice: rows are gathered as by an index tensor."""
+    """A list of positions that no slice expresses: rows are gathered as by an index tensor."""
 
     def __init__(self, at: Sequence[int]) -> None:
         self.at = tuple(at)
 
 
 def with_rows(index: Any) -> Any:
-    """The index with its one list of positions as :class:`Rows`; None where it has no such list, or
-    the list is a slice."""
+    """Returns the index with its one list of positions as :class:`Rows`. None if it has no such
+    list, or a slice expresses the list."""
     items = index if isinstance(index, tuple) else (index,)
     lists = [i for i in items if isinstance(i, list)]
     if len(lists) != 1 or any(is_tensor_node(i) for i in items):
@@ -477,7 +480,7 @@ def _apply_item(
 
 
 def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
-    """A list of positions that ascend evenly, as a slice."""
+    """Selects a list of positions that ascend evenly, as a slice."""
     if not item or not all(isinstance(i, int) and not isinstance(i, bool) for i in item):
         raise InexpressibleError("an index list that is not of numbers")
     at = [_offset(i, effect.shape[dim]) for i in item]

@@ -1,4 +1,4 @@
-"""The in-place writes that are understood: what each of them writes, and where."""
+"""Reads the in-place writes that the compiler understands: what each of them writes, and where."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import View
 from tilewright.patterns.effects import Effect
 
-# An argument of a node as patterns see it: a view, a number, None.
+# Converts an argument of a node to what patterns see: a view, a number, None.
 Operand = Callable[[Any], Any]
 
 
@@ -22,7 +22,7 @@ Operand = Callable[[Any], Any]
 class Write:
     """`memory[target][index...] = source`; see :class:`tilewright.patterns.dataflow.Store`.
 
-    note: why the source, or where it goes, is not known.
+    note: why the source, or the place that it is written to, is not known.
     """
 
     target: Effect
@@ -34,7 +34,7 @@ class Write:
 
 
 def _source(operand: Operand, item: Any, shape: Sequence[Any]) -> View | None:
-    """The written tensor, broadcast to the written window; None for a number."""
+    """Returns the written tensor, broadcast to the written window; None for a number."""
     view = operand(item)
     if not isinstance(view, View):
         return None
@@ -42,7 +42,8 @@ def _source(operand: Operand, item: Any, shape: Sequence[Any]) -> View | None:
 
 
 def _index_dims_first(index: dict[int, View], rank: int) -> list[int]:
-    """How PyTorch orders an indexed window, as a permutation that puts index dimensions first."""
+    """Returns PyTorch's order of an indexed window: a permutation that puts index dimensions
+    first."""
     dims = sorted(index)
     width = max(len(view.effect.dims) for view in index.values())
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
@@ -104,8 +105,9 @@ def _index_copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
 
 
 def _scatter(operand: Operand, node: fx.Node, effect: Effect) -> Write:
-    """`scatter_` whose index only repeats along the other dimensions is an `index_copy_`; where it
-    varies along one of them, each row of that has slots of its own."""
+    """Reads `scatter_`. It equals `index_copy_` if its index only repeats along the other
+    dimensions. If the index varies along one of them, each row of that dimension has its own
+    slots."""
     dim = argument(node, 1, "dim") % len(effect.dims)
     index = operand(argument(node, 2, "index"))
     source = operand(argument(node, 3, "src"))

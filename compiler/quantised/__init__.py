@@ -1,13 +1,13 @@
-"""Replaces modules of quantisation libraries by ones whose codes are decoded in plain PyTorch.
+"""Replaces modules of quantisation libraries by modules that decode their codes in plain PyTorch.
 
     prepared = prepare(model)
     print(prepared)
     compiled = torch.compile(model, backend="tilewright")
 
-Some libraries break the graph at every linear, or hide its codes in an object that no graph shows,
-or store them in an order that kernels read slowly. The modules that take their place hold the same
-codes and scales, the very tensors but for codes that are laid out anew, and compute what the
-library computes; patterns then fuse the decoding with the product.
+Some libraries break the graph at every linear, or hide their codes in an object that no graph
+shows, or store codes in an order that kernels read slowly. The new modules hold the library's own
+tensors, except for codes that are laid out again, and compute what the library computes. Patterns
+then fuse the decoding with the product.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tilewright.compiler.quantised import (
 )
 from tilewright.compiler.quantised.coded_linear import CodedLinear, share_equal_scales
 
-#: A library's reader: the module that takes another's place; why it is left as it is; None for one
-#: that is not this library's.
+#: A library's reader of a module: returns the module to put in its place; or why the module stays;
+#: or None for a module that is not this library's.
 Reader = Callable[[nn.Module], nn.Module | str | None]
 
 READERS: tuple[Reader, ...] = (
@@ -47,7 +47,7 @@ READERS: tuple[Reader, ...] = (
 )
 
 
-#: Where a module keeps the hooks that others put on it.
+#: The attributes of a module that hold hooks.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -68,7 +68,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Left:
-    """A module of a library that stays as it is, and why."""
+    """A library's module that stays as it is, and why."""
 
     name: str
     original: nn.Module
@@ -79,9 +79,9 @@ class Left:
 class Prepared:
     """The result of `prepare`. model: the model, itself or a copy. replaced, left: its modules.
 
-    `undo()` puts the original modules back; a second call does nothing. Until then the original of
-    a GPTQ linear holds the codes of the module in its place, and that of an AWQ linear none, where
-    `prepare` worked in place: so codes are in memory once.
+    `undo()` puts the original modules back; a second call does nothing. Codes stay in memory once:
+    until `undo()`, where `prepare` worked in place, the original of a GPTQ linear holds the codes
+    of its replacement, and the original of an AWQ linear holds none.
     """
 
     model: nn.Module
@@ -91,8 +91,8 @@ class Prepared:
     _lent: list[tuple[nn.Module, CodedLinear]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Puts the original modules back, with the hooks that were taken off the model, and the
-        codes in the order of their library."""
+        """Puts back the original modules, the hooks that were taken off the model, and the codes in
+        the library's order."""
         for one in self.replaced:
             _put(self.model, one.name, one.original)
         for original, module in self._lent:
@@ -102,7 +102,7 @@ class Prepared:
         self.replaced, self._lent, self._hooks = [], [], []
 
     def _lend(self, original: nn.Module, module: nn.Module | str | None) -> None:
-        """Has codes that were laid out anew in memory once, until `undo`."""
+        """Makes an original share or give up codes that were laid out again, until `undo`."""
         if isinstance(module, CodedLinear):
             module.lend_to(original)
             self._lent.append((original, module))
@@ -119,21 +119,21 @@ class Prepared:
 
 
 def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
-    """Replaces modules of quantisation libraries that a graph cannot show, in place.
+    """Replaces, in place, modules of quantisation libraries that a graph cannot show.
 
     model: any module; a model without such modules stays as it is. copy: work on a copy of the
-    modules, which shares the tensors of the original; that stays as it is.
+    modules, which shares the original's tensors; the original then stays as it is.
 
     Reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ and AWQ (gptqmodel),
     torchao, quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. Names in
-    `state_dict` stay where the library has a tensor for each, but for AWQ, bitsandbytes and HQQ.
-    Activations are rounded as the library does it.
+    `state_dict` stay where the library has a tensor for each, except for AWQ, bitsandbytes and HQQ.
+    Activations are rounded as the library rounds them.
 
-    Codes of GPTQ and AWQ are laid out anew, once, so that those of a row of a weight lie next to
-    each other: that takes the memory of one linear's codes at a time, N * K / 2 bytes. With
-    copy=True the copy has such codes of its own, beside those of the original.
+    Codes of GPTQ and AWQ are laid out again, once, so that the codes in a row of a weight are
+    contiguous. That needs temporary memory for one linear's codes at a time, N * K / 2 bytes. With
+    copy=True the copy has its own such codes, beside those of the original.
 
-    Raises TypeError where model is no module.
+    Raises TypeError if model is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -162,8 +162,8 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
 
 
 def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
-    """Returns what the first reader that knows a module answers, with the module's mode and
-    hooks."""
+    """Returns the answer of the first reader that knows a module; a new module gets the old one's
+    mode and hooks."""
     answers = (reader(module) for reader in READERS)
     found = next((answer for answer in answers if answer is not None), None)
     if not isinstance(found, nn.Module):
@@ -173,19 +173,20 @@ def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
     if any(hasattr(part, "_hf_hook") for part in module.modules()):
         return "accelerate moves its tensors at each call; load the whole model on one device"
     for hooks in _HOOKS:
-        # The very dictionaries: the handles of hooks go on to remove them.
+        # Shares the dictionaries themselves, so that the handles of hooks still remove them.
         setattr(found, hooks, getattr(module, hooks))
     return found.train(module.training)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
-    # A container may hold modules by number, and a library may have its own __setattr__.
+    # Set in `_modules`: a container may name modules by number, and a library may override
+    # __setattr__.
     model.get_submodule(parent)._modules[own] = module
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the modules, whose tensors are those of the model."""
+    """Returns a copy of the modules that shares the model's tensors."""
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     with torch.no_grad():
         return copying.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -1,12 +1,13 @@
-"""Linears of bitsandbytes.
+"""Reads linears of bitsandbytes.
 
-4 bits: codes that index a table, blocks along the flattened weight. The library's operator hides
-its codes in one node. Its arithmetic is that of its default `dequantize_4bit` and `linear`: numbers
-of the table times the block's scale in fp32, rounded to the dtype that is computed in.
+4 bits: codes index a table, and blocks along the flattened weight share a scale. The library's
+operator hides the codes in one node. The arithmetic is that of the library's default
+`dequantize_4bit` and `linear`: numbers of the table times the block's scale in fp32, rounded to the
+dtype of the computation.
 
-8 bits: codes and a scale for each row; x is rounded to codes too, row by row, but for columns with
-an outlier, which the library takes out and multiplies apart. Both products are with the same
-numbers, so that one of them computes it all, of an x that is rounded but for these columns.
+8 bits: int8 codes and a scale for each row. x is rounded to codes too, row by row. The library
+takes out the columns of x that have an outlier, and multiplies them separately. Both products read
+the same weight, so one product computes both, of an x that is rounded except in these columns.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from tilewright.codegen.formats import TABLES
 from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 _FOUR_BITS = ("Linear4bit", "LinearNF4", "LinearFP4")
-# Scales that share a scale, where scales are codes too: the library knows no other number.
+# The number of scales in a block with one second-level scale, if scales are codes too; fixed by the
+# library.
 _SCALES = 256
 
 
 class TableLinear(CodedLinear):
-    """codes [N * K / 2] uint8, the first of a byte's two in its high nibble; absmax [blocks] fp32,
-    of blocks of the flattened weight [N, K].
+    """A linear of codes [N * K / 2] uint8, with the first of a byte's two codes in the high nibble,
+    and absmax [blocks] fp32 for the blocks of the flattened weight [N, K].
 
-    quant_type: a name in `codegen.formats.TABLES`. compute_dtype: what x is cast to, and the weight
-    rounded to; None: x's own.
+    quant_type: a name in `codegen.formats.TABLES`. compute_dtype: the dtype to which x is cast and
+    the weight is rounded; None for that of x.
     """
 
     codes: torch.Tensor
@@ -46,7 +48,7 @@ class TableLinear(CodedLinear):
         return f"{super().extra_repr()}, {self.quant_type}, compute_dtype={self.compute_dtype}"
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
-        # A table that the module held would be data that may change.
+        # A constant of the graph: a table that the module held would be data that may change.
         table = torch.tensor(TABLES[self.quant_type], dtype=torch.float32, device=self.codes.device)
         shape = self.out_features, self.in_features
         return decoded(self.codes, table, self.absmax, shape, dtype)
@@ -58,9 +60,9 @@ class TableLinear(CodedLinear):
 
 
 class ByteLinear(CodedLinear):
-    """codes [N, K] int8, scale [N] fp32, the largest magnitude of each row. x is rounded to int8
-    row by row, by the library's own operators, whose meaning is declared; its module changes a
-    parameter in each call."""
+    """A linear of codes [N, K] int8, with scale [N] fp32, the largest magnitude of each row. The
+    library's own operators, whose meaning is declared, round x to int8 row by row. The library's
+    module would change a parameter in each call."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -92,8 +94,8 @@ class ByteLinear(CodedLinear):
 
 
 class OutlierLinear(ByteLinear):
-    """Columns in which any row has a magnitude of threshold or more are multiplied as they are, in
-    all rows; the others as :class:`ByteLinear` does."""
+    """A linear like :class:`ByteLinear`, except that columns of x in which any row has a magnitude
+    of threshold or more are not rounded, in any row."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() == 0:
@@ -121,14 +123,15 @@ def decoded(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A weight [N, K] of codes [N * K / 2] uint8, numbers of a table, scales [blocks] in fp32."""
+    """Returns the weight [N, K] of codes [N * K / 2] uint8, a table, and scales [blocks] in
+    fp32."""
     nibbles = torch.stack([codes >> 4, codes & 15], -1).view(len(absmax), -1)
     weight = table[nibbles.int()] * absmax.unsqueeze(-1)
     return weight.view(*shape).to(dtype)
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    """Returns a module that decodes in PyTorch, or why there is none; None for other libraries."""
     if not type(module).__module__.startswith("bitsandbytes."):
         return None
     name, found = type(module).__name__, module
@@ -139,7 +142,7 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
 
 def _eight_bits(module: Any) -> nn.Module | str:
     state, weight = module.state, module.weight
-    # Its first call takes them from the weight.
+    # The library's module makes codes and scales from its weight at the first call.
     codes, scale = (
         getattr(weight if state.CB is None else state, name, None) for name in ("CB", "SCB")
     )
@@ -172,13 +175,13 @@ def _four_bits(module: Any) -> nn.Module | str:
 
 
 def _has_table(state: Any) -> bool:
-    """Whether the numbers of a weight's table are those of its name."""
+    """Whether a weight's table has the numbers that its name stands for."""
     expected = torch.tensor(TABLES[state.quant_type], dtype=torch.float32)
     return torch.equal(state.code.float().cpu(), expected)
 
 
 def _scales(state: Any) -> torch.Tensor:
-    """absmax [blocks] in fp32, made once where it is stored as codes."""
+    """Returns absmax [blocks] in fp32; decodes it here, once, if it is stored as codes."""
     if not state.nested:
         found: torch.Tensor = state.absmax.float()
         return found

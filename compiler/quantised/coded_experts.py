@@ -1,4 +1,4 @@
-"""Experts whose weights are made of codes in their forward pass, in plain PyTorch."""
+"""Experts that decode their weights in the forward pass, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import nn
 class CodedExperts(nn.Module):
     """x [T, K], experts [T, S] and their weights [T, S] -> [T, K].
 
-    A class for each way of storing codes implements `of_rows`. Dimension letters: T tokens, S
+    A subclass for each way of storing codes implements `of_rows`. Dimension letters: T tokens, S
     slots, K columns.
     """
 
     num_experts: int
 
     def of_rows(self, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-        """The result [T * S, K] of rows that are sorted by expert; ends: where each one's end;
-        expert: of each row."""
+        """Returns the result [T * S, K] for rows that are sorted by expert. ends: the end of each
+        expert's rows; expert: the expert of each row."""
         raise NotImplementedError
 
     def forward(
@@ -25,7 +25,7 @@ class CodedExperts(nn.Module):
     ) -> torch.Tensor:
         num_slots = top_k_index.shape[-1]
         expert, order = torch.sort(top_k_index.reshape(-1))
-        # `histc` takes floats on a CPU, and integers on a GPU where it is deterministic.
+        # `histc` accepts floats only on a CPU; on a GPU it is deterministic only for integers.
         numbers = expert.float() if x.device.type == "cpu" else expert.int()
         counts = torch.histc(numbers, bins=self.num_experts, min=0, max=self.num_experts - 1)
         ends = counts.cumsum(0, dtype=torch.int32)

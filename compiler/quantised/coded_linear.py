@@ -1,4 +1,4 @@
-"""A linear whose weight is made of codes in its forward pass, in plain PyTorch."""
+"""A linear that decodes its weight in the forward pass, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tilewright.ops.formats import fp4
 
 
 class CodedLinear(nn.Module):
-    """x [..., K] -> [..., N]: a linear whose weight [N, K] the codes of this module stand for.
+    """x [..., K] -> [..., N]: a linear whose weight [N, K] is decoded from this module's codes.
 
     It takes the place of a library's module and holds that module's own tensors, under its names:
-    parameters as parameters, other tensors as buffers. A class for each way of storing codes
-    implements `weight_of_codes`, and `rounded` where activations are quantised too; where it holds
-    codes in another order of memory, `lend_to` and `return_to` as well.
+    parameters as parameters, other tensors as buffers. A subclass for each way of storing codes
+    implements `weight_of_codes`; `rounded` if activations are quantised too; and `lend_to` and
+    `return_to` if it holds codes in another order of memory.
     """
 
     bias: torch.Tensor | None
@@ -35,22 +35,22 @@ class CodedLinear(nn.Module):
                 self.register_buffer(name, tensor)
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [N, K] in the dtype of the activations."""
+        """Returns the weight [N, K] in the dtype of the activations."""
         raise NotImplementedError
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """The activations as the format has them."""
+        """Returns the activations as the format rounds them."""
         return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(self.rounded(x), self.weight_of_codes(x.dtype), self.bias)
 
     def lend_to(self, original: nn.Module) -> None:
-        """Frees what the original holds of codes that this module has laid out anew, so that
-        memory has them once while the original waits for `undo`."""
+        """Frees the original's codes that this module has laid out again, so that memory has them
+        only once while the original waits for `undo`."""
 
     def return_to(self, original: nn.Module) -> None:
-        """Gives the original back its codes, as its library lays them out, from those of this
+        """Gives the original its codes back, in its library's layout, from the codes of this
         module."""
 
     def extra_repr(self) -> str:
@@ -58,23 +58,23 @@ class CodedLinear(nn.Module):
 
 
 def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Puts a tensor in the place of a parameter or a buffer of a module."""
+    """Replaces a parameter or a buffer of a module by a tensor."""
     if name in module._parameters:
         module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     else:
         module._buffers[name] = tensor
 
 
-# Rows whose words are turned at once: of 14336 columns 7 MB.
+# Rows of words that are transposed at once: 7 MB for 14336 columns.
 _TURNED_ROWS = 1024
 
 
 def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Words [A, B / 8] of eight codes along B -> words [B, A / 8] of the same codes along A.
+    """Transposes words [A, B / 8] of eight codes along B to words [B, A / 8] of the codes along A.
 
-    words: int32; A and B are multiples of 8. order: which nibble of a word each of its codes is, in
-    both. A second call undoes the first. The result is contiguous, and little memory is taken
-    besides.
+    words: int32; A and B are multiples of 8. order: the nibble of a word in which each of its codes
+    lies, before and after. A second call undoes the first. The result is contiguous, and the
+    function needs little other memory.
     """
     rows, columns = words.shape
     turned = words.new_empty(8 * columns, rows // 8)
@@ -85,7 +85,7 @@ def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
         of_blocks = slice(first // 8, first // 8 + len(blocks))
         for place, nibble in enumerate(order):
             codes = (blocks >> (4 * nibble)) & 15
-            # No two codes share a bit, so that their sum joins them, the sign bit included.
+            # No two codes share a bit, so their sum joins them, including the sign bit.
             joined = (codes << shifts.view(1, 8, 1)).sum(1, dtype=torch.int32)
             by_place[:, place, of_blocks] = joined.t()
     return turned
@@ -98,8 +98,9 @@ def nibbles_of_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
-    """[N, W] words of four codes, the first in the lowest bits -> [N, 4 W] codes, 0 to 255: on a
-    little-endian machine, as all that PyTorch compiles for are, the bytes as they lie."""
+    """[N, W] words of four codes, the first in the lowest bits -> [N, 4 W] codes, 0 to 255. On a
+    little-endian machine, which is all that PyTorch compiles for, these are the bytes in memory
+    order."""
     return words.contiguous().view(torch.uint8)
 
 
@@ -109,7 +110,7 @@ def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 number, of a middle the one with the even code; of NaN, NaN."""
+    """Rounds to the nearest E2M1 number, and halfway to the even code; NaN stays NaN."""
     size, rounded = x.abs(), torch.zeros_like(x)
     for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
         middle = (below + above) / 2
@@ -118,13 +119,13 @@ def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
     return rounded * torch.sign(x)
 
 
-#: What linears of one activation may have alike.
+#: Scales that may be equal in linears that read one activation.
 SHARED = ("input_scale", "input_global_scale", "pre_quant_scale")
 
 
 def share_equal_scales(linears: Mapping[str, nn.Module]) -> None:
-    """Gives linears of one parent, by their names, whose activations have equal scales one tensor
-    of them: so the activation that they read is seen to be one."""
+    """Makes linears of one parent, given by name, share one tensor for equal scales of activations.
+    Patterns then see that the linears read one rounded activation."""
     known: dict[tuple[str, str, bytes], nn.Parameter] = {}
     for (path, linear), name in product(linears.items(), SHARED):
         scale = linear._parameters.get(name)

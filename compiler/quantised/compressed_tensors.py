@@ -1,4 +1,4 @@
-"""Linears of compressed-tensors, compressed as they are stored.
+"""Reads linears of compressed-tensors as they are stored, that is compressed.
 
 The library decompresses all of them at the first forward, and wraps each module's forward in a way
 that Dynamo cannot trace. The arithmetic is that of its `quantization/lifecycle/forward_helpers.py`.
@@ -29,7 +29,7 @@ _LIMITS = {
     ("int", 8): (-128.0, 127.0),
     ("float", 4): (-fp4.MAX, fp4.MAX),
 }
-#: What a scale of zero becomes, by its dtype, as the library has it.
+#: The number by which the library replaces a scale of zero, by the scale's dtype.
 _LEAST_SCALE = {torch.float8_e4m3fn: 0.125, torch.uint8: 1.0}
 
 
@@ -50,10 +50,10 @@ class Rounding:
 
 
 class CompressedLinear(CodedLinear):
-    """A linear of compressed-tensors. rounding: of its activations, or None.
+    """A linear of compressed-tensors. rounding: that of its activations, or None.
 
-    strategy: "tensor", "channel", "group", "tensor_group" or "block", of the weight's scales.
-    block: the rows and columns that share a scale, where strategy is "block".
+    strategy: the strategy of the weight's scales, "tensor", "channel", "group", "tensor_group" or
+    "block". block: the rows and columns that share a scale, if strategy is "block".
     """
 
     weight: torch.Tensor
@@ -73,15 +73,15 @@ class CompressedLinear(CodedLinear):
         return f"{super().extra_repr()}, {self.strategy}, {self.rounding or 'x as it is'}"
 
     def codes(self) -> torch.Tensor:
-        """[N, K], in the dtype of the scales."""
+        """The codes [N, K], in the dtype of the scales."""
         return self.weight.to(self.scales().dtype)
 
     def scales(self) -> torch.Tensor:
-        """As they are stored: [1], [N, 1], [N, K / group] or by blocks."""
+        """The scales as they are stored: [1], [N, 1], [N, K / group] or by blocks."""
         return self.weight_scale
 
     def zeros(self) -> torch.Tensor | None:
-        """In the shape of the scales."""
+        """The zero points, in the shape of the scales."""
         return getattr(self, "weight_zero_point", None)
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
@@ -98,7 +98,7 @@ class CompressedLinear(CodedLinear):
         return (codes * scales).reshape(self.out_features, self.in_features).to(dtype)
 
     def _of_blocks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A number for each block -> one for each weight."""
+        """Repeats a number for each block to one for each weight."""
         rows, columns = self.block
         spread = numbers.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return spread[: self.out_features, : self.in_features]
@@ -120,7 +120,8 @@ class CompressedLinear(CodedLinear):
         how = self.rounding
         assert how is not None
         low, high = _LIMITS[how.kind, how.bits]
-        # Where x is a matrix the library takes one scale of all tokens, though it says "token".
+        # For a matrix x the library takes one scale for all tokens, although the strategy is
+        # "token".
         whole = how.strategy == "tensor" or (how.strategy == "token" and x.dim() == 2)
         dims = tuple(range(x.dim())) if whole else (-1,)
         if how.strategy == "token" and not whole:
@@ -143,15 +144,16 @@ class CompressedLinear(CodedLinear):
 
 
 def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
-    """x, clamped and in units of its scale, rounded to the format's numbers, in x's dtype."""
+    """Clamps x, which is in units of its scale, and rounds it to the format's numbers, in x's
+    dtype."""
     if (how.kind, how.bits) == ("float", 4):
         return nearest_e2m1(x)
     return x.round() if how.kind == "int" else x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
-    """MX scales of groups with these largest magnitudes: the power of two below each, or above
-    where that is nearer than a quarter, over that of `most`."""
+    """Returns MX scales of groups with these largest magnitudes: each rounded down to a power of
+    two, or up from 1.75 times that power on, and divided by the power of two below `most`."""
     digits = -math.frexp(torch.finfo(largest.dtype).eps)[1] + 1
     bits = largest.view(torch.int32 if digits > 16 else torch.int16).to(torch.int32)
     exponent = (bits + (1 << (digits - 2))) >> digits
@@ -162,8 +164,8 @@ def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
 
 
 class FloatLinear(CompressedLinear):
-    """E2M1 codes of 4 bits, two to a byte, the even one low: NVFP4, whose scales are divided by a
-    factor, and MXFP4, whose scales are powers of two."""
+    """A linear of 4-bit E2M1 codes, two to a byte, the even one in the low nibble. NVFP4 divides
+    its scales by a factor; the scales of MXFP4 are powers of two."""
 
     weight_packed: torch.Tensor
 
@@ -180,14 +182,14 @@ class FloatLinear(CompressedLinear):
 
 
 class PackedLinear(CompressedLinear):
-    """4-bit codes, eight in a word along K, the stored code 8 more than what is meant."""
+    """A linear of 4-bit codes, eight to a word along K; a stored code is 8 more than its value."""
 
     weight_packed: torch.Tensor
-    #: What is added to codes and zeros where they are stored.
+    #: The number that is added to codes and zero points to store them.
     offset = 8
 
     def unpacked(self, words: torch.Tensor) -> torch.Tensor:
-        """The codes, not negative, of words [rows, columns] along their columns."""
+        """Returns the non-negative codes of words [rows, columns], unpacked along the columns."""
         return nibbles_of_words(words)
 
     def codes(self) -> torch.Tensor:
@@ -202,7 +204,7 @@ class PackedLinear(CompressedLinear):
 
 
 class PackedBytesLinear(PackedLinear):
-    """8-bit codes, four in a word along K, the stored code 128 more than what is meant."""
+    """A linear of 8-bit codes, four to a word along K; a stored code is 128 more than its value."""
 
     offset = 128
 
@@ -211,7 +213,7 @@ class PackedBytesLinear(PackedLinear):
 
 
 def _first(codes: torch.Tensor, count: int) -> torch.Tensor:
-    """The codes of each row without those that fill its last word."""
+    """Returns the codes of each row without the padding of its last word."""
     return codes if codes.shape[-1] == count else codes[:, :count]
 
 
@@ -226,14 +228,14 @@ def _status(module: nn.Module) -> str:
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    """Returns a module that decodes in PyTorch, or why there is none; None for other libraries."""
     if _status(module) == "decompressed":
         return "its codes are gone: a forward pass came before `prepare`, which has to come first"
     if not is_compressed(module):
         return None
     scheme: Any = module.quantization_scheme
     if keys_and_values_of(module) is not None:
-        return None  # it is its hook that rounds them
+        return None  # a hook of the module rounds them
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__} of compressed-tensors is not read; nn.Linear is"
     if scheme.output_activations is not None:
@@ -267,7 +269,7 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
 _KINDS: dict[tuple[str, int, bool], type[CompressedLinear]] = {
     ("float", 8, False): CompressedLinear,
     ("int", 8, False): CompressedLinear,
-    ("int", 4, False): CompressedLinear,  # a byte for each code
+    ("int", 4, False): CompressedLinear,  # one byte for each code
     ("int", 4, True): PackedLinear,
     ("int", 8, True): PackedBytesLinear,
     ("float", 4, True): FloatLinear,
@@ -275,14 +277,15 @@ _KINDS: dict[tuple[str, int, bool], type[CompressedLinear]] = {
 
 
 def _is_moved(module: nn.Module) -> bool:
-    """Whether the library keeps a module's tensors elsewhere, and moves them at each call."""
+    """Whether the library keeps a module's tensors on another device, and moves them at each
+    call."""
     kept: Any = module._parameters
     here, there = (getattr(kept, f"{side}_device", None) for side in ("onload", "offload"))
     return there is not None and str(here) != str(there)
 
 
 def _rounding(args: Any) -> Rounding | str | None:
-    """How the library rounds activations; why that is not read; None where it does not."""
+    """Returns how the library rounds activations, or why that is not read; None if it does not."""
     if args is None:
         return None
     if not args.symmetric:
@@ -306,14 +309,14 @@ def _rounding(args: Any) -> Rounding | str | None:
 
 
 def _text(value: Any) -> str:
-    """The word of an option that is a string or an enumeration's member."""
+    """Returns the word of an option that is a string or a member of an enumeration."""
     return str(getattr(value, "value", value))
 
 
 @dataclass(frozen=True)
 class RoundedKeysAndValues:
-    """A cache whose keys and values are rounded before they are stored, as `QuantizedKVCache` of
-    the library has it; scales: theirs."""
+    """A cache that rounds keys and values before it stores them, as the library's
+    `QuantizedKVCache` does. scales: those of keys and of values."""
 
     cache: Any
     scales: tuple[torch.Tensor, torch.Tensor]
@@ -332,8 +335,8 @@ class RoundedKeysAndValues:
 
 
 def keys_and_values_of(attention: nn.Module) -> Rounding | None:
-    """How the library rounds the keys and values of an attention, by one scale of each; None where
-    it does not, or otherwise."""
+    """Returns how the library rounds the keys and values of an attention, if it has one scale for
+    each; None if it does not round, or rounds in another way."""
     children, scheme = attention._modules, getattr(attention, "quantization_scheme", None)
     if "kv_cache" not in children or "impl" in children or scheme is None:
         return None
@@ -344,8 +347,8 @@ def keys_and_values_of(attention: nn.Module) -> Rounding | None:
 
 
 def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
-    """Puts hooks that a graph shows in the place of those by which the library rounds keys and
-    values; returns what puts them back."""
+    """Replaces the hooks by which the library rounds keys and values by hooks that a graph shows;
+    returns functions that put the old ones back."""
     undo: list[Callable[[], None]] = []
     for module in model.modules():
         hooks = module._forward_pre_hooks
@@ -357,8 +360,8 @@ def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _rounds_keys_and_values(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A hook before an attention. A cache that stores eight bits itself (`PagedLayer.stored`)
-    rounds by itself; so a number is rounded once."""
+    """A hook that runs before an attention. Leaves a cache that stores eight bits
+    (`PagedLayer.stored`) alone: it rounds itself, and each number is to be rounded once."""
     cache, rounding = kwargs.get("past_key_values"), keys_and_values_of(module)
     if cache is None or rounding is None:
         return args, kwargs
@@ -370,8 +373,8 @@ def _rounds_keys_and_values(module: Any, args: Any, kwargs: dict[str, Any]) -> A
 
 
 def without_decompression(model: nn.Module) -> list[Callable[[], None]]:
-    """Takes the hooks that decompress all modules at the first forward off a model; returns what
-    puts them back."""
+    """Removes the hooks that decompress all modules at the first forward of a model; returns
+    functions that put them back."""
     undo: list[Callable[[], None]] = []
     for module in model.modules():
         if (handle := getattr(module, "ct_decompress_hook", None)) is not None:

@@ -1,8 +1,8 @@
-"""Mixtures of gpt-oss in MXFP4, as transformers hands them to the hub's Triton kernels.
+"""Reads mixtures of gpt-oss in MXFP4, as transformers gives them to the hub's Triton kernels.
 
-The weights are objects of the hub, no tensors, and its routing breaks the graph in a way that no
-backend survives. Arithmetic: transformers `integrations/mxfp4.py`, and of the hub's
-`gpt-oss-triton-kernels` `matmul_ogs`, which adds biases and applies the activation in fp32.
+The weights are objects of the hub and no tensors, and the hub's routing breaks the graph for every
+backend. Arithmetic: transformers `integrations/mxfp4.py`, and `matmul_ogs` of the hub's
+`gpt-oss-triton-kernels`, which adds biases and applies the activation in fp32.
 
 Dimension letters: E experts, N rows, K columns of a weight.
 """
@@ -17,17 +17,16 @@ from torch import nn
 from tilewright.compiler.quantised.coded_experts import CodedExperts
 from tilewright.compiler.quantised.coded_linear import floats_of_bytes
 
-#: Layouts of the hub that say themselves how they are undone.
+#: The hub's layouts that have a method to undo them.
 _LAYOUTS = ("StridedLayout", "HopperMXValueLayout", "HopperMXScaleLayout")
 _PROJECTIONS = ("gate_up_proj", "down_proj")
-#: Codes that share a scale.
+#: The number of codes that share a scale.
 BLOCK = 32
 
 
 class Mxfp4Experts(CodedExperts):
-    """Has, for each projection, the tensors of the file: *_blocks [E, N, K / 32, 16], low nibble
-    first, and *_scales [E, N, K / 32], both uint8; *_bias [E, N].
-    """
+    """Holds, for each projection, the tensors of the file: *_blocks [E, N, K / 32, 16], low nibble
+    first, and *_scales [E, N, K / 32], both uint8; *_bias [E, N]."""
 
     def __init__(self, experts: Any, weights: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class Mxfp4Experts(CodedExperts):
         return f"num_experts={self.num_experts}, limit={self.limit}"
 
     def weight_of_codes(self, name: str) -> torch.Tensor:
-        """[E, K, N], in fp32."""
+        """Returns the weight [E, K, N] of a projection, in fp32."""
         codes = self.get_buffer(f"{name}_blocks")
         exponents = self.get_buffer(f"{name}_scales").to(torch.int32) - 127
         numbers = floats_of_bytes(codes, torch.float32)
@@ -51,14 +50,15 @@ class Mxfp4Experts(CodedExperts):
     def _product(
         self, name: str, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
     ) -> torch.Tensor:
-        """Rows sorted by expert, by that expert's weight, and its bias: in fp32."""
+        """Multiplies rows, sorted by expert, by that expert's weight, and adds its bias: in
+        fp32."""
         product = torch.ops.transformers.grouped_mm_fallback(
             x.float(), self.weight_of_codes(name), offs=ends
         )
         return product + self.get_parameter(f"{name}_bias")[expert].float()
 
     def _hidden(self, both: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The activation of gate and up, whose columns take turns."""
+        """Applies the activation to gate and up, whose columns alternate."""
         gate = both[..., ::2].clamp(max=self.limit)
         up = both[..., 1::2].clamp(-self.limit, self.limit)
         return (gate * torch.sigmoid(self.alpha * gate) * (up + 1)).to(dtype)
@@ -83,7 +83,7 @@ class RoutedExperts(nn.Module):
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    """Returns a module that decodes in PyTorch, or why there is none; None for other libraries."""
     if not type(module).__module__.startswith("transformers.integrations.mxfp4"):
         return None
     found: Any = module
@@ -114,8 +114,8 @@ def _experts(experts: Any) -> nn.Module | str:
 
 
 def _stored(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """(blocks [E, N, K / 32, 16], scales [E, N, K / 32]) of a projection as files have them, or
-    why they are not had."""
+    """Returns (blocks [E, N, K / 32, 16], scales [E, N, K / 32]) of a projection in the layout of
+    files, or why that is not possible."""
     if hasattr(experts, f"{name}_blocks"):
         blocks, scales = (getattr(experts, f"{name}_{part}") for part in ("blocks", "scales"))
         return blocks.detach(), scales.detach()
@@ -134,8 +134,8 @@ def _stored(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor] | str:
 
 
 def _as_in_files(tensor: Any) -> Any:
-    """The bytes [E, N, bytes] of a tensor of the hub, whose layouts have them [E, bytes, N], or why
-    they are not had."""
+    """Returns the bytes [E, N, bytes] of a tensor of the hub, whose layouts are [E, bytes, N], or
+    why that is not possible."""
     data, layout = tensor.storage.data, tensor.storage.layout
     if data.dtype != torch.uint8:
         return f"it is stored as {data.dtype}"

@@ -1,10 +1,10 @@
-"""Linears of gptqmodel that compute in PyTorch (backends "torch" and "torch_awq"), 4 bits.
+"""Reads 4-bit linears of gptqmodel that compute in PyTorch (backends "torch" and "torch_awq").
 
 The GPTQ linear caches by `Tensor.is_inference()`, which Dynamo cannot trace, and shifts by a
-buffer, whose contents no graph shows. The AWQ linear is traced as it is, but a word of it holds
-codes of eight rows of the weight. Kernels are fastest where the codes of a row of the weight, all
-K of them, lie next to each other: both are laid out so, once. The arithmetic is that of the
-library's `dequantize_weight` and `dequantize_gemm`.
+buffer, whose contents no graph shows. Dynamo can trace the AWQ linear, but each of its words holds
+codes of eight rows of the weight. Kernels are fastest if all K codes in a row of the weight are
+contiguous. Therefore both are laid out like that, once. The arithmetic is that of the library's
+`dequantize_weight` and `dequantize_gemm`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class _GroupedLinear(CodedLinear):
 
 
 class GptqLinear(_GroupedLinear):
-    """qweight [K / 8, N] words of eight columns' codes, those of a row of the weight next to each
-    other in memory; qzeros [K / group, N / 8] words; scales [K / group, N]:
-    weight[n, k] = scale * (code - zero)."""
+    """A linear of qweight [K / 8, N], words of eight columns' codes in which the codes of a row of
+    the weight are contiguous; qzeros [K / group, N / 8] words; scales [K / group, N]: weight[n, k]
+    = scale * (code - zero)."""
 
     qweight: torch.Tensor
 
@@ -50,7 +50,7 @@ class GptqLinear(_GroupedLinear):
         put_tensor(original, "qweight", self.qweight)
 
     def return_to(self, original: nn.Module) -> None:
-        # The library's own kernels take contiguous words alone.
+        # The library's own kernels accept only contiguous words.
         put_tensor(original, "qweight", self.qweight.detach().contiguous())
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
@@ -64,11 +64,11 @@ class GptqLinear(_GroupedLinear):
 
 
 class AwqLinear(_GroupedLinear):
-    """words [N, K / 8] int32 of eight columns' codes, in AWQ's order; qzeros [K / group, N / 8]
-    words of eight rows' zeros, scales [K / group, N], both as the library has them:
-    weight[n, k] = (code - zero) * scale.
+    """A linear of words [N, K / 8] int32 of eight columns' codes, in AWQ's order; qzeros [K /
+    group, N / 8], words of eight rows' zeros, and scales [K / group, N], both in the library's
+    layout: weight[n, k] = (code - zero) * scale.
 
-    `load_state_dict` takes the library's `qweight` [K, N / 8] in the place of `words` too.
+    `load_state_dict` also accepts the library's `qweight` [K, N / 8] in place of `words`.
     """
 
     words: torch.Tensor
@@ -95,7 +95,7 @@ class AwqLinear(_GroupedLinear):
 
 
 def _turn_stored(_: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Puts the words of a state of the library's into the order of an `AwqLinear`."""
+    """Converts the library's words in a state dictionary to the order of an `AwqLinear`."""
     stored = state.pop(f"{prefix}qweight", None)
     if stored is not None:
         state[f"{prefix}words"] = turned_words(stored, AWQ_ORDER)
@@ -106,7 +106,7 @@ def _group_of(module: Any) -> int:
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    """Returns a module that decodes in PyTorch, or why there is none; None for other libraries."""
     if not type(module).__module__.startswith("gptqmodel.nn_modules.qlinear"):
         return None
     name = type(module).__name__
@@ -147,8 +147,8 @@ def _awq_obstacle(found: Any) -> str | None:
     return None
 
 
-#: By the name of a class of the library: the module that takes its place, and the function that
-#: says why it cannot.
+#: By the name of a class of the library: the module that replaces it, and the function that says
+#: why it cannot.
 _READ: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any], str | None]]] = {
     "TorchLinear": (GptqLinear, _gptq_obstacle),
     "AwqTorchLinear": (AwqLinear, _awq_obstacle),

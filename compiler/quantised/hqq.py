@@ -1,7 +1,7 @@
-"""Linears of HQQ, 4 bits: a byte holds codes of rows that are half the matrix apart.
+"""Reads 4-bit linears of HQQ, in which a byte holds codes of rows that are half the matrix apart.
 
-In a copy of the bytes that is made once, it holds neighbours of a row, as kernels read them. The
-arithmetic is that of the library's `Quantizer.dequantize`, in its compute dtype.
+The module copies the bytes once, so that a byte holds neighbours in a row, as kernels read them.
+The arithmetic is that of the library's `Quantizer.dequantize`, in its compute dtype.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 
 class HqqLinear(CodedLinear):
-    """packed [N, K / 2], the first of a byte's two codes in its low nibble; zero, scale [N * K /
-    group, 1]: weight = (code - zero) * scale, rounded twice."""
+    """A linear of packed [N, K / 2], with the first of a byte's two codes in the low nibble; zero
+    and scale [N * K / group, 1]: weight = (code - zero) * scale, rounded twice."""
 
     packed: torch.Tensor
     zero: torch.Tensor
@@ -33,7 +33,7 @@ class HqqLinear(CodedLinear):
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    """Returns a module that decodes in PyTorch, or why there is none; None for other libraries."""
     if not type(module).__module__.startswith("hqq.") or type(module).__name__ != "HQQLinear":
         return None
     found: Any = module
@@ -41,7 +41,7 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
         return "its weight is not quantised yet"
     meta = found.meta
     if meta["nbits"] == 8 and meta["axis"] == 1:
-        return None  # it is traced as it is
+        return None  # Dynamo traces it as it is
     if meta["packing"] != "4bit_u8":
         return f"{meta['nbits']}-bit codes ({meta['packing']}) are not read; 4-bit in uint8 are"
     if meta["axis"] != 1:
@@ -59,7 +59,8 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
 
 
 def _packed(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Bytes [N, K / 2] of neighbours, the first low, of the library's, whose high nibbles are the
-    first half of the grouped matrix, and low ones the second."""
+    """Returns bytes [N, K / 2] of neighbours in a row, the first in the low nibble. stored: the
+    library's bytes; their high nibbles are the first half of the grouped matrix, their low nibbles
+    the second half."""
     codes = torch.cat([stored.detach() >> 4, stored.detach() & 15]).view(rows, columns)
     return codes[:, 0::2] | codes[:, 1::2] << 4

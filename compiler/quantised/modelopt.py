@@ -1,4 +1,4 @@
-"""Checkpoints of NVIDIA's ModelOpt in FP8 and NVFP4, which transformers does not read by itself.
+"""Loads checkpoints of NVIDIA's ModelOpt in FP8 and NVFP4, which transformers does not read itself.
 
     model = load_modelopt("nvidia/Llama-3.1-8B-Instruct-FP4", device_map="cuda")
 
@@ -47,7 +47,7 @@ _CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 _KV_SCALES = ("k_scale", "v_scale")
 
 
-#: By `quant_algo`.
+#: The class of linears, by `quant_algo`.
 ALGORITHMS: dict[str, type[Float8]] = {
     "FP8": Float8,
     "FP8_PER_CHANNEL_PER_TOKEN": Float8PerToken,
@@ -68,7 +68,8 @@ class Stored:
     shape: tuple[int, ...]
 
     def expect(self, dtype: torch.dtype | None, shape: Sequence[int]) -> None:
-        """Raises ValueError for another dtype, None: any, or shape, apart from ones."""
+        """Raises ValueError for another shape, not counting dimensions of one, or another dtype
+        (None allows any)."""
         squeezed = tuple(n for n in self.shape if n != 1)
         if dtype not in (None, self.dtype) or squeezed != tuple(n for n in shape if n != 1):
             expected = f"{dtype or 'a float'} {list(shape)}"
@@ -78,15 +79,15 @@ class Stored:
         raise ValueError(f"{Path(self.file).name}: {self.name}: {why}")
 
     def empty(self) -> nn.Parameter:
-        """A parameter for it to be loaded to."""
+        """Returns an empty parameter into which the tensor can be loaded."""
         made = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return nn.Parameter(made, requires_grad=False)
 
 
 @register_quantization_config(_METHOD)
 class ModelOptConfig(QuantizationConfigMixin):
-    """ModelOpt's `quantization`. quant_algo: of all linears; "MIXED_PRECISION": `quantized_layers`
-    has that of each."""
+    """ModelOpt's `quantization`. quant_algo: the algorithm of all linears; for "MIXED_PRECISION",
+    `quantized_layers` has the algorithm of each."""
 
     def __init__(
         self, quant_algo: str, quantized_layers: Mapping[str, Any] | None = None, **_: Any
@@ -96,7 +97,8 @@ class ModelOptConfig(QuantizationConfigMixin):
         self.quantized_layers = dict(quantized_layers or {})
 
     def linear_of(self, path: str) -> type[Float8]:
-        """The class of a linear, by its name; raises ValueError for an algorithm without one."""
+        """Returns the class of a linear by its name; raises ValueError for an algorithm without
+        one."""
         own = self.quantized_layers.get(path, {}).get("quant_algo", self.quant_algo)
         if str(own).upper() not in ALGORITHMS:
             known = ", ".join(ALGORITHMS)
@@ -132,7 +134,7 @@ class ModelOptQuantizer(HfQuantizer):
                 one.refuse(f"expected {path}.weight_scale beside codes, got none")
 
     def _coded(self, linear: nn.Linear, path: str, stored: Mapping[str, Stored]) -> Float8:
-        """The linear that takes the place of a dense one, on the meta device."""
+        """Returns the linear that replaces a dense one, on the meta device."""
         kind = self.quantization_config.linear_of(path)
         for name in kind.needed:
             if f"{path}.{name}" not in stored:
@@ -156,7 +158,8 @@ class ModelOptQuantizer(HfQuantizer):
                 model.set_submodule(path, experts.together())
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
-        """Leaves out those into experts of one tensor, where the model has them apart."""
+        """Leaves out the conversions that join experts into one tensor, where the model has them
+        apart."""
         apart = any(isinstance(module, ExpertsApart) for module in model.modules())
         merging = ("experts.gate_up_proj", "experts.down_proj")
         kept = [
@@ -168,7 +171,7 @@ class ModelOptQuantizer(HfQuantizer):
 
 
 class ExpertsApart(nn.Module):
-    """Experts as files have them, each with its linears, while they are loaded."""
+    """Experts as files have them, each with its own linears, while they are loaded."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -182,14 +185,14 @@ class ExpertsApart(nn.Module):
                 self.add_module(str(expert), nn.ModuleDict(linears))
 
     def together(self) -> ModelOptExperts:
-        """The experts with one tensor for all of each projection."""
+        """Returns the experts with one tensor for each projection of all experts."""
         experts: Any = [module for module in self.children() if module is not self.activation]
         return ModelOptExperts(experts, self.activation)
 
 
 def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
-    """Puts experts with linears of their own where the model has them in one tensor, and the file
-    has codes; raises ValueError where it has them of some experts, and not of these."""
+    """Replaces a model's experts in one tensor by experts with their own linears, if the file has
+    codes of experts. Raises ValueError if the file has codes of some experts, but not of these."""
     coded = {path for name in stored if (path := _experts_of(name))}
     for path, module in list(model.named_modules()):
         if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
@@ -201,20 +204,22 @@ def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
 
 
 def _experts_of(name: str) -> str:
-    """The path of experts of which a tensor is a weight's scale; "" for others."""
+    """The path of the experts, if a tensor is the scale of an expert's weight; "" for others."""
     path, _, own = name.rpartition(".")
     parts = path.rsplit(".", 2)
     return parts[0] if own == "weight_scale" and len(parts) == 3 and parts[1].isdigit() else ""
 
 
 def is_plain(experts: Any) -> bool:
-    """Whether experts are silu(gate) * up or the like, gate's rows first, without biases."""
+    """Whether experts compute silu(gate) * up or the like, with gate's rows first, without
+    biases."""
     known = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
     return known and not (experts.has_bias or experts.is_transposed) and experts.is_concatenated
 
 
 def _module_at(model: nn.Module, path: str, one: Stored) -> nn.Module:
-    """The module that a tensor of a checkpoint belongs to; raises ValueError without one."""
+    """Returns the module that a tensor of a checkpoint belongs to; raises ValueError if none
+    does."""
     try:
         return model.get_submodule(path)
     except AttributeError:
@@ -222,7 +227,7 @@ def _module_at(model: nn.Module, path: str, one: Stored) -> nn.Module:
 
 
 def _linear_at(model: nn.Module, path: str, one: Stored) -> nn.Linear:
-    """The linear that a tensor belongs to; raises ValueError where it is none."""
+    """Returns the linear that a tensor belongs to; raises ValueError if the module is no linear."""
     found = _module_at(model, path, one)
     if not isinstance(found, nn.Linear):
         one.refuse(f"expected an nn.Linear of the model at {path}, got {type(found).__name__}")
@@ -230,7 +235,7 @@ def _linear_at(model: nn.Module, path: str, one: Stored) -> nn.Linear:
 
 
 def stored_in(file: str) -> list[Stored]:
-    """The tensors of a file of safetensors."""
+    """Returns the tensors in a file of safetensors."""
     with safe_open(file, framework="pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return [
@@ -242,14 +247,14 @@ def stored_in(file: str) -> list[Stored]:
 def load_modelopt(name: str | Path, **options: Any) -> nn.Module:
     """Loads a causal language model from a checkpoint of ModelOpt.
 
-    name: a folder, or a name on the hub. options: of transformers' `from_pretrained`, such as
+    name: a folder, or a name on the hub. options: those of transformers' `from_pretrained`, such as
     device_map. Reads hf_quant_config.json, or `quantization_config` in config.json. Scales of keys
-    and values are parameters of the modules that the file names; `tools.paged_cache.kv_scales`
+    and values become parameters of the modules that the file names; `tools.paged_cache.kv_scales`
     collects them.
 
-    Raises FileNotFoundError for a path of no folder; ValueError, with the file and the tensor, for
-    what is not as its format has it, and for algorithms other than FP8 (of tensors, per channel and
-    token, or of blocks) and NVFP4.
+    Raises FileNotFoundError for a path that is no folder; ValueError, with the file and the tensor,
+    for a tensor that does not fit its format, and for algorithms other than FP8 (per tensor, per
+    channel and token, or by blocks) and NVFP4.
     """
     if _is_path(name) and not Path(name).expanduser().is_dir():
         raise FileNotFoundError(f"name: expected a checkpoint's folder, got {str(name)!r}")
@@ -266,6 +271,6 @@ def load_modelopt(name: str | Path, **options: Any) -> nn.Module:
 
 
 def _is_path(name: str | Path) -> bool:
-    """Whether a name is no `owner/model` of the hub."""
+    """Whether a name is a path, and no `owner/model` of the hub."""
     text = str(name)
     return isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1

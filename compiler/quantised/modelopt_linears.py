@@ -1,8 +1,8 @@
-"""Linears of ModelOpt's formats: FP8 of tensors, of channels and tokens, or of blocks, and NVFP4.
+"""Linears of ModelOpt's formats: FP8 per tensor, per channel and token, or by blocks, and NVFP4.
 
-The arithmetic is that of ModelOpt's `dequantize` of `NVFP4QTensor` and `FP8QTensor`, and of the
-activations' quantizers that it exports. Dimension letters: N rows, K columns of a weight; weights
-and their scales may have a dimension of experts in front.
+The arithmetic is that of ModelOpt's `NVFP4QTensor.dequantize` and `FP8QTensor.dequantize`, and of
+the quantizers of activations that it exports. Dimension letters: N rows, K columns of a weight;
+weights and their scales may have a first dimension of experts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Shape = tuple[int, ...]
 
 
 class Float8(CodedLinear):
-    """weight [N, K] e4m3, weight_scale [1, 1]; activations in steps of input_scale [].
+    """A linear of weight [N, K] e4m3 and weight_scale [1, 1]; activations in steps of input_scale
+    [].
 
-    stored: the dtype of codes. needed: the tensors that a file has to have.
+    stored: the dtype of codes. needed: the tensors that a file must have.
     """
 
     weight: torch.Tensor
@@ -38,11 +39,11 @@ class Float8(CodedLinear):
 
     @classmethod
     def shapes(cls, rows: int, columns: int) -> dict[str, Shape]:
-        """The shapes of codes and scales of a weight [N, K], as they are read."""
+        """Returns the shapes of codes and scales of a weight [N, K], as this class reads them."""
         return {"weight": (rows, columns), "weight_scale": (1, 1)}
 
     def settle(self) -> None:
-        """Gives tensors the shapes that they are read in: files may have other dimensions of 1."""
+        """Reshapes the tensors to those shapes: files may have other dimensions of size one."""
         for name, shape in self.shapes(self.out_features, self.in_features).items():
             tensor = self._parameters[name]
             assert tensor is not None
@@ -55,7 +56,8 @@ class Float8(CodedLinear):
         return self.rounded_by(x, self._parameters.get("input_scale"))
 
     def rounded_by(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
-        """Activations as the format has them; input_scale [] or, of each row, [M, 1]."""
+        """Returns activations as the format rounds them. input_scale: [], or [M, 1] for each
+        row."""
         assert input_scale is not None
         return _in_steps(x, input_scale.float())
 
@@ -66,7 +68,7 @@ class Float8(CodedLinear):
 
 
 class Float8PerToken(Float8):
-    """weight_scale [N, 1]; activations by the largest of each token."""
+    """A linear with weight_scale [N, 1]; each token's activations are scaled by their largest."""
 
     needed = ("weight", "weight_scale")
 
@@ -82,7 +84,7 @@ class Float8PerToken(Float8):
 
 
 class Float8Blocks(Float8):
-    """weight_scale [N / 128, K / 128]; activations as they are."""
+    """A linear with weight_scale [N / 128, K / 128]; activations are not rounded."""
 
     needed = ("weight", "weight_scale")
 
@@ -101,8 +103,9 @@ class Float8Blocks(Float8):
 
 
 class Float4(Float8):
-    """NVFP4: weight [N, K / 2], bytes of two E2M1 codes, the even one low; weight_scale [N, K / 16]
-    e4m3, weight_scale_2 [1, 1]; activations alike, with input_scale [] for their weight_scale_2."""
+    """A linear in NVFP4: weight [N, K / 2], bytes of two E2M1 codes, the even one low; weight_scale
+    [N, K / 16] e4m3, weight_scale_2 [1, 1]. Activations are rounded to the same format, with
+    input_scale [] in place of weight_scale_2."""
 
     weight_scale_2: torch.Tensor
     stored = torch.uint8
@@ -130,7 +133,7 @@ class Float4(Float8):
 
 
 class Float4Weights(Float4):
-    """NVFP4 with activations as they are."""
+    """A linear in NVFP4 whose activations are not rounded."""
 
     needed = ("weight", "weight_scale", "weight_scale_2")
 
@@ -139,8 +142,9 @@ class Float4Weights(Float4):
 
 
 class ModelOptExperts(CodedExperts):
-    """Experts of gated linears. gate_up, down: linears of all experts, their tensors stacked; the
-    rows of up follow those of gate. experts: of each the linears gate_proj, up_proj, down_proj."""
+    """Experts of gated linears. gate_up, down: linears with the stacked tensors of all experts; the
+    rows of up follow those of gate. experts: for each, the linears gate_proj, up_proj,
+    down_proj."""
 
     def __init__(self, experts: Sequence[nn.ModuleDict], activation: nn.Module) -> None:
         super().__init__()
@@ -157,16 +161,17 @@ class ModelOptExperts(CodedExperts):
 def _product(
     linears: Float8, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
 ) -> torch.Tensor:
-    """Rows sorted by expert, as the format rounds them, by that expert's weight."""
+    """Rounds rows as the format does, and multiplies rows, sorted by expert, by that expert's
+    weight."""
     scale = linears._parameters.get("input_scale")
     x = linears.rounded_by(x, None if scale is None else scale.view(-1, 1)[expert])
     return _grouped_linear(x, linears.weight_of_codes(x.dtype), ends)
 
 
 def _stacked(parts: Sequence[Sequence[Any]]) -> Float8:
-    """A linear with the tensors of all experts, [E, ..]; parts: linears of each, whose rows follow
-    each other. Raises ValueError where their activations have different scales, and for
-    tensors beside those that their format needs."""
+    """Returns a linear with the tensors of all experts, [E, ...]. parts: for each expert, the
+    linears whose rows follow each other. Raises ValueError if their activations have different
+    scales, and for tensors that the format does not need."""
     first = parts[0][0]
     others = {name for own in parts for part in own for name in part.state_dict()} - {*first.needed}
     if others:

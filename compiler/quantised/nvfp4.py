@@ -1,8 +1,8 @@
-"""Linears of transformers' own NVFP4: weights of floats of four bits, two functions of x.
+"""Reads linears of transformers' own NVFP4, which compute one of two functions of x.
 
 Arithmetic: the hub's nvfp4-gemm (`functional.py`, `nvfp4_utils.cuh`). One or two rows are
-multiplied as they are; more are rounded to floats of four bits first, in blocks of 16 columns whose
-scales share a factor, which the largest element of all rows decides.
+multiplied as they are. More rows are first rounded to 4-bit floats, in blocks of 16 columns; the
+scales of the blocks share a factor, which the largest element of all rows decides.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tilewright.ops.formats import fp4
 from tilewright.ops.formats.fp8_block import E4M3_MAX
 
 BLOCK = 16
-# As many rows, and no more, are not rounded.
+# The largest number of rows that are not rounded.
 _ROWS_AS_THEY_ARE = 2
 _LEAST_LARGEST = 1e-12
 
 
 class Nvfp4Linear(CodedLinear):
-    """weight [N, K / 2] uint8, two E2M1 codes to a byte; weight_sf_rowmajor [N, K / 16] uint8, the
-    bits of e4m3 scales; weight_global_scale [1], which divides. x and y in bfloat16."""
+    """A linear of weight [N, K / 2] uint8, two E2M1 codes to a byte; weight_sf_rowmajor [N, K / 16]
+    uint8, the bits of e4m3 scales; weight_global_scale [1], a divisor. x and y are in bfloat16."""
 
     weight: torch.Tensor
     weight_sf_rowmajor: torch.Tensor
@@ -34,7 +34,7 @@ class Nvfp4Linear(CodedLinear):
         return decoded(self.weight, self.weight_sf_rowmajor, factor).to(dtype)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """x in bfloat16; of more than two rows, the numbers that its codes stand for."""
+        """Returns x in bfloat16; for more than two rows, the numbers that its codes stand for."""
         x = x.to(torch.bfloat16)
         if x.numel() <= _ROWS_AS_THEY_ARE * self.in_features:
             return x
@@ -42,7 +42,8 @@ class Nvfp4Linear(CodedLinear):
         blocks = x.float().unflatten(-1, (-1, BLOCK))
         scale = factor * (blocks.abs().amax(-1, keepdim=True) * (1.0 / fp4.MAX))
         scale = scale.to(torch.float8_e4m3fn).float()
-        # Products of reciprocals, as the library has them: next to a middle codes depend on it.
+        # Products of reciprocals, as in the library: the codes of numbers near a midpoint depend on
+        # it.
         scaled = blocks * torch.where(scale == 0, 0.0, 1.0 / (scale * (1.0 / factor)))
         codes = nearest_e2m1(scaled.clamp(-fp4.MAX, fp4.MAX))
         return (codes * (scale / factor)).flatten(-2).to(torch.bfloat16)
@@ -52,15 +53,15 @@ class Nvfp4Linear(CodedLinear):
 
 
 def decoded(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """A weight [N, K] in float32 of codes [N, K / 2], the bits of scales [N, K / 16], a factor [1]
-    of all."""
+    """Returns the weight [N, K] in float32 of codes [N, K / 2], the bits of scales [N, K / 16], and
+    the factor [1] of all scales."""
     numbers = floats_of_bytes(codes, torch.float32).unflatten(-1, (-1, BLOCK))
     by_block = factor * scale.view(torch.float8_e4m3fn).float()
     return (numbers * by_block.unsqueeze(-1)).flatten(-2)
 
 
 def replacement(module: nn.Module) -> nn.Module | None:
-    """The module that decodes in PyTorch; None for another library's."""
+    """Returns a module that decodes in PyTorch; None for other libraries' modules."""
     own = type(module)
     if own.__name__ != "NVFP4Linear" or not own.__module__.startswith("transformers."):
         return None

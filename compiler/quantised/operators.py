@@ -1,12 +1,13 @@
-"""Operators of quantisation libraries in plain PyTorch, which are declared by default.
+"""Meanings, in plain PyTorch, of quantisation libraries' operators that are declared by default.
 
     y = finegrained_fp8::w8a8_block_dynamic_fp8_matmul(x, codes, scales, [128, 128], bfloat16)
     ⇒   y = _scaled_mm(e4m3(x / s), codes.t(), s, scales.t(), out_dtype=bfloat16)
 
-Each meaning rounds activations by its library's formula. It stands in for the call while patterns
-look and does not run itself, so that a product may be spelled in a narrower dtype than the library
-sums in: the fused op that takes it has the format's own arithmetic. Parameters have the names of
-the operators' schemas. Dimension letters: M rows, K and N of a weight [N, K], E experts.
+Each meaning rounds activations by its library's formula. It stands for the call while patterns
+look, and never runs itself. Therefore a product may be written in a narrower dtype than that in
+which the library sums: the fused op that replaces it has the format's own arithmetic. Parameters
+have the names in the operators' schemas. Dimension letters: M rows, K and N of a weight [N, K], E
+experts.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from tilewright.compiler.quantised import bitsandbytes, nvfp4
 from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
 
 _E4M3 = torch.float8_e4m3fn
-# The smallest number that finegrained-fp8 divides by.
+# The smallest number by which finegrained-fp8 divides.
 _LEAST_DIVISOR = 1e-12
 
 
 class UnfitError(Exception):
-    """A call of which a declared meaning cannot stand in the place: why, and what to do, where that
-    is not the same for all such calls."""
+    """Raised for a call that a declared meaning cannot replace. Says why and, if the usual advice
+    does not apply, what to do."""
 
     def __init__(self, why: str, hint: str = "") -> None:
         super().__init__(why)
@@ -39,12 +40,13 @@ class UnfitError(Exception):
 def _product(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[M, N] of codes [M, K] and [N, K]; scales by blocks, [M, K / block] and [N / block, ...]."""
+    """Multiplies codes [M, K] and [N, K] to [M, N]; scales by blocks, [M, K / block] and [N /
+    block, ...]."""
     groups, columns = scale.shape[1], codes.shape[1]
     if groups not in (1, -(-columns // BLOCK)):
         raise UnfitError(f"which has no form for {groups} scales along {columns} columns")
     b = weight_scale.float().t()
-    if 1 < len(weight_scale) < len(weight) and len(weight) % BLOCK:  # a part of the last block
+    if 1 < len(weight_scale) < len(weight) and len(weight) % BLOCK:  # the last block is incomplete
         b = b.repeat_interleave(BLOCK, 1)[:, : len(weight)]
     return torch._scaled_mm(codes, weight.t(), scale_a=scale, scale_b=b, out_dtype=dtype)
 
@@ -53,7 +55,8 @@ def _product(
 
 
 def _rounded(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Codes [M, K / block, block] of rows [M, K] and their scales, amax / 448 of each block."""
+    """Returns codes [M, K / block, block] of rows [M, K] and their scales, amax / 448 of each
+    block."""
     blocks = x.float().unflatten(-1, (-1, block))
     scale = blocks.abs().amax(-1, keepdim=True) / E4M3_MAX
     return (blocks / scale.clamp(min=_LEAST_DIVISOR)).to(_E4M3), scale
@@ -99,13 +102,14 @@ def block_static(
 
 
 def _rows(x: Tensor, block: int) -> Tensor:
-    """Rows [M, K] as the numbers that their codes stand for."""
+    """Rounds rows [M, K] to the numbers that their codes stand for."""
     codes, scale = _rounded(x, block)
     return (codes.float() * scale).flatten(-2).to(x.dtype)
 
 
 def _experts(codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Weights [E, N, K] of codes, scales [E, N / block, K / block] or [E], rounded up."""
+    """Returns the weights [E, N, K] of codes and of scales [E, N / block, K / block] or [E]; the
+    divisions round up."""
     by_block = scale.float().reshape(len(codes), *(scale.shape[1:] or (1, 1)))
     for dim in (1, 2):
         by_block = by_block.repeat_interleave(block[dim - 1], dim).narrow(dim, 0, codes.shape[dim])
@@ -146,7 +150,8 @@ def block_batched(
     block_size: Sequence[int],
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The operator leaves rows of experts from E on as they are; here they are the last one's."""
+    """Multiplies each row by its expert's weight. For experts from E on the operator leaves its
+    rows alone; here such rows get the last expert."""
     own = _experts(B, Bs, block_size, A.dtype)[expert_ids.clamp(0, len(B) - 1)]
     y = torch.bmm(own, _rows(A, block_size[1]).unsqueeze(-1)).squeeze(-1)
     return y.to(output_dtype or A.dtype)
@@ -175,7 +180,7 @@ def mx(**_: Any) -> None:
 def by_rows(
     XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None, **_: Any
 ) -> Tensor:
-    """e4m3 by e4m3, a scale for each row of both."""
+    """Multiplies e4m3 by e4m3, with a scale for each row of both."""
     codes = XQ.reshape(-1, XQ.shape[-1])
     y = _product(codes, x_scale.reshape(-1, 1), WQ, w_scale.reshape(-1, 1), torch.bfloat16)
     y = y if bias is None else (y + bias).to(torch.bfloat16)
@@ -209,10 +214,10 @@ def deep_gemm_of_groups(**_: Any) -> None:
 
 
 def _factors(sf: Tensor) -> Tensor:
-    """Scales in float32, or as UE8M0, four bytes to a word."""
+    """Returns scales in float32; they may be stored as UE8M0, four bytes to a word."""
     if sf.dtype != torch.int32:
         return sf
-    # A column of one is contiguous whatever its stride is.
+    # A column of size one counts as contiguous, whatever its stride is.
     words = sf.clone(memory_format=torch.contiguous_format)
     return words.view(torch.float8_e8m0fnu).float()
 
@@ -232,10 +237,10 @@ def gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """Two codes to a byte, the first in the high nibble; blocks of the flattened weight.
+    """Decodes two codes to a byte, the first in the high nibble; blocks of the flattened weight.
 
-    Scales that are codes too would be decoded by a kernel of their own in each call: it writes an
-    eighth of the codes' bytes, which the op reads again.
+    Scales that are codes too would need a kernel of their own in each call. It would write an
+    eighth of the codes' bytes, which the op would read again.
     """
     if absmax_8bit is not None:
         raise UnfitError(
@@ -250,7 +255,8 @@ def gemm_4bit(
 
 
 def int8_codes(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:
-    """Codes [.., K] and the largest magnitude of each row [M]; rows of zeros have the code 0."""
+    """Returns codes [.., K] and the largest magnitude of each row [M]; rows of zeros have codes
+    0."""
     if threshold:
         raise UnfitError("for all columns; with a threshold some are multiplied apart")
     largest = A.abs().amax(-1).float()
@@ -292,7 +298,8 @@ def nvfp4_matmul(**_: Any) -> None:
     )
 
 
-#: By `kernel::name` of the hub, which stands for all builds, or `namespace::name` of a library.
+#: Meanings by `kernel::name` of the hub, which stands for all builds, or a library's
+#: `namespace::name`.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_block_dynamic_fp8_matmul": block_dynamic,
     "finegrained_fp8::w8a8_block_dynamic_fp8_matmul_grouped": block_grouped,

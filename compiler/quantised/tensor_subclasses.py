@@ -1,4 +1,4 @@
-"""Linears whose weight is a tensor subclass of torchao or quanto: its inner tensors as plain ones.
+"""Reads linears whose weight is a tensor subclass of torchao or quanto, by the tensors inside it.
 
 Arithmetic: torchao `quantization/quantize_/workflows/`, quanto `library/qbytes_mm.py`.
 """
@@ -20,7 +20,8 @@ from tilewright.ops.formats import scale_layout
 
 
 class ScaledBehind(CodedLinear):
-    """codes [N, K] int8, scale [N]: x @ codes^T, rounded to x's dtype, times the scale."""
+    """A linear of codes [N, K] int8, scale [N]: x @ codes^T, rounded to x's dtype, times the
+    scale."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -31,12 +32,13 @@ class ScaledBehind(CodedLinear):
 
 
 class ScaledInside(CodedLinear):
-    """codes [N, K], scale for each row, for all, or for a block of columns of a row."""
+    """A linear of codes [N, K], with a scale for each row, for all, or for a block of a row's
+    columns."""
 
     codes: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
-    #: The dtype that the weight is decoded in, None: that of the scale.
+    #: The dtype in which the weight is decoded; None for that of the scale.
     decoded: torch.dtype | None = None
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
@@ -49,16 +51,17 @@ class ScaledInside(CodedLinear):
         return weight.reshape(self.out_features, self.in_features).to(dtype)
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the numbers that the codes stand for, [N, K] in dtype."""
+        """Returns the numbers [N, K] that the codes stand for, in dtype."""
         return self.codes.to(dtype)
 
     def scales(self) -> torch.Tensor:
-        """Returns the factors of the codes of each row, block by block."""
+        """Returns the factors of each row's codes, one for each block."""
         return self.scale
 
 
 class Float4(ScaledInside):
-    """NVFP4: E2M1 codes, two to a byte, the even one low; scales of e4m3 times what all share."""
+    """A linear in NVFP4: E2M1 codes, two to a byte, the even one low; e4m3 scales times a factor
+    that all share."""
 
     decoded = torch.float32
     factor: torch.Tensor | None
@@ -72,15 +75,17 @@ class Float4(ScaledInside):
 
 
 class Float8(ScaledInside):
-    """Decoded in float32, as torchao does."""
+    """A linear that decodes in float32, as torchao does."""
 
     decoded = torch.float32
 
 
 class Int4(ScaledInside):
-    """codes [N, K / 2], the even one low; scale, zero [N, K / group].
+    """A linear of codes [N, K / 2], the even one low; scale, zero [N, K / group].
 
-    w = (code - 8) * scale + zero, rounded to bfloat16, in which torchao's kernels multiply."""
+    w = (code - 8) * scale + zero, rounded to bfloat16, the dtype in which torchao's kernels
+    multiply.
+    """
 
     zero: torch.Tensor
 
@@ -97,7 +102,7 @@ class Int4(ScaledInside):
 
 
 class Intx(ScaledInside):
-    """Decoded in bfloat16 or the dtype that the subclass stands for, as torchao does."""
+    """A linear that decodes in bfloat16 or in the subclass's own dtype, as torchao does."""
 
     def __init__(self, *arguments: Any, dtype: torch.dtype) -> None:
         super().__init__(*arguments)
@@ -105,7 +110,7 @@ class Intx(ScaledInside):
 
 
 def _int8(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """torchao's Int8Tensor, whose zero points its linear does not read."""
+    """Reads torchao's Int8Tensor, whose linear ignores zero points."""
     if weight.act_quant_kwargs is not None:
         return "its activations are int8, which no fused op takes"
     if weight.block_size[-1] < weight.qdata.shape[-1]:
@@ -116,7 +121,7 @@ def _int8(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
 
 
 def _float8(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """torchao's Float8Tensor."""
+    """Reads torchao's Float8Tensor."""
     if weight.act_quant_kwargs is not None:
         return "its activations are float8, which the fused MLP does not take"
     if weight.block_size[0] not in (1, weight.qdata.shape[0]):
@@ -125,7 +130,7 @@ def _float8(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
 
 
 def _intx(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """torchao's IntxUnpackedToInt8Tensor."""
+    """Reads torchao's IntxUnpackedToInt8Tensor."""
     if weight.activation_quantization is not None:
         return "its activations are quantised"
     zero = weight.zero_point
@@ -133,17 +138,17 @@ def _intx(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
 
 
 def _int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """torchao's Int4Tensor: signed codes; scales and zeros by columns."""
+    """Reads torchao's Int4Tensor: signed codes; scales and zeros by columns."""
     if weight.activation_dtype != torch.bfloat16:
         return "its activations are float8, which no fused op takes with int4"
-    # Bit 3 turned, codes of -8 to 7 count up from 0.
+    # With bit 3 flipped, codes of -8 to 7 become 0 to 15.
     codes = weight.qdata.view(torch.uint8) ^ 0x88
     return _of_groups(weight, bias, codes, weight.scale.t(), weight.zero_point.t())
 
 
 def _tiled_int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """torchao's Int4TilePackedTo4dTensor: words in the order of tensor cores' operands, scales and
-    zeros by columns, all of a weight that is padded (PyTorch, `native/cuda/int4mm.cu`)."""
+    """Reads torchao's Int4TilePackedTo4dTensor: a padded weight, with words in the order of tensor
+    cores' operands, and scales and zeros by columns (PyTorch, `native/cuda/int4mm.cu`)."""
     words = weight.qdata
     if words.dim() != 4 or words.shape[2:] != (32, 4):
         return f"its words are not those of tiles of 8 rows and 128 columns: {[*words.shape]}"
@@ -172,7 +177,7 @@ def _of_groups(
 
 
 def _nvfp4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """torchao's NVFP4Tensor, whose scales are put in order of rows."""
+    """Reads torchao's NVFP4Tensor, and puts its scales in row order."""
     if weight.act_quant_kwargs is not None:
         return "its activations are NVFP4, which no fused op of dense layers takes"
     rows, groups = weight.shape[0], weight.shape[1] // weight.block_size
@@ -188,7 +193,7 @@ def _nvfp4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
 
 
 def _quanto(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """quanto's WeightQBytesTensor."""
+    """Reads quanto's WeightQBytesTensor."""
     if weight.activation_qtype is not None:
         return "its activations are quantised"
     if weight.axis not in (0, None):
@@ -197,20 +202,22 @@ def _quanto(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
 
 
 def _marlin(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """quanto's MarlinF8QBytesTensor: float8 codes, and scales, in the order of a GPU's kernel."""
+    """Reads quanto's MarlinF8QBytesTensor: float8 codes and scales, in the order of a GPU's
+    kernel."""
     if bias is not None:
         return "the library's kernel for it leaves the bias out"
-    plain = weight.weight_qbytes_tensor()  # its own way to files, which have the plain order
+    plain = weight.weight_qbytes_tensor()  # its method for saving, which gives plain order
     return _made(ScaledInside, weight, bias, plain._data, plain._scale)
 
 
-#: A reader of weights of one class: the linear that decodes one, with a bias; or why there is none.
+#: Reads a weight of one class, with a bias: returns the linear that decodes it, or why there is
+#: none.
 _Read = Callable[[Any, torch.Tensor | None], CodedLinear | str]
 
 
 @dataclass(frozen=True)
 class _Class:
-    """read: its reader. once: why a graph does not decode it, but `prepare` does."""
+    """A class of weights. read: its reader. once: why `prepare` decodes it and a graph does not."""
 
     read: _Read
     once: str = ""
@@ -251,9 +258,9 @@ INSTEAD = (
 
 
 def read(kind: type, weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """The linear that decodes a weight in PyTorch, or why there is none.
+    """Returns the linear that decodes a weight in PyTorch, or why there is none.
 
-    kind: the weight's class. weight: what has its attributes.
+    kind: the weight's class. weight: the weight, or an object with its attributes.
     """
     known = _class_of(kind)
     if known is None:
@@ -267,8 +274,8 @@ def read(kind: type, weight: Any, bias: torch.Tensor | None) -> CodedLinear | st
 
 
 def obstacle(weight: torch.Tensor) -> tuple[str, bool]:
-    """(why a graph that has a weight as its input does not decode it, "" where it does; whether
-    `prepare` reads it)."""
+    """Returns (why a graph does not decode a weight that is its input, "" if it does; whether
+    `prepare` reads the weight)."""
     known = _class_of(type(weight))
     with _compat.fake_mode_of(_compat.parts_of(weight)) or nullcontext():
         made = read(type(weight), weight, None)
@@ -282,11 +289,11 @@ def _class_of(kind: type) -> _Class | None:
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """The module that decodes in PyTorch, or why there is none; None for a plain weight."""
+    """Returns a module that decodes in PyTorch, or why there is none; None for a plain weight."""
     weight: Any = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear) or not hasattr(weight, "__tensor_flatten__"):
         return None
     if type(weight).__module__.startswith("torch."):
-        return None  # a DTensor, say
+        return None  # such as a DTensor
     made = read(type(weight), weight, module.bias)
     return f"{made}; {INSTEAD}" if isinstance(made, str) else made

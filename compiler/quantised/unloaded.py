@@ -1,10 +1,10 @@
-"""Modules of codes that are not loaded, made of a checkpoint's configuration alone.
+"""Makes modules of codes that are not loaded from a checkpoint's configuration alone.
 
     model = AutoModelForCausalLM.from_config(config)            # dense, on the meta device
     put_codes(model, config_dict["quantization_config"])        # its linears hold codes now
 
-The modules are those that `prepare` would leave of the loaded checkpoint, on the meta device and
-without the library, but for those of compressed-tensors and torchao, which these libraries lay out.
+The modules are those that `prepare` would make of the loaded checkpoint, on the meta device. They
+need no library, except those of compressed-tensors and torchao, which the libraries lay out.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tilewright.ops.formats.fp8_block import BLOCK
 
 Stated = Mapping[str, Any]
 _E4M3 = torch.float8_e4m3fn
-#: bitsandbytes' own: codes that share a scale, and where activations are outliers.
+#: Constants of bitsandbytes: the codes that share a scale, and the magnitude of outliers.
 _TABLE_BLOCK, _THRESHOLD = 64, 6.0
-#: The columns in a group of GPTQ's and AWQ's codes, where a configuration names no size: the
-#: default of transformers' GPTQConfig and AwqConfig.
+#: The columns in a group of GPTQ's and AWQ's codes if a configuration names no size: the default of
+#: transformers' GPTQConfig and AwqConfig.
 DEFAULT_GROUP_SIZE = 128
 
 
 class BlockLinear(CodedLinear):
-    """weight [N, K] e4m3 and weight_scale_inv by blocks, or one number: what FineGrainedFP8's
-    linear holds. Its product is what `operators` declares of the hub's."""
+    """A linear of FineGrainedFP8: weight [N, K] e4m3, and weight_scale_inv by blocks, or one
+    number. Its product is what `operators` declares for the hub's operator."""
 
     weight: torch.Tensor
     weight_scale_inv: torch.Tensor
@@ -94,11 +94,11 @@ class BlockExperts(CodedExperts):
 
 
 def put_codes(model: nn.Module, stated: Stated) -> None:
-    """Puts modules that hold codes in the place of a dense model's, on the meta device.
+    """Replaces modules of a dense model on the meta device by modules that hold codes.
 
     stated: `quantization_config` of the checkpoint's config.json, or ModelOpt's `quantization`.
 
-    Raises ValueError, with the method, for what a configuration alone does not say.
+    Raises ValueError, with the method, if a configuration alone does not say what is needed.
     """
     method = str(stated.get("quant_method", "modelopt" if "quant_algo" in stated else ""))
     if method not in METHODS:
@@ -112,8 +112,9 @@ def put_codes(model: nn.Module, stated: Stated) -> None:
 
 
 def _share_scales(model: nn.Module) -> None:
-    """Gives the linears of one parent one scale of activations: those that read one activation
-    have equal ones in their checkpoints, which `share_equal_scales` sees there."""
+    """Makes the linears of one parent share a scale of activations. In checkpoints, linears that
+    read one activation have equal scales, which `share_equal_scales` finds; here scales have no
+    values."""
     for parent in model.modules():
         shared: dict[tuple[str, torch.Size], torch.Tensor] = {}
         linears = [one for one in parent.children() if isinstance(one, CodedLinear)]
@@ -247,7 +248,7 @@ def _modelopt(model: Any, stated: Stated) -> None:
 
 
 def _compressed_tensors(model: Any, stated: Stated) -> None:
-    """Has the library lay out its modules, and reads these."""
+    """Lets the library lay out its modules, and reads those."""
     from transformers.quantizers import AutoHfQuantizer
 
     try:
@@ -264,7 +265,7 @@ def _compressed_tensors(model: Any, stated: Stated) -> None:
 
 
 def _torchao(model: Any, stated: Stated) -> None:
-    """Has the library quantise the linears, whose numbers are not there."""
+    """Lets the library quantise the linears, whose weights have no values."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     skips = _skips(model, stated.get("modules_to_not_convert"))
@@ -279,7 +280,7 @@ def _torchao(model: Any, stated: Stated) -> None:
         raise ValueError(f"torchao: {left[0].name}: {left[0].reason}")
 
 
-#: By `quant_method`.
+#: The methods by `quant_method`.
 METHODS: Mapping[str, Callable[[Any, Stated], None]] = {
     "fp8": _finegrained,
     "compressed-tensors": _compressed_tensors,
@@ -304,8 +305,9 @@ def _by_blocks(rows: int, columns: int, block: Any) -> tuple[int, int]:
 
 
 def _skips(model: Any, named: Any, head: bool = False) -> Callable[[str], bool]:
-    """Whether a method leaves a module dense, by its name. named: those that the configuration
-    names; None for transformers' own choice, the head. head: whether that stays dense anyway."""
+    """Returns a test, by a module's name, whether a method leaves it dense. named: the modules that
+    the configuration names; None for transformers' own choice, the head. head: whether the head
+    stays dense anyway."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -317,7 +319,7 @@ def _skips(model: Any, named: Any, head: bool = False) -> Callable[[str], bool]:
 def _put(
     model: nn.Module, skips: Callable[[str], bool], made: Callable[[str, nn.Linear], nn.Module]
 ) -> None:
-    """Replaces the linears of a model, but for those that are skipped."""
+    """Replaces the linears of a model, except those that are skipped."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and not skips(name):
             model.set_submodule(name, made(name, module).train(module.training))
@@ -345,8 +347,8 @@ def _check_four_bits(method: str, stated: Stated) -> None:
 
 
 def _group_size(stated: Stated) -> int:
-    """Returns the number of columns in a group, not positive where a row is one group. A
-    configuration that names no size has transformers' default."""
+    """Returns the number of columns in a group; zero or less if a row is one group. Transformers'
+    default if the configuration names no size."""
     named = [stated[key] for key in ("group_size", "q_group_size") if key in stated]
     return int(named[0]) if named else DEFAULT_GROUP_SIZE
 
@@ -354,8 +356,8 @@ def _group_size(stated: Stated) -> int:
 def _grouped(
     method: str, stated: Stated, linear: nn.Linear, packs_columns: bool
 ) -> SimpleNamespace:
-    """Returns a stand-in for gptqmodel's linear in a dense one's place: words of eight codes along
-    K, or along N. Raises ValueError where the last group or word is not whole."""
+    """Returns a stand-in for gptqmodel's linear in place of a dense one: words of eight codes along
+    K, or along N. Raises ValueError if the last group or the last word is incomplete."""
     rows, columns = linear.weight.shape
     group = _group_size(stated)
     group = columns if group <= 0 else group

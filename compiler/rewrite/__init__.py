@@ -72,10 +72,10 @@ def rewrite_sites(
 ) -> tuple[list[Rewritten], list[tuple[Match, Miss]]]:
     """Rewrites every match of `flow` in `graph`; the matches must not overlap.
 
-    The op's fake implementation runs first. Where it refuses its arguments or fails, the graph
-    stays as it was, and the result is a Miss; `failed` makes the miss of a failure. So does one for
-    whose op a chip has no kernels; target: the chip where no device at hand says it. Raises
-    HalfRewrittenError for a failure after the graph has changed.
+    The op's fake implementation runs first. Where it refuses its arguments or fails, that site
+    stays as it was, and the result has a Miss for it; `failed` makes the miss of a failure. A site
+    on a chip that has no kernels for its op is a Miss, too. target: the chip for sites whose device
+    does not tell it. Raises HalfRewrittenError for a failure after the graph has changed.
     """
     materialiser = Materialiser(graph, flow)
     done: list[Rewritten] = []
@@ -168,8 +168,8 @@ def _moved_and_written(
 ) -> fx.Node | None:
     """A replaced node that is written in place and whose replacement has other strides.
 
-    Strides decide whether `flatten` and `reshape` return views or copies, and so what a write
-    changes.
+    Strides decide whether `flatten` and `reshape` return views or copies, and therefore whether a
+    write changes the original.
     """
     for old, new in replacements:
         one, two = old.meta["example_value"], new.meta["example_value"]
@@ -180,12 +180,14 @@ def _moved_and_written(
 
 
 def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node:
-    """The replacement of a node, copied where the graph can tell that it has other strides."""
+    """The replacement of a node, or a copy of it where the graph could tell its strides from the
+    node's."""
     held, now = (node.meta["example_value"] for node in (old, new))
     if same_steps(held, now) or not strides_matter(old, now, materialiser.flow):
         return new
     if not is_dense(held):
-        # Columns of a wider tensor: what is packed in their order has every view that they have.
+        # Columns of a wider tensor: every view of them is also a view of a copy that is packed in
+        # the order of their dimensions.
         if strides_matter(old, now, materialiser.flow, returned=False):
             raise InexpressibleError(f"{old.name} is read by strides that the op's result has not")
         if is_packed_as(held, now):
@@ -207,7 +209,7 @@ def _device_type(match: Match) -> str:
 
 
 def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | None:
-    """Why a chip has no kernels for one of our ops between two nodes; None where it may have."""
+    """Why a chip has no kernels for one of our ops between two nodes; None if nothing says so."""
     node = before.next
     while node is not last:
         called, node = node, node.next
@@ -221,8 +223,8 @@ def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | No
 
 
 def _no_kernel(op: FusedOp, node: fx.Node, chip: Target | None) -> str:
-    """Why the op has no GPU kernel for a call, so that its reference, which is slower than the
-    graph, would compute it; empty where it has one."""
+    """Why no GPU kernel computes this call of the op; empty where one does. Without a kernel the
+    op's reference would run, which is slower than the graph."""
     choice = op.choose("cuda", arguments_of(op, node), chip)
     if choice.lowering.name != "reference":
         return ""
@@ -230,7 +232,7 @@ def _no_kernel(op: FusedOp, node: fx.Node, chip: Target | None) -> str:
 
 
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
-    """Adds the op's node; arguments go by position up to the first that has its default."""
+    """Adds the op's node. Arguments are positional, up to the first one that has its default."""
     _check_names(op, match)
     given = {name: materialiser.argument(item) for name, item in match.arguments.items()}
     positional: list[Any] = []
@@ -261,7 +263,7 @@ def _check_names(op: FusedOp, match: Match) -> None:
 def _restate(
     result: Result | Parts, node: fx.Node, materialiser: Materialiser
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs of a replaced node and the node that selects the same of the op's output."""
+    """Pairs each replaced node with the node that selects the same part of the op's output."""
     node = _output(result, node, materialiser)
     shape = shape_of(node.meta["example_value"])
     if isinstance(result, Result):
@@ -301,7 +303,7 @@ def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
 
 
 def _redirect(old: fx.Node, new: fx.Node) -> None:
-    """Gives `old`'s users `new` as their input, and moves those that stand before it behind it."""
+    """Makes `old`'s users read `new`, and moves the users that stand before `new` behind it."""
     old.replace_all_uses_with(new)
     front = [new]
     behind = new
@@ -329,8 +331,8 @@ def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]
 
 
 def erase_unused(graph: fx.Graph, flow: Dataflow, candidates: Sequence[fx.Node]) -> None:
-    """Erases those of some nodes that nothing uses and that have no effect, and the nodes that only
-    they used."""
+    """Erases the candidates that have no users and no effect, and then the nodes that only those
+    used."""
     front = list(candidates)
     while front:
         node = front.pop()

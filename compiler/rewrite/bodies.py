@@ -1,10 +1,10 @@
-"""Puts the bodies of wrappers that compute nothing of their own in the place of their calls.
+"""Inlines the bodies of wrappers that compute nothing themselves.
 
     (y,) = tag_activation_checkpoint(body, x, w)      ⇒   y = body(x, w), node by node
 
-`torch.utils.checkpoint` decides what a backward pass keeps, and a nested compile region what is
-compiled once; a forward pass alone computes their bodies. What else holds a graph inside of the
-graph (`torch.cond`, an autograd.Function that records) stays, and a miss says what it hides.
+`torch.utils.checkpoint` decides what a backward pass keeps, and a nested compile region is compiled
+once for all its calls; in a forward pass both only compute their bodies. Other operators that hold
+a graph (`torch.cond`, an autograd.Function that records) stay, and a miss says what they hide.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.modes import GRAD_HINT, Modes
 from tilewright.patterns.language import Miss, Pattern, Stage, find
 
-# Wrappers by name, each with the place of its first operand.
+# The wrappers, and for each the position of its first operand.
 _TRANSPARENT = {"tag_activation_checkpoint": 1, "wrap": 1, "invoke_subgraph": 2}
-# Their patterns read the bodies.
+# Operators whose bodies patterns read themselves.
 _READ = frozenset({"flex_attention", "flex_attention_backward"})
 
 
 def inline_bodies(graph: fx.Graph, modes: Modes) -> int:
-    """Inlines the bodies of such wrappers through which no gradient can flow; returns how many."""
+    """Inlines the bodies of wrappers through which no gradient can flow; returns how many."""
     inlined = 0
     pending = _higher_order(graph.nodes)
     for node in pending:
@@ -48,13 +48,13 @@ def inline_bodies(graph: fx.Graph, modes: Modes) -> int:
 def _higher_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The calls of higher-order operators."""
     nodes = list(nodes)
-    called = {node.target for node in nodes}  # few: asking one of its class is slow
+    called = {node.target for node in nodes}  # few; isinstance is slow on each node
     operators = {one for one in called if isinstance(one, torch._ops.HigherOrderOperator)}
     return [node for node in nodes if node.target in operators] if operators else []
 
 
 def _inlined(call: fx.Node) -> list[fx.Node] | None:
-    """The nodes that took the place of a call; None where it has to stay."""
+    """Returns the nodes that replace a call, or None if the call has to stay."""
     body = _body(call)
     if body is None:
         return None
@@ -70,7 +70,7 @@ def _inlined(call: fx.Node) -> list[fx.Node] | None:
     added: list[fx.Node] = []
     try:
         _copy_nodes(body.graph, call, known, added)
-    except Exception:  # what cannot be run on fake tensors again
+    except Exception:  # a node that cannot run on fake tensors again
         for node in reversed(added):
             call.graph.erase_node(node)
         return None
@@ -87,7 +87,7 @@ def _inlined(call: fx.Node) -> list[fx.Node] | None:
 
 
 def _body(call: fx.Node) -> fx.GraphModule | None:
-    """The body of a wrapper; None where it may do more than its nodes do."""
+    """The body of a wrapper; None if the wrapper may do more than run it."""
     attribute = call.args[0]
     body = attribute_of(attribute) if isinstance(attribute, fx.Node) else attribute
     if not isinstance(body, fx.GraphModule) or "_checkpoint_context_fn" in body.meta:
@@ -98,7 +98,8 @@ def _body(call: fx.Node) -> fx.GraphModule | None:
 def _copy_nodes(
     body: fx.Graph, call: fx.Node, known: dict[fx.Node, Any], added: list[fx.Node]
 ) -> None:
-    """Adds a body's nodes before a call. known: what stands for each of them, filled here."""
+    """Adds a body's nodes before a call. known: maps nodes of the body to their copies or
+    arguments; filled here."""
     graph, owner = call.graph, call.args[0]
     assert isinstance(owner, fx.Node)
     for node in body.nodes:
@@ -116,7 +117,7 @@ def _copy_nodes(
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             made.meta["example_value"] = _compat.made_again(held)
         elif held is not None:
-            # Two calls of one body have memory of their own.
+            # Two calls of one body return different memory.
             made.meta["example_value"] = _compat.run_fake(made)
 
 
@@ -133,7 +134,7 @@ def unseen_in_bodies(graph: fx.Graph, modes: Modes, patterns: Sequence[Pattern])
 
 
 def _matches_in(node: fx.Node, patterns: Sequence[Pattern]) -> Counter[str]:
-    """How often each pattern matches in the bodies that a node is given."""
+    """How often each pattern matches in the graphs that a node takes as arguments."""
     found: Counter[str] = Counter()
     if str(node.target) in _READ:
         return found

@@ -1,9 +1,9 @@
-"""Linears whose weight is a tensor subclass of a quantisation library, as what its codes stand for.
+"""Spells out linears whose weight is a tensor subclass of a quantisation library.
 
     y = linear(x, Int8Tensor)   ⇒   y = linear(x, weight.qdata.to(bfloat16)) * weight.scale
 
-The graph reads the tensors inside of such a weight, and decodes them as a module does that
-`compiler/quantised` puts in a model. Calls of which no pattern took a part run as they were written
+The graph then reads the tensors inside the weight and decodes them, as the modules of
+`compiler/quantised` do. A call stays as it was written if no pattern took a part of it
 (`spelled.py`).
 """
 
@@ -41,7 +41,7 @@ _OPERANDS = ("input", "weight", "bias")
 
 
 class CodedWeights:
-    """The linears of one graph whose weights are read; those of one layout share a trace."""
+    """The linears of one graph whose weights can be read; equal layouts share a trace."""
 
     def __init__(self) -> None:
         self._traces: Traces = {}
@@ -50,7 +50,7 @@ class CodedWeights:
         return target in (F.linear, torch.ops.aten.linear.default)
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """None for a linear of another weight, or of one that is not read."""
+        """Returns None for a linear whose weight is plain, or of a class that is not read."""
         x, weight, bias = (argument(call, at, name) for at, name in enumerate(_OPERANDS))
         if not _is_read(weight) or not call.users:
             return None
@@ -75,7 +75,7 @@ class CodedWeights:
 
 
 def _is_read(weight: Any) -> bool:
-    """Whether a weight is an input of the graph whose class is that of a library's codes."""
+    """Whether a weight is a graph input of a library's class for quantised codes."""
     held = weight.meta.get("example_value") if isinstance(weight, fx.Node) else None
     if held is None or weight.op not in ("placeholder", "get_attr"):
         return False
@@ -83,7 +83,7 @@ def _is_read(weight: Any) -> bool:
 
 
 class _Inside:
-    """A weight's attributes, with other tensors in the place of those inside of it."""
+    """Shows a weight's attributes, with other tensors in place of those inside it."""
 
     def __init__(self, weight: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         self.weight, self.tensors = weight, tensors
@@ -93,9 +93,9 @@ class _Inside:
 
 
 def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Trace:
-    """Traces a linear as a function of x, the tensors inside of its weight, and the bias.
+    """Traces a linear as a function of x, the tensors inside its weight, and the bias.
 
-    Raises UnfitError where the library's own linear does not read the same of them.
+    Raises UnfitError if the library's own linear reads other tensors.
     """
     held = weight.meta["example_value"]
     names, _ = held.__tensor_flatten__()
@@ -126,7 +126,7 @@ def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -
 
 
 def _inputs_read(graph: fx.Graph) -> set[int]:
-    """Which inputs of a trace its result is made of."""
+    """Positions of the inputs of a trace that its result depends on."""
     needed = needed_for(graph, graph.output_node().all_input_nodes)
     inputs = graph.find_nodes(op="placeholder")
     return {at for at, node in enumerate(inputs) if node in needed}

@@ -1,10 +1,11 @@
-"""Meanings of libraries' operators, as their users declare them, and their calls spelled out.
+"""Keeps what users declare that libraries' operators compute, and spells out their calls.
 
     declare("somebodys::op", meaning)
 
-`meaning` is a function in plain PyTorch. While patterns look, every call of the operator is what
-`meaning` computes; a call of which none took a part runs as it was written (`spelled.py`).
-Operators of quantisation libraries are declared by default (`compiler/quantised/operators.py`).
+`meaning` is a function in plain PyTorch. While patterns look, the graph has what `meaning` computes
+in place of each call of the operator; a call stays as it was written if no pattern took a part of
+it (`spelled.py`). Operators of quantisation libraries are declared by default
+(`compiler/quantised/operators.py`).
 """
 
 from __future__ import annotations
@@ -34,31 +35,32 @@ from tilewright.patterns.language import Miss, Stage
 
 Meaning = Callable[..., Any]
 
-#: What is declared, by `namespace::name`, which may hold the wildcards of fnmatch.
+#: The declarations, by `namespace::name`, which may hold the wildcards of fnmatch.
 _DECLARED: dict[str, Meaning] = {}
-# The hub calls the operators of a kernel's build `_<kernel>_<hash>::name`, some with the backend.
+# The hub registers the operators of a kernel's build as `_<kernel>_<hash>::name`, some with the
+# backend before the hash.
 _BUILD = r"_{}(_cuda|_rocm|_xpu)?_[0-9a-z]{{6,}}(_dirty)?"
-# What makes a tensor that holds nothing yet.
+# Functions that allocate a tensor without filling it.
 _ROOMS = frozenset({torch.empty, torch.empty_strided, torch.empty_like})
-# ATen's operators, and ours, are known.
+# Namespaces whose operators cannot be declared: patterns know them.
 _KNOWN = ("aten", "prim", "prims", "tilewright")
 
 
 def declare(op: Any, meaning: Meaning) -> None:
-    """Says what an operator of a library computes, so that patterns see that in its place.
+    """Declares what an operator of a library computes, so that patterns see that in its place.
 
     op: the operator (an `OpOverload`, an `OpOverloadPacket`, or what `torch.library.custom_op`
     returns), or its name `"namespace::name"`, which stands for all its overloads. A name may hold
-    the wildcards of fnmatch. That of a hub's kernel, `"kernel::name"`, stands for all its builds
-    `_kernel_<hash>::name` and `_kernel_<hash>_dirty::name` too. What is declared by its full name
-    comes before what a wildcard names, and what is declared comes before what is declared by
-    default, of operators of quantisation libraries.
-    meaning: a function in plain PyTorch whose parameters have the names of the operator's
-    arguments. It returns what the operator returns, and writes in place what the operator's schema
-    says that it writes. It is traced with fake tensors for every layout of a call.
+    the wildcards of fnmatch. The name of a hub kernel's operator, `"kernel::name"`, stands for all
+    builds `_kernel_<hash>::name` and `_kernel_<hash>_dirty::name` too. A declaration by full name
+    wins over one by a wildcard, and a user's declaration wins over the default ones for operators
+    of quantisation libraries. meaning: a function in plain PyTorch whose parameters have the names
+    of the operator's arguments. It returns what the operator returns, and writes in place the
+    arguments that the operator's schema marks as written. It is traced with fake tensors, once for
+    each layout of a call's arguments.
 
     Raises ValueError for a name without a namespace, an operator of PyTorch, a meaning that does
-    not take the arguments of the operator, and an operator that has been declared otherwise.
+    not take the arguments of the operator, and an operator that already has another declaration.
     """
     name = _name(op)
     if not callable(meaning):
@@ -75,7 +77,7 @@ def declare(op: Any, meaning: Meaning) -> None:
 
 
 def undeclare(op: Any) -> None:
-    """Forgets what was declared of an operator; raises KeyError where nothing was."""
+    """Removes the declaration of an operator; raises KeyError if there is none."""
     del _DECLARED[_name(op)]
 
 
@@ -89,7 +91,7 @@ def _name(op: Any) -> str:
 
 
 def _registered(name: str) -> list[Any]:
-    """The overloads of an operator that torch knows by a name."""
+    """The overloads that torch has registered under a name."""
     namespace, _, rest = name.partition("::")
     called, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), called, None)
@@ -104,7 +106,8 @@ def _described(meaning: Meaning | None) -> str:
 
 
 def _fault_of_names(meaning: Meaning, overload: Any) -> str:
-    """How the parameters of a meaning differ from the arguments of an operator; "" for not."""
+    """How the parameters of a meaning differ from the arguments of an operator; "" if they
+    agree."""
     names = [spec.name for spec in overload._schema.arguments]
     try:
         parameters = inspect.signature(meaning)
@@ -122,8 +125,8 @@ def _fault_of_names(meaning: Meaning, overload: Any) -> str:
 
 
 def _meaning_of(overload: Any) -> Meaning | None:
-    """Returns the declaration of an operator, a user's before the libraries' own: by its name, by
-    that of a hub's kernel, by a wildcard."""
+    """Returns the declaration of an operator, the user's before the libraries' own. The full name
+    comes first, then a hub kernel's name or a wildcard."""
     namespace, _, name = overload._schema.name.partition("::")
     if namespace in _KNOWN:
         return None
@@ -150,9 +153,9 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of a meaning. inputs: the placeholders, one for each input of the call's
-    node. outputs: what it returns, one after the other. copies: the calls that overwrite an input
-    as a whole, which nothing else reads or writes, by the input."""
+    """The trace of a meaning. inputs: the placeholders, one for each node that the call reads.
+    outputs: what the meaning returns, in order. copies: for each input that a `copy_` overwrites as
+    a whole and that nothing else reads or writes, that `copy_`."""
 
     graph: fx.Graph
     inputs: tuple[fx.Node, ...]
@@ -161,7 +164,7 @@ class Trace:
 
 
 class DeclaredCalls:
-    """The calls of declared operators in one graph; calls of one layout share a trace."""
+    """The calls of declared operators in one graph; calls of equal layout share a trace."""
 
     def __init__(self) -> None:
         self._traces: Traces = {}
@@ -171,7 +174,7 @@ class DeclaredCalls:
         return overload is not None and _meaning_of(overload) is not None
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """None for a call that does nothing."""
+        """Returns None for a call that does nothing."""
         results = _results(call)
         if not results and not access_of(call):
             return None
@@ -201,9 +204,9 @@ Traces = dict[Any, Trace | UnfitError]
 
 
 def trace_of(call: fx.Node, known: Traces, make: Callable[[], Trace]) -> Trace:
-    """Returns the trace of a call, which is made once for all calls of one layout.
+    """Returns the trace of a call; calls of equal layout share one.
 
-    known: those made so far. Raises UnfitError, for each of these calls, where `make` raises.
+    known: the traces made so far. Raises UnfitError where `make` raised for a call of this layout.
     """
     key = call_key(call)
     if key not in known:
@@ -226,14 +229,14 @@ def unfit_of(error: Exception) -> UnfitError:
 
 
 def _overload(target: Any) -> Any:
-    """The overload of an operator that is called; None where another thing is."""
+    """The operator overload that a call's target is; None for any other target."""
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, target.overloads()[0])
     return target if isinstance(target, torch._ops.OpOverload) else None
 
 
 def _results(call: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The results of a call that are used: which each is, and its node."""
+    """The used results of a call: (position among its results, node) of each."""
     held = call.meta.get("example_value")
     if isinstance(held, torch.Tensor):
         return [(0, call)] if call.users else []
@@ -246,7 +249,7 @@ def _results(call: fx.Node) -> list[tuple[int, fx.Node]]:
 
 
 def _require_plain(call: fx.Node) -> None:
-    """Raises UnfitError where a call is not of plain tensors, computed as they are."""
+    """Raises UnfitError unless a call has only plain, dense tensors and runs without autocast."""
     tensors = _compat.tensors_of(call, *call.all_input_nodes)
     if not given(call):
         raise UnfitError("and is given no tensor")
@@ -279,8 +282,8 @@ def _meaning_traced(call: fx.Node) -> Trace:
 
 
 def traced(compute: Callable[..., Any], held: Sequence[Any]) -> Trace:
-    """The ATen calls that `compute(*held)` makes; raises UnfitError where they cannot be a part of
-    the graph."""
+    """Returns the ATen calls that `compute(*held)` makes; raises UnfitError where they cannot
+    become a part of the graph."""
     graph = _compat.aten_graph(compute, held, pre_dispatch=True)
     _restore_literals(graph)
     for node in graph.nodes:
@@ -303,7 +306,7 @@ def _copies(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _restore_literals(graph: fx.Graph) -> None:
-    """Makes calls of `torch.tensor` of numbers what they were: the trace holds their results."""
+    """Restores calls of `torch.tensor` on numbers: the trace has only their results."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
         held: Any = node.args[0]
         if held.op != "get_attr":
@@ -318,7 +321,7 @@ def _restore_literals(graph: fx.Graph) -> None:
 
 
 def _obstacle(node: fx.Node) -> str:
-    """Why a node of a trace cannot be a part of the graph; "" where it can."""
+    """Why a node of a trace cannot become a part of the graph; "" where it can."""
     if node.op == "get_attr":
         return "which reads a tensor that the operator is not given"
     if node.op != "call_function":
@@ -350,8 +353,8 @@ def _laid_out(held: Any) -> str:
 
 
 def _rooms(call: fx.Node, trace: Trace) -> dict[fx.Node, fx.Node]:
-    """Tensors that the graph makes for the call alone to write as a whole, by the input of the
-    trace: what comes behind may as well read a new one."""
+    """Tensors that the graph allocates only for this call to fill, by the input of the trace. Nodes
+    behind the call may read a new tensor instead."""
     given = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
     return {taken: given[taken] for taken in trace.copies if _is_room(given[taken], call)}
 
@@ -369,9 +372,10 @@ def copied(
     rooms: Collection[fx.Node],
     write: Writer,
 ) -> dict[fx.Node, Any]:
-    """Adds the nodes of a trace that the used outputs, and what it writes, are made of.
+    """Adds the nodes of a trace that its writes and the used outputs need.
 
-    sources: what stands for the inputs of the trace. rooms: inputs whose copies are left out.
+    sources: the graph's nodes for the inputs of the trace, in order. rooms: inputs whose copies are
+    left out.
     """
     known: dict[fx.Node, Any] = dict(zip(trace.inputs, sources, strict=True))
     needed = needed_for(trace.graph, used, {trace.copies[room] for room in rooms})
@@ -384,7 +388,7 @@ def copied(
 def needed_for(
     graph: fx.Graph, used: Sequence[fx.Node], left_out: Collection[fx.Node] = ()
 ) -> set[fx.Node]:
-    """The nodes of a trace that some of its nodes, and what it writes, are made of."""
+    """The nodes of a trace that its writes, and the nodes `used`, are computed from."""
     needed = set(used)
     for node in reversed(graph.nodes):
         if node not in left_out and (node in needed or _writes(node)):
@@ -419,8 +423,8 @@ def _require_same_writes(
 
 
 def end_of(made: fx.Node, result: fx.Node, others: Sequence[fx.Node], write: Writer) -> fx.Node:
-    """The node that stands for a result: it has its strides, and shares memory with the call's
-    inputs and the other results as that does."""
+    """Returns the node to read in place of a result. Like the result it has the operator's strides,
+    and shares memory with the call's inputs and other results exactly where the operator's does."""
     held, wanted = made.meta["example_value"], result.meta["example_value"]
     taken = set(_compat.storages_of(*others))
     if not taken.isdisjoint(_compat.storage_keys(wanted)):

@@ -1,6 +1,9 @@
-"""Takes a dropout that is off out of the graph: it returns the very tensor that it is given, and a
-change in place of its result would look like one of a tensor that has other names. Its fake result
-has memory of its own, though: what lies there is computed again, on the memory it really has."""
+"""Removes dropouts that are off.
+
+Such a dropout returns its input itself. A write to its result is therefore a write to a tensor that
+has other names. Its fake result, though, claims memory of its own: nodes whose fake tensors lie in
+that memory are run again, on the memory that they really have.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def _dropouts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _move(graph: fx.Graph, gone: set[int]) -> None:
-    """Gives the nodes whose tensors lie in storages that are gone the tensors they really have."""
+    """Runs nodes again whose fake tensors lie in storages that are gone."""
     for node in graph.nodes:
         if node.op != "placeholder" and not gone.isdisjoint(_compat.storages_of(node)):
             node.meta["example_value"] = _compat.run_fake(node)

@@ -1,9 +1,9 @@
-"""Calls on DTensors as calls on the tensors inside of them.
+"""Replaces calls on DTensors by calls on their local tensors.
 
-`parallelize_module` wraps the input of a linear in a DTensor, multiplies it with a weight that is
-one, and unwraps the result. A linear that is cut along its columns gives a DTensor of partial sums,
-and placing that anew on all ranks is an all-reduce of what each rank has. Where nothing else is
-done to such a DTensor, the graph can say so.
+`parallelize_module` wraps the input of a linear in a DTensor, multiplies it by a weight that is a
+DTensor, and unwraps the result. A linear that is sharded by its input columns gives partial sums,
+and redistributing them as a replicated tensor is an all-reduce of the ranks' local tensors. Where
+such a DTensor has no other use, the graph can call that all-reduce directly.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PLACED_ANEW = ("redistribute", "full_tensor")
 
 
 def make_dtensors_plain(graph: fx.Graph) -> None:
-    """Replaces sums over ranks, and linears, of DTensors that are unwrapped behind them by those of
-    their local tensors."""
+    """Replaces linears and sums over ranks whose DTensor results are only unwrapped by the same
+    calls on local tensors."""
     for node in calls_of(graph, _PLACED_ANEW):
         if (group := _summed_by(node)) is not None:
             _sum_locally(node, group)
@@ -43,7 +43,7 @@ def _inside(node: fx.Node) -> torch.Tensor:
 
 
 def _new(like: fx.Node, held: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Adds a call before `like`, with its module and source line, that gives `held`."""
+    """Adds a call that gives `held` before `like`, with the module and source line of `like`."""
     kind = "call_method" if isinstance(target, str) else "call_function"
     with like.graph.inserting_before(like):
         made = like.graph.create_node(kind, target, args, kwargs)
@@ -55,7 +55,8 @@ def _new(like: fx.Node, held: Any, target: Any, *args: Any, **kwargs: Any) -> fx
 
 
 def _summed_by(node: fx.Node) -> str | None:
-    """The group that sums a DTensor of one dimension of ranks, and gets the whole; else None."""
+    """The group over which a node sums a DTensor and replicates the sum; None for other nodes and
+    for meshes of more than one dimension."""
     source = node.args[0] if node.args else None
     held = source.meta.get("example_value") if isinstance(source, fx.Node) else None
     placements: tuple[Any, ...] = getattr(held, "placements", ())
@@ -63,7 +64,7 @@ def _summed_by(node: fx.Node) -> str | None:
         return None
     from torch.distributed.tensor import Partial
 
-    # Subclasses, of lookups in a part of a table, do more than to sum.
+    # A subclass of Partial, such as that of a sharded embedding, does more than sum.
     if type(placements[0]) is not Partial or placements[0].reduce_op != "sum":
         return None
     made = node.meta.get("example_value")
@@ -99,7 +100,8 @@ def _gives_what_is_inside(node: fx.Node) -> bool:
 
 
 def _multiply_locally(node: fx.Node) -> None:
-    """Where a rank's part of the result is the same product of its own parts."""
+    """Replaces a linear by one of local tensors, where that gives the local tensor of its
+    result."""
     behind = _unwrapping(node)
     if not behind or not all(map(_is_dtensor, node.all_input_nodes)) or not _is_local(node):
         return
@@ -118,10 +120,10 @@ def _multiply_locally(node: fx.Node) -> None:
 
 
 def _unwrapping(node: fx.Node) -> list[fx.Node]:
-    """All that is done to a DTensor until plain tensors are left, in program order, where that is
-    nothing but to take what is inside; empty where it is more, or the graph returns it."""
+    """A node and all that reads its DTensor until plain tensors are left, in program order. Empty
+    if any of them does more than unwrap, or the graph returns the DTensor."""
     found = [node]
-    for wrapper in found:  # grows meanwhile
+    for wrapper in found:  # grows in the loop
         if _is_dtensor(wrapper):
             if not all(_holds(user, wrapper) for user in wrapper.users):
                 return []
@@ -130,7 +132,7 @@ def _unwrapping(node: fx.Node) -> list[fx.Node]:
 
 
 def _holds(user: fx.Node, source: fx.Node) -> bool:
-    """Whether a node writes nothing and gives the very tensor inside of what it is given."""
+    """Whether a node writes nothing and returns the local tensor of `source` itself."""
     one, other = user.meta.get("example_value"), source.meta.get("example_value")
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
@@ -138,7 +140,8 @@ def _holds(user: fx.Node, source: fx.Node) -> bool:
 
 
 def _plain_source(node: fx.Node) -> fx.Node | None:
-    """The plain tensor that `DTensor.from_local` wraps, without a check by the other ranks."""
+    """The plain tensor that `DTensor.from_local` wraps, if it does so without a check over
+    ranks."""
     if name_of(node) != "from_local" or argument(node, 3, "run_check", False):
         return None
     source = argument(node, 0, "local_tensor")
@@ -147,8 +150,8 @@ def _plain_source(node: fx.Node) -> fx.Node | None:
 
 
 def _is_local(node: fx.Node) -> bool:
-    """Whether a call on DTensors makes of their local tensors what it makes of plain ones: both
-    are traced, and ATen is called alike."""
+    """Whether a call on DTensors does to their local tensors exactly what it does to plain tensors.
+    Both are traced, and their ATen calls compared."""
     sources = node.all_input_nodes
     wrapped = [source.meta["example_value"] for source in sources]
     if any(len(_compat.parts_of(tensor)) != 1 for tensor in wrapped):
@@ -164,13 +167,13 @@ def _is_local(node: fx.Node) -> bool:
 
     try:
         one, other = (_compat.aten_graph(f, inside, pre_dispatch=False) for f in (sharded, plain))
-    except Exception:  # what cannot be traced stays as it is
+    except Exception:  # a call that cannot be traced stays
         return False
     return _calls(one) == _calls(other)
 
 
 def _calls(graph: fx.Graph) -> list[Any]:
-    """A graph's nodes by what they call on which earlier nodes."""
+    """A graph's nodes, each as its target and the positions of the nodes that it reads."""
     at: Mapping[fx.Node, Any] = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     return [
         (node.op, str(node.target), repr(with_inputs(node, at)))

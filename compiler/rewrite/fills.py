@@ -1,6 +1,8 @@
-"""Turns `zeros_like(y)` and `y.new_zeros(sizes)` into `zeros(sizes)` where `y` is computed in the
-graph: they read the shape or dtype of `y` and no element, and would keep `y` where a pattern takes
-its place, or look as though they were computed from it."""
+"""Turns `zeros_like(y)` and `y.new_zeros(sizes)` into `zeros(sizes)` where the graph computes `y`.
+
+They read the shape or the dtype of `y`, and no element. Left as they are, they would keep `y` alive
+where a pattern replaces it, and look as though they were computed from `y`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _PLAIN: dict[Any, Any] = {
     torch.ops.aten.zeros_like.default: torch.zeros,
     torch.ops.aten.ones_like.default: torch.ones,
 }
-# Methods of a tensor that gives its dtype and device alone: sizes are arguments.
+# Methods that take only dtype and device from their tensor: their sizes are arguments.
 _NEW: dict[Any, Any] = {
     "new_zeros": torch.zeros,
     "new_ones": torch.ones,
@@ -29,8 +31,7 @@ _NEW: dict[Any, Any] = {
 
 
 def make_fills_plain(graph: fx.Graph) -> int:
-    """Gives such tensors sizes of their own, where these are numbers or inputs of the graph;
-    returns how many there were."""
+    """Replaces such fills whose sizes are numbers or inputs of the graph; returns how many."""
     made = sum(_make_new(node) for node in graph.nodes if node.target in _NEW)
     likes = [node for node in graph.nodes if node.target in _PLAIN]
     if not likes:
@@ -44,14 +45,14 @@ def make_fills_plain(graph: fx.Graph) -> int:
 
 
 def _fills(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The tensor that a fill is like, computed in the graph, and what it makes; None where one of
-    them is no plain tensor."""
+    """(the tensor that a fill takes its shape or dtype from, the tensor that it makes); None if the
+    graph does not compute the first, or it is no plain tensor."""
     base = node.args[0] if node.args else None
     if not isinstance(base, fx.Node) or base.op == "placeholder":
         return None
     held: Any = base.meta.get("example_value")
     made = node.meta.get("example_value")
-    # Inside of vmap a tensor like another is one of each entry.
+    # Inside vmap, `zeros_like` gives a batched tensor with one tensor for each entry.
     if not _compat.is_plain(held) or not isinstance(made, torch.Tensor):
         return None
     return held, made
@@ -71,7 +72,7 @@ def _make_new(node: fx.Node) -> bool:
 
 
 def _said(node: fx.Node) -> dict[str, Any]:
-    """The keywords of a call that ask for something, as export spells `pin_memory=False`, too."""
+    """The keywords of a call that are not None or False: export writes out `pin_memory=False`."""
     return {name: given for name, given in node.kwargs.items() if given not in (None, False)}
 
 

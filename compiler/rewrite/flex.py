@@ -3,9 +3,10 @@
     flex_attention(q, k, v, score_mod)
         ⇒   softmax(score_mod(scale * q @ k^T, b, h, i, j)) @ v
 
-score_mod is written for one element: here it gets the indices of all elements at once, as
-[B, 1, 1, 1], [1, H, 1, 1], [1, 1, S, 1] and [1, 1, 1, K]. A call with a block mask is left to
-Inductor's kernel: the mask's lists of blocks are data, which may hide more than its mask_mod does.
+score_mod is written for one element. Here it is applied to all elements at once, with indices of
+shapes [B, 1, 1, 1], [1, H, 1, 1], [1, 1, S, 1] and [1, 1, 1, K]. A call with a block mask is left
+to Inductor's kernel: the mask's lists of blocks are data, which may hide more than its mask_mod
+does.
 
 Dimension letters: B sequences, H query heads, S queries, K keys.
 """
@@ -27,23 +28,23 @@ from tilewright.compiler.rewrite.spelled import SpelledOut, stand_in
 from tilewright.compiler.rewrite.writer import Writer
 from tilewright.patterns.attention.flex import SPELLED, UNREAD
 
-# What computes each element from the same element of its operands.
+# Operations that compute each element from the same element of their operands.
 _ELEMENTWISE = {
     "add", "sub", "mul", "div", "neg", "abs", "floor_divide", "remainder", "minimum", "maximum",
     "clamp", "where", "tanh", "exp", "exp2", "log", "pow", "sqrt", "eq", "ne", "lt", "le", "gt",
     "ge", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not",
     "to", "int", "long", "bool", "float",
 }  # fmt: skip
-#: The block size of a block mask that has one block: nothing is left out.
+#: The block size of a block mask with a single block, which leaves nothing out.
 _NO_BLOCKS = 1 << 30
 
 
 class _Unreadable(Exception):
-    """A call, or a function that it is given, that cannot be spelled out; says why."""
+    """Says why a call, or a function that it takes, cannot be spelled out."""
 
 
 class FlexAttention:
-    """Calls of `flex_attention`; one that cannot be spelled out has the reason in its meta."""
+    """Calls of `flex_attention`. The meta of a call that cannot be spelled out has the reason."""
 
     def takes(self, target: Any) -> bool:
         return target is torch.ops.higher_order.flex_attention
@@ -61,7 +62,8 @@ class FlexAttention:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call's arguments. score_mod: with the tensors that it reads besides the indices."""
+    """A call's arguments. score_mod: the function's graph, and the tensors that it reads besides
+    the indices."""
 
     q: fx.Node
     k: fx.Node
@@ -84,7 +86,7 @@ def _call_of(node: fx.Node) -> _Call:
 
 
 def _first_result(node: fx.Node) -> fx.Node:
-    """The node of the result; its sums are not to be used."""
+    """The node of a call's first result; raises _Unreadable if its log-sum-exp is used."""
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(parts) != len(node.users) or set(parts) != {0}:
         raise _Unreadable("its log-sum-exp, or its largest score, is used")
@@ -108,7 +110,7 @@ def _spelled_out(node: fx.Node, write: Writer) -> SpelledOut:
 
 
 def _for_each_head(write: Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
-    """k or v [1 or B, Hkv, K, D] as [B, H, K, D]."""
+    """Returns k or v [1 or B, Hkv, K, D] as [B, H, K, D]."""
     heads, own = (n.meta["example_value"].shape[1] for n in (q, tensor))
     if not (isinstance(heads, int) and isinstance(own, int) and heads % own == 0):
         raise _Unreadable(f"{heads} query and {own} key heads")
@@ -120,7 +122,7 @@ def _for_each_head(write: Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
 
 
 def _indices(write: Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
-    """b, h, i and j, each along its own dimension of four."""
+    """Indices b, h, i and j, each a tensor of four dimensions that extends along its own."""
     found = []
     for dim, of in enumerate((q, q, q, k)):
         place = 2 if of is k else dim
@@ -144,7 +146,8 @@ def _hides_nothing(body: fx.Graph) -> bool:
 def _applied(
     write: Writer, body: fx.Graph, captured: Sequence[Any], elements: Sequence[fx.Node]
 ) -> fx.Node:
-    """Applies a function to all elements. captured: the tensors and numbers that it reads."""
+    """Applies a function to all elements. captured: the tensors and numbers that it reads
+    besides."""
     taken = iter((*elements, *captured))
     known: dict[fx.Node, Any] = {n: next(taken) for n in body.find_nodes(op="placeholder")}
     tables = {n for n in known if known[n] in captured and is_tensor_node(known[n])}
@@ -158,7 +161,7 @@ def _applied(
             places = tuple(known[i] if isinstance(i, fx.Node) else i for i in at)
             known[node] = write.call(operator.getitem, known[table], places)
         elif (held := _rank_of(node)) is not None and held > 0:
-            continue  # a row of a table, of which one element is taken later
+            continue  # a row of a table, whose element is read later
         elif name_of(node) not in _ELEMENTWISE:
             raise _Unreadable(f"its function calls {name_of(node)}")
         else:
@@ -171,7 +174,7 @@ def _applied(
 
 
 def _wide(write: Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """An operand with the four dimensions that dtypes of results are decided by."""
+    """An operand with all four dimensions, so that type promotion is that of the scores."""
     item = known[node]
     if not is_tensor_node(item) or item.meta["example_value"].dim() == 4:
         return item
@@ -181,7 +184,7 @@ def _wide(write: Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
 
 def _looked_up(node: fx.Node, tables: set[fx.Node]) -> tuple[fx.Node, list[Any]] | None:
-    """(table, an index for each of its dimensions) of `table[i][j]` and `table[i, j]`."""
+    """Returns (table, an index for each of its dimensions) for `table[i][j]` and `table[i, j]`."""
     at: list[Any] = []
     held = node
     while held not in tables:
@@ -194,6 +197,6 @@ def _looked_up(node: fx.Node, tables: set[fx.Node]) -> tuple[fx.Node, list[Any]]
 
 
 def _rank_of(node: fx.Node) -> int | None:
-    """How many dimensions a body's tensor has; None where it is none."""
+    """How many dimensions a node's tensor has; None if it has no tensor."""
     held = node.meta.get("example_value")
     return held.dim() if isinstance(held, torch.Tensor) else None

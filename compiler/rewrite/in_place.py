@@ -1,10 +1,10 @@
-"""Turns changes in place into the same arithmetic out of place, where no one can tell.
+"""Turns changes in place into the same arithmetic out of place, where the graph cannot tell.
 
 `q.mul_(s)`, `q *= s`, `scores.masked_fill_(mask, -inf)`, `F.relu(x, inplace=True)`, `q[:] = other`,
-`out.index_add_(0, rows, y)`, `out.index_put_((rows,), y)`: where the graph itself made the memory,
-and nothing that overlaps what is written is read by another name afterwards, readers behind the
-write read its result, which may as well be a new tensor. Views count by what they cover: one part
-of a split is changed and the others are read on. Patterns then see one spelling.
+`out.index_add_(0, rows, y)`, `out.index_put_((rows,), y)`: such a call becomes one that returns a
+new tensor if the graph allocated the memory, and if afterwards no other view of what was written is
+read. Readers behind the write then read the new tensor. A view counts only where it overlaps the
+write: one part of a split may change while the others are read on. Patterns then see one spelling.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _OPERATORS: dict[Any, Any] = {
     operator.itruediv: operator.truediv,
 }
 _OPERATOR_NAMES = {function.__name__ for function in (*_OPERATORS, operator.setitem)}
-#: Functions with an argument `inplace` that go element by element.
+#: Elementwise functions with an argument `inplace`.
 _ACTIVATIONS = frozenset(
     {"relu", "relu6", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "hardtanh",
      "hardswish", "hardsigmoid"}
 )  # fmt: skip
-# Changes of some rows copy the others, out of place, so what they change has to be one of these:
-# memory that is filled so as a whole, and not a cache.
+# Out of place, a change of some rows copies the other rows. It is rewritten only in memory that one
+# of these fills with zeros, and never in a cache.
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 _ROWS_ADDED = dict.fromkeys(
@@ -54,14 +54,14 @@ _ROWS_ADDED = dict.fromkeys(
     _ZEROS | _PRODUCTS | {"add", "mul", "clone", "index_add", "scatter_add"},
 )
 _ROWS_PUT = _ZEROS | {"index_put"}
-#: A memory with more names than these is left alone.
+#: The most nodes that may have a tensor in a storage; a storage with more is left alone.
 _MAX_NAMES = 64
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that gives, as a new tensor, what a call in place leaves behind. target: a function,
-    or the name of a method."""
+    """A call that returns, as a new tensor, the value that a call in place leaves in memory.
+    target: a function, or the name of a method."""
 
     target: Any
     args: tuple[Any, ...]
@@ -73,7 +73,7 @@ class _Call:
 
 
 def make_arithmetic_new(graph: fx.Graph) -> int:
-    """Makes such changes of `graph` return new tensors; returns how many there were."""
+    """Replaces such calls of `graph` by calls out of place; returns how many there were."""
     writing = {called for called in {node.target for node in graph.nodes} if _may_write(called)}
     if not any(node.target in writing and _out_of_place(node) for node in graph.nodes):
         return 0
@@ -85,12 +85,12 @@ def make_arithmetic_new(graph: fx.Graph) -> int:
 
 
 def _out_of_place(node: fx.Node) -> _Call | None:
-    """The call out of place that the call of a node that may write equals; None for any other."""
+    """The equivalent call out of place of a node that writes in place; None for any other node."""
     if not _is_call(node):
         return None
     base = node.args[0] if node.args else None
     if not is_tensor_node(base) or not _is_call(base):
-        return None  # an input's change is seen outside
+        return None  # callers see a change of an input
     target, name = node.target, name_of(node)
     if target is operator.setitem:
         return _assigned(node)
@@ -112,7 +112,7 @@ def _is_call(node: Any) -> bool:
 
 
 def _may_write(target: Any) -> bool:
-    """Whether a target may be one of these changes, by its name alone: most are not."""
+    """Whether a target may be one of these changes, judged by its name: a quick test, for speed."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     base, _, _ = name.partition(".")  # an overload's name follows
     return base.endswith("_") or base in _ACTIVATIONS or base in _OPERATOR_NAMES
@@ -145,7 +145,7 @@ def _copied(source: Any) -> _Call | None:
 
 
 def _assigned(node: fx.Node) -> _Call | None:
-    """The new tensor of `x[:] = y`, of `x[mask] = number` and of `x[rows] = y`."""
+    """The call that makes the new tensor of `x[:] = y`, `x[mask] = number` or `x[rows] = y`."""
     base, index, value = node.args
     items = index if isinstance(index, tuple) else (index,)
     sizes = base.meta["example_value"].shape  # type: ignore[union-attr]
@@ -160,7 +160,7 @@ def _assigned(node: fx.Node) -> _Call | None:
 
 
 def _is_whole(items: tuple[Any, ...], sizes: Any) -> bool:
-    """Whether indices take all of a tensor, in its order: `...`, `:`, and `:n` of n."""
+    """Whether indices select a whole tensor in its order: `...`, `:`, or `:n` of a size n."""
     at = next((number for number, item in enumerate(items) if item is ...), len(items))
     front, back = items[:at], items[at + 1 :]
     pairs = [*zip(front, sizes, strict=False), *zip(back[::-1], sizes[::-1], strict=False)]
@@ -175,21 +175,21 @@ def _takes_all(part: slice, size: Any) -> bool:
 
 
 def _put(base: Any, indices: Any, value: Any) -> _Call | None:
-    """The new tensor of rows that are put into zeros: of `x.index_put_((rows,), y)`."""
+    """The call that puts rows into zeros, for `x.index_put_((rows,), y)`."""
     if len(indices) != 1 or not is_tensor_node(indices[0]) or not is_tensor_node(value):
         return None
     at, held, put = (n.meta["example_value"] for n in (indices[0], base, value))
     if at.dtype != torch.int64 or at.dim() != 1:
         return None
-    # Assignment takes leading dimensions of one off, which are too many for index_put.
+    # Assignment drops leading dimensions of size one from the value; index_put refuses them.
     fits = put.dtype == held.dtype and put.dim() <= held.dim()
     call = _Call(torch.index_put, (base, tuple(indices), value))
     return call if fits and _is_made_by(base, _ROWS_PUT) else None
 
 
 def _holds(held: torch.Tensor, value: Any) -> bool:
-    """Whether a tensor's dtype has a number, or infinity in its place: `masked_fill` raises for
-    what overflows, and assignment does not."""
+    """Whether a number is finite in a tensor's floating-point dtype, or is infinity itself. For a
+    number that overflows, `masked_fill` raises and assignment does not."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     if not held.is_floating_point():
@@ -201,7 +201,8 @@ def _holds(held: torch.Tensor, value: Any) -> bool:
 
 
 class _Written:
-    """Takes all memory for written, as :func:`strides_matter` asks it of a view."""
+    """Says that every storage is written: the `Writes` to give :func:`strides_matter` for a check
+    without a Dataflow."""
 
     def writes_on(self, storage: int) -> Iterator[bool]:
         yield True
@@ -211,11 +212,12 @@ class _Written:
 class _Rewriter:
     """Goes through a graph in program order.
 
-    writing: what may be called in place. names: the nodes so far with a tensor in each storage.
-    last: where a node is read last. result: what later nodes read in a node's place; former: the
-    nodes whose place one has taken. moved: nodes whose tensors lie elsewhere since what they come
-    from is new, and where they lay; stepped: those with other strides, too. kept: the tensors that
-    nodes had, so that no new storage gets the key of an old one.
+    writing: the targets that may write in place. names: for each storage, the nodes so far with a
+    tensor in it. last: for each node, the position of its last reader. result: for each node that
+    was made new, the node to read instead; former: the inverse. moved: for each node whose tensors
+    now lie in other storages, because its input is new, the former storages; stepped: the moved
+    nodes whose strides changed too. kept: the former tensors of nodes, held so that no new storage
+    gets the key of an old one.
     """
 
     graph: fx.Graph
@@ -232,7 +234,8 @@ class _Rewriter:
 
     def __post_init__(self) -> None:
         modes = modes_of(self.graph, torch.is_grad_enabled())
-        # A change under no_grad keeps what autograd has recorded, and a new tensor has none of it.
+        # A change under no_grad keeps the autograd history of the tensor, and a new tensor has
+        # none.
         self.recorded = modes.recorded | modes.differentiated
         for at, node in enumerate(self.graph.nodes):
             self.position[node] = at
@@ -241,13 +244,13 @@ class _Rewriter:
                 self.shared.update((*_compat.storage_keys(tensor), *_compat.storages_of(node)))
 
     def visit(self, node: fx.Node) -> bool:
-        """Follows what moved before a node, and makes it new where it can be."""
+        """Updates a node whose inputs moved, and makes it new where that is possible."""
         if self.result:
             for source in node.all_input_nodes:
                 if source in self.result:
                     node.replace_input_with(source, self._result_of(source))
             self._follow(node)
-        # Not before: what it reads may be new by now.
+        # Here, not earlier: the node's inputs may have been made new just now.
         call = _out_of_place(node) if node.target in self.writing else None
         done = call is not None and self._make_new(node, call)
         for storage in dict.fromkeys(_compat.storages_of(node)):
@@ -258,7 +261,7 @@ class _Rewriter:
         newest = node
         while newest in self.result:
             newest = self.result[newest]
-        while node is not newest:  # the next search is short
+        while node is not newest:  # shortens the next search
             self.result[node], node = newest, self.result[node]
         return newest
 
@@ -294,7 +297,7 @@ class _Rewriter:
         if made is None:
             old.put_into(node)
             return False
-        # Views behind it have lain where the first of its former places did.
+        # Views of it that come later lay in the storage of the first node that it replaces.
         self.moved[node] = self.moved.get(base, set()) | set(_compat.storages_of(base))
         if base in self.stepped or not same_steps(made, base.meta["example_value"]):
             self.stepped.add(node)
@@ -306,8 +309,8 @@ class _Rewriter:
         return True
 
     def _computed(self, node: fx.Node, base: fx.Node) -> torch.Tensor | None:
-        """Returns the result of a call out of place on fake tensors; None where it differs from
-        what the call in place leaves behind."""
+        """Returns the result of a call out of place on fake tensors; None if it differs from the
+        tensor that the call in place leaves."""
         held = base.meta["example_value"]
         try:
             made = _compat.run_fake(node)
@@ -322,7 +325,8 @@ class _Rewriter:
         return made if same_steps(made, held) or self._may_be_packed(node, base, made) else None
 
     def _may_be_packed(self, node: fx.Node, base: fx.Node, made: torch.Tensor) -> bool:
-        """Whether what reads a node, or its base behind it, can do so by other strides."""
+        """Whether the readers of a node, and later readers of its base, work with the strides of
+        `made`."""
         for name in self.former.get(base, ()):
             name.replace_all_uses_with(base, lambda user: node < user)
         if strides_matter(node, made, _Written()):
@@ -333,8 +337,8 @@ class _Rewriter:
         return not matter
 
     def _is_private(self, base: fx.Node, node: fx.Node) -> bool:
-        """Whether the graph made a tensor's memory, and no other name for what overlaps it is read
-        behind a node."""
+        """Whether the graph allocated a tensor's memory and, behind `node`, reads no other tensor
+        that overlaps it."""
         held = base.meta["example_value"]
         if not _is_plain(held) or _meets_itself(held) or not self.recorded.isdisjoint((base, node)):
             return False
@@ -354,7 +358,8 @@ class _Rewriter:
         )
 
     def _read_behind(self, name: fx.Node, node: fx.Node) -> list[torch.Tensor]:
-        """The tensors of a name that may be read behind a node: of several, those taken there."""
+        """The tensors of `name` that may be read behind a node. If `name` has several, only those
+        that are taken from it there."""
         behind = [user for user in name.users if node < user]
         several = not isinstance(name.meta["example_value"], torch.Tensor)
         if several and all(user.target is operator.getitem for user in behind):
@@ -363,14 +368,15 @@ class _Rewriter:
 
 
 def _is_dense(node: fx.Node) -> bool:
-    """Whether a node that shares no memory has a dense result, whatever strides it reads."""
+    """Whether a node that shares no memory has a dense result, whatever the strides of its
+    inputs."""
     return isinstance(node.target, torch._ops.HigherOrderOperator) or bool(unbacked(node))
 
 
 def _makes_memory(node: fx.Node) -> bool:
-    """Whether the tensors of a node are in memory of the graph's own, as far as fake tensors tell:
-    an opaque Python function may keep what it returns, and tensors without storage share theirs
-    unseen."""
+    """Whether the tensors of a node lie in memory that the graph allocated, as far as fake tensors
+    show it. An opaque Python function may keep what it returns, and fake tensors without storage
+    may share memory unseen."""
     if not _is_call(node) or name_of(node).startswith("python::"):
         return False
     return all(map(_compat.storage_keys, _compat.tensors_of(*node.all_input_nodes)))
@@ -381,7 +387,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _meets_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor may lie in one place."""
+    """Whether two elements of a tensor may lie at the same address."""
     reach: Any = 0
     for stride, size in sorted(_axes(tensor), key=_compat.hints_of):
         if not proven(stride > reach):
@@ -391,7 +397,7 @@ def _meets_itself(tensor: torch.Tensor) -> bool:
 
 
 def _axes(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
-    """The stride and the size of each axis that may have more than one element."""
+    """(stride, size) of each axis that may have more than one element."""
     axes = zip(tensor.stride(), tensor.shape, strict=True)
     return [(stride, size) for stride, size in axes if not proven(size == 1)]
 
@@ -400,7 +406,8 @@ def _lies_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors on one storage certainly share no element."""
     if not _is_plain(one) or not _is_plain(other) or one.element_size() != other.element_size():
         return False
-    # Sequences of a batch may lie a symbolic number of elements apart: those of one lie within it.
+    # Sequences of a batch may lie a symbolic stride apart; the elements of one sequence lie within
+    # it.
     far = [[stride for stride, _ in _axes(t) if not isinstance(stride, int)] for t in (one, other)]
     near = [[axis for axis in _axes(t) if isinstance(axis[0], int)] for t in (one, other)]
     starts = [t.storage_offset() for t in (one, other)]

@@ -1,8 +1,9 @@
-"""Rows of a product that alone are read, taken before it: `linear(x)[:, -1]` is `linear(x[:, -1])`.
+"""Selects rows before a product where only those rows are read: `linear(x)[:, -1]` becomes
+`linear(x[:, -1])`.
 
-A language model's head gives a row of logits for every token of a prompt, of which a step reads the
-last. What stands between product and selection may work on each number by itself. Where that can be
-seen, the result has the strides that the selection had.
+A language model's head gives a row of logits for every token of a prompt, and a step reads only the
+last row. Between product and selection there may be elementwise operations. If something can see
+the strides of the selection, the result gets those strides.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tilewright.compiler.dataflow.spelling import CASTS, argument, calls_of, nam
 from tilewright.compiler.rewrite.strides import READS, same_steps, unbacked
 from tilewright.compiler.rewrite.writer import Writer
 
-# What gives a number for each number, whatever the others are.
+# Elementwise operations.
 _EACH = CASTS | {"add", "clamp", "div", "mul", "neg", "sub", "tanh"}
 _PRODUCTS = ("linear", "matmul")
 _OPERANDS = ("input", "weight", "bias")
@@ -27,7 +28,7 @@ _WHOLE = slice(None, None, None)
 
 
 def take_rows_first(graph: fx.Graph) -> int:
-    """Moves selections of rows in front of products that nothing else reads; returns how many."""
+    """Moves selections of rows in front of products that have no other reader; returns how many."""
     moved = 0
     for node in calls_of(graph, _PRODUCTS):
         if _is_of_rows(node):
@@ -39,10 +40,11 @@ def take_rows_first(graph: fx.Graph) -> int:
 
 
 def _is_of_rows(product: fx.Node) -> bool:
-    """Whether each row of a product is made of the same row of its first operand, and a weight."""
+    """Whether each row of a product is computed from one row of its first operand and a weight."""
     source, weight, bias = (argument(product, at, name) for at, name in enumerate(_OPERANDS))
     given = [operand for operand in (source, weight, bias) if operand is not None]
-    # Besides them there is perhaps `out`, that is written; and one tensor may be both operands.
+    # The product may have further tensor arguments, such as `out`, which is written; and one tensor
+    # may be both operands.
     if weight is None or set(given) != set(product.all_input_nodes):
         return False
     if len(set(given)) != len(given):
@@ -60,8 +62,8 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _selected(product: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """The selection of a product's rows, and what stands between, each the only reader of the one
-    before it; None where something else is done with the product."""
+    """(the elementwise nodes behind a product, the selection of rows behind those), each the only
+    reader of the one before it; no selection if the product is read in another way."""
     between: list[fx.Node] = []
     node = product
     while len(node.users) == 1:
@@ -76,7 +78,7 @@ def _selected(product: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
 
 
 def _works_on_each(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a node computes a number of each of `node`'s, and reads no other tensor."""
+    """Whether a node is an elementwise operation on `node`, and reads no other tensor."""
     if user.op == "output" or name_of(user) not in _EACH or user.all_input_nodes != [node]:
         return False
     made, held = user.meta.get("example_value"), node.meta["example_value"]
@@ -86,8 +88,8 @@ def _works_on_each(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _kept(user: fx.Node, node: fx.Node) -> list[tuple[int, int]] | None:
-    """The dimensions of `node` that a node selects rows of, and the steps it takes in them; None
-    where it does anything else, or selects of the last dimension."""
+    """The dimensions of `node` in which a node selects rows, each with the step; None if it does
+    anything else, or selects in the last dimension."""
     rank = node.meta["example_value"].dim()
     name = name_of(user)
     if name in ("select", "narrow"):
@@ -111,7 +113,7 @@ def _kept(user: fx.Node, node: fx.Node) -> list[tuple[int, int]] | None:
 
 
 def _is_basic(item: Any) -> bool:
-    """Whether an index is a number, a slice of numbers in constant steps, or an ellipsis."""
+    """Whether an index is a number, a slice by numbers with a constant step, or an ellipsis."""
     if isinstance(item, slice):
         known = item.step is None or type(item.step) is int
         return known and all(end is None or _is_number(end) for end in (item.start, item.stop))
@@ -125,8 +127,8 @@ def _is_number(item: Any) -> bool:
 
 
 def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
-    """Whether a selection takes fewer rows than there are, or some that only the call knows, and
-    its other arguments are known before the product."""
+    """Whether a selection takes fewer rows than there are, or a number of rows that only a call
+    knows, and its other arguments are computed before the product."""
     others = [n for n in selection.all_input_nodes if "example_value" in n.meta]
     if any(product < other for other in others if not _is_plain(other)):
         return False
@@ -142,8 +144,9 @@ def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
 
 
 def _asks_for_guards(selection: fx.Node, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether the traced run takes one row, or as many as there are, of a number that may change:
-    a product of them asks whether they are dense, and would hold for that number alone."""
+    """Whether the product of the selected rows would add a guard. It asks whether its operands are
+    dense; if a symbolic row count is 1 in the traced call, or selects all rows there, the answer
+    holds for that count alone."""
     kept = _kept(selection, selection.all_input_nodes[0]) or []
     for (dim, _), size in zip(kept, part.shape, strict=False):
         if str(size) != str(whole.shape[dim]) and not isinstance(whole.shape[dim], int):
@@ -154,7 +157,7 @@ def _asks_for_guards(selection: fx.Node, whole: torch.Tensor, part: torch.Tensor
 
 
 def _is_read_by_strides(selection: fx.Node) -> bool:
-    """Whether `as_strided`, or the like, may read rows of the product that are not selected."""
+    """Whether a reader by strides, such as `as_strided`, may read rows that are not selected."""
     own = set(_compat.storages_of(selection))
     return any(
         name_of(node).startswith(READS)
@@ -165,7 +168,7 @@ def _is_read_by_strides(selection: fx.Node) -> bool:
 
 
 def _is_as_made(product: fx.Node) -> bool:
-    """Whether a product has the dtype that its operands say: under autocast it has another."""
+    """Whether a product has the dtype that its operands imply; under autocast it has another."""
     try:
         made = _compat.run_fake(product)
     except (RuntimeError, ValueError):
@@ -186,7 +189,7 @@ def _move(product: fx.Node, between: Sequence[fx.Node], selection: fx.Node) -> N
 
 
 def _laid_out(write: Writer, made: fx.Node, selection: fx.Node, product: fx.Node) -> fx.Node:
-    """The result with the strides of what was selected of the whole."""
+    """Returns the result with the strides that the selection had."""
     now, old = (node.meta["example_value"] for node in (made, selection))
     if same_steps(now, old):
         return made
@@ -197,7 +200,7 @@ def _laid_out(write: Writer, made: fx.Node, selection: fx.Node, product: fx.Node
 
 
 def _strides(write: Writer, selection: fx.Node, product: fx.Node) -> list[Any]:
-    """Returns the strides of rows as they lie in the dense whole."""
+    """Returns the strides that the selected rows have in a dense whole."""
     source, held = argument(product, 0, "input"), product.meta["example_value"]
     strides: list[Any] = [1]
     for dim in reversed(range(1, held.dim())):

@@ -1,9 +1,9 @@
-"""The lengths that a cache's layers count for themselves advance together, at the end of a graph.
+"""Advances the lengths that a cache's layers count for themselves in one call at a graph's end.
 
-Each layer of transformers' StaticCache holds its length as a tensor, makes positions of it, and
-adds the number of new tokens: on a GPU a small kernel of each layer, between two fused ones. Where
-nothing else sees such a length, one call behind everything else advances them all; until then the
-position of a single new token, `arange(1) + length`, is the length itself.
+Each layer of transformers' StaticCache holds its length as a tensor, computes positions from it,
+and adds the number of new tokens: on a GPU that is a small kernel in each layer, between two fused
+ones. Where nothing else sees such a length, one call behind everything else advances them all.
+Until then, the position of a single new token, `arange(1) + length`, is the length itself.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tilewright.compiler.dataflow.spelling import name_of
 
 @dataclass(frozen=True)
 class _Length:
-    """An input with one integer; what adds a constant to it; and sums of it that are computed
-    before."""
+    """A length. node: the input that holds it, one integer. advance: the node that adds `step` to
+    it in place. sums: the out-of-place sums of it, all before `advance`."""
 
     node: fx.Node
     advance: fx.Node
@@ -34,7 +34,7 @@ class _Length:
 def advance_lengths_last(graph: fx.Graph) -> int:
     """Moves the additions of constants to lengths behind everything else; returns how many.
 
-    graph: as rewritten, so that what reads a position is a fused op.
+    graph: the rewritten graph, in which fused ops read the positions.
     """
     lengths = list(_lengths(graph))
     together: dict[tuple[int, torch.dtype, torch.device], list[fx.Node]] = defaultdict(list)
@@ -75,7 +75,8 @@ def _is_one_integer(held: object) -> bool:
 
 
 def _length(node: fx.Node) -> _Length | None:
-    """An input to which a constant is added, once, after all else that reads it: sums."""
+    """Returns the length that an input holds; None unless its readers are sums and then one
+    addition of a constant in place."""
     advances = [user for user in node.users if user.target in ("add_", operator.iadd)]
     sums = tuple(user for user in node.users if name_of(user) == "add")
     if len(advances) != 1 or len(sums) + 1 != len(node.users):
@@ -98,7 +99,7 @@ def _is_seen_by_none(length: _Length, holders: Mapping[int, set[fx.Node]]) -> bo
 
 
 def _is_the_length(total: fx.Node) -> bool:
-    """Whether a sum of a length is `arange(1) + length`, of the length's own dtype."""
+    """Whether a sum is `arange(1) + length`, in the length's own dtype: it equals the length."""
     terms = [*total.args, *total.kwargs.values()]
     lengths = [t for t in terms if isinstance(t, fx.Node) and t.op == "placeholder"]
     if len(terms) != 2 or len(lengths) != 1:
@@ -110,7 +111,7 @@ def _is_the_length(total: fx.Node) -> bool:
 
 
 def _is_arange_of_one(node: object) -> bool:
-    """Whether a term is the number zero, into which nothing is written: it is only added."""
+    """Whether a term is `arange(1)`, that is 0, and only read by sums: nothing writes into it."""
     if not isinstance(node, fx.Node) or node.target is not torch.arange:
         return False
     if any(name_of(user) != "add" or "out" in user.kwargs for user in node.users):
@@ -119,7 +120,7 @@ def _is_arange_of_one(node: object) -> bool:
 
 
 def _reads(user: fx.Node, value: fx.Node) -> bool:
-    """Whether a fused op, given a value or a view of it, does not write to it."""
+    """Whether a node is a fused op that reads a value or a view of it, and does not write to it."""
     if user.target == "reshape":
         return all(_reads(later, user) for later in user.users)
     if not isinstance(user.target, torch._ops.OpOverload) or user.target.namespace != "tilewright":

@@ -60,10 +60,10 @@ _SIZE_FUNCTIONS: dict[type, Callable[..., Any]] = {
 
 
 class Materialiser:
-    """Adds nodes at the graph's insertion point, or finds equal ones that it has made before.
+    """Adds nodes at the graph's insertion point, or finds equal nodes that it added before.
 
-    A new node gets `meta["example_value"]`, and source line and module of the node `serving`: the
-    one before which the fused op is inserted.
+    A new node gets `meta["example_value"]`, and the source line and module of the node `serving`,
+    before which the fused op is inserted.
     """
 
     def __init__(self, graph: fx.Graph, flow: Dataflow) -> None:
@@ -71,17 +71,20 @@ class Materialiser:
         self.flow = flow
         self.serving: fx.Node | None = None
         self._made: dict[Any, fx.Node] = {}
-        # Results of our ops, by `call_key`: most layers of a model call them alike.
+        # Results of our ops, by `call_key`: most layers of a model make the same call.
         self._results: dict[Any, Any] = {}
-        # Layouts of views that a reshape gives, by its arguments and what it is given.
+        # Layouts of the views that reshapes return, by the reshape's arguments and its input's
+        # layout.
         self._reshapes: dict[Any, tuple[Any, ...]] = {}
-        # What an earlier rewrite replaced a node with; of an absorbed write, the memory it wrote.
+        # The node with which an earlier rewrite replaced a node; for an absorbed write, the memory
+        # that it wrote.
         self.replaced: dict[fx.Node, fx.Node] = {}
-        # Values that an earlier rewrite removed but for parts: the op's output that holds those.
+        # Values that an earlier rewrite removed except for parts, each with the op's output that
+        # holds those parts.
         self.parts: dict[Value, tuple[fx.Node, Parts]] = {}
 
     def argument(self, item: Any) -> Any:
-        """An argument of a match as something a node's `args` can hold."""
+        """Returns an argument of a match as a value that a node's `args` can hold."""
         if isinstance(item, View):
             return self.view(item)
         if isinstance(item, Computed):
@@ -93,7 +96,7 @@ class Materialiser:
         return item
 
     def view(self, view: View) -> fx.Node:
-        """A node whose tensor is `view`: an existing one where the graph has it already."""
+        """Returns a node whose tensor is `view`: an existing one where the graph has it already."""
         known = self.flow.nodes_by_view.get(view)
         if known is not None and not known._erased and self._precedes(known):
             return known
@@ -111,7 +114,7 @@ class Materialiser:
         return node < self.serving
 
     def select(self, base: fx.Node, shape: Sequence[Size], effect: Effect) -> fx.Node:
-        """A node that selects `effect` of `base`, a tensor of `shape`."""
+        """Returns a node that selects `effect` of `base`, a tensor of `shape`."""
         if effects.is_identity(effect, shape):
             return base
         nothing = 0 in shape and 0 in effect.shape
@@ -141,7 +144,7 @@ class Materialiser:
     def _cut(
         self, node: fx.Node, dim: int, size: Size, start: Size, atoms: list[Atom]
     ) -> tuple[fx.Node, int]:
-        """Splits dimension `dim` of `node` into `atoms` (steps descending); the next dimension."""
+        """Splits dimension `dim` of `node` into `atoms` (steps descending); gives the next dim."""
         if not atoms:
             return self.call("select", node, dim, self.argument(start)), dim
         outer, *inner = atoms
@@ -192,7 +195,7 @@ class Materialiser:
         return [self.argument(n) for n in sizes]
 
     def size(self, size: sympy.Expr) -> Any:
-        """A node (or int) that computes a symbolic size."""
+        """Returns a node, or an int, that is a symbolic size."""
         if size.is_Integer:
             return int(size)
         if size.is_Symbol:
@@ -212,7 +215,7 @@ class Materialiser:
         raise InexpressibleError(self._unknown(symbol))
 
     def _unknown(self, symbol: sympy.Expr) -> str:
-        """Why nothing in front of the fused op has a size."""
+        """Why no node in front of the fused op gives a size."""
         for node, _ in self._symbols.get(symbol, ()):
             place = source_of(node)
             where = f" ({place})" if place else ""
@@ -221,8 +224,9 @@ class Materialiser:
 
     @cached_property
     def _symbols(self) -> dict[sympy.Expr, list[tuple[fx.Node, int | None]]]:
-        """The nodes that hold a symbol, in program order, and the dimension that has it as its
-        size: inputs, and where data decide a size, what computes it (`item`, `nonzero`)."""
+        """For each symbol, the nodes that give it, in program order, and the dimension that has it
+        as its size (None: the node is the number). They are inputs and, where data decide a size,
+        the node that computes it (`item`, `nonzero`)."""
         found: dict[sympy.Expr, list[tuple[fx.Node, int | None]]] = {}
         for node in self.graph.nodes:
             held = node.meta.get("example_value")
@@ -231,7 +235,7 @@ class Materialiser:
                 for symbol in _compat.size_symbols(size):
                     found.setdefault(symbol, []).append((node, dim))
         for symbol, holders in found.items():
-            # What is the number, before what has it as a size; inputs are never erased.
+            # Numbers before tensors that have it as a size; inputs are never erased.
             holders.sort(key=lambda holder: holder[1] is not None)
             inputs = [holder for holder in holders if holder[0].op == "placeholder"]
             found[symbol] = inputs[:1] or holders
@@ -248,14 +252,14 @@ class Materialiser:
         return self.call(function, *operands, **options)
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node, or an equal one made before that precedes the insertion point and still holds
-        the same."""
+        """Returns a new node, or an equal one that was added earlier, precedes the insertion point,
+        and would give the same result there."""
         key = (target, repr(args), repr(kwargs))
         known = self._made.get(key)
         if known is not None and not known._erased and self._precedes(known) and self._holds(known):
             return known
         if isinstance(target, str):
-            # Named as `call_method` would: that spells the name of the method anew for each node.
+            # The name is given because `call_method` would compute it again for each node.
             node = self.graph.create_node("call_method", target, args, kwargs, target)
         else:
             node = self.graph.call_function(target, args, kwargs)
@@ -265,11 +269,13 @@ class Materialiser:
         return node
 
     def _result(self, node: fx.Node) -> Any:
-        """Returns a node's fake result, without running its fake again where an equal call was
-        seen.
+        """Returns a node's fake result. Does not run its fake again if it has run for an equal
+        call.
 
-        For one of our ops it is the earlier result in memory of its own, because its fake looks
-        only at what `call_key` has; for a reshape of equal layout, the same view."""
+        The result of one of our ops is then a copy of the earlier one in new memory, since its fake
+        reads nothing but the parts of `call_key`; the result of a reshape of equal layout is an
+        equal view.
+        """
         called = node.target
         if called == "reshape":
             return self._reshaped(node)
@@ -300,8 +306,8 @@ class Materialiser:
         return made
 
     def _holds(self, made: fx.Node) -> bool:
-        """Whether a node made earlier holds what an equal call would give here: it writes nothing,
-        and is a view, or made from memory that nothing wrote before this place."""
+        """Whether a node added earlier has the result that an equal call would have here: it writes
+        nothing, and it is a view, or reads memory that nothing wrote before this place."""
         target = made.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             return False
@@ -325,10 +331,10 @@ def _is_reshape(effect: Effect, shape: Sequence[Size]) -> bool:
 
 
 def _place_in_block(start: Size, size: Size, outer: Atom, inner: Sequence[Atom]) -> Size | None:
-    """At which index of a block of `outer.step` indices the inner atoms begin.
+    """Returns the index at which the inner atoms begin in a block of `outer.step` indices.
 
-    None where the base does not divide into such blocks: the last is incomplete, or what is taken
-    of one reaches into the next.
+    None if the base does not divide into such blocks: the last block is incomplete, or the
+    selection in one block reaches into the next.
     """
     block = outer.step
     reach = 1 + sum(a.step * (a.length - 1) for a in inner)
@@ -343,5 +349,6 @@ def _place_in_block(start: Size, size: Size, outer: Atom, inner: Sequence[Atom])
 
 
 def _magnitude(step: Any) -> float:
-    # Steps order the atoms of one axis; a symbolic step spans at least one inner atom.
+    # Sorts the atoms of one axis. A symbolic step counts as larger than any number: it spans at
+    # least one inner atom.
     return step if isinstance(step, int) else float("inf")

@@ -1,7 +1,7 @@
-"""The form that a graph has before patterns look at it: what is spelled in many ways, in one.
+"""Brings a graph into the form that patterns read: one spelling where users write many.
 
-Each pass makes the graph say the same in another way, and leaves alone what it cannot prove. Only
-calls that :mod:`.spelled` spells out are put back where no pattern took a part.
+Each pass writes something in another, equal way, and leaves alone what it cannot prove equal. Only
+calls that :mod:`.spelled` spells out are put back, if no pattern took a part of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tilewright.compiler.rewrite.spelled import SpelledOut, spell_out
 from tilewright.compiler.safety.modes import modes_of
 from tilewright.patterns.language import Miss
 
-#: In this order: `in_place` asks which tensors share memory, which an idle dropout hides.
+#: The order matters: `in_place` asks which tensors share memory, which a dropout that is off hides.
 _PASSES: tuple[Callable[[fx.Graph], object], ...] = (
     make_fills_plain,
     remove_idle_dropouts,
@@ -35,8 +35,8 @@ _PASSES: tuple[Callable[[fx.Graph], object], ...] = (
 
 
 def normalise(graph: fx.Graph, kept: Collection[str]) -> tuple[list[SpelledOut], list[Miss]]:
-    """Brings a graph into that form; returns the calls that are spelled out, and a miss for each
-    that could not be. kept: names of calls that are to stay."""
+    """Runs all passes on a graph; returns the calls that are spelled out, and a miss for each that
+    could not be. kept: names of calls that are to stay."""
     inline_bodies(graph, modes_of(graph, torch.is_grad_enabled()))
     for make in _PASSES:
         make(graph)

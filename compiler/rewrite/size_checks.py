@@ -1,9 +1,9 @@
-"""Erases what Dynamo adds to hold true of a size that data decides, where nothing else reads the
-tensor any more: of `where(mask)`, that it finds between 0 and `mask.numel()` places.
+"""Erases the checks that Dynamo adds for a size that data decide, where nothing else reads the
+tensor any more: for `where(mask)`, that it finds between 0 and `mask.numel()` places.
 
     found = where(mask); n = sym_size(found[0], 0); _assert_scalar(n >= 0); _assert_scalar(n <= 24)
 
-Left in place such checks keep `where` itself, and the GPU would be waited for at each.
+Such checks would keep `where` itself alive, and the host would wait for the GPU at each.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 def erase_size_checks(graph: fx.Graph, node: fx.Node) -> None:
-    """Erases all that reads `node`, places that are found by data, where that only checks what is
-    true of their number in any case."""
+    """Erases all readers of `node`, which finds places by data, if they only check bounds that the
+    number of places always keeps."""
     if node.target not in _FINDS or len(node.args) != 1 or node.kwargs:
         return
     mask: Any = node.args[0]
@@ -35,7 +35,7 @@ def erase_size_checks(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """All that is computed from a node, in the graph's order."""
+    """Returns all nodes that depend on a node, in program order."""
     found = dict.fromkeys(node.users)
     front = list(found)
     while front:
@@ -46,7 +46,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_true(reader: fx.Node, most: Any) -> bool:
-    """Whether a node takes a size, or checks a bound that the number of places keeps."""
+    """Whether a node takes a size, or checks a bound that the number of places always keeps."""
     if reader.target in (operator.ge, operator.le):
         size, bound = reader.args
         if not isinstance(size, fx.Node) or size.target is not _SIZE:

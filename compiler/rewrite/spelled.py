@@ -1,12 +1,12 @@
-"""Spells calls out while patterns look, and puts back those of which none took a part.
+"""Spells calls out while patterns look, and puts back those of which no rewrite took a part.
 
     y = somebodys::op(x, w)      ⇒   y = linear(rms_norm(x), w)   ⇒   a fused op, or the call again
 
-A library's operator is one opaque node; what it means may be a form that patterns know. While they
-look, the users of its results read the spelled-out ones, and the call itself, which stays where it
-is, is passed over. In the end every call is whole again or gone: gone where matches were in it, and
-what they left of it holds no product. Where it does, the call is not spelled out at all
-(:class:`KeptCallsError`): its own kernel is the faster one.
+A library's operator is one opaque node, but its meaning may be a form that patterns know. While
+patterns look, the users of its results read the spelled-out results; the call itself stays where it
+is, and patterns pass over it. In the end each call is either back or gone. It is gone if a rewrite
+took a part and the remaining nodes hold no product. If they do hold one, the call is not spelled
+out at all (:class:`KeptCallsError`), since its own kernel is faster.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _REGROUP = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 @dataclass(frozen=True)
 class SpelledOut:
-    """A call and what stands for it meanwhile.
+    """A call, and the nodes that stand for it while patterns look.
 
-    results: the nodes that held what the call gives, those that are used; a tensor that was made
-    for the call to write is one. added: the nodes that this took, in order. ends: those of them
-    that stand for the results, in the same order. regrouped: those at the end that only regroup
-    dimensions, each with the node that it is made of.
+    results: the used nodes that hold the call's results; among them a tensor that was allocated for
+    the call to write. added: the spelled-out nodes, in order. ends: the added nodes that stand for
+    the results, in the same order. regrouped: the last added nodes that only regroup dimensions,
+    each with its input.
     """
 
     call: fx.Node
@@ -49,18 +49,18 @@ class SpelledOut:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a rewrite took a part, or made a part unused but for a result's shape."""
+        """Whether a rewrite took an added node, or left one unused that does more than regroup."""
         return any(node._erased for node in self.added if node not in self.regrouped)
 
     def only_selects(self, node: fx.Node) -> bool:
-        """Whether a node only selects of what the call is given."""
+        """Whether a node only selects from the call's inputs."""
         given = _compat.storages_of(*self.call.all_input_nodes)
         return not set(_compat.storages_of(node)).isdisjoint(given)
 
 
 class KeptCallsError(Exception):
-    """Calls that are better left as they are, by name, each with the miss that says so, or None
-    where nothing is lost by it: then the spelled-out form was read, and no match was in it."""
+    """Names calls that are to stay as they are, each with its miss. The miss is None where nothing
+    is lost: no match was in the spelled-out form, but something else reads it."""
 
     def __init__(self, calls: dict[str, Miss | None]) -> None:
         super().__init__(f"{[*calls]} are better left as they are")
@@ -74,7 +74,7 @@ class Kind(Protocol):
         """Whether a call of `target` is of this kind."""
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """Adds what a call means; None for one that is left alone. May raise anything."""
+        """Adds the nodes that a call means; returns None to leave it alone. May raise anything."""
 
     def refused(self, call: fx.Node, error: Exception) -> Miss | None:
         """Returns the miss of a call for which :meth:`spell` raised."""
@@ -83,7 +83,7 @@ class Kind(Protocol):
 def spell_out(
     graph: fx.Graph, kinds: Sequence[Kind], kept: Collection[str] = ()
 ) -> tuple[list[SpelledOut], list[Miss]]:
-    """Spells out the calls of some kinds; the misses are of those that cannot be.
+    """Spells out the calls of some kinds; returns a miss for each call that cannot be spelled out.
 
     kept: names of calls that are to stay.
     """
@@ -98,14 +98,14 @@ def spell_out(
             found.append(kind.spell(node, write))
         except _compat.DynamoError:
             raise
-        except Exception as error:  # what a call means may be the user's own function
+        except Exception as error:  # a meaning may be the user's own function
             write.undo()
             misses.append(kind.refused(node, error))
     return [*filter(None, found)], [*filter(None, misses)]
 
 
 def stand_in(write: Writer, results: Sequence[fx.Node], ends: Sequence[fx.Node]) -> SpelledOut:
-    """Gives the users of a call's results the ends, which were added for them."""
+    """Makes the users of a call's results read `ends`, which were added for them."""
     for result, end in zip(results, ends, strict=True):
         end.meta.setdefault(LIES_WITH, []).append(result.meta["example_value"])
         result.replace_all_uses_with(end, lambda user: user is not write.before)
@@ -119,9 +119,10 @@ def stand_in(write: Writer, results: Sequence[fx.Node], ends: Sequence[fx.Node])
 
 
 def drop_taken(graph: fx.Graph, flow: Dataflow, spelled: Sequence[SpelledOut]) -> None:
-    """Erases the calls of which rewrites took a part, and what nothing reads then."""
+    """Erases the calls of which rewrites took a part, and the nodes that are unused without
+    them."""
     while taken := [s for s in spelled if not s.call._erased and s.is_taken]:
-        for site in taken:  # which may have kept what stands for another
+        for site in taken:  # erasing one may leave another's nodes unused
             _drop(graph, flow, site)
 
 
@@ -138,7 +139,8 @@ def _drop(graph: fx.Graph, flow: Dataflow, site: SpelledOut) -> None:
 
 
 def named_by_calls(done: Sequence[Rewritten], spelled: Sequence[SpelledOut]) -> list[Rewritten]:
-    """Rewritten sites that say of spelled-out nodes which call of the user's graph they were."""
+    """Names, in what rewritten sites absorbed, the user's calls in place of their spelled-out
+    nodes."""
     if not spelled:
         return list(done)
     calls = {node.name: site.call.name for site in spelled for node in site.added}
@@ -154,11 +156,11 @@ def named_by_calls(done: Sequence[Rewritten], spelled: Sequence[SpelledOut]) -> 
 def put_back(
     graph: fx.Graph, spelled: Sequence[SpelledOut], rewritten: Sequence[Rewritten]
 ) -> None:
-    """Puts the calls that :func:`drop_taken` left in the place of what stood for them.
+    """Puts back the calls that :func:`drop_taken` left, and erases the nodes that stood for them.
 
-    rewritten: all sites of the graph. Raises KeptCallsError for calls that are gone though a
-    product of them is left or no match was in them, and for those that cannot be put back because
-    a part is read elsewhere, or because they were moved.
+    rewritten: all sites of the graph. Raises KeptCallsError for a call that is gone although a
+    product of it is left or no match was in it, and for a call that cannot be put back, because a
+    part is read elsewhere or because it was moved.
     """
     matched = {node for one in rewritten for node in one.match.nodes}
     kept: dict[str, Miss | None] = {}
@@ -167,7 +169,7 @@ def put_back(
             if not _put_back(graph, site):
                 kept[site.call.name] = None
         elif all(node._erased for node in site.added):
-            continue  # no one reads it: another call computes the same
+            continue  # unused: another call computes the same
         elif matched.isdisjoint(site.added):
             kept[site.call.name] = None
         elif any(not node._erased and is_weighty(node) for node in site.added):
@@ -177,7 +179,7 @@ def put_back(
 
 
 def _put_back(graph: fx.Graph, site: SpelledOut) -> bool:
-    """False where a call could not be put back."""
+    """Returns False if a call could not be put back."""
     if site.call.prev is not next(node for node in reversed(site.added) if not node._erased):
         return False
     for result, end in zip(site.results, site.ends, strict=True):
@@ -196,8 +198,8 @@ def _put_back(graph: fx.Graph, site: SpelledOut) -> bool:
 
 
 def _give_back(result: fx.Node, part: fx.Node, site: SpelledOut) -> bool:
-    """Gives what reads a part, of which a result is a view, that result in the part's shape; False
-    where it could not."""
+    """Makes the readers of `part` read `result` in the shape of `part`, since `result` is a view of
+    it. Returns False if that is not possible."""
     readers = [user for user in part.users if user not in site.regrouped]
     held = result.meta["example_value"]
     shape = [n if isinstance(n, int) else -1 for n in part.meta["example_value"].shape]

@@ -1,8 +1,8 @@
-"""Whether a graph can tell from the strides of a tensor that another stands in its place.
+"""Decides whether a graph can tell from its strides that one tensor stands in another's place.
 
-Strides decide which views can be taken, whether `reshape` gives a view or a copy, and so what a
-later write changes, what `as_strided` reads, and what a user's Triton kernel does: Dynamo has put
-strides into its arguments as numbers.
+Strides decide which views are possible, whether `reshape` returns a view or a copy (and therefore
+what a later write changes), what `as_strided` reads, and what a user's Triton kernel does: Dynamo
+has put strides into the kernel's arguments as numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import name_of, shape_of
 from tilewright.ops.checks import proven
 
-#: How the names of what reads a tensor's memory by strides begin.
+#: Prefixes of the names of functions that read a tensor's memory by strides.
 READS = ("as_strided", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
          "set_", "resize_", "triton_kernel_wrapper")  # fmt: skip
 
@@ -40,17 +40,19 @@ def _steps(tensor: torch.Tensor) -> list[Any]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie side by side, whatever the order of its dimensions."""
+    """Whether a tensor's elements fill one run of memory, whatever the order of its dimensions."""
     return tensor.is_contiguous() or is_packed_as(tensor, tensor)
 
 
 def is_packed_as(like: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is packed with the dimensions of memory in the order of `like`."""
+    """Whether a tensor is packed, with its dimensions in the order that they have in `like`'s
+    memory."""
     return tensor.permute(_order(like)).is_contiguous()
 
 
 def packed_as(like: torch.Tensor, node: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
-    """Copies `node` into packed memory whose dimensions lie in the order of those of `like`.
+    """Copies `node` into packed memory, with the dimensions in the order that they have in
+    `like`'s.
 
     call: adds a call of a method to the graph.
     """
@@ -67,8 +69,8 @@ def _order(tensor: torch.Tensor) -> list[int]:
 
 
 def strides_matter(old: fx.Node, now: torch.Tensor, flow: Writes, *, returned: bool = True) -> bool:
-    """Whether a graph with `now`, a fake tensor, in the place of a node's would compute something
-    else, raise, or, where that counts (returned), return tensors with other strides."""
+    """Whether a graph with `now`, a fake tensor, in place of the tensor of `old` would compute
+    another result or raise. returned: a returned tensor with other strides counts, too."""
     changed: dict[fx.Node, Any] = {old: now}
     front = [old]
     while front:
@@ -96,12 +98,12 @@ def strides_matter(old: fx.Node, now: torch.Tensor, flow: Writes, *, returned: b
 
 
 def _has_new_sizes(node: fx.Node) -> bool:
-    """Whether data decide the sizes of a node's result: run again, it would have other symbols."""
+    """Whether data decide the sizes of a node's result: running it again would give new symbols."""
     return not unbacked(node) <= set().union(*map(unbacked, node.all_input_nodes))
 
 
 def unbacked(node: fx.Node) -> set[str]:
-    """The symbols in a node's shapes that only data decide."""
+    """The unbacked symbols in a node's shapes: sizes that only data decide."""
     sizes = [size for t in _compat.tensors_of(node) for size in shape_of(t)]
     symbols = {str(s) for n in sizes if not isinstance(n, int) for s in n.free_symbols}
     return {name for name in symbols if name.startswith("u")}
@@ -110,8 +112,8 @@ def unbacked(node: fx.Node) -> set[str]:
 def _shares_otherwise(
     user: fx.Node, tensors: list[torch.Tensor], changed: dict[fx.Node, Any], flow: Writes
 ) -> bool:
-    """Whether a view becomes a copy, or the other way round, of memory that the graph writes, or
-    that it returns besides."""
+    """Whether a view becomes a copy, or a copy a view, where that matters: the graph writes to the
+    memory, or returns both tensors."""
     own = _keys(_compat.tensors_of(user))
     for source in user.all_input_nodes:
         if source not in changed:

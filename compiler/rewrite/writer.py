@@ -11,7 +11,7 @@ from tilewright.compiler import _compat
 
 
 class Writer:
-    """Adds nodes before one; they get its source line and module, and `marks` in their `meta`."""
+    """Adds nodes before one node, with its source line and module, and `marks` in their `meta`."""
 
     def __init__(self, before: fx.Node, *marks: str) -> None:
         self.graph, self.before, self.marks = before.graph, before, marks
@@ -28,30 +28,31 @@ class Writer:
         return node
 
     def again(self, node: fx.Node, instead: Mapping[fx.Node, Any]) -> fx.Node:
-        """Adds the call of a node with other inputs instead of its own."""
+        """Adds a copy of a node with some of its inputs replaced."""
         target: Any = node.target
         args, kwargs = with_inputs(node, instead)
         return self.call(target, *args, **kwargs)
 
     def size(self, node: fx.Node, dim: int) -> Any:
-        """A size of a node's tensor: a number, or a node where it is a symbol."""
+        """Returns a size of a node's tensor: a number, or a node where the size is symbolic."""
         size = node.meta["example_value"].shape[dim]
         return size if isinstance(size, int) else self.call("size", node, dim)
 
     def undo(self) -> None:
-        """Erases all that was added."""
+        """Erases all nodes that were added."""
         for node in reversed(self.added):
             self.graph.erase_node(node)
         self.added.clear()
 
 
 def with_inputs(node: fx.Node, instead: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
-    """A node's arguments and keywords with something else instead of some of its inputs."""
+    """Returns a node's arguments and keywords with some of its inputs replaced."""
     return fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: instead.get(n, n))
 
 
 def describe(node: fx.Node, serving: fx.Node, held: Any) -> None:
-    """Gives a new node its example value, and source line and module of the node that it serves."""
+    """Sets a new node's example value, and copies source line and module from the node
+    `serving`."""
     kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
     node.meta.update((name, serving.meta[name]) for name in kept if name in serving.meta)
     node.meta["example_value"] = held

@@ -1,1 +1,1 @@
-"""The safety of rewrites: rules before it, checks after it, checks at each call."""
+"""The safety of rewrites: rules before a rewrite, checks after it, and checks at each call."""

@@ -1,6 +1,6 @@
-"""Sites on devices that the fused op has no kernels for: PyTorch computes them faster as they are.
+"""Refuses sites on devices for which the fused op has no kernels.
 
-There an op would run as its PyTorch reference, and a step would take longer than without us.
+There an op would run as its PyTorch reference, which is slower than the graph as it was written.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ HINT = (
 
 
 def with_kernels(matches: Sequence[Match]) -> tuple[list[Match], list[Miss]]:
-    """(the matches on devices that their ops have kernels for, a miss NO_KERNELS for each other
-    device)."""
+    """Returns (the matches on devices for which their ops have kernels, a miss NO_KERNELS for each
+    other device)."""
     fused: list[Match] = []
     left: dict[torch.device, list[Match]] = defaultdict(list)
     for match in matches:
@@ -36,8 +36,8 @@ def with_kernels(matches: Sequence[Match]) -> tuple[list[Match], list[Miss]]:
 
 
 def lost_nowhere(misses: Iterable[Miss], patterns: Iterable[Pattern]) -> list[Miss]:
-    """The misses, those on devices without kernels as advice: a match would not be fused either.
-    What failed stays lost."""
+    """Turns misses on devices without kernels into advice: a match there would not be fused either.
+    Misses for failures stay lost."""
     ops = {pattern.name: pattern.op for pattern in patterns}
     return [
         replace(miss, weight="advice") if _was_idle(miss, ops.get(miss.pattern)) else miss
@@ -63,7 +63,7 @@ def _runs_on(name: str, device: torch.device) -> bool:
 
 
 def _op(name: str) -> FusedOp | None:
-    """None for one that is not registered, which the rewrite says."""
+    """Returns the op, or None if it is not registered; the rewrite reports that."""
     try:
         return get_op(name)
     except KeyError:

@@ -1,8 +1,9 @@
-"""Whether a match may be rewritten: every hazard of moving a cache write, each with its own code.
+"""Checks whether a match may be rewritten: every hazard of moving a cache write has its own code.
 
-The fused op stands where the last absorbed write stood, or without one, the last value that it
-replaces. Between the first absorbed write and that place nothing else may read or write the cache;
-what the op reads must hold what the absorbed nodes read; nothing absorbed may be used elsewhere.
+The fused op goes where the last absorbed write is or, if it absorbs no write, where the last
+replaced value is. Between the first absorbed write and that place nothing else may read or write
+the cache. The op's inputs must still hold there what the absorbed nodes read, and no other node may
+use an absorbed value.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tilewright.patterns.language import (
 
 
 def check_legality(match: Match, flow: Dataflow) -> Miss | None:
-    """None where the rewrite is safe, else the hazard that forbids it."""
+    """Returns None if the rewrite is safe, else the hazard that forbids it."""
     try:
         for rule in _RULES:
             rule(match, flow)
@@ -45,7 +46,8 @@ def check_legality(match: Match, flow: Dataflow) -> Miss | None:
 
 
 def insertion_node(match: Match, flow: Dataflow) -> fx.Node:
-    """The op goes right before this: the last absorbed write, or the last replaced value."""
+    """The node right before which the op goes: the last absorbed write, or the last replaced
+    value."""
     values = match.stores or tuple(r.replaced for r in match.results)
     return max((v.node for v in values), key=lambda node: flow.positions[node])
 
@@ -60,7 +62,8 @@ def _hazard(code: str, message: str, *at: Any, hint: str = "") -> NoReturn:
 
 
 def operands_of(match: Match) -> Iterator[tuple[str, View]]:
-    """Every view that the op is given, with the argument's name, or that is added to its result."""
+    """Yields (argument name, view) for every view that the op reads or that is added to its
+    result."""
     for name, argument in match.arguments.items():
         for view in views_in(argument):
             yield name, view
@@ -70,7 +73,7 @@ def operands_of(match: Match) -> Iterator[tuple[str, View]]:
 
 
 def views_in(item: Any) -> Iterator[View]:
-    """Every view in an argument of a match."""
+    """Yields every view in an argument of a match."""
     if isinstance(item, View):
         yield item
     elif isinstance(item, Computed):
@@ -102,8 +105,8 @@ def _no_read(match: Match, flow: Dataflow) -> None:
 
 
 def _reads_apart(node: fx.Node, match: Match, flow: Dataflow) -> bool:
-    """Whether a node certainly reads no element of an absorbed write that stands before it: that
-    write will stand behind it."""
+    """Whether a node certainly reads no element of the absorbed writes before it, which will come
+    after it once they are absorbed."""
     at = flow.positions[node]
     stores = [value for value in match.stores if flow.positions[value.node] < at]
     moved = [value.store for value in stores if value.store is not None]
@@ -119,18 +122,19 @@ def _reads_apart(node: fx.Node, match: Match, flow: Dataflow) -> bool:
 
 
 def _lies_beside(source: fx.Node, store: Store, flow: Dataflow) -> bool:
-    """Whether the tensor of a node lies in the memory of a write, and in another part of it."""
+    """Whether a node's tensor lies in the memory of a write, in a part that the write does not
+    fill."""
     memory, view = flow.memory_of.get(source), flow.views.get(source)
     if memory is not store.memory or not isinstance(view, View):
         return False
-    # What a view selects of the memory is known where its value is all of the memory.
+    # A view of the value is a view of the memory only if the value is all of the memory.
     whole = flow.home(view.value) is memory.root and view.value.shape == memory.shape
     return whole and _effects_disjoint(view.effect, store.target)
 
 
 def _is_known(store: Store) -> bool:
-    """Whether a write's target says which elements of the memory it may fill: what a target does
-    not select is never written."""
+    """Whether a write's target says which elements of the memory it may fill. The write never fills
+    an element that the target does not select."""
     return store.dtype == store.memory.dtype and _has_its_own_elements(store.memory)
 
 
@@ -145,7 +149,7 @@ def _no_other_write(match: Match, flow: Dataflow) -> None:
 
 
 def _lies_apart_from(match: Match, value: Value) -> bool:
-    """Whether another write fills a part of its memory that none of the absorbed writes touches."""
+    """Whether another write fills a part of its memory that no absorbed write fills."""
     other = value.store
     if other is None or not _is_known(other):
         return False
@@ -156,10 +160,10 @@ def _lies_apart_from(match: Match, value: Value) -> bool:
 
 
 def _has_its_own_elements(memory: Memory) -> bool:
-    """Whether different indices certainly mean different elements; of an expanded tensor, or of one
-    from `as_strided`, they may not."""
+    """Whether different indices certainly mean different elements. In an expanded tensor, or one
+    from `as_strided`, they may mean the same element."""
     if len(memory.strides) != len(memory.shape):
-        return False  # torch names no storage
+        return False  # torch does not tell the storage
     axes = [(s, n) for n, s in zip(memory.shape, memory.strides, strict=True) if n != 1]
     if all(isinstance(stride, int) for stride, _ in axes):
         reach: Size = 0
@@ -169,7 +173,7 @@ def _has_its_own_elements(memory: Memory) -> bool:
             reach = reach + (size - 1) * stride
         return True
     inside: Size = 1
-    while axes:  # strides that are symbols: each is all that lies inside it
+    while axes:  # symbolic strides: each is the product of the sizes inside it
         found = next((axis for axis in axes if axis[0] == inside), None)
         if found is None:
             return False
@@ -208,8 +212,8 @@ def _disjoint(one: Store, other: Store) -> bool:
 
 def lie_apart(one: Memory, other: Memory) -> bool:
     """Whether two inputs on one storage certainly share no element. Dynamo has no guard for that,
-    so `compiler.safety.overlap` looks again at each call. Where a subclass lies, its own shape and
-    offset do not say."""
+    so `compiler.safety.overlap` checks again at each call. The shape and the offset of a subclass
+    do not tell where its memory lies."""
     if any(_compat.is_subclass(m.root.meta["example_value"]) for m in (one, other)):
         return False
     a, b = (in_bytes(m.shape, m.strides, m.dtype.itemsize) for m in (one, other))
@@ -222,8 +226,8 @@ def lie_apart(one: Memory, other: Memory) -> bool:
 def _effects_disjoint(one: Effect, other: Effect) -> bool:
     """Whether two selections of one tensor are certainly apart along some axis.
 
-    Along an axis they may follow each other or interleave, as K and V of a layer do in the rows of
-    `[blocks, layers, 2, page, ...]`.
+    Along that axis one may follow the other, or they may interleave, as K and V of a layer do in a
+    cache `[blocks, layers, 2, page, ...]`.
     """
     return any(_apart_along(axis, one, other) for axis in range(len(one.start)))
 
@@ -234,7 +238,7 @@ def _apart_along(axis: int, one: Effect, other: Effect) -> bool:
 
 
 def _walked(effect: Effect, axis: int) -> tuple[list[Size], list[Size]]:
-    """Lengths and steps of what an effect takes along one axis of its base."""
+    """Returns the lengths and steps of an effect along one axis of its base."""
     atoms = [atom for dim in effect.dims for atom in dim if atom.axis == axis]
     return [atom.length for atom in atoms], [atom.step for atom in atoms]
 
@@ -261,7 +265,7 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
 
 
 def _vanishing_write(view: View, match: Match, flow: Dataflow) -> Value | None:
-    """The scratch write of the match that made a part of what a view holds; None for none."""
+    """The match's scratch write that made a part of a view's value; None if there is none."""
     memory = flow.memory_of.get(flow.home(view.value))
     if memory is None:
         return None
@@ -274,7 +278,8 @@ def _vanishing_write(view: View, match: Match, flow: Dataflow) -> Value | None:
 
 
 def _scratch_is_private(match: Match, flow: Dataflow) -> None:
-    """The memory of a scratch write is the graph's own, and only what is absorbed reads it."""
+    """Checks that the graph allocated the memory of scratch writes, and that only absorbed nodes
+    read it."""
     own = {v.node for v in (*match.scratch, *match.absorbed)}
     own |= {r.replaced.node for r in match.results}
     for value in match.scratch:
@@ -291,7 +296,7 @@ def _scratch_is_private(match: Match, flow: Dataflow) -> None:
 
 
 def _copied_for(node: fx.Node, own: set[fx.Node], flow: Dataflow) -> bool:
-    """Whether a node only lays out what it reads anew (a reshape that copies), for `own` alone."""
+    """Whether a node only copies what it reads into another layout (`reshape`), for `own` alone."""
     view = flow.views.get(node)
     if not isinstance(view, View) or view.value.node is node or not node.users:
         return False
@@ -316,7 +321,7 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
 
 
 def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
-    """All that is read of a value that disappears must be in the op's output, and unchanged."""
+    """Checks that every part that is read of a vanishing value is in the op's output, unchanged."""
     value = parts.replaced
     users = [u for u in flow.users.get(value, ()) if u not in inside]
     reads = [(u.op, v) for u in users for v in u.operands if v.value is value]
@@ -340,8 +345,8 @@ def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflo
             _hazard("ORDER", message, user, hint=hint)
 
 
-# What may be computed later than it was written, beside what goes element by element: plain
-# functions of their operands.
+# Operations that may run later than they were written, besides elementwise ones: pure functions of
+# their operands.
 _DEFERRABLE = {
     "aten.cat", "cast", "aten.roll", "aten.sum", "aten.mean", "aten.amax", "aten.rms_norm",
     "aten.layer_norm",
@@ -351,7 +356,8 @@ _DEFERRABLE = {
 def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
     """Whether a reader of a replaced value stands behind the op, or can be moved behind it.
 
-    The rewriter moves it with all that depends on it, so what they read must not change in between.
+    The rewriter moves it with all nodes that depend on it, so the memory that these read must not
+    change in between.
     """
 
     def stands_before(reader: Value) -> bool:
@@ -363,9 +369,9 @@ def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
 
 
 def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:
-    """Whether one value may be computed behind a place instead of where it is."""
+    """Whether one value may be computed behind the position `last` instead of at its own."""
     plain = reader.op in _DEFERRABLE or _goes_by_element(reader.op)
-    plain = plain and not reader.stands_in  # the call that it is a part of stays
+    plain = plain and not reader.stands_in  # it spells out a call, which stays in its place
     if not plain or reader in flow.output_values or reader.node in flow.store_nodes:
         return False
     position = flow.positions[reader.node]
@@ -379,14 +385,14 @@ def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:
 
 
 def _goes_by_element(op: str) -> bool:
-    """Whether ATen says of an operator that it goes element by element, by no random numbers."""
+    """Whether ATen's tags say that an operator is elementwise and uses no random numbers."""
     namespace, _, name = op.partition(".")
     tags = _compat.aten_tags(name) if namespace == "aten" else ()
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _place(match: Match, flow: Dataflow) -> str:
-    """Where the fused op would stand, for messages."""
+    """Describes where the fused op would stand, for messages."""
     node = insertion_node(match, flow)
     what = "the cache is written" if match.stores else "the fused op's place"
     source = source_of(node)
@@ -394,7 +400,7 @@ def _place(match: Match, flow: Dataflow) -> str:
 
 
 def _no_hidden_write(match: Match, flow: Dataflow) -> None:
-    """`y *= z` is a value and a store of one node: absorbing the value must not lose the store."""
+    """Checks that no absorbed value also stores: `y *= z` is a value and a store in one node."""
     vanishing = {s.node for s in (*match.stores, *match.scratch)}
     for value in match.absorbed:
         if value.node in flow.store_nodes and value.node not in vanishing:
@@ -403,7 +409,8 @@ def _no_hidden_write(match: Match, flow: Dataflow) -> None:
 
 
 def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
-    """No `set_` or resize changes a tensor: the graph records only one shape of each."""
+    """Checks that no `set_` or resize changes a tensor: the graph records only one shape of
+    each."""
     read = [view.value for _, view in operands_of(match)]
     for value in (*read, *match.absorbed, *match.stores):
         memory = flow.memory_of.get(flow.home(value))
@@ -413,7 +420,7 @@ def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
 
 
 def _plain_tensors(match: Match, flow: Dataflow) -> None:
-    """The op is given plain tensors, no subclasses that wrap others."""
+    """Checks that the op gets plain tensors only, and no subclasses that wrap others."""
     read = [(name, flow.home(view.value)) for name, view in operands_of(match)]
     read += [(name, node) for name, node in match.arguments.items() if isinstance(node, fx.Node)]
     for name, node in read:

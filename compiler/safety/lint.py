@@ -18,7 +18,7 @@ class LintError(RuntimeError):
 def check_site(
     match: Match, node: fx.Node, replacements: Sequence[tuple[fx.Node, fx.Node]]
 ) -> None:
-    """Order, users, mutated bases and metadata around one fused op. Raises LintError."""
+    """Checks order, users, mutated bases and metadata around one fused op. Raises LintError."""
     for operand in node.all_input_nodes:
         _require(operand < node, f"{operand.name} is used by {node.name} before it is computed")
     for _, new in replacements:
@@ -41,12 +41,12 @@ def _same_metadata(old: fx.Node, new: fx.Node) -> None:
         and tensor.dtype == expected.dtype
         and tensor.device == expected.device
     )
-    if not same:  # a tensor's text takes long to make
+    if not same:  # formatting a tensor is slow
         raise LintError(f"{new.name} is {tensor}, expected {expected} for {old.name}")
 
 
 def check_graph(graph: fx.Graph) -> None:
-    """fx's own lint: topological order, ownership, names."""
+    """Runs fx's own lint: topological order, ownership, names."""
     graph.lint()
 
 

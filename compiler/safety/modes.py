@@ -1,8 +1,8 @@
-"""The modes in which each node of a graph runs, and the sites that they keep from being fused.
+"""The modes in which each node of a graph runs, and the sites that cannot be fused because of them.
 
-A graph may turn grad mode on and off inside, wrap tensors for vmap, grad or jvp, and make dual
-tensors. A fused op records nothing for a backward pass and knows neither tangents nor hidden
-dimensions. A site that could meet any of these stays as written.
+A graph may turn grad mode on and off, wrap tensors for vmap, grad or jvp, and make dual tensors. A
+fused op records nothing for a backward pass, and knows neither tangents nor hidden dimensions. A
+site that could meet any of these stays as written.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ OUTSIDE = "compute it outside of that; under vmap, give the batch as a dimension
 @dataclass(frozen=True)
 class Mode:
     """The modes in which a node runs. grad: whether autograd records. levels: the transforms around
-    it, outermost first. autocast: the dtype of each device type that the graph itself sets."""
+    the node, outermost first. autocast: for each device type, the dtype that the graph itself
+    sets."""
 
     grad: bool
     levels: tuple[str, ...] = ()
@@ -93,8 +94,8 @@ def modes_of(graph: fx.Graph, grad: bool) -> Modes:
     differentiated: set[fx.Node] = set()
     recorded: set[fx.Node] = set()
     for node in graph.nodes:
-        # Dynamo's fake tensors say whether they need grad. Those of nodes that rewrites made do
-        # not: there it follows from the inputs.
+        # Dynamo's fake tensors say whether they need grad. Nodes that rewrites added have no such
+        # mark; for them it follows from the inputs.
         tensors = _compat.tensors_of(node)
         if any(tensor.requires_grad for tensor in tensors):
             differentiated.add(node)
@@ -123,7 +124,7 @@ def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
         if name == "_set_grad_enabled":
             grad = bool(node.args[0])
         elif name == "_enter_inference_mode":
-            # Leaving inference mode turns grad mode on, whatever it was outside of it.
+            # Leaving inference mode turns grad mode on, whatever it was before.
             before[node], grad = grad, not node.args[0]
         elif name == "_exit_inference_mode":
             grad = before.get(node.args[0], grad)
@@ -184,7 +185,7 @@ def _moved(
 
 
 def _named(levels: Sequence[str]) -> str:
-    """Returns text like `vmap in grad`. The level of dual tensors that jvp enters is left out."""
+    """Returns text like `vmap in grad`. Leaves out the level of dual tensors that jvp enters."""
     named = [level for level in levels if level != _DUAL] or [_DUAL]
     return " in ".join(reversed(named))
 

@@ -1,6 +1,6 @@
-"""Runs the graph as it was written when inputs share memory that did not when it was traced.
+"""Runs the original graph in calls where inputs share memory that did not when it was traced.
 
-A rewrite is proven safe for the traced inputs, of which it is known which share memory. Dynamo
+A rewrite is proven safe for the traced inputs, and for the pairs of them that shared memory. Dynamo
 guards on shapes and strides but not on addresses: in a later call an activation may lie inside a
 cache, or two caches may overlap.
 """
@@ -28,12 +28,12 @@ log = logging.getLogger("tilewright")
 
 @dataclass(frozen=True)
 class InputMemory:
-    """Which inputs of a graph are written, and which of them overlapped when it was traced.
+    """Records which inputs of a graph are written, and which overlapped when it was traced.
 
-    tensors: positions of the inputs to look at: all but parameters that are only read. written:
-    positions of those that the graph writes. together: pairs of positions, in either order, that
-    could overlap in the traced call; the rewrites treated them as one memory. sizes: positions of
-    numbers, on which shapes may depend. names: of all inputs.
+    tensors: positions of the inputs to check: all but parameters that are only read. written:
+    positions of the inputs that the graph writes. together: pairs of positions, in either order,
+    that could overlap in the traced call; the rewrites treated each pair as one memory. sizes:
+    positions of the numbers that shapes may depend on. names: the names of all inputs.
     """
 
     tensors: tuple[int, ...]
@@ -45,8 +45,8 @@ class InputMemory:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A plain tensor of an input: its first byte's address, the first byte behind it, and the shape
-    and strides of its bytes."""
+    """A plain tensor of an input: the address of its first byte, the address behind its last byte,
+    and its shape and strides in bytes."""
 
     start: int
     end: int
@@ -71,12 +71,12 @@ def _pieces(tensor: torch.Tensor) -> list[_Piece]:
     return found
 
 
-# Whether interleaved caches of one pool overlap is costly to work out, and asked at every call.
+# Cached, because the test for interleaved caches of one pool is slow and runs at every call.
 _disjoint = lru_cache(1 << 14)(strided_disjoint)
 
 
 class _Ranges:
-    """Pieces of inputs in the order of their addresses, to find those that a piece may touch."""
+    """Pieces of inputs, sorted by address, to find those that a piece may touch."""
 
     def __init__(self, pieces: Mapping[int, Sequence[_Piece]], inputs: Iterable[int]) -> None:
         found = ((piece, index) for index in inputs for piece in pieces[index])
@@ -85,9 +85,10 @@ class _Ranges:
         self.reach = list(accumulate((piece.end for piece, _ in self.ordered), max))
 
     def touching(self, piece: _Piece) -> Iterator[tuple[_Piece, int]]:
-        """Pieces with a byte between the first and the last of `piece`, and their inputs."""
+        """Yields (piece, its input) for pieces that have a byte between the first and the last of
+        `piece`."""
         at = bisect_left(self.starts, piece.end)
-        while at and self.reach[at - 1] > piece.start:  # none further down reaches as far
+        while at and self.reach[at - 1] > piece.start:  # no piece further down reaches as far
             at -= 1
             if self.ordered[at][0].end > piece.start:
                 yield self.ordered[at]
@@ -95,9 +96,10 @@ class _Ranges:
 
 @dataclass
 class _Watch:
-    """Where the inputs of the latest call lay, and the first pair of them that overlapped, if any.
+    """Remembers where the inputs of the latest call lay, and the first pair that overlapped, if
+    any.
 
-    Only tensors that have moved since are compared again: this stands before every call.
+    Only tensors that have moved since are compared again: this runs before every call.
     """
 
     memory: InputMemory
@@ -124,7 +126,8 @@ class _Watch:
         return self.meeting
 
     def _first_meeting(self, moved: Sequence[int]) -> tuple[int, int] | None:
-        """moved: positions of the inputs that lie elsewhere than in the latest call."""
+        """Returns the first pair that overlaps. moved: positions of the inputs that have moved
+        since the latest call."""
         memory = self.memory
         written_moved = not memory.written.isdisjoint(moved)
         if self.written is None or written_moved:
@@ -142,7 +145,8 @@ class _Watch:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The tensors' addresses; of one without an address, something that no later call repeats."""
+    """Returns the tensors' addresses. For a tensor without an address, the entry equals that of no
+    other call."""
     return [t.data_ptr() if type(t) in _PLAIN else _place(t) for t in tensors]
 
 
@@ -152,7 +156,7 @@ def _place(tensor: torch.Tensor) -> list[int]:
 
 
 def input_memory(flow: Dataflow) -> InputMemory:
-    """Which inputs a graph writes, and which overlap. flow: before anything is rewritten."""
+    """Finds which inputs a graph writes, and which overlap. flow: from before any rewrite."""
     nodes = [node for node in flow.graph.nodes if node.op == "placeholder"]
     memories = {i: flow.memory_of[n] for i, n in enumerate(nodes) if n in flow.memory_of}
     written = {i for i, memory in memories.items() if any(flow.writes_on(memory.storage))}
@@ -184,12 +188,14 @@ def unfused_where_inputs_meet(
     unfused: Callable[..., Any],
     tell: Callable[[str], None],
 ) -> Callable[..., Any]:
-    """`fused`, but `unfused` for calls in which inputs overlap that did not when traced.
+    """Returns a function that runs `fused`, or `unfused` in calls where inputs overlap that did not
+    when the graph was traced.
 
     tell: called at the first such call, with a sentence that names the inputs.
     """
     watch = _Watch(memory)
-    # Dynamo puts its wrapper, tens of microseconds a call, around what is returned here.
+    # Dynamo wraps the function returned here anyway; a second wrapper inside would cost tens of
+    # microseconds a call.
     fused = _compat.innermost_fn(fused)
     told = False
 

@@ -1,10 +1,10 @@
-"""Ranks that fuse a sum over ranks all do, or none does.
+"""Makes all ranks fuse a sum over ranks, or none.
 
 A fused sum waits for the same kernel on every rank; beside a rank that calls the library's
-collective in its place it would wait for ever. So each rank says in the group's store what it
-compiled, and the first to know all (or to have waited in vain) says there what holds for all.
-While a rank compiles, it says so every few seconds: one that takes long is waited for, one that
-is gone or never comes is not.
+collective instead, it would wait for ever. Therefore each rank writes to the group's store what it
+compiled, and the first rank that has read all entries (or has waited in vain) writes the decision
+for all. While a rank compiles, it says so every few seconds: the others wait for a rank that takes
+long, and not for one that is gone or never comes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tilewright.compiler.dataflow.spelling import name_of
 from tilewright.compiler.report import GraphReport
 from tilewright.ops.runtime.peers import group_named
 
-#: The pattern whose op the ranks run together.
+#: The pattern whose op needs all ranks to run it together.
 SHARED = "all_reduce_residual_norm"
-#: How long a rank may say nothing: all go on without it then.
+#: How long a rank may be silent; then all go on without fused sums.
 WAIT_S = 20.0
-#: How long one that still compiles is waited for: as long as NCCL waits in a collective.
+#: How long to wait for a rank that still compiles: as long as NCCL waits in a collective.
 COMPILING_S = 600.0
-#: How often one says that it compiles.
+#: How often a rank says that it compiles.
 BEAT_S = 4.0
 _LOOK_S = 0.05
 _UNFUSED = "unfused"
@@ -40,9 +40,10 @@ _UNFUSED = "unfused"
 
 @dataclass
 class RankSums:
-    """The sums of a group in one graph, equal on all its ranks. place: in the store. of: the group
-    itself. life: of how many groups of this name and these ranks that store has heard from this
-    rank. compiled: how often this rank has, in this one. said: what held for all at last."""
+    """The sums of a group in one graph, equal on all its ranks. place: the prefix of its keys in
+    the store. of: the group itself. life: how many groups with this name and these ranks this rank
+    has had, by the count in the store. compiled: how often this rank has compiled in this group.
+    said: the decision for all ranks, once known."""
 
     group: str
     place: str
@@ -53,22 +54,22 @@ class RankSums:
 
     @property
     def now(self) -> str:
-        """Where ranks speak of this compilation."""
+        """The prefix of the keys of this compilation."""
         return f"{self.place}/{self.life}/{self.compiled}"
 
     def alive(self, rank: int) -> str:
-        """Where a rank counts that it still compiles."""
+        """The key at which a rank counts up while it still compiles."""
         return f"{self.now}/alive/{rank}"
 
 
-# By place.
+# Keyed by place.
 _known: dict[str, RankSums] = {}
 
 
 @contextmanager
 def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
     """Yields the sums of each group in a graph while it is compiled. If the block raises, the other
-    ranks need not wait for this one."""
+    ranks do not wait for this one."""
     shared = _shared_of(gm.graph)
     try:
         with _telling(shared):
@@ -80,11 +81,12 @@ def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
 
 
 def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
-    """Why this rank must not run the sums over ranks that the report has fused; None where all
-    ranks have fused the same. Waits for ranks that compile, COMPILING_S seconds at most, and
-    WAIT_S for one that says nothing.
+    """Why this rank must not run the fused sums over ranks of the report; None if all ranks have
+    fused the same. Waits COMPILING_S seconds at most for ranks that compile, and WAIT_S for a
+    silent rank.
 
-    Raises RuntimeError where the others run them fused, and this rank cannot."""
+    Raises RuntimeError if the other ranks run them fused and this rank cannot.
+    """
     for one in shared:
         plan = _plan_of(report, one.group)
         one.said = _heard(one, plan) if plan else _decided(one, _UNFUSED)
@@ -99,14 +101,14 @@ def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
 
 
 def _shared_of(graph: fx.Graph) -> list[RankSums]:
-    """Returns the sums of each group in a graph that is compiled now."""
+    """Returns the sums of each group in a graph that is being compiled."""
     found = []
     for group, said in _sums(graph).items():
         text = "\n".join([group, str(_members(group)), *said])
         place = f"tilewright/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         shared, of = _known.get(place), group_named(group)
         if shared is None or shared.of is not of:  # another group has the name by now
-            # The store may be the same, with all that ranks of the last one said.
+            # The store may be the same one, with the entries of ranks in the former group.
             life = _compat.store().add(f"{place}/lives/{dist.get_rank()}", 1)
             shared = _known[place] = RankSums(group, place, of, life)
         shared.compiled += 1
@@ -115,8 +117,8 @@ def _shared_of(graph: fx.Graph) -> list[RankSums]:
 
 
 def _sums(graph: fx.Graph) -> dict[str, list[str]]:
-    """The collectives of each group, with the shapes that they give; none under torch's fake group,
-    whose other ranks are not there."""
+    """The collectives of each group, with the shapes of their results. None for torch's fake group,
+    whose other ranks do not exist."""
     found: dict[str, list[str]] = {}
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
         return found
@@ -133,7 +135,7 @@ def _members(group: str) -> list[int]:
 
 
 def _group_of(node: fx.Node) -> str | None:
-    """The group of a functional collective, or of a DTensor's way to another placement."""
+    """The group of a functional collective, or of a call that redistributes a DTensor."""
     if "c10d_functional" in str(node.target):
         names = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
         return names[-1] if names else None
@@ -150,8 +152,8 @@ def _plan_of(report: GraphReport, group: str) -> str:
 
 
 def _heard(shared: RankSums, plan: str) -> str:
-    """Waits for the decision that holds for all ranks, and returns it. Where a rank does not come,
-    this one may have been alone to compile again: the former decision then stays."""
+    """Waits for the decision that holds for all ranks, and returns it. If a rank does not come,
+    this rank may be the only one that compiles again; then the former decision stays."""
     store, place = _compat.store(), shared.now
     votes = {rank: f"{place}/{rank}" for rank in _members(shared.group)}
     store.set(f"{place}/{dist.get_rank()}", plan)
@@ -167,7 +169,8 @@ def _heard(shared: RankSums, plan: str) -> str:
 
 
 def _silence(shared: RankSums, votes: dict[int, str]) -> Iterator[bool]:
-    """Whether a rank that has not said what it compiled says nothing at all for too long."""
+    """Yields whether to stop waiting: a rank that has not said what it compiled was silent for
+    WAIT_S seconds, or COMPILING_S seconds have passed."""
     store, started = _compat.store(), time.monotonic()
     heard = dict.fromkeys(votes, (0, started))
     looked, lost = started, False
@@ -185,7 +188,7 @@ def _silence(shared: RankSums, votes: dict[int, str]) -> Iterator[bool]:
 
 @contextmanager
 def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
-    """While the block runs, says every BEAT_S seconds that this rank compiles."""
+    """Says every BEAT_S seconds, while the block runs, that this rank compiles."""
     if not shared:
         yield
         return
@@ -199,7 +202,7 @@ def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
                 return
 
     def until_it_is_gone() -> None:
-        with suppress(RuntimeError):  # the store, with the rank that keeps it
+        with suppress(RuntimeError):  # the store ends with the rank that keeps it
             tell()
 
     thread = threading.Thread(target=until_it_is_gone, name="tilewright-compiling", daemon=True)
@@ -212,7 +215,7 @@ def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
 
 
 def _decided(shared: RankSums, what: str) -> str:
-    """Returns the decision that holds for all, which is the first one made."""
+    """Returns the decision that holds for all ranks, which is the first one written."""
     return _text(_compat.store().compare_set(f"{shared.now}/all", "", what))
 
 

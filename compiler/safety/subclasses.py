@@ -1,4 +1,4 @@
-"""Tensor subclasses, and what to do where an op needs the plain tensors inside of one."""
+"""Describes tensor subclasses, and the way to the plain tensors that an op needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tilewright.compiler.quantised import tensor_subclasses
 
 @dataclass(frozen=True)
 class _Kind:
-    """Classes of one library. package: where they are defined."""
+    """Classes of one library. package: the package that defines them."""
 
     package: str
     what: str
     hint: str
 
 
-# Of a weight that holds codes: where `prepare` reads it, and where it does not.
+# Advice for a weight that holds codes: one text if `prepare` reads it, one if not.
 _CODES = (
     "call `tilewright.compiler.prepare(model)` when the model is loaded: it puts linears that "
     "decode the codes in PyTorch in the place of those with such a weight"
@@ -43,7 +43,7 @@ _ANY = _Kind(
 
 
 def described(tensor: Any) -> tuple[str, str]:
-    """(what a subclass is, what to do about it), by the library that its class is from."""
+    """Returns (what a subclass is, what to do about it), by the library that defines its class."""
     classes = [cls.__module__ for cls in type(tensor).__mro__]
     kind = next((k for k in _KINDS if any(_is_of(name, k.package) for name in classes)), _ANY)
     what = f"a {type(tensor).__name__}, {kind.what}"

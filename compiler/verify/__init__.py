@@ -1,4 +1,4 @@
-"""Runs the fused graph beside the original once, and falls back where they disagree."""
+"""Runs the fused graph beside the original once, and returns to the original if they disagree."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tilewright.ops.formats.fp8 import FP8_DTYPES
 
 log = logging.getLogger("tilewright")
 
-# Relative error (2-norm) a fused graph may show against the original: both round to the dtype, in
-# different places, and a whole model amplifies that.
+# The relative error (2-norm) that a fused graph may show against the original: both round to the
+# dtype, in different places, and a whole model amplifies that.
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
@@ -30,13 +30,13 @@ _NONE = torch.zeros(0, dtype=torch.float64)
 
 
 class VerificationError(RuntimeError):
-    """Under `strict`, a fused graph whose results differ from the original's."""
+    """Raised under `strict` for a fused graph whose results differ from the original's."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One output or mutated input. error: ||fused - original|| / ||original||. hidden: on inputs
-    without NaN, of elements that are NaN in the original on those given."""
+    """One output or mutated input. error: ||fused - original|| / ||original||. hidden: whether
+    these are elements that are NaN in the original, compared in a run on inputs without NaN."""
 
     what: str
     error: float
@@ -52,11 +52,11 @@ class Difference:
 
 
 def compare_graphs(report: GraphReport, inputs: Sequence[Any]) -> list[Difference]:
-    """Runs both graphs eagerly on copies of the inputs; outputs and inputs are compared after.
+    """Runs both graphs eagerly on copies of the inputs, and compares outputs and inputs afterwards.
 
-    Garbage that a mask hides is NaN times zero in the original, and not looked at by an op. So
-    elements of outputs that are NaN in the original are compared in a second run of both, on
-    inputs without NaN.
+    Garbage in memory that a mask hides may give NaN in the original (NaN times zero), where the
+    fused op does not read it. Therefore elements of outputs that are NaN in the original are
+    compared in a second run of both graphs, on inputs without NaN.
     """
     found, unknown = _compare(report, clone_inputs(inputs), clone_inputs(inputs), inputs)
     if any(bool(where.any()) for where in unknown):
@@ -69,7 +69,8 @@ def compare_graphs(report: GraphReport, inputs: Sequence[Any]) -> list[Differenc
 def _compare(
     report: GraphReport, ours: list[Any], theirs: list[Any], inputs: Sequence[Any]
 ) -> tuple[list[Difference], list[torch.Tensor]]:
-    """(the differences, where the original's outputs are NaN) of a run on two copies of inputs."""
+    """Returns (the differences, masks of the NaN in the original's outputs) of one run on two
+    copies of the inputs."""
     fused, plain = tensors_in(report.after(*ours)), tensors_in(report.before(*theirs))
     found = _differences("output", fused, plain)
     found += _differences("input", *map(_plain, (ours, theirs, inputs)))
@@ -81,8 +82,8 @@ def _hidden(
     ours: Sequence[torch.Tensor],
     theirs: Sequence[torch.Tensor],
 ) -> list[Difference]:
-    """The differences of outputs of runs on inputs without NaN, where they were NaN before. What
-    is NaN in the original even so, or has another shape then, is compared with nothing."""
+    """Returns the differences between outputs of runs on inputs without NaN, at elements that were
+    NaN before. Skips elements that are NaN in the original again, and outputs of another shape."""
     found = []
     for i, (where, a, b) in enumerate(zip(unknown, ours, theirs, strict=True)):
         if not bool(where.any()):
@@ -99,8 +100,8 @@ def _hidden(
 
 
 def without_nan(storage: torch.Tensor) -> torch.Tensor:
-    """Numbers [n] with random ones, the same at every call, for those that are NaN or infinite. Of
-    tensors whose only such numbers are -inf, as masks' are, all stay."""
+    """Replaces the NaN and infinite numbers of a tensor [n] by random ones, the same at every call.
+    A tensor that has -inf and no other such number, as a mask has, stays as it is."""
     if storage.dtype not in (*TOLERANCE, *FP8_DTYPES):
         return storage
     wide = storage.double()
@@ -125,11 +126,11 @@ def verified(
     mismatch: Callable[[str], None],
     note: Callable[[str], None],
 ) -> Callable[..., Any]:
-    """`compiled`, which on its first call is compared with the original graph.
+    """Returns `compiled`, wrapped so that its first call is compared with the original graph.
 
-    On a mismatch: VerificationError under `strict`, else a warning, `mismatch(why)`, and the
-    original from then on. note: told that the graphs agree, how far, and what was judged on other
-    inputs than those given.
+    On a mismatch: VerificationError under `strict`; else a warning, `mismatch(why)`, and the
+    original from then on. note: called with a line that says that the graphs agree, how closely,
+    and which outputs were compared on other inputs than the given ones.
     """
     chosen: list[Callable[..., Any]] = []
 
@@ -152,7 +153,7 @@ def verified(
 
 
 def _agreed(found: Sequence[Difference]) -> str:
-    """A line about graphs that agree."""
+    """Returns a line that says how closely the graphs agree."""
     judged = [difference for difference in found if not difference.hidden]
     worst = max(judged, key=lambda difference: difference.error, default=None)
     farthest = f", the farthest {worst}" if worst is not None else ""
@@ -161,7 +162,7 @@ def _agreed(found: Sequence[Difference]) -> str:
 
 
 def _plain(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors among inputs; of a subclass those inside of it."""
+    """The plain tensors among inputs; for a subclass, the tensors inside it."""
     return [part for tensor in tensors_in(inputs) for part in _compat.parts_of(tensor)]
 
 
@@ -170,10 +171,10 @@ def clone_inputs(
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     shared: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> list[Any]:
-    """Copies of the inputs that share storage as the inputs do: each storage is cloned once.
+    """Copies inputs so that they share storage as the originals do: each storage is cloned once.
 
     convert: changes the dtype of a storage's elements. shared: says which tensors are not copied.
-    Of a subclass the tensors inside of it are copied, and not converted.
+    The tensors inside a subclass are copied, and not converted.
     """
     storages: dict[tuple[int, bool], torch.Tensor] = {}
 
@@ -201,9 +202,9 @@ def _differences(
     theirs: Sequence[torch.Tensor],
     before: Sequence[torch.Tensor] | None = None,
 ) -> list[Difference]:
-    """Each tensor of ours against theirs. before: the tensors before the run, to compare only what
-    changed: a step writes few slots of a cache, and the others would dilute the error.
-    """
+    """Compares each tensor of ours with theirs. before: the tensors before the run, to compare only
+    elements that changed: a step writes few slots of a cache, and the others would dilute the
+    error."""
     found = []
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if not a.dtype.is_floating_point:
@@ -212,7 +213,7 @@ def _differences(
             continue
         x, y = a.double(), b.double()
         if before is None:
-            # `compare_graphs` judges these on other inputs.
+            # `compare_graphs` compares these elements on other inputs.
             x = torch.where(y.isnan(), y, x)
         else:
             old = before[i].double()
@@ -224,12 +225,12 @@ def _differences(
 
 
 def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """||x - y|| / ||y|| in the 2-norm, of float64 tensors; equal elements add nothing."""
+    """Returns ||x - y|| / ||y|| in the 2-norm for float64 tensors; equal elements add nothing."""
     scale = torch.linalg.vector_norm(torch.where(y.isfinite(), y, 0.0)).item()
     error = torch.linalg.vector_norm(torch.where(same_elements(x, y), 0.0, x - y)).item()
     return error / (scale or 1.0)
 
 
 def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Equality element by element; NaN equals NaN, which uninitialised caches may hold."""
+    """Compares element by element; NaN equals NaN, which uninitialised caches may hold."""
     return (a == b) | (a.isnan() & b.isnan())

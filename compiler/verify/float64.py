@@ -19,7 +19,7 @@ class NoFloat64Error(RuntimeError):
 
 
 class Float64(fx.Interpreter):
-    """Runs a Dynamo graph in float64, wherever the graph itself asks for a 16 or 32-bit float.
+    """Runs a Dynamo graph in float64 wherever the graph itself asks for a 16 or 32-bit float.
 
     Casts to 8-bit floats and to integers stay: they are part of the model. Raises NoFloat64Error.
     """
@@ -27,7 +27,7 @@ class Float64(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             return super().run_node(n)
-        except Exception as error:  # operators and tensor subclasses raise of any class
+        except Exception as error:  # operators and subclasses may raise any class
             said = (str(error) or type(error).__name__).splitlines()[0]
             raise NoFloat64Error(f"{n.target}: {said}") from error
 
@@ -48,14 +48,14 @@ class Float64(fx.Interpreter):
 
 
 def widen(value: Any) -> Any:
-    """A tensor of 16 or 32-bit floats as float64, anything else as it is."""
+    """Returns a tensor of 16 or 32-bit floats as float64, and anything else as it is."""
     if isinstance(value, torch.Tensor) and value.dtype in _WIDENED:
         return value.double()
     return value
 
 
 def _widened(items: Any) -> Any:
-    """Nested arguments with tensors, and dtypes that a call asks for, as float64."""
+    """Nested arguments in float64: the tensors, and the dtypes that a call asks for."""
     if isinstance(items, torch.Tensor):
         return widen(items)
     if isinstance(items, dict):
@@ -72,7 +72,8 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """torch's grouped_mm of rows [M, K] and weights [groups, K, N], which has no float64 itself."""
+    """Computes torch's grouped_mm, which takes no float64, for rows [M, K] and weights [groups, K,
+    N]."""
     if offs is None or x.dim() != 2 or weight.dim() != 3 or bias is not None:
         raise NotImplementedError("only rows [M, K] with weights [groups, K, N] and offsets")
     out = x.new_zeros(x.shape[0], weight.shape[-1])
@@ -84,7 +85,7 @@ def _grouped_mm(
 
 
 def run_in_float64(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """The outputs of `gm` in float64. Inputs that it writes to must be float64 already."""
+    """Returns the outputs of `gm` in float64. Inputs that it writes to must be float64 already."""
     interpreter = Float64(gm)
     interpreter.extra_traceback = False  # an error names the operator, in one line
     runner: Callable[..., Any] = interpreter.run

@@ -1,4 +1,4 @@
-"""The error of each kind of rewrite and of the graph it replaces, both against float64."""
+"""Measures the error of each kind of rewrite and of the graph it replaces, both against float64."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from tilewright.compiler.report import GraphReport, Site, collapse_sites
 from tilewright.compiler.verify import clone_inputs, relative_error, same_elements
 from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 
-#: How much larger than the graph's own error a rewrite's may be: both round, in different places.
+#: How much larger a rewrite's error may be than the graph's own: both round, in different places.
 SLACK = 1.25
 
 
 @dataclass(frozen=True)
 class SiteError:
-    """One kind of rewrite. Errors: ||x - exact|| / ||exact||, exact being the graph in float64.
+    """One kind of rewrite. Errors: ||x - exact|| / ||exact||, where exact is the graph in float64.
 
-    They are those of the output or cache with the largest share of what is allowed: `SLACK` times
-    the graph's own error plus one rounding of the dtype. note: why nothing was measured, or empty.
+    The errors are those of the output or cache that uses the largest share of its allowance:
+    `SLACK` times the graph's own error plus one rounding of the dtype. note: why nothing was
+    measured, or empty.
     """
 
     pattern: str
@@ -53,9 +54,9 @@ def verify_sites(
 ) -> list[SiteError]:
     """Runs the model on its arguments, as it is and with each kind of rewrite alone.
 
-    args, kwargs: real tensors; caches among them are written as the unfused model does. Equal sites
-    of different layers are rewritten together. Raises ValueError for meta tensors, and what the
-    model raises.
+    args, kwargs: real tensors; caches among them are written as the unfused model writes them.
+    Equal sites of different layers are rewritten together. Raises ValueError for meta tensors, and
+    any exception of the model.
     """
     chosen = None if patterns is None else tuple(patterns)
     options = Options(inner="eager", patterns=chosen, everywhere=True)
@@ -77,8 +78,8 @@ def verify_sites(
 
 
 def compared(plain: fx.GraphModule, fused: Callable[..., Any], inputs: Sequence[Any]) -> SiteError:
-    """The error of one way to run a graph, `fused`, beside that of the graph itself, `plain`: of
-    outputs and of what is written, each on copies of the inputs."""
+    """Compares one way to run a graph, `fused`, with the graph itself, `plain`: the errors of
+    outputs and of written inputs. Each runs on copies of the inputs."""
     try:
         exact = _run(lambda *given: run_in_float64(plain, given), inputs, widen)
     except NoFloat64Error as error:
@@ -112,7 +113,8 @@ def _graph_errors(report: GraphReport, options: Options, inputs: Sequence[Any]) 
 
 @dataclass(frozen=True)
 class _Ran:
-    """The floating-point outputs of a run, and such inputs other than weights after it."""
+    """The floating-point outputs of a run, and its floating-point inputs after it, without
+    weights."""
 
     outputs: list[torch.Tensor]
     inputs: list[torch.Tensor]
@@ -148,7 +150,8 @@ def _changed(
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """Parameters are not copied: they are most of the memory, and inference writes none."""
+    """Whether a tensor is a parameter. Those are not copied: they are most of the memory, and
+    inference writes none."""
     return isinstance(tensor, torch.nn.Parameter)
 
 
@@ -159,14 +162,15 @@ def _error(
     triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     note: str = "",
 ) -> SiteError:
-    """triples: (fused, plain, exact)."""
+    """Returns the error of a site. triples: (fused, plain, exact)."""
     return SiteError(site.pattern, site.op, scope, count, *_worst(triples), note)
 
 
 def _worst(
     triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> tuple[float, float, float]:
-    """(plain, fused, allowed) error of the triple with the largest share of what is allowed."""
+    """Returns the (plain, fused, allowed) error of the triple that uses the largest share of what
+    is allowed."""
     pairs = [
         (_distance(theirs, truth), _distance(ours, truth), _allowed(theirs, truth))
         for ours, theirs, truth in triples
@@ -186,7 +190,8 @@ def _allowed(plain: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative, in the 2-norm; a NaN or infinity that only one of them has counts as infinite."""
+    """Returns the relative error in the 2-norm; a NaN or infinity that only one has counts as
+    infinite."""
     x, y = a.double(), b.double()
     same = same_elements(x, y)
     if not bool((same | (x.isfinite() & y.isfinite())).all()):

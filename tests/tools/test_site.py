@@ -1,9 +1,10 @@
-"""The site as a folder, without a server: its search runs where a browser starts no worker."""
+"""The site: its search without a server, its colours, names for those who do not see it."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -57,3 +58,68 @@ def test_the_script_is_the_site_s_own():
     settings = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert "\n  - offline" in settings
     assert f"    - {SHIM.relative_to(ROOT / 'docs')} " in settings
+
+
+STYLES = (ROOT / "docs" / "stylesheets" / "site.css").read_text("utf-8")
+#: Backgrounds of the theme's code, by its colour scheme.
+BEHIND_CODE = {"default": "f5f5f5", "slate": "272a35"}
+DOCUMENTS = [
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours RRGGBB, from 1 to 21, as WCAG 2 defines it."""
+
+    def light(colour: str) -> float:
+        shares = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(light(colour) for colour in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_is_that_of_the_standard():
+    assert contrast("000000", "ffffff") == pytest.approx(21)
+    assert contrast("009485", "ffffff") == pytest.approx(3.76, abs=0.01)  # the theme's teal
+
+
+def test_colours_of_the_site_stand_out():
+    (primary,) = re.findall(r"--md-primary-fg-color: #(\w{6})", STYLES)
+    assert min(contrast(primary, behind) for behind in ("ffffff", "f5f5f5")) >= 4.5
+    for scheme, behind in BEHIND_CODE.items():
+        (rules,) = re.findall(rf"scheme={scheme}\] {{(.*?)}}", STYLES, re.DOTALL)
+        colours = re.findall(r"--md-code-hl-[\w-]+: #(\w{6})", rules)
+        assert colours
+        assert all(contrast(colour, behind) >= 4.5 for colour in colours)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_pictures_and_columns_have_names(path):
+    """A picture's text is read to those who do not see it, a column's name before each cell."""
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert "![](" not in text
+    heads = re.findall(r"^(\|.*\|)\n\|[-:| ]+\|$", text, re.MULTILINE)
+    assert [head for head in heads if not all(re.split(r"\s*\|\s*", head)[1:-1])] == []
+
+
+def test_the_theme_s_dialog_gets_a_name():
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs" / "site_pages.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = '<div class="md-search" data-md-component="search" role="dialog"><label>'
+    assert 'role="dialog" aria-label="Search"><label>' in hooks.on_post_page(page)
+
+
+def test_bars_of_the_charts_stand_out():
+    """A bar is no text: 3 to 1 from the site's background and from a git host's."""
+    charts = (ROOT / "docs" / "charts.py").read_text("utf-8")
+    light, dark = charts.split("@media (prefers-color-scheme: dark)")
+    for text, pages in ((light, ("ffffff",)), (dark, ("1f212b", "0d1117"))):
+        bars = re.findall(
+            r"\.(?:eager|bf16|codes|floor) \{ fill: #(\w{6})", text.split('"""\ntext')[-1]
+        )
+        assert len(bars) == 4
+        assert all(contrast(bar, page) >= 3 for bar in bars for page in pages)

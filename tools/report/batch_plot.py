@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from tilewright.tools.report.roofline import Axis
+from tilewright.tools.report.roofline import Axis, spread
 from tilewright.tools.report.templates import template
 from tilewright.tools.step.batches import BatchRow
 
 #: The plot's edges, and the size of the whole image, in pixels.
-LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT = 62, 24, 560, 320, 760, 370
+LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT = 62, 34, 620, 340, 720, 390
+#: The smallest distance between two labels, and between two ticks, in pixels.
+LABEL_SPACE, TICK_SPACE = 17, 30
+#: The largest distance between the points of two chips at one batch, in pixels. They stand side by
+#: side, so that their bars do not cover each other.
+ASIDE = 10
+#: The number of line styles in `report.css`.
+LOOKS = 4
 
 
 @dataclass(frozen=True)
 class Line:
-    """The steps of one chip, sorted by batch size. number: selects the line's style."""
+    """The steps of one chip, sorted by batch size. look: selects the line's style. aside: the
+    distance of the points from their batch's tick, in pixels, to the right."""
 
     target: str
-    number: int
+    look: int
+    aside: float
     rows: Sequence[BatchRow]
 
 
@@ -31,16 +42,44 @@ def batch_plot(rows: Sequence[BatchRow]) -> str:
     shown = [row for row in rows if row.modelled_us > 0]
     if not shown:
         return ""
-    names = dict.fromkeys(row.target for row in shown)
-    lines = [
-        Line(name, number, sorted((r for r in shown if r.target == name), key=lambda r: r.batch))
-        for number, name in enumerate(names)
-    ]
-    times = [t for row in shown for t in (*row.ends, row.floor_us) if t > 0]
+    times = [t for row in shown for t in (row.modelled_us, *row.ends, row.floor_us) if t > 0]
+    x = Axis.around([row.batch for row in shown], LEFT, RIGHT)
+    y = Axis.around(times, BOTTOM, TOP)
+    batches = _apart({row.batch for row in shown}, x)
+    lines = _lines(shown, [x.at(batch) for batch in batches])
+    # The higher a line ends, the higher its label.
+    lines.sort(key=lambda line: -line.rows[-1].modelled_us)
+    ends = [y.at(line.rows[-1].modelled_us) for line in lines]
     return template("batches.svg.j2").render(
         width=WIDTH,
         height=HEIGHT,
-        x=Axis.over([row.batch for row in shown], LEFT, RIGHT),
-        y=Axis.over(times, BOTTOM, TOP),
-        lines=lines,
+        x=x,
+        y=y,
+        batches=batches,
+        lines=list(zip(lines, spread(ends, LABEL_SPACE, TOP, BOTTOM), strict=True)),
     )
+
+
+def _lines(rows: Sequence[BatchRow], ticks: Sequence[float]) -> list[Line]:
+    names = list(dict.fromkeys(row.target for row in rows))
+    # The points of a batch stand nearer to its tick than to the next one.
+    nearest = min((b - a for a, b in pairwise(ticks)), default=math.inf)
+    aside = min(ASIDE, 0.6 * nearest / len(names))
+    return [
+        Line(
+            name,
+            number % LOOKS,
+            aside * (number - (len(names) - 1) / 2),
+            sorted((row for row in rows if row.target == name), key=lambda row: row.batch),
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def _apart(batches: Collection[int], axis: Axis) -> list[int]:
+    """Returns the batches, sorted, without those whose tick is too close to the one before."""
+    kept: list[int] = []
+    for batch in sorted(batches):
+        if not kept or axis.at(batch) - axis.at(kept[-1]) >= TICK_SPACE:
+            kept.append(batch)
+    return kept

@@ -99,9 +99,13 @@ def chart(points: Sequence[Point], target: Target) -> str:
     )
 
 
+#: The leading digits of ticks, from the fewest ticks to the most.
+ROUND = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8), tuple(n / 10 for n in range(10, 100, 2)))
+
+
 @dataclass(frozen=True)
 class Axis:
-    """A logarithmic axis of whole decades between two pixel positions."""
+    """A logarithmic axis between two pixel positions."""
 
     low: float
     high: float
@@ -110,8 +114,16 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], first: float, last: float) -> Axis:
+        """Returns the shortest axis of whole decades that contains all values."""
         ends = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         return cls(10.0 ** ends[0], 10.0 ** max(ends[1], ends[0] + 1), first, last)
+
+    @classmethod
+    def around(cls, values: Sequence[float], first: float, last: float) -> Axis:
+        """Returns an axis that contains all values, with a margin on both sides."""
+        low, high = min(values), max(values)
+        room = max((high / low) ** 0.1, 1.1)
+        return cls(low / room, high * room, first, last)
 
     def at(self, value: float) -> float:
         share = math.log10(value / self.low) / math.log10(self.high / self.low)
@@ -120,6 +132,17 @@ class Axis:
     def decades(self) -> list[float]:
         count = round(math.log10(self.high / self.low))
         return [self.low * 10.0**i for i in range(count + 1)]
+
+    def ticks(self) -> list[float]:
+        """Returns round numbers on the axis: at least three, where `ROUND` has enough."""
+        exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)))
+        found: list[float] = []
+        for digits in ROUND:
+            values = (float(f"{digit}e{exponent}") for exponent in exponents for digit in digits)
+            found = [value for value in values if self.low <= value <= self.high]
+            if len(found) >= 3:
+                break
+        return found
 
 
 def spread(wanted: Sequence[float], space: float, low: float, high: float) -> list[float]:

@@ -106,11 +106,24 @@ def test_landmarks_and_labels(elements):
     assert all("aria-label" in a for _, a in elements.having("role", "img"))
     # What scrolls can be reached by the keyboard, and has a name.
     for tag, attributes in elements.found:
-        if tag == "pre" or attributes.get("class") == "scroll":
+        if tag == "pre" or "scroll" in attributes.get("class", "").split():
             assert attributes["tabindex"] == "0"
             assert attributes["aria-label"]
     (facts,) = (a for _, a in elements.having("id", "facts"))
     assert facts["role"] == "status"
+
+
+def test_whatever_is_wide_is_in_a_box_that_scrolls(page):
+    """On a narrow screen the page itself stays as wide as the screen, and a drawing legible."""
+    boxes = re.findall(r'<div class="scroll[^"]*"[^>]*>\s*<(table class="\w+|svg)', page)
+    assert sorted(boxes) == ["svg", 'table class="flow', 'table class="flow', 'table class="wide']
+    assert len(boxes) == len(re.findall(r'<table class="|<svg xmlns', page))
+    # Each side of a drawing has room for its lanes and for the longest names of operations.
+    for width, drawn in re.findall(
+        r'class="flow" style="min-width:(\d+)px"(.*?)</table>', page, re.S
+    ):
+        lanes = {int(lane) for lane in re.findall(r"padding-left:(\d+)px", drawn)}
+        assert int(width) - sum(lanes) >= 2 * 200
 
 
 def test_both_colour_schemes_have_every_colour_and_paper_is_light(page):
@@ -184,7 +197,7 @@ def test_equal_layers_are_drawn_once_with_their_fused_nodes(lowered, elements, p
     assert layer.scopes == ("model.layers.0", "model.layers.1", "model.layers.2")
     assert layer.title == "model.layers.0 … 2 (3 layers)"
     assert layer.title in page
-    assert page.count('<table class="flow">') == 2  # the layers, and what is outside of them
+    assert page.count('<table class="flow"') == 2  # the layers, and what is outside of them
     chips = [a for _, a in elements.having("data-facts")]
     ops = [a for a in chips if "op" in a["class"].split()]
     assert sum(1 for node in layer.after if "tilewright" in node.meta) == len(ops) == 5

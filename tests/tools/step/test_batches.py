@@ -8,6 +8,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from importlib.resources import files
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from tilewright.tools.cli import app
-from tilewright.tools.report.batch_plot import batch_plot
+from tilewright.tools.report.batch_plot import LEFT, RIGHT, batch_plot
 from tilewright.tools.step.batches import BatchRow, notes_of, weight_bytes
 
 ROW = BatchRow(
@@ -75,7 +76,7 @@ def test_the_plot_has_a_point_and_a_range_for_each_row():
     assert len(re.findall(r'<path class="range', svg)) == 3
     assert len(re.findall(r'<circle class="to', svg)) == 3
     assert len(re.findall(r'<circle class="from', svg)) == 3
-    assert len(re.findall("<polyline", svg)) == 2
+    assert len(re.findall('<polyline class="line', svg)) == 2
     # A longer time stands higher, and the range goes around its point.
     points = [float(y) for y in re.findall(r'<circle class="to[^>]* cy="([\d.]+)"', svg)]
     assert points[2] > points[0] > points[1]
@@ -83,6 +84,45 @@ def test_the_plot_has_a_point_and_a_range_for_each_row():
         float, re.search(r'class="range[^>]* d="M[\d.]+ ([\d.]+)V([\d.]+)"', svg).groups()
     )
     assert low > points[0] > high
+
+
+def test_chips_stand_side_by_side_at_a_batch_with_points_and_floors_of_their_own():
+    """Bars of two chips at one batch would cover each other, and equal circles tell no chip."""
+    other = replace(ROW, target="sm100", modelled_us=2100.0, bar_percent=40)
+    svg = batch_plot([ROW, other])
+    groups = re.findall(r'<g class="chip-(\d)">(.*?)</g>', svg, re.DOTALL)
+    assert sorted(look for look, _ in groups) == ["0", "1"]
+    places = []
+    for _, drawn in groups:
+        assert len(re.findall(r'<circle class="from', drawn)) == 1
+        xs = {
+            *re.findall(r'<circle[^>]* cx="([\d.]+)"', drawn),
+            *re.findall(r'd="M([\d.]+)', drawn),
+        }
+        assert len(xs) == 1  # its point, its range and its floor
+        places.append(float(xs.pop()))
+    assert abs(places[0] - places[1]) >= 10  # a circle's width
+
+
+@pytest.mark.parametrize("chips", [1, 2, 7])
+@pytest.mark.parametrize("batches", [(8,), (1, 16, 64), (1, 2, 4, 8, 16, 32, 64, 128, 250, 256)])
+def test_a_plot_s_ticks_and_labels_do_not_cover_each_other(chips, batches):
+    rows = [
+        replace(ROW, target=f"chip{chip}", batch=batch, modelled_us=2000.0 + batch + chip)
+        for chip in range(chips)
+        for batch in batches
+    ]
+    svg = batch_plot(rows)
+    texts = re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)<', svg)
+    below = [(float(x), said) for x, _, said in texts if said.isdigit()]
+    assert {int(said) for _, said in below} <= set(batches)
+    assert all(b - a >= 30 for (a, _), (b, _) in pairwise(below))
+    beside = sorted(float(y) for _, y, said in texts if said.startswith("chip"))
+    assert len(beside) == chips
+    assert all(b - a >= 16.8 for a, b in pairwise(beside))
+    assert len([said for *_, said in texts if said.endswith("s") and said[0].isdigit()]) >= 3
+    # Points stay between the plot's edges, and nearer to their own batch than to the next.
+    assert all(LEFT < float(x) < RIGHT for x in re.findall(r' cx="([\d.]+)"', svg))
 
 
 def test_nothing_that_takes_no_time_is_drawn():
