@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.dataflow.access import attribute_of
+from tilewright.compiler.dataflow.access import held_by
 from tilewright.compiler.dataflow.spelling import argument, name_of
 from tilewright.compiler.dataflow.writes import WRITES
 
@@ -57,9 +57,9 @@ def put_of(node: fx.Node) -> Put | None:
 def _shape(node: fx.Node, name: str, held: torch.Tensor) -> Sequence[Any]:
     """Returns the shape of the written elements, at most that of the target."""
     if name in ("index_copy_", "index_add_"):
-        return _held(argument(node, 3, "source")).shape
+        return held_by(argument(node, 3, "source")).shape
     if name in ("scatter_", "scatter_add_"):
-        return _held(argument(node, 2, "index")).shape
+        return held_by(argument(node, 2, "index")).shape
     if name == "setitem":
         return _selected(held, node.args[1])
     if name in _INDEX_PUT:
@@ -71,14 +71,9 @@ def _shape(node: fx.Node, name: str, held: torch.Tensor) -> Sequence[Any]:
 def _selected(held: torch.Tensor, index: Any) -> Sequence[Any]:
     """Returns the shape of a selection; for a mask, whose count is unknown, the whole shape."""
     try:
-        return _compat.selected(held, fx.node.map_arg(index, _held)).shape
+        return _compat.selected(held, fx.node.map_arg(index, held_by)).shape
     except (RuntimeError, IndexError, TypeError, ValueError):
         return held.shape
-
-
-def _held(node: fx.Node) -> Any:
-    held = node.meta.get("example_value")
-    return attribute_of(node) if held is None and node.op == "get_attr" else held
 
 
 def _nodes(item: Any) -> set[fx.Node]:

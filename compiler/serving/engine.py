@@ -32,8 +32,6 @@ _CHANGE = "enable"
 #: What the attention of a model was before a manager, and the last manager of a model.
 _BEFORE: MutableMapping[Any, Any] = WeakKeyDictionary()
 _MANAGERS: MutableMapping[Any, Any] = WeakKeyDictionary()
-#: The attribute of a model that holds its forward pre-hook.
-_HOOK = "_tilewright_plan_hook"
 
 
 def enable(model: nn.Module) -> bool:
@@ -62,8 +60,8 @@ def enable(model: nn.Module) -> bool:
     from tilewright.compiler.serving import paged_attention
 
     paged_attention.register()
-    hook = changed.register_forward_pre_hook(paged_attention.add_plan, with_kwargs=True)
-    changed.__dict__[_HOOK] = hook
+    _remove_plans(changed)  # of a model that is a copy of an enabled one
+    changed.register_forward_pre_hook(paged_attention.add_plan, with_kwargs=True)
     change_class(changed, _CHANGE, {"init_continuous_batching": init_continuous_batching})
     return True
 
@@ -82,8 +80,18 @@ def disable(model: nn.Module) -> None:
     if manager is not None and manager.is_running():
         raise RuntimeError("disable: a manager of this model runs; call its stop() first")
     change_class_back(changed, _CHANGE, "disable")
-    changed.__dict__.pop(_HOOK).remove()
+    _remove_plans(changed)
     give_attention_back(changed)  # a manager that was never started does not
+
+
+def _remove_plans(model: Any) -> None:
+    """Removes the forward pre-hooks that add plans. A copy of a model has the hook, but not the
+    handle that removes it."""
+    from tilewright.compiler.serving.paged_attention import add_plan
+
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is add_plan]:
+        del model._forward_pre_hooks[key]
+        model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def is_enabled(model: nn.Module) -> bool:
