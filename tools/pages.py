@@ -1,4 +1,4 @@
-"""Assigns pages of a pool to the sequences of a batch, by a block table.
+"""Assigns pages of a pool to the sequences of a batch with a block table.
 
     key j of sequence b lies in page block_table[b, j // page_size], at j % page_size
 

@@ -23,7 +23,6 @@ from tilewright.ops.formats.paged_cache import CacheWindow
 
 #: The attention implementation of models in the engine. transformers builds no mask for a name that
 #: contains "flash". After "flash", a 2 or 3 in the name would make it look for a package.
-#: it as one that needs no mask; a name with 2 or 3 behind that would be looked for as a package.
 ATTENTION = "tilewright_flash"
 
 

@@ -52,7 +52,6 @@ RELIED_ON = {
 
 #: Processors and criteria of transformers that keep no state between calls. A caller's own may
 #: count calls, or reject a token after the last one.
-#: may count, or refuse a token after the last one.
 WITHOUT_MEMORY = {
     getattr(module, name)
     for module, names in {
