@@ -307,8 +307,8 @@ def lower(
     product's (`h100`). tune: as in Options; measures only where the GPU at hand is the target.
     Returns a :class:`Lowered`. No traced graph runs, so caches passed as arguments are not written.
     After a graph break, the Python code between two graphs does run, with zeros in place of the
-    first graph's results; an error that this causes is reported as part of the break. Raises
-    TypeError for a model that cannot be called, or arguments in another form; ValueError for
+    first graph's results; an error that this causes is reported as part of the break.
+    Raises TypeError for a model that cannot be called, or arguments in another form; ValueError for
     unknown patterns or targets; StrictError under strict; and what Dynamo or the model raises
     before there is a graph.
     """

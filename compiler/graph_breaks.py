@@ -208,7 +208,7 @@ def _listener_of_frame() -> tuple[Listener | None, Mapping[str, Any], Mapping[st
             backend, options = _unwrapped(place.f_locals["compiler_fn"])
             try:
                 return _listeners.get(backend), options, place.f_locals
-            except TypeError:  # a backend that cannot be a key is none of ours
+            except TypeError:  # a backend that cannot be a key is not ours
                 return None, {}, {}
         place = place.f_back
     return None, {}, {}

@@ -15,6 +15,7 @@ The exit status is 1 where anything is not as it should be.
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import sys
@@ -109,13 +110,9 @@ def audit(kernels: list[Kernel], checks: Checks) -> None:
 
 def emitted_loop(kernel: Kernel) -> str:
     """The main loop of an emitted kernel, as it stands in the file."""
-    lines = kernel.source.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("for "))
-    indent = len(lines[start]) - len(lines[start].lstrip())
-    end = start + 1
-    while end < len(lines) and lines[end].startswith(" " * (indent + 1)):
-        end += 1
-    return "\n".join(lines[start:end])
+    loops = [node for node in ast.walk(ast.parse(kernel.source)) if isinstance(node, ast.For)]
+    first = min(loops, key=lambda loop: loop.lineno)
+    return "\n".join(kernel.source.splitlines()[first.lineno - 1 : first.end_lineno])
 
 
 # --- 3: a small model, run for real -------------------------------------------------------------

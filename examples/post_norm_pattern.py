@@ -8,6 +8,7 @@ Dimension letters: T tokens, K hidden size.
 
     python examples/post_norm_pattern.py
     tilewright inspect examples/post_norm_pattern.py:post_norm
+    tilewright verify examples/post_norm_pattern.py:real
 """
 
 from __future__ import annotations
@@ -178,6 +179,11 @@ def post_norm(device: str = "meta") -> tuple[Any, tuple[Any, ...], dict]:
     model = torch.nn.Sequential(*(PostNorm(64, form) for form in ("plain", "offset", "none")))
     model = model.to(device).requires_grad_(False)
     return model, (torch.randn(2, 5, 64, device=device),), {}
+
+
+def real() -> tuple[Any, tuple[Any, ...], dict]:
+    """Makes the same model with data, for `tilewright verify`, which runs it."""
+    return post_norm("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def main() -> None:

@@ -25,12 +25,12 @@ def hint_for(code: str, nodes: Sequence[fx.Node]) -> str:
 
 def with_declare(hint: str, code: str, nodes: Sequence[fx.Node]) -> str:
     """Returns a hint that also names `declare`, if one of the nodes calls a library's operator."""
-    if code not in OF_OPERATORS or "compiler.declare" in hint:
+    if code not in OF_OPERATORS or "tilewright.declare" in hint:
         return hint
     name = next(filter(None, map(_library_operator, nodes)), "")
     if not name:
         return hint
-    said = f"say what {name} computes: tilewright.compiler.declare"
+    said = f"say what {name} computes: tilewright.declare"
     return f"{hint}; or {said}" if hint else said
 
 

@@ -64,7 +64,7 @@ def mixture(monkeypatch):
 def test_a_mixture_with_a_scatter_of_its_own(mixture):
     (miss,) = misses_of(lower(*mixture), "moe")
     assert miss.code == "EXPERT_COMBINE"
-    assert "say what tests_opaque::scatter_add computes: tilewright.compiler.declare" in miss.hint
+    assert "say what tests_opaque::scatter_add computes: tilewright.declare" in miss.hint
     declare("tests_opaque::scatter_add", ops.scatter_add_meaning)
     torch._dynamo.reset()
     model, args = mixture
@@ -131,7 +131,7 @@ def test_quantised_projections_and_a_cache_write():
     declare(torch.ops.tests_opaque.int8_linear, ops.int8_linear_meaning)
     (miss,) = misses_of(lower(model, args), "qkv")
     assert miss.code == "OPAQUE_WRITE"
-    assert "say what tests_opaque::store computes: tilewright.compiler.declare" in miss.hint
+    assert "say what tests_opaque::store computes: tilewright.declare" in miss.hint
     declare(ops.store, ops.store_meaning)
     torch._dynamo.reset()
     dynamic = lower(model, args, dynamic=True)

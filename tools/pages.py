@@ -1,5 +1,11 @@
-"""Assigns pages of a pool to the sequences of a batch: the block table, and which pages may be
-written."""
+"""Assigns pages of a pool to the sequences of a batch with a block table.
+
+    key j of sequence b lies in page block_table[b, j // page_size], at j % page_size
+
+The host decides all of this between forward passes. Sequences may share full pages; the page that a
+sequence writes next is its own (copy on write). Page 0 belongs to no sequence: it fills the columns
+of the block table that have no page yet, and the mask hides its keys.
+"""
 
 from __future__ import annotations
 

@@ -305,8 +305,8 @@ def aten_graph(
 ) -> fx.Graph:
     """Returns the ATen calls that `function(*inputs)` makes, under the fake mode of its tensors.
 
-    pre_dispatch: record calls as they are made, before autograd splits composite operators. Raises
-    any exception of tracing: the caller decides what an untraceable node is.
+    pre_dispatch: record calls as they are made, before autograd splits composite operators.
+    Raises any exception of tracing: the caller decides what an untraceable node is.
     """
     traced = make_fx(function, pre_dispatch=pre_dispatch, tracing_mode="real")
     tensors = [held for held in inputs if isinstance(held, torch.Tensor)]

@@ -157,7 +157,8 @@ def run_recorded(
 
     The call runs on stand-ins (:class:`_StandIns`) that are fake tensors, so the given tensors do
     not change. Writes show in the schemas of the operators that run, and in torch's version
-    counters. function: a function, or a method's name. Raises any exception of the call, and
+    counters.
+    function: a function, or a method's name. Raises any exception of the call, and
     CannotStandInError.
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():

@@ -115,12 +115,13 @@ def _overloads(node: fx.Node, packet: Any) -> list[Any]:
 
 def _held(item: Any) -> Any:
     """Returns an argument with example values in place of nodes, and attributes for `get_attr`."""
+    return fx.node.map_arg(item, held_by)
 
-    def value(node: fx.Node) -> Any:
-        held = node.meta.get("example_value")
-        return attribute_of(node) if held is None and node.op == "get_attr" else held
 
-    return fx.node.map_arg(item, value)
+def held_by(node: fx.Node) -> Any:
+    """Returns a node's example value, or the graph's attribute for a `get_attr` without one."""
+    held = node.meta.get("example_value")
+    return attribute_of(node) if held is None and node.op == "get_attr" else held
 
 
 def attribute_of(node: fx.Node) -> Any:

@@ -204,8 +204,7 @@ class _Builder:
         self.memory.alias(node, place, local, view, why)
 
     def _selects(self, node: fx.Node, result: Any) -> bool:
-        """Adds the views that a call makes which is in no table; returns whether it makes only
-        views."""
+        """Adds the views of a call that is in no table; returns whether the call only selects."""
         results = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(r, torch.Tensor) for r in results) or not any(
             spelling.is_tensor_node(source) for source in node.all_input_nodes

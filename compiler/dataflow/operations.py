@@ -156,8 +156,8 @@ class Operations:
         self, node: fx.Node, trace: Callable[..., T], symbols: bool = False
     ) -> tuple[T | None, list[fx.Node]]:
         """Traces a node by itself on its fake tensors. Returns (the answer of `trace`, or None if
-        the node cannot be traced; the nodes of the inputs). symbols: symbolic sizes among the
-        arguments are inputs, too, as a call needs that keeps one."""
+        the node cannot be traced; the nodes of the inputs). symbols: make symbolic sizes inputs,
+        too, for a `trace` whose answer keeps them."""
         sources: list[fx.Node] = []
         kinds = (torch.Tensor, torch.SymInt) if symbols else torch.Tensor
 

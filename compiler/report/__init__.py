@@ -1,4 +1,4 @@
-"""The outcome of a compilation as data: matches, misses, kernels; printed and saved."""
+"""The outcome of a compilation as data, to print and to save: matches, misses, kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Kernel:
 
     @cached_property
     def source(self) -> str:
-        """The emitted standalone Triton file."""
+        """The text of the emitted standalone Triton file."""
         from tilewright.codegen.emit import emit
 
         return emit(self.spec)
@@ -37,7 +37,8 @@ class Kernel:
     def build(self, target: str | None = None) -> Artifact:
         """Cross-compiles for `target` (default: the spec's own); needs no GPU.
 
-        Returns an Artifact with ptx, cubin and audit. Raises BuildError with the compiler's words.
+        Returns an Artifact with ptx, cubin and audit. Raises BuildError with the compiler's
+        message.
         """
         from tilewright.codegen.build import compile_for
 
@@ -52,10 +53,10 @@ class Kernel:
 class Site:
     """One fused site.
 
-    shapes: the facts a reader checks. lowering, reason: how, and why so. node: the op's name in the
-    rewritten graph. absorbed: names of the original graph's nodes that it replaces.
-    intermediate_bytes: size of the values among them that leave the graph (the op may make some of
-    its own); 0 where it is not known before the run.
+    shapes: facts for a reader to check. lowering, reason: how the op is computed, and why so. node:
+    the op's name in the rewritten graph. absorbed: names of the original graph's nodes that it
+    replaces. intermediate_bytes: size of the values among them that leave the graph (the op may
+    make some values of its own); 0 if it is not known before the run.
     """
 
     pattern: str
@@ -72,12 +73,12 @@ class Site:
 
     @property
     def facts(self) -> str:
-        """The shapes in a line: `heads=32/8x128 rope=half`."""
+        """The shapes in one line: `heads=32/8x128 rope=half`."""
         return " ".join(f"{key}={value}" for key, value in self.shapes.items())
 
     @property
     def kernel(self) -> str:
-        """Names of the emitted kernels, comma-separated; empty where a library does the work."""
+        """Names of the emitted kernels, comma-separated; empty if a library does the work."""
         return ", ".join(k.spec.name for k in self.kernels)
 
 
@@ -86,9 +87,9 @@ class GraphReport:
     """The outcome for one Dynamo graph. `str()` prints what `lower` prints.
 
     modules: the graph before and after; None in a report :meth:`without_graphs`. seconds: by phase.
-    inputs: which of its inputs shared memory when traced. points: its census; empty where fusing
-    did not begin. target, graph_breaks: as in Lowered, of this graph alone. node_counts: of a
-    report without graphs.
+    inputs: the graph's inputs that shared memory when it was traced. points: the graph's census;
+    empty if fusing did not begin. target, graph_breaks: as in Lowered, for this graph alone.
+    node_counts: set only in a report without graphs.
     """
 
     modules: tuple[fx.GraphModule, fx.GraphModule] | None
@@ -104,7 +105,7 @@ class GraphReport:
 
     @property
     def before(self) -> fx.GraphModule:
-        """The graph as it was captured."""
+        """The graph as Dynamo captured it."""
         return self._module(0)
 
     @property
@@ -122,17 +123,17 @@ class GraphReport:
 
     @property
     def nodes(self) -> int:
-        """How many nodes the graph had."""
+        """The number of nodes in the graph."""
         return len(self.before.graph.nodes) if self.modules else self.node_counts[0]
 
     @property
     def nodes_after(self) -> int:
-        """How many nodes the rewritten graph has."""
+        """The number of nodes in the rewritten graph."""
         return len(self.after.graph.nodes) if self.modules else self.node_counts[1]
 
     @property
     def lowered(self) -> Lowered:
-        """The report of this graph alone."""
+        """The report on this graph alone."""
         return Lowered((self,), self.target, self.graph_breaks)
 
     @property
@@ -148,8 +149,9 @@ class GraphReport:
         return self.text
 
     def without_graphs(self) -> GraphReport:
-        """The report as text and numbers. A graph holds fake tensors, sources and sometimes
-        weights, and a process that compiles for months must not keep the models it dropped."""
+        """Returns the report as text and numbers only. A graph holds fake tensors, sources and
+        sometimes weights, and a process that compiles for months must not keep the models that it
+        dropped."""
         misses = tuple(miss.without_graph() for miss in self.misses)
         counts = self.nodes, self.nodes_after
         return replace(self, modules=None, misses=misses, inputs=None, node_counts=counts)
@@ -169,8 +171,8 @@ class Lowered:
 
     @property
     def misses(self) -> list[Miss]:
-        """The misses of every graph, then graph breaks, each place once. A graph break speaks for
-        what no pattern recognises in the parts of the graph that it cut."""
+        """The misses of every graph, then graph breaks, each place once. If a graph break cut a
+        graph, its miss replaces those for points that no pattern recognises in the parts."""
         found = [m for g in self.graphs for m in g.misses]
         breaks = [m for m in found if m.pattern == CAPTURE]
         breaks += [break_miss(text) for text in self.graph_breaks]
@@ -181,7 +183,7 @@ class Lowered:
 
     @property
     def lost(self) -> list[Miss]:
-        """The misses of what was asked for; the others are advice."""
+        """The misses that lose something the user asked for; the others are advice."""
         return [m for m in self.misses if m.is_lost]
 
     @property
@@ -197,7 +199,7 @@ class Lowered:
     @cached_property
     def census(self) -> Census:
         """Every product with a weight, softmax, write into memory from outside and choice of the
-        largest, with the match or miss that it belongs to, or why it is of no interest."""
+        largest, each with the match or miss that it belongs to, or why it is of no interest."""
         from tilewright.compiler.report.census import Census
 
         census = Census(tuple(point for graph in self.graphs for point in graph.points))
@@ -237,13 +239,13 @@ NO_GRAPH = Miss(
 
 
 def unless_cut(misses: Sequence[Miss], is_cut: bool) -> Sequence[Miss]:
-    """Returns the misses of a graph. Where graph breaks cut it, they speak for what no pattern
-    recognises in the parts."""
+    """Returns the misses of a graph. If graph breaks cut it (is_cut), leaves out the misses for
+    points that no pattern recognises: the parts of a cut site look like that."""
     return [miss for miss in misses if miss.code != UNRECOGNISED] if is_cut else misses
 
 
 def break_miss(reason: str) -> Miss:
-    """The miss of a graph break, from its text: Dynamo's reason, and lines with hints."""
+    """Makes the miss of a graph break from its text: Dynamo's reason, and lines with hints."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
     return Miss(
@@ -256,7 +258,7 @@ def break_miss(reason: str) -> Miss:
 
 
 def site_dict(site: Site) -> dict[str, Any]:
-    """A site as JSON-ready data."""
+    """Returns a site as JSON-ready data."""
     names = ("pattern", "op", "scope", "source", "shapes", "lowering", "reason")
     return {n: getattr(site, n) for n in names} | {
         "kernels": [k.spec.name for k in site.kernels],
@@ -266,7 +268,7 @@ def site_dict(site: Site) -> dict[str, Any]:
 
 
 def miss_dict(miss: Miss) -> dict[str, Any]:
-    """A miss as JSON-ready data."""
+    """Returns a miss as JSON-ready data."""
     names = ("pattern", "code", "scope", "source", "message", "hint", "count", "weight")
     return {n: getattr(miss, n) for n in names} | {"stage": miss.stage.label}
 
@@ -275,18 +277,18 @@ Placed = TypeVar("Placed", Site, Miss)
 
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
-    """Equal sites of different layers as one: (a representative, collapsed scope, count)."""
+    """Joins equal sites of different layers: (a representative, collapsed scope, count)."""
     return [(g[0], scope, len(g)) for g, scope in _alike(sites, site_kind)]
 
 
 def site_kind(site: Site) -> tuple[Any, ...]:
-    """Returns the key by which sites of one place are equal."""
+    """Returns the key that is equal for equal sites of different layers."""
     facts = tuple(sorted((k, str(v)) for k, v in site.shapes.items()))
     return collapse_scope(site.scope), site.pattern, facts, site.lowering, site.kernel
 
 
 def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
-    """Equal misses of different layers as one: (a representative, collapsed scope, count)."""
+    """Joins equal misses of different layers: (a representative, collapsed scope, count)."""
 
     def kind(miss: Miss) -> tuple[Any, ...]:
         why = miss.message if miss.pattern == CAPTURE else ""
@@ -298,7 +300,8 @@ def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
 def _alike(
     items: Sequence[Placed], kind: Callable[[Placed], Any]
 ) -> Iterator[tuple[list[Placed], str]]:
-    """Groups of items that differ in the layer's number only, each with its collapsed scope."""
+    """Yields groups of items that differ only in the layer's number, each with its collapsed
+    scope."""
     groups: dict[Any, list[Placed]] = {}
     for item in items:
         groups.setdefault((collapse_scope(item.scope), kind(item)), []).append(item)
@@ -307,11 +310,11 @@ def _alike(
 
 
 def text_lines(lowered: Lowered) -> list[str]:
-    """The report in plain lines; the command line prints the same facts as tables."""
+    """Returns the report in plain lines; the command line prints the same facts as tables."""
     lines = []
     for site, scope, count in collapse_sites(lowered.matches):
         times = f" x{count}" if count > 1 else ""
-        # What the reference computes could be faster, so it says why no kernel does.
+        # The reference is slow, so the line says why no kernel computes the site.
         why = f": {site.reason}" if site.lowering == "reference" and site.reason else ""
         lines.append(f"{scope}{times}  {site.pattern}  {site.facts}  [{site.lowering}{why}]")
     for miss, _, count in collapse_misses(lowered.misses):

@@ -1,8 +1,8 @@
-"""The error bar of a modelled time: how far the model was from steps that it was not fitted to.
+"""The error bar of a modelled time: how far the model was off for steps that it was not fitted to.
 
-A step belongs to one class, by what it does and how its weights are stored. A class's bar is the
-least percentage that holds nine of ten of its held-out rows in docs/predictions.md, and no less
-than 10 where those are few (`benchmarks/predictions.py`; a test holds these numbers to its rows).
+Each step belongs to one class, by what it does and how its weights are stored. The bar of a class
+is the least percentage that holds nine of ten of its held-out rows in docs/predictions.md. It is at
+least 10 if there are few rows (`benchmarks/predictions.py`; a test compares these numbers with it).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DECODE, PROMPT = "decode", "prompt"
 DENSE, MIXTURE, LATENT, CODES = "dense", "mixture", "latent attention", "weights as codes"
 ADAPTERS = "adapters"
 
-#: Percent, by class, on the chip that was measured (sm90: H100 and H200).
+#: The bar in percent, by class, on the chip that was measured (sm90: H100 and H200).
 BARS = {
     "decode, dense": 10,
     "decode, latent attention": 10,
@@ -30,13 +30,14 @@ BARS = {
     "prompt, mixture": 28,
     "prompt, weights as codes": 10,
 }
-#: Percent, for a class without a held-out row: at least the widest bar of the other classes.
+#: The bar in percent of a class without held-out rows: at least the widest bar of the others.
 UNHELD = 30
-#: Percent, on chips without measurements of ours. sm100: by measurements on a B200 that others
-#: published (docs/predictions.md, the last table). UNSEEN, a guess: all other chips.
+#: The bar in percent on chips that we did not measure. sm100: from measurements on a B200 that
+#: others published (docs/predictions.md, the last table). UNSEEN, a guess: all other chips.
 PUBLISHED = {"sm100": 37}
 UNSEEN = 50
-#: The share of rows that a bar holds, and the least bar of fewer than so many rows.
+#: HELD: the share of rows that a bar holds. LEAST: the least bar of a class with fewer than FEW
+#: rows.
 HELD = 0.9
 FEW, LEAST = 10, 10
 _DECIMALS = 1e-9
@@ -44,18 +45,19 @@ _DECIMALS = 1e-9
 
 @dataclass(frozen=True)
 class Bar:
-    """percent: half of a modelled time's range. why: what it follows from, in words."""
+    """The range of a modelled time. percent: half of its width. why: where it comes from, in
+    words."""
 
     percent: int
     why: str
 
     def around(self, us: float) -> tuple[float, float]:
-        """The ends of the range, in microseconds."""
+        """Returns the ends of the range, in microseconds."""
         return us * (1 - self.percent / 100), us * (1 + self.percent / 100)
 
 
 def class_of(units: Iterable[Unit]) -> str:
-    """The class of a step: "decode, dense" and so on, as in BARS."""
+    """Returns the class of a step, as in BARS: "decode, dense" and so on."""
     units = tuple(units)
     reads = [read for unit in units for read in unit.cache_reads]
     many = any(read.queries >= MANY_QUERIES for read in reads)
@@ -72,7 +74,7 @@ def class_of(units: Iterable[Unit]) -> str:
 
 
 def bar_of(kind: str, target: Target) -> Bar:
-    """The bar of a step of a class on a chip."""
+    """Returns the bar of a step of a class on a chip."""
     held = BARS.get(kind)
     own = Bar(
         held or UNHELD, f"held-out steps of {kind}" if held else f"no step of {kind} was held out"
@@ -86,11 +88,12 @@ def bar_of(kind: str, target: Target) -> Bar:
 
 
 def percent_of(ratios: Sequence[float]) -> int:
-    """The least whole percentage that holds nine of ten ratios of modelled to measured."""
+    """Returns the least whole percentage that holds nine of ten ratios of modelled to measured
+    time."""
     errors = sorted(abs(ratio - 1) for ratio in ratios)
     return math.ceil(100 * errors[math.ceil(HELD * len(errors)) - 1] - _DECIMALS)
 
 
 def held_percent(ratios: Sequence[float]) -> int:
-    """The bar of a class by its held-out rows, whose ratios are given."""
+    """Returns the bar of a class from the ratios of its held-out rows."""
     return max(percent_of(ratios), LEAST if len(ratios) < FEW else 0)

@@ -1,6 +1,9 @@
-"""A census of a graph: every product with a weight, softmax, write into memory from outside and
-choice of the largest is in a match, spoken for by a miss, or of no interest for a stated reason.
-What is none of these is unaccounted: a pattern should have said something."""
+"""A census of the points in a graph that a pattern may be about.
+
+The points are every product with a weight, softmax, write into memory from outside and choice of
+the largest. Each is in a match, or a miss speaks for it, or it is of no interest for a stated
+reason. A point without any of these is unaccounted: a pattern should have said something.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,8 @@ ACCOUNTS: tuple[Account, ...] = ("match", "miss", "no interest", "unaccounted")
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of one pass of the patterns over a graph. matches: those that were rewritten.
-    misses: of the last pass; none of one that another follows."""
+    """The outcome of one pass of the patterns over a graph. matches: the rewritten ones. misses:
+    those of the last pass; empty for a pass that another follows."""
 
     flow: Dataflow
     matches: tuple[Match, ...]
@@ -51,10 +54,10 @@ class Round:
 
 @dataclass(frozen=True)
 class Point:
-    """One place of a graph that is accounted for, or is not.
+    """One point of a graph, and what accounts for it.
 
-    node: its name in the graph. op: what it computes. why: the pattern of a match, pattern and code
-    of a miss, or the reason why it is of no interest; empty for what is unaccounted.
+    node: its name in the graph. op: what it computes. why: the pattern of a match; or pattern and
+    code of a miss; or the reason why it is of no interest; empty for an unaccounted point.
     """
 
     kind: Kind
@@ -74,12 +77,12 @@ class Census:
 
     @property
     def unaccounted(self) -> tuple[Point, ...]:
-        """The points for which no pattern spoke and no rule holds."""
+        """The points for which no match, miss or rule accounts."""
         return tuple(point for point in self.points if point.account == "unaccounted")
 
     def spoken_for_by(self, miss: Miss) -> Census:
-        """Returns a census in which a miss accounts for every unaccounted point, as a graph break
-        does: it cuts a site in two, and no pattern sees both parts."""
+        """Returns a census in which a miss accounts for every unaccounted point. A graph break is
+        such a miss: it cuts a site in two, and no pattern sees both parts."""
         told: Account = "miss"
         why = f"{miss.pattern} {miss.code}"
         points = (
@@ -89,11 +92,11 @@ class Census:
         return Census(tuple(points))
 
     def counts(self) -> dict[tuple[Kind, Account, str], int]:
-        """How many points of each kind have each account, by the reason for it."""
+        """The number of points by (kind, account, reason)."""
         return dict(Counter((p.kind, p.account, p.why) for p in self.points))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready data: counts, then the unaccounted points."""
+        """Returns JSON-ready data: the counts, then the unaccounted points."""
         return {
             "counts": [
                 {"kind": kind, "account": account, "why": why, "count": count}
@@ -104,7 +107,7 @@ class Census:
 
 
 def census_of(rounds: Sequence[Round], patterns: Iterable[Pattern]) -> tuple[Point, ...]:
-    """The points of one graph, as its first round found it."""
+    """Returns the points of one graph, as its first round found it."""
     matches = [match for one in rounds for match in one.matches]
     matched = {node: match.pattern for match in matches for node in match.nodes}
     missed = _spoken_for(rounds[-1], {pattern.name: pattern for pattern in patterns})
@@ -123,7 +126,7 @@ _IN_WORDS: dict[Kind, str] = {
 
 
 def unrecognised(points: Iterable[Point], flow: Dataflow) -> list[Miss]:
-    """Returns a miss, as advice, for each unaccounted point. flow: the view that was counted."""
+    """Returns a miss, as advice, for each unaccounted point. flow: the view of the census."""
     nodes = {value.node.name: value.node for value in flow.values}
     return [
         Miss(
@@ -139,8 +142,8 @@ def unrecognised(points: Iterable[Point], flow: Dataflow) -> list[Miss]:
 
 
 def _arguments(match: Match) -> Iterator[View]:
-    """The views among a match's arguments, those of small expressions too, and what is added to
-    its results."""
+    """Yields the views among a match's arguments, also those in small expressions, and those that
+    are added to its results."""
     added = (result.added for result in match.results if isinstance(result, Result))
     waiting = [*match.arguments.values(), *(view for view in added if view is not None)]
     while waiting:
@@ -168,7 +171,7 @@ def _point(
 
 
 def _spoken_for(last: Round, patterns: dict[str, Pattern]) -> dict[fx.Node, str]:
-    """The nodes that misses speak for, each with pattern and code."""
+    """Returns the nodes that misses speak for, each with the miss's pattern and code."""
     graph = Graph(last.flow)
     found: dict[fx.Node, str] = {}
     for miss in last.misses:
@@ -181,7 +184,7 @@ def _spoken_for(last: Round, patterns: dict[str, Pattern]) -> dict[fx.Node, str]
 
 
 def _reached(start: Sequence[Value], sought: Sought, graph: Graph) -> Iterator[fx.Node]:
-    """The nodes of the points that a miss at `start` reaches."""
+    """Yields the nodes of the points for which a miss at `start` speaks."""
     for value in start:
         before = _walk(value, sought, graph) if sought.before else []
         yield from (point.node for point in before)
@@ -193,7 +196,7 @@ def _reached(start: Sequence[Value], sought: Sought, graph: Graph) -> Iterator[f
 
 
 def _walk(start: Value, sought: Sought, graph: Graph) -> list[Value]:
-    """The first points upstream, of the kinds in `sought.before`."""
+    """Returns the first points upstream, of the kinds in `sought.before`."""
     found: list[Value] = []
     front, seen = [(start, 0)], {start}
     while front:
@@ -214,8 +217,8 @@ def _walk(start: Value, sought: Sought, graph: Graph) -> list[Value]:
 
 
 def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
-    """The first points downstream, of the kinds in `sought.behind`; what lies behind a softmax or a
-    choice belongs to it."""
+    """Yields the first points downstream, of the kinds in `sought.behind`. The search passes
+    through softmaxes and choices."""
 
     def goes_on(value: Value) -> bool:
         return graph.kind(value) in (None, "softmax", "top-k")
@@ -228,7 +231,7 @@ def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
 
 
 def _beside(product: Value, graph: Graph) -> Iterator[fx.Node]:
-    """The nodes of the products with weights that read the activation of another."""
+    """Yields the nodes of other products with weights that read a product's activation."""
     held = graph.weights(product)
     for view in product.operands:
         if view in held or len(view.shape) < 2:

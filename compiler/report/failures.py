@@ -1,4 +1,4 @@
-"""Exceptions inside a pattern, an op or a rewrite: they cost one site, not the compilation."""
+"""Turns exceptions inside a pattern, an op or a rewrite into misses: they cost one site each."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tilewright.patterns.language import Match, Miss, internal_miss
 
 log = logging.getLogger("tilewright")
 
-# How many sites of one pattern may fail after the graph has changed, each of which costs another
-# copy of the graph; then the pattern is left out.
+# The number of sites of one pattern that may fail after the graph has changed. Each costs another
+# copy of the graph; after that the pattern is left out.
 MAX_RESTARTS = 4
 
 
 class StrictError(RuntimeError):
-    """Under `strict`, a lost site, a graph break or an internal error."""
+    """Raised under `strict` for a lost site, a graph break or an internal error."""
 
 
 def raise_strictly(misses: Iterable[Miss], options: Options) -> None:
-    """Raises StrictError with those of the misses for which `strict` asks for it."""
+    """Raises StrictError with the misses for which `strict` asks for it, if there are any."""
     raised = [str(miss) for miss in misses if options.raises_for(miss)]
     if raised:
         raise StrictError("\n".join(raised))
@@ -37,10 +37,10 @@ def raise_strictly(misses: Iterable[Miss], options: Options) -> None:
 
 @dataclass(eq=False)
 class Failures:
-    """Turns what was raised at a site of the graph `gm` into a miss INTERNAL.
+    """Turns an exception at a site of the graph `gm` into a miss INTERNAL.
 
-    Raises StrictError instead where `strict` asks for it. Dynamo's own exceptions are raised again:
-    Dynamo restarts its analysis by them.
+    Raises StrictError instead if `strict` asks for it. Dynamo's own exceptions are raised again:
+    Dynamo restarts its analysis by raising them.
     """
 
     gm: fx.GraphModule
@@ -64,12 +64,12 @@ class Failures:
     def refuse(self, match: Match, doing: str, error: Exception) -> None:
         """Records a failure, so that :meth:`earlier` has a miss for this site in the next copy."""
         if _key(match) in self._refused:
-            raise error  # it was refused and failed again: another copy would not help
+            raise error  # failed again although refused: another copy would not help
         self._refused[_key(match)] = self(match.pattern, doing, error, (match.anchor.node,))
         self._restarts[match.pattern] += 1
 
     def earlier(self, match: Match) -> Miss | None:
-        """The miss of a site that failed in an earlier copy of the graph."""
+        """Returns the miss of a site that failed in an earlier copy of the graph, or None."""
         miss = self._refused.get(_key(match))
         if miss is None and self._restarts[match.pattern] > MAX_RESTARTS:
             miss = next(m for (name, _), m in self._refused.items() if name == match.pattern)
@@ -77,7 +77,8 @@ class Failures:
 
     @contextmanager
     def of_the_graph(self) -> Iterator[None]:
-        """Writes a repro file for an exception that belongs to no single site, too."""
+        """Writes a repro file also for an exception in the block, which belongs to no single
+        site."""
         try:
             yield
         except (_compat.DynamoError, StrictError):
@@ -88,10 +89,11 @@ class Failures:
 
     @cached_property
     def repro(self) -> Path | None:
-        """The file that shows the failure, written when first asked for; None where none is."""
+        """The file that shows the failure, written at the first call; None if no file is asked
+        for."""
         return write_repro(self.gm, self.options)
 
 
 def _key(match: Match) -> tuple[str, str]:
-    """Names are the same in every copy of a graph, nodes are not."""
+    """Returns a key of names, which are the same in every copy of a graph, as nodes are not."""
     return match.pattern, match.anchor.node.name

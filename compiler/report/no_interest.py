@@ -1,5 +1,5 @@
-"""Why points of a graph are of no interest to any pattern: each rule is a predicate on the graph,
-under its reason."""
+"""Rules for points of a graph that are of no interest to any pattern: each is a predicate on the
+graph, with its reason."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Holds = Callable[[Value, Graph], bool]
 
 @dataclass(frozen=True)
 class Rule:
-    """Points of one kind that are of no interest, and why. holds(value, graph): the predicate."""
+    """A kind of points that are of no interest, and why. holds(value, graph): the predicate."""
 
     kind: Kind
     why: str
@@ -53,7 +53,8 @@ RULES: list[Rule] = []
 
 
 def rule(*kinds: Kind, why: str) -> Callable[[Holds], Holds]:
-    """Makes a predicate a rule for points of these kinds; of those that hold the first speaks."""
+    """Makes a predicate a rule for points of these kinds. The first rule that holds gives the
+    reason."""
 
     def added(holds: Holds) -> Holds:
         RULES.extend(Rule(kind, why, holds) for kind in kinds)
@@ -64,11 +65,11 @@ def rule(*kinds: Kind, why: str) -> Callable[[Holds], Holds]:
 
 @dataclass(frozen=True)
 class Behind:
-    """The readers of a value, through operations that are no points.
+    """The readers of a value, seen through operations that are no points.
 
-    ends: the points there. returned: whether the graph returns some of it. activated: an activation
-    is applied. added: it is added to a tensor that is not computed from it. gated: two tensors of
-    its elements are multiplied.
+    ends: the points that read it. returned: whether the graph returns a value on the way.
+    activated: whether an activation is applied. added: whether a tensor is added that is not
+    computed from it. gated: whether two tensors computed from it are multiplied.
     """
 
     ends: tuple[Value, ...]
@@ -79,7 +80,7 @@ class Behind:
 
 
 def behind(value: Value, graph: Graph) -> Behind:
-    """Returns the readers of a value."""
+    """Returns the readers of a value, seen through operations that are no points."""
     flow = graph.flow
     through = flow.downstream(value, None, lambda v: graph.kind(v) is None)
     known = set(through)
@@ -101,7 +102,7 @@ def _is_activation(value: Value, flow: Dataflow) -> bool:
 
 
 def _is_of_a_norm(value: Value, flow: Dataflow) -> bool:
-    """Whether a power is a norm's: a square whose mean is taken, or one over a root."""
+    """Whether a power is part of a norm: a square whose mean is taken, or one over a root."""
     if value.op == "aten.pow" and isinstance(value.args[1], (int, float)) and value.args[1] < 0:
         return True
     return value.op in ("aten.pow", "aten.square") and any(
@@ -192,7 +193,7 @@ def _is_narrow(value: Value, graph: Graph) -> bool:
         return False
     passed = _passed(value, graph)
     read = (v for reader in _users(passed, graph) for v in reader.operands if v.value in passed)
-    # Heads of a projection are columns of it, too, and no parts of an MLP.
+    # Heads of a projection are slices of its columns, too, but they are no parts of an MLP.
     parts = (v for v in read if v.shape and v.shape[:-1] == value.shape[:-1])
     sizes = (*gemm.weight.shape, *(view.shape[-1] for view in parts))
     return any(isinstance(size, int) and size < LEAST_COLUMNS for size in sizes)
@@ -205,7 +206,7 @@ def _is_returned(value: Value, graph: Graph) -> bool:
 
 
 def _only_counts(value: Value, graph: Graph) -> bool:
-    """Whether a choice or softmax is of what the graph returns: none of experts."""
+    """Whether the graph returns the input of a choice or softmax: then it chooses no experts."""
     read = behind(value, graph)
     return graph.kind(value) in ("top-k", "softmax") and not any(
         graph.kind(v) == "product" for v in read.ends
@@ -233,8 +234,8 @@ def _feeds_state(value: Value, graph: Graph) -> bool:
 
 @rule("product", why="a matrix for each part of a batch, and no other such product beside it")
 def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
-    """Whether a product has a matrix for each part of a batch, whole as the model holds it, and no
-    other such product feeds it or reads it."""
+    """Whether a product has one matrix for each entry of a batch, stored as a whole by the model,
+    and no other such product feeds it or reads it."""
     held = [v for v in graph.weights(value) if v.value.node in graph.own]
     if named_product(value) is None or match_gemm(value) is not None or len(held) != 1:
         return False
@@ -244,7 +245,7 @@ def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
 
 
 def _products_before(value: Value, graph: Graph) -> list[Value]:
-    """The products that a value is computed from by way of operations that are no points."""
+    """Returns the products from which a value is computed by operations that are no points."""
 
     def passes(source: Value) -> bool:
         return source is value or graph.kind(source) is None
@@ -254,14 +255,15 @@ def _products_before(value: Value, graph: Graph) -> list[Value]:
 
 
 def _readers(value: Value, graph: Graph) -> list[Value]:
-    """Returns the readers of a product, behind casts, numbers and the model's tensors (a bias,
-    scales)."""
+    """Returns the readers of a product, seen through casts and arithmetic with numbers or the
+    model's tensors (a bias, scales)."""
     passed = _passed(value, graph)
     return [v for v in _users(passed, graph) if v not in passed]
 
 
 def _passed(value: Value, graph: Graph) -> list[Value]:
-    """A product, and that with casts, numbers and what the model holds."""
+    """Returns a product, and its results of casts and of arithmetic with numbers or stored
+    tensors."""
 
     def passes(reader: Value) -> bool:
         others = [v for v in reader.operands if graph.origin(v.value) != "own"]
@@ -273,7 +275,7 @@ def _passed(value: Value, graph: Graph) -> list[Value]:
 _BY_NUMBER = frozenset({"aten.add", "aten.mul", "aten.div", "aten.clamp"})
 
 
-# How many values a spelled activation may be.
+# The largest number of values that make up an activation written out as arithmetic.
 _SPELLED = 8
 
 
@@ -290,7 +292,8 @@ def _is_activated_wide(value: Value, graph: Graph) -> bool:
 
 
 def _activations_of(value: Value, graph: Graph) -> tuple[list[Value], list[Value]]:
-    """The activations that read a product, and those among what is made of them that ops have."""
+    """Returns the activations that read a product, and the values computed from them that are
+    activations of our ops."""
     flow, passed = graph.flow, _passed(value, graph)
     acted = [reader for reader in _readers(value, graph) if _is_activation(reader, flow)]
     made = (v for reader in acted for v in flow.downstream(reader, _SPELLED))
@@ -298,7 +301,8 @@ def _activations_of(value: Value, graph: Graph) -> tuple[list[Value], list[Value
 
 
 def _is_known_activation(value: Value, passed: Sequence[Value], graph: Graph) -> bool:
-    """Whether a value is an activation that ops have, of a product, and gates no other than one."""
+    """Whether a value is an activation that our ops have, applied to a product, and any gate is a
+    product as well."""
     found = match_activation(value.whole)
     if found is None or found.name not in ACTIVATIONS or found.limit:
         return False
@@ -307,8 +311,8 @@ def _is_known_activation(value: Value, passed: Sequence[Value], graph: Graph) ->
 
 
 def _is_of_a_product(value: Value, graph: Graph) -> bool:
-    """Whether a value is a product with a weight, but for casts, numbers and what the model
-    holds."""
+    """Whether a value is a product with a weight, apart from casts and arithmetic with numbers or
+    stored tensors."""
     for _ in range(_SPELLED):
         if graph.kind(value) == "product":
             return bool(graph.weights(value))
@@ -326,8 +330,8 @@ _EXTREMES = frozenset({"aten.maximum", "aten.minimum", "aten.mean", "aten.std", 
     "product", why="it is compared with a statistic or an extreme of its own before anything else"
 )
 def _is_compared(value: Value, graph: Graph) -> bool:
-    """Whether extremes or statistics are taken of a product, and all else that reads it is its
-    difference or sum with these."""
+    """Whether extremes or statistics of a product are computed, and all its other readers add these
+    to it or subtract them."""
     readers, made = _readers(value, graph), _made_of(value, graph)
     rest = [r for r in readers if r.op not in _EXTREMES and r.op not in SHAPED_LIKE]
     return any(r.op in _EXTREMES for r in readers) and all(
@@ -359,7 +363,7 @@ def _is_weighed(value: Value, graph: Graph) -> bool:
 
 
 def _scales_codes(gate: Value, product: Value, graph: Graph) -> bool:
-    """Whether a product of codes is multiplied by what is fewer than its numbers: a scale."""
+    """Whether a product with codes is multiplied by a tensor with fewer elements: its scale."""
     if not any(holds_codes(view.value) for view in graph.weights(product)):
         return False
     least = min(_count(view.shape) for view in gate.operands)
@@ -367,12 +371,12 @@ def _scales_codes(gate: Value, product: Value, graph: Graph) -> bool:
 
 
 def _count(shape: Sequence[Any]) -> int:
-    """How many numbers are behind a shape, a symbol counted as one."""
+    """Returns the number of elements of a shape; a symbolic size counts as one."""
     return math.prod(size for size in shape if isinstance(size, int))
 
 
 def _made_of(value: Value, graph: Graph) -> set[Value]:
-    """A value and what is computed from it, up to points."""
+    """Returns a value and the values computed from it, up to the next points."""
     return set(graph.flow.downstream(value, None, lambda v: graph.kind(v) is None))
 
 
@@ -397,8 +401,8 @@ def _gains_nothing(value: Value, graph: Graph) -> bool:
     "softmax", why="weights of a linear, by which tensors are mixed: no scores of queries with keys"
 )
 def _mixes(value: Value, graph: Graph) -> bool:
-    """Whether a softmax of linears is what another tensor is multiplied by: neither a score of
-    queries with keys, nor experts that are chosen."""
+    """Whether a softmax of linears only multiplies other tensors. It is then neither of scores of
+    queries with keys, nor of experts to choose."""
     scores = _products_before(value, graph)
     if not scores or not all(graph.weights(v) and match_gemm(v) is not None for v in scores):
         return False
@@ -416,7 +420,7 @@ def _mixes(value: Value, graph: Graph) -> bool:
 
 
 def _is_mixed(value: Value, weights: set[Value], graph: Graph) -> bool:
-    """Whether a value is a tensor multiplied by weights; an expert's result is none."""
+    """Whether a value is a tensor, other than an expert's result, multiplied by weights."""
     mixed = [view.value for view in value.operands if view.value not in weights]
     multiplied = value.op == "aten.mul" or (
         graph.kind(value) == "product" and _is_of_two_activations(value, graph)
@@ -439,7 +443,7 @@ def _counts(value: Value, graph: Graph) -> bool:
     return effects.product(value.store.memory.shape) == 1 or not value.dtype.is_floating_point
 
 
-# Names of writes of one number that torch's operators of these names are not tagged for.
+# Writes of one number: torch's operators of these names have no pointwise tag.
 _FILLS = frozenset({"setitem", "zero", "fill"})
 
 
@@ -448,8 +452,8 @@ _FILLS = frozenset({"setitem", "zero", "fill"})
     why="an input is changed element by element, whole or in a slice: no rows are put into places",
 )
 def _changes_elements(value: Value, graph: Graph) -> bool:
-    """Whether a write is arithmetic on what is there, or fills it with a number: nothing that a
-    product made has a part in it but by what was written before."""
+    """Whether a write is arithmetic on the memory's own values, or fills the memory with a number.
+    No product has a part in it, except through earlier writes to that memory."""
     store, flow = value.store, graph.flow
     assert store is not None
     name = store.kind.removeprefix("_foreach_").removesuffix("_")
@@ -479,9 +483,9 @@ def _keeps_state(value: Value, graph: Graph) -> bool:
 
 @rule("write", why="what one step leaves for the next: one token replaces the whole memory")
 def _leaves_for_next(value: Value, graph: Graph) -> bool:
-    """Whether one token replaces the whole of a memory: one of several, or the only one where the
-    memory has no dimension for tokens and the graph has read it before. It is made of nothing that
-    was there: a row of tokens that moved on would be."""
+    """Whether one token replaces the whole of a memory. The token is one of several; or it is the
+    only one, the memory has no dimension for tokens, and the graph has read it before. The new
+    value does not depend on the old one, as a row of tokens that moves on would."""
     store = value.store
     assert store is not None
     source, memory = store.source, store.memory
@@ -498,7 +502,7 @@ def _leaves_for_next(value: Value, graph: Graph) -> bool:
 
 
 def _is_one_of_many(view: View) -> bool:
-    """Whether a view selects one place of some dimension."""
+    """Whether a view selects one index of some longer dimension."""
     axes = {atom.axis for dim in view.effect.dims for atom in dim}
     return any(n != 1 and axis not in axes for axis, n in enumerate(view.value.shape))
 
@@ -528,7 +532,7 @@ def _is_of_words(value: Value, graph: Graph) -> bool:
 
 @rule("top-k", why="keys that an attention reads, by scores of their own: a sparse indexer")
 def _chooses_keys(value: Value, graph: Graph) -> bool:
-    """Whether scores of two activations are compared, and attentions alone read the choice."""
+    """Whether scores of two activations are compared, and only attentions read the choice."""
     read = [behind(v, graph) for v in graph.flow.values_at([value.node])]
     ends = [end for one in read for end in one.ends]
     attended = bool(ends) and all(graph.kind(v) == "softmax" for v in ends)
@@ -538,7 +542,7 @@ def _chooses_keys(value: Value, graph: Graph) -> bool:
 
 @rule("top-k", why="scores of tokens with each other: no experts")
 def _compares_tokens(value: Value, graph: Graph) -> bool:
-    """Whether the scores that are compared are products of one activation with itself."""
+    """Whether the compared scores are products of one activation with itself."""
     scores = _products_before(value, graph)
     sides = [{view.value for view in v.operands if len(view.shape) > 1} for v in scores]
     alone = all(len(side) == 1 for side in sides)
@@ -549,10 +553,10 @@ rule("top-k", why="the graph returns it: what is sampled")(_leads_nowhere)
 
 
 def is_of_no_interest(value: Value, graph: Graph) -> str:
-    """Why a point is of no interest; empty where no rule says so."""
+    """Returns why a point is of no interest; empty if no rule says so."""
     kind = graph.kind(value)
     if kind == "product" and is_unknown(value) and not _is_fused_already(value, graph):
-        return ""  # what it computes is a guess
+        return ""  # its meaning is only guessed
     rules = (rule for rule in RULES if rule.kind == kind and rule.holds(value, graph))
     rule = next(rules, None)
     return "" if rule is None else rule.why

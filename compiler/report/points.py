@@ -1,5 +1,5 @@
-"""The points of a graph that a census counts: products with weights, softmaxes, writes into memory
-that came from outside, and choices of the largest."""
+"""Finds the points of a graph that a census counts: products with weights, softmaxes, writes into
+memory that came from outside, and choices of the largest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tilewright.patterns.language import Kind
 from tilewright.patterns.recognise.attention import is_spelled_softmax
 from tilewright.patterns.recognise.attention_varlen import FORMS
 
-#: Where numbers come from: `own`: the model alone holds them; `given`: the graph's inputs or its
-#: products have a part in them; `made`: by factories.
+#: The sources of a value: `own`: only tensors that the model stores; `given`: also inputs of the
+#: graph or results of its products; `made`: only factories.
 Origin = Literal["own", "given", "made"]
 
 PRODUCTS = re.compile(
@@ -30,28 +30,28 @@ ATTENTION = re.compile(r"attention|attn|flash|sdpa", re.IGNORECASE)
 _SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 _CHOICES = frozenset({"topk", "sort", "argsort", "argmax", "kthvalue"})
 _KNOWN = frozenset({"input", "constant", "store", "cast", "bitcast"})
-# Operands besides the first say where, not what.
+# Only their first operand gives elements; the others are indices.
 _SELECTIONS = frozenset({"index", "index_select", "gather", "take", "take_along_dim"})
-# Operators that read a matrix of the model and multiply nothing with it.
+# Operators that read a matrix of the model without multiplying by it.
 _LOOKUPS = re.compile(r"embedding|index|gather|take|memory|norm|getitem|copy|where|scatter")
 
 
 def plain_name(value: Value) -> str:
-    """The name of a value's operation, without ATen's prefix."""
+    """Returns the name of a value's operation, without ATen's prefix."""
     return value.op.removeprefix("aten.").removeprefix("opaque:")
 
 
 def is_unknown(value: Value) -> bool:
-    """Whether a value is computed by an operator that is none of ATen's."""
+    """Whether an operator that is not ATen's computes a value."""
     known = value.op.startswith("aten.") or value.op in _KNOWN
     return not known and plain_name(value) not in FORMS
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph's view, and which of its inputs the model holds.
+    """A graph's view, and which of its inputs the model stores.
 
-    told: the nodes in matches, and those that misses speak for. taken: nodes whose results are
+    told: the nodes in matches, and those for which misses speak. taken: nodes whose results are
     arguments of matches.
     """
 
@@ -63,13 +63,13 @@ class Graph:
 
     @cached_property
     def own(self) -> frozenset[fx.Node]:
-        """Parameters, buffers and other tensors of modules."""
+        """The inputs that are parameters, buffers or other tensors of modules."""
         inputs = (n for n in self.flow.graph.nodes if n.op in ("placeholder", "get_attr"))
         return frozenset(node for node in inputs if _compat.is_models_own(node))
 
     @cached_property
     def read(self) -> frozenset[fx.Node]:
-        """The nodes that an output of the graph, a write or a call that is not known depends on."""
+        """The nodes that an output of the graph, a write or an unknown call depends on."""
         ends = {v.node for v in self.flow.values if v.store is not None or is_unknown(v)}
         ends |= {node for node in self.flow.graph.nodes if node.op == "output"}
         waiting, found = list(ends), set(ends)
@@ -87,7 +87,7 @@ class Graph:
         return self._kinds[value]
 
     def origin(self, value: Value) -> Origin:
-        """Where a value's numbers come from."""
+        """Returns the sources of a value."""
         waiting = [value]
         while waiting:
             last = waiting[-1]
@@ -117,13 +117,14 @@ class Graph:
         return "given" if "given" in found else "own" if "own" in found else "made"
 
     def weights(self, value: Value) -> tuple[View, ...]:
-        """The operands of a product that the model holds, or computes of what it holds."""
+        """Returns a product's operands that the model stores, or that are computed from stored
+        tensors."""
         wide = [v for v in value.operands if len(v.shape) > 1]
         return tuple(v for v in wide if self.origin(v.value) == "own" or self._is_looked_up(v))
 
     def _is_looked_up(self, view: View) -> bool:
-        """Whether a view is a matrix for each index: rows of a table that the model holds, each of
-        them regrouped as rows and columns."""
+        """Whether a view is a matrix for each index: rows looked up in a table that the model
+        stores, each reshaped to rows and columns."""
         value = view.value
         if plain_name(value) != "embedding" or len(value.operands) != 2:
             return False
@@ -170,7 +171,7 @@ _KINDS: dict[Kind, Callable[[Value, Graph], bool]] = {
 
 
 def points_of(graph: Graph) -> Iterator[tuple[Kind, Value]]:
-    """The points in program order, each node once for each kind."""
+    """Yields the points in program order, each node once for each kind."""
     seen: set[tuple[Kind, fx.Node]] = set()
     for value in graph.flow.values:
         kind = graph.kind(value)

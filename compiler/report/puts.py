@@ -1,4 +1,4 @@
-"""In-place writes that do not read what they write over, and how much they write."""
+"""Finds in-place writes that do not read the old values, and how much they write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.dataflow.access import attribute_of
+from tilewright.compiler.dataflow.access import held_by
 from tilewright.compiler.dataflow.spelling import argument, name_of
 from tilewright.compiler.dataflow.writes import WRITES
 
@@ -21,9 +21,10 @@ _INDEX_PUT = frozenset({"index_put_", "_index_put_impl_"})
 
 @dataclass(frozen=True)
 class Put:
-    """`target[...] = source`. target: the node whose memory is written; the rest of it stays and
-    is not looked at. shape: of the elements that are written. reads: whether these are read before,
-    because something is added to them. also: whether the source, too, is of the target's node."""
+    """A write `target[...] = source`. target: the node whose memory is written; its other elements
+    stay and are not read. shape: the shape of the written elements. reads: whether the old elements
+    are read, because something is added to them. also: whether the source is computed from `target`
+    itself."""
 
     target: fx.Node
     shape: tuple[Any, ...]
@@ -36,7 +37,8 @@ class Put:
 
 
 def put_of(node: fx.Node) -> Put | None:
-    """Returns what a node puts into its first argument; None if it may read all that it writes."""
+    """Returns a node's write into its first argument; None if the node may read all that it
+    writes."""
     name = name_of(node)
     target = argument(node, 0, "input")
     if name not in WRITES or not isinstance(target, fx.Node):
@@ -53,11 +55,11 @@ def put_of(node: fx.Node) -> Put | None:
 
 
 def _shape(node: fx.Node, name: str, held: torch.Tensor) -> Sequence[Any]:
-    """At most the shape of the target."""
+    """Returns the shape of the written elements, at most that of the target."""
     if name in ("index_copy_", "index_add_"):
-        return _held(argument(node, 3, "source")).shape
+        return held_by(argument(node, 3, "source")).shape
     if name in ("scatter_", "scatter_add_"):
-        return _held(argument(node, 2, "index")).shape
+        return held_by(argument(node, 2, "index")).shape
     if name == "setitem":
         return _selected(held, node.args[1])
     if name in _INDEX_PUT:
@@ -67,16 +69,11 @@ def _shape(node: fx.Node, name: str, held: torch.Tensor) -> Sequence[Any]:
 
 
 def _selected(held: torch.Tensor, index: Any) -> Sequence[Any]:
-    """Returns the shape of the selection; the whole shape for a mask, whose count is not known."""
+    """Returns the shape of a selection; for a mask, whose count is unknown, the whole shape."""
     try:
-        return _compat.selected(held, fx.node.map_arg(index, _held)).shape
+        return _compat.selected(held, fx.node.map_arg(index, held_by)).shape
     except (RuntimeError, IndexError, TypeError, ValueError):
         return held.shape
-
-
-def _held(node: fx.Node) -> Any:
-    held = node.meta.get("example_value")
-    return attribute_of(node) if held is None and node.op == "get_attr" else held
 
 
 def _nodes(item: Any) -> set[fx.Node]:

@@ -1,7 +1,7 @@
-"""A standalone file that reproduces a failure of tilewright: a graph, its inputs' shapes, options.
+"""Writes a standalone file that reproduces a failure of tilewright.
 
-`TILEWRIGHT_REPRO=folder` asks for it. It holds the model's code as Dynamo traced it, with source
-lines, but neither weights nor data.
+`TILEWRIGHT_REPRO=folder` asks for it. The file holds the model's code as Dynamo traced it, with
+source lines, the shapes of the inputs, and the options; it holds neither weights nor data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("tilewright")
 
 FOLDER = "TILEWRIGHT_REPRO"
 
-# A constant of the graph up to this size is written out; a larger one becomes zeros.
+# The largest constant of the graph that is written out; a larger one becomes zeros.
 _WRITTEN_OUT = 64
 
 _FILE = '''\
@@ -70,10 +70,10 @@ if __name__ == "__main__":
 
 
 def write_repro(gm: fx.GraphModule, options: Options) -> Path | None:
-    """Writes the file for `gm` into the folder named by TILEWRIGHT_REPRO; None where none is named.
+    """Writes the file for `gm` into the folder that TILEWRIGHT_REPRO names; None if it names none.
 
-    The name is a hash of the content, so that one graph gives one file. Where the file cannot be
-    written there is a warning in the log, and None.
+    The name is a hash of the content, so that one graph gives one file. If the file cannot be
+    written, logs a warning and returns None.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -91,7 +91,8 @@ def write_repro(gm: fx.GraphModule, options: Options) -> Path | None:
 
 
 def repro_text(gm: fx.GraphModule, options: Options) -> str:
-    """The file: a module made of the graph's code, its inputs, and a strict compilation of it."""
+    """Returns the file's text: a module of the graph's code, its inputs, and a strict
+    compilation."""
     held = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
     graph = gm.print_readable(print_output=False, include_stride=True, include_device=True)
     given = {"inner": "eager", "strict": True, "everywhere": True} | {
@@ -116,7 +117,8 @@ def _indented(lines: Iterable[str]) -> str:
 
 
 def _imports(gm: fx.GraphModule) -> Iterator[str]:
-    """Imports of what the graph's code names, and of modules that register further patterns."""
+    """Yields imports of the names in the graph's code, and of modules that register further
+    patterns."""
     yield "import torch"
     yield "from torch import device, inf, nan"
     yield "import torch._dynamo"
@@ -149,7 +151,7 @@ def _importable(module: str) -> bool:
 
 
 def _constants(gm: fx.GraphModule) -> Iterator[str]:
-    """Assignments of the tensors that the graph reads as attributes."""
+    """Yields assignments of the tensors that the graph reads as attributes."""
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(item := attribute_of(node), torch.Tensor):
             yield f"graph.{node.target} = {_constant(item)}"
@@ -163,7 +165,8 @@ def _constant(tensor: torch.Tensor) -> str:
 
 
 def _inputs(held: Iterable[Any]) -> Iterator[str]:
-    """Lines of a function that returns the inputs: zeros, which share storage as the user's do."""
+    """Yields lines of a function that returns the inputs: zeros that share storage as the user's
+    do."""
     storages: dict[int, str] = {}
     yield "given = []"
     for item in held:

@@ -1,4 +1,4 @@
-"""The savings of a step that reads weights as codes, beside the same step with bfloat16 weights.
+"""Compares a step that reads weights as codes with the same step in bfloat16.
 
     from tilewright.compiler.report.savings import savings_of
     savings = savings_of(lowered)          # None for a model without codes
@@ -6,8 +6,9 @@
     for row in savings.rows: ...           # by fused op and format
     for one in savings.unread: ...         # weights that are not read as codes, and why
 
-Nothing is measured. The other step has the same parts, of which each weight that is stored as codes
-has two bytes for each number, and none that decode. What rounds activations stays in both.
+Nothing is measured. The bfloat16 step has the same parts, except those that decode; each weight
+that is stored as codes has two bytes for each number. Parts that round activations stay in both
+steps.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from tilewright.compiler.report.weight_reads import GraphWeights, WeightRead, we
 from tilewright.compiler.scopes import collapse_scope
 from tilewright.patterns.language import Miss
 
-#: Bytes of a number in the format that is compared with.
+#: Bytes of a number in bfloat16, the format to compare with.
 BFLOAT16 = 2
 
 
 @dataclass(frozen=True)
 class Read(Summed):
     """Bytes of weights that a step reads as codes. codes, scales, zeros: as they are stored.
-    bfloat16: what the same weights would be."""
+    bfloat16: the bytes of the same weights in bfloat16."""
 
     codes: int = 0
     scales: int = 0
@@ -41,14 +42,14 @@ class Read(Summed):
 
     @property
     def bytes(self) -> int:
-        """All that is read."""
+        """The bytes of codes, scales and zeros."""
         return self.codes + self.scales + self.zeros
 
 
 @dataclass(frozen=True)
 class Times(Summed):
-    """Microseconds by a chip's cost model: the floor and the modelled time, as `Amounts` has them,
-    and those of the same with weights in bfloat16."""
+    """Microseconds by a chip's cost model: the floor and the modelled time, as in `Amounts`, and
+    both for the same parts with weights in bfloat16."""
 
     floor_us: float = 0.0
     modelled_us: float = 0.0
@@ -58,8 +59,8 @@ class Times(Summed):
 
 @dataclass(frozen=True)
 class SavingsRow:
-    """The parts of a step that one pattern made of weights in one format. by: its name, or the
-    function that a library computes. form: what is stored, in words."""
+    """The parts of a step that one pattern made from weights in one format. by: the pattern's name,
+    or the function that a library computes. form: the format, in words."""
 
     by: str
     form: str
@@ -70,8 +71,9 @@ class SavingsRow:
 
 @dataclass(frozen=True)
 class Unread:
-    """Equal weights that are not read as codes. scope: their module, its layers as `*`. bytes: that
-    a step reads of them. has_codes: whether the model holds codes of them. reason: why."""
+    """Equal weights that are not read as codes. scope: their module, with `*` for the layer. bytes:
+    the bytes of them that a step reads. has_codes: whether the model stores them as codes. reason:
+    why."""
 
     scope: str
     count: int
@@ -82,9 +84,9 @@ class Unread:
 
 @dataclass(frozen=True)
 class Savings:
-    """The savings of a step of a model with weights in codes. tokens: of the step; None where they
-    are a symbol. times: of the whole step. rounds: whether activations are rounded to codes, which
-    is in both times. breaks: how often the graph breaks."""
+    """The savings of a model's step with weights in codes. tokens: the tokens of the step; None if
+    their number is symbolic. times: those of the whole step. rounds: whether activations are
+    rounded to codes; both times include it. breaks: the number of graph breaks."""
 
     target: str
     tokens: int | None
@@ -101,7 +103,7 @@ class Savings:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The formats that are read, in words, those with the most bytes first."""
+        """The formats that are read, in words, sorted by their bytes, most first."""
         size: dict[str, int] = {}
         for row in self.rows:
             size[row.form] = size.get(row.form, 0) + row.read.bytes
@@ -131,7 +133,7 @@ def _sizes(read: Read) -> dict[str, int]:
 
 
 def savings_of(lowered: Lowered, present: int | None = None) -> Savings | None:
-    """Returns the savings of a step; None where the model holds no codes.
+    """Returns the savings of a step; None if the model stores no codes.
 
     present: tokens in the caches of each sequence, as in `step_of`.
     """
@@ -169,7 +171,7 @@ class _Graph:
 
     @property
     def tokens(self) -> int | None:
-        """The rows of the first fused op with codes."""
+        """The number of rows of the first fused op with codes."""
         coded = {read.node for read in self.weights.reads if read.how == "codes"}
         facts = (str(s.shapes.get("x", "")) for s in self.report.matches if s.node in coded)
         found = (re.match(r"\w*\[(\d+),", fact) for fact in facts)
@@ -178,7 +180,7 @@ class _Graph:
     def timed(
         self, target: Target, present: int | None
     ) -> Iterator[tuple[list[WeightRead], Times]]:
-        """Each unit's reads, and its times."""
+        """Yields the weight reads and the times of each unit."""
         by_unit: dict[str, list[WeightRead]] = {}
         for read in self.weights.reads:
             by_unit.setdefault(read.unit, []).append(read)
@@ -191,7 +193,7 @@ class _Graph:
             yield reads, Times(*times)
 
     def unread(self, misses: Sequence[Miss]) -> Iterator[Unread]:
-        """The weights that are not read as codes, each by itself."""
+        """Yields the weights that are not read as codes, one by one."""
         points = {point.node: point for point in self.report.points if point.kind == "product"}
         for read in self.weights.reads:
             if read.how == "codes":
@@ -207,7 +209,7 @@ class _Graph:
 
 
 def _in_bfloat16(unit: Unit, reads: Sequence[WeightRead], target: Target) -> Unit:
-    """Returns a unit whose weights in codes are in bfloat16."""
+    """Returns a unit with bfloat16 weights in place of codes."""
     changed = [read for read in reads if read.how in ("codes", "decoded")]
     if not changed:
         return unit
@@ -225,7 +227,7 @@ def _in_bfloat16(unit: Unit, reads: Sequence[WeightRead], target: Target) -> Uni
 
 
 def _rows(reads: Sequence[WeightRead], times: Times) -> Iterator[SavingsRow]:
-    """The row of a unit's weights in codes, if it has any."""
+    """Yields the row of a unit's weights in codes, if it has any."""
     coded = [read for read in reads if read.how == "codes"]
     if coded:
         parts = (Read(r.codes, r.scales, r.zeros, BFLOAT16 * r.numbers) for r in coded)
@@ -239,9 +241,9 @@ def _joined(row: SavingsRow, other: SavingsRow) -> SavingsRow:
 
 
 def _reason(read: WeightRead, why: str, misses: Sequence[Miss]) -> str:
-    """Why codes are not read as such. why: what the census says of the product."""
+    """Returns why codes are not read as codes. why: the census's account of the product."""
     named = [miss for miss in misses if f"{miss.pattern} {miss.code}" == why]
-    # A miss of a whole layer speaks for products that have one of their own.
+    # A miss may speak for all products of a layer; a product's own miss comes first.
     own = [miss for miss in misses if miss.scope == read.scope] if named else []
     if miss := next(iter([*own, *named]), None):
         return f"{miss.code}: {miss.message}"
@@ -253,7 +255,7 @@ def _reason(read: WeightRead, why: str, misses: Sequence[Miss]) -> str:
 
 
 def _collapsed(each: Iterable[Unread]) -> tuple[Unread, ...]:
-    """Equal ones of different layers as one, those with codes first."""
+    """Joins equal items of different layers, and sorts those with codes first."""
     found: dict[tuple[str, bool, str], Unread] = {}
     for one in each:
         scope = collapse_scope(one.scope)

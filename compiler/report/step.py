@@ -1,4 +1,4 @@
-"""A step, seen whole: the bytes that a graph moves, and the least time they take on a chip.
+"""Models a whole step: the bytes that a graph moves, and the least time they take on a chip.
 
     from tilewright.compiler.report.step import step_of
     step = step_of(lowered, present=1000)
@@ -6,12 +6,12 @@
     for layer in step.layers:                     # equal layers once, with their count
         layer.total, layer.of(FUSED), layer.of(INDUCTOR)
 
-Nothing is measured. Weights in use are read once; of caches the tokens that are said to be present.
-What crosses from one part to the next is written and read again. The floor is of weights and caches
-alone, which no fusing saves, or of the products with weights where those take longer. The model of
-a part's time (`compiler/report/times.py`) adds what crosses, attention, and the start of each
-kernel, at the rates that kernels reach; `compiler/report/bars.py` says how far it was from measured
-times.
+Nothing is measured. Weights in use are read once; of caches, the tokens that are said to be present
+are read. Tensors that cross from one part to the next are written and read again. The floor is the
+time of weights and caches alone, which no fusing saves, or that of the products with weights if it
+is longer. The model of a part's time (`compiler/report/times.py`) adds the crossing tensors,
+attention, and the start of each kernel, at the rates that kernels reach; `compiler/report/bars.py`
+says how far the model was from measured times.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tilewright.compiler.report.traffic import Unit, units_of
 
 Kind = Literal["fused", "library", "inductor"]
 FUSED: Kind = "fused"
-#: Products that a library computes, called from what Inductor generates.
+#: Products that a library computes, called from the code that Inductor generates.
 LIBRARY: Kind = "library"
-#: What Inductor generates kernels for.
+#: Nodes for which Inductor generates kernels.
 INDUCTOR: Kind = "inductor"
 KINDS: tuple[Kind, ...] = (FUSED, LIBRARY, INDUCTOR)
-#: What a time is spent on, in words, by field of `Amounts`.
+#: The causes of a time in words, by field of `Amounts`.
 SPENT = {
     "weights_us": "reading weights",
     "caches_us": "reading caches",
@@ -44,7 +44,7 @@ SPENT = {
     "attention_us": "attention",
     "starts_us": "starts of kernels",
 }
-#: As many tokens as caches have room for, where it is not said how many are present.
+#: The value of `present` for full caches.
 FULL = sys.maxsize
 
 
@@ -62,14 +62,15 @@ class Summed:
 
 @dataclass(frozen=True)
 class Amounts(Summed):
-    """Sums over parts; times in microseconds, the rest in bytes but for the counts.
+    """Sums over parts: times in microseconds, counts, and bytes.
 
-    weights: parameters and buffers in use, each once; of a mixture as many experts as tokens reach
-    that are spread evenly. caches: of the tokens present, 0 where their number is not given.
-    cache_capacity: of full caches. activations: what parts hand to each other, what the graph is
-    given besides, and returns; written once and read by each. nodes: what computes, views apart.
-    launches: kernels, of a library's product one. floor_us, modelled_us: as this file says. The
-    other times are what the modelled one is spent on (`compiler/report/times.py` `Spent`).
+    weights: parameters and buffers in use, each once; for a mixture, the experts that tokens reach
+    if they are spread evenly. caches: the tokens that are present; 0 if their number is not given.
+    cache_capacity: full caches. activations: tensors that cross between parts, other inputs of the
+    graph, and its outputs; each is written once and read by every reader. nodes: the number of
+    nodes that compute, without views. launches: the number of kernels; a library's product counts
+    as one. floor_us, modelled_us: see the top of this file. The other times are the causes of the
+    modelled time (`compiler/report/times.py` `Spent`).
     """
 
     weights: int = 0
@@ -89,29 +90,28 @@ class Amounts(Summed):
 
     @property
     def bound(self) -> str:
-        """The largest part of the modelled time, a value of SPENT; empty without any time."""
+        """The largest cause of the modelled time, a value of SPENT; empty without any time."""
         longest = max(SPENT, key=lambda name: getattr(self, name))
         return SPENT[longest] if getattr(self, longest) else ""
 
     @property
     def bytes(self) -> int:
-        """All that is moved."""
+        """All bytes that are moved."""
         return self.weights + self.caches + self.activations
 
     def times(self, count: int) -> Amounts:
-        """Returns the amounts of `count` equal parts."""
+        """Returns the amounts of `count` equal parts together."""
         return Amounts(*(count * getattr(self, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A unit that runs as one: a fused op, a library's product, or nodes that Inductor puts
-    together.
+    """A unit that runs as one: a fused op, a library's product, or nodes that Inductor joins.
 
-    scope: of its layer, as `LayerStep.scope`. name: the pattern's, the product's, or the first few
-    of the functions in a group. node: the first node, in the rewritten graph; of a fused op
-    `Site.node`. symbols: sizes that are symbols; what has them is not in the amounts. kernels:
-    names of those that are emitted.
+    scope: the layer, as `LayerStep.scope`. name: the pattern, the product's function, or the first
+    few functions in a group. node: the first node, in the rewritten graph; for a fused op
+    `Site.node`. symbols: symbolic sizes; what depends on them is not in the amounts. kernels: names
+    of the emitted kernels.
     """
 
     scope: str
@@ -127,8 +127,8 @@ class Part:
 class LayerStep:
     """Layers with equal parts, represented by the first of them.
 
-    scope: "model.layers.0", or "" for what is outside of all layers. scopes: of all equal ones.
-    parts: of one of them, in order.
+    scope: "model.layers.0", or "" for parts outside all layers. scopes: the scopes of all equal
+    layers. parts: the parts of one of them, in order.
     """
 
     scope: str
@@ -137,19 +137,19 @@ class LayerStep:
 
     @property
     def total(self) -> Amounts:
-        """The amounts of one layer."""
+        """The amounts of one of the layers."""
         return _sum(part.amounts for part in self.parts)
 
     def of(self, kind: Kind) -> Amounts:
-        """Returns the amounts of one kind of parts in one layer."""
+        """Returns the amounts of one kind of parts in one of the layers."""
         return _sum(part.amounts for part in self.parts if part.kind == kind)
 
 
 @dataclass(frozen=True)
 class Step:
-    """All parts of a model's graphs, in order. target: a name. present: tokens in the caches of
-    each sequence; None where that is not said: then caches are in no bytes and in no time. kind:
-    its class, as `compiler/report/bars.py` `class_of` has it."""
+    """All parts of a model's graphs, in order. target: the chip's name. present: tokens in the
+    caches of each sequence; if None, the cache is in no bytes and in no time. kind: the class of
+    the step, as `compiler/report/bars.py` `class_of` gives it."""
 
     target: str
     present: int | None
@@ -183,17 +183,17 @@ class Step:
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Sizes that are symbols: what has them is in no sum."""
+        """The symbolic sizes; what depends on them is in no sum."""
         return tuple(dict.fromkeys(s for part in self.parts for s in part.symbols))
 
     @property
     def left_share(self) -> float:
-        """The share of the modelled time that is not in fused ops."""
+        """The share of the modelled time that is spent outside fused ops."""
         whole = self.total.modelled_us
         return 1.0 - self.of(FUSED).modelled_us / whole if whole else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Returns JSON-ready data."""
         return {
             "target": self.target,
             "present": self.present,
@@ -223,8 +223,9 @@ class Step:
 
 
 def step_of(lowered: Lowered, present: int | None = None, chip: Target | None = None) -> Step:
-    """The step of a model on the target it was lowered for. present: as in Step. chip: that target
-    at other rates, such as those of another product; None: as it is in TARGETS."""
+    """Returns the step of a model on the target for which it was lowered. present: as in Step.
+    chip: the target with other rates, such as those of another product; None for its rates in
+    TARGETS."""
     target = chip or get_target(lowered.target)
     units = [unit for graph in lowered.graphs for unit in units_of(graph, target)]
     parts = (
@@ -243,7 +244,7 @@ def step_of(lowered: Lowered, present: int | None = None, chip: Target | None = 
 
 
 def amounts_of(unit: Unit, target: Target, present: int | None) -> Amounts:
-    """Returns what one unit moves and takes. present: as in Step."""
+    """Returns the bytes and times of one unit. present: as in Step."""
     reads = unit.cache_reads
     caches = unit.caches
     if present is not None:

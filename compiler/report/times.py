@@ -1,14 +1,15 @@
-"""The time model of a step: how long one unit of it takes, and what that is spent on.
+"""Models how long one unit of a step takes, and the causes of that time.
 
     seconds = starts of kernels + (bytes' time ** 2 + products' time ** 2) ** 0.5
 
-A kernel overlaps what it reads with what it multiplies, never wholly: the root of both squares lies
-between the longer and their sum. Each rate is a share of the target's own (`codegen/targets.py`
-`Target`), which is what a copy and a library's largest product reach. The shares are few, and each
-names the kept record that it follows from. docs/predictions.md holds the model to measured steps.
+A kernel overlaps its reads with its products, but never wholly: the root of the sum of squares lies
+between the longer of the two and their sum. Each rate is a share of the target's own rate
+(`codegen/targets.py` `Target`), which a copy or a library's largest product reaches. The shares are
+few, and each names the kept record that it comes from. docs/predictions.md compares the model with
+measured steps.
 
 The planners of single ops (`codegen/qkv/time.py`, `codegen/mla/plan.py`) rank the tiles of one
-kernel by formulas of their own, which know those tiles; no time here changes their choice.
+kernel by their own formulas, which know those tiles; no time here changes their choice.
 """
 
 from __future__ import annotations
@@ -19,49 +20,50 @@ from dataclasses import dataclass, fields
 from tilewright.codegen.targets import Target
 from tilewright.compiler.report.traffic import Unit
 
-#: First loads and last stores of a kernel, beside the start of an empty one. Fitted over the
-#: decode steps of Llama-3-8B, DeepSeek-V2-Lite and MiniCPM3 (*_end_to_end.json, H200).
+#: The time of a kernel's first loads and last stores, beside the start of an empty kernel. Fitted
+#: over the decode steps of Llama-3-8B, DeepSeek-V2-Lite and MiniCPM3 (*_end_to_end.json, H200).
 FILL_S = 0.5e-6
 
 #: Shares of a copy's rate at which parts move bytes. Fused ops and libraries: fitted over the same
-#: steps. Mixtures: moe.json, Mixtral, 16 to 256 tokens. Inductor's kernels read and write in turn
-#: and have rows to reduce: the prompts of the same files.
+#: steps. Mixtures: moe.json, Mixtral, 16 to 256 tokens. Inductor's kernels alternate between reads
+#: and writes, and have rows to reduce: fitted over the prompts of the same files.
 MEMORY_SHARES = {"fused": 0.95, "library": 0.92, "inductor": 0.90}
 MIXTURE_MEMORY_SHARE = 0.97
-#: Of weights as codes: linears_quantized.json, int4 and fp8, one token.
+#: The share for weights as codes: linears_quantized.json, int4 and fp8, one token.
 CODES_MEMORY_SHARE = 0.89
 
-#: Shares of the tensor cores' rate. A library's products of 1024 to 8192 rows, 700 to 790 TFLOP/s:
-#: the prompts of Llama-3-8B and DeepSeek-V2-Lite. Mixtures: moe.json, Mixtral and DeepSeek-V3, 4096
-#: and 8192 tokens.
+#: Shares of the tensor cores' rate. A library's products of 1024 to 8192 rows reach 700 to 790
+#: TFLOP/s: the prompts of Llama-3-8B and DeepSeek-V2-Lite. Mixtures: moe.json, Mixtral and
+#: DeepSeek-V3, 4096 and 8192 tokens.
 PRODUCT_SHARE = 0.93
 MIXTURE_SHARE = 0.80
-#: Of codes that kernels decode: the steps of ct-w4a16 and ct-fp8-dynamic in quantised_step.json.
+#: The share for codes that kernels decode: the steps of ct-w4a16 and ct-fp8-dynamic in
+#: quantised_step.json.
 CODES_SHARE = 0.27
-#: Codes of four bits that take long to decode, as they stand for floats or lie packed along rows:
-#: how many an SM makes numbers of in a second, for tensor cores and for one token without them.
-#: linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
+#: 4-bit codes that take long to decode, because they stand for floats or are packed along rows; and
+#: the number of them that an SM decodes in a second, for tensor cores, and for one token without
+#: tensor cores (ALONE). From linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
 SLOW_CODES = frozenset({"nvfp4", "mxfp4", "nf4", "fp4", "int4_n"})
 SLOW_CODES_PER_SM_S = 1.85e10
 SLOW_CODES_PER_SM_S_ALONE = 3.6e10
-#: Their bytes with those of scales, of which a block of 16 to 128 has one.
+#: The bytes of such a code, with its part of the scale that a block of 16 to 128 codes shares.
 SLOW_CODE_BYTES = 0.55
-#: Mixtures of codes: moe_quantized.json, fp8, 64 and 1024 tokens.
+#: The share for mixtures of codes: moe_quantized.json, fp8, 64 and 1024 tokens.
 CODES_MIXTURE_SHARE = 0.40
 
-#: Shares that attention reaches: of many queries under a mask in a tensor (cache_attention.json,
-#: prefill, "mask": 182 to 333 TFLOP/s), and of a few, whose rows fill no tile (the same file,
-#: mla-64x1000-128: 138 TFLOP/s).
+#: Shares that attention reaches: with many queries under a mask in a tensor (cache_attention.json,
+#: prefill, "mask": 182 to 333 TFLOP/s), and with few queries, whose rows fill no tile (the same
+#: file, mla-64x1000-128: 138 TFLOP/s).
 PROMPT_ATTENTION_SHARE = 0.28
 DECODE_ATTENTION_SHARE = 0.17
-#: Queries of a sequence from which on they fill the rows of a tile.
+#: The least number of queries of a sequence that fill the rows of a tile.
 MANY_QUERIES = 64
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Microseconds of a part, by what they are spent on; their sum is its modelled time. products:
-    of activations with weights. between: bytes that parts hand to each other."""
+    """The modelled microseconds of a part, by cause; their sum is its modelled time. products:
+    products of activations with weights. between: bytes that cross between parts."""
 
     weights_us: float = 0.0
     caches_us: float = 0.0
@@ -78,8 +80,8 @@ class Spent:
 def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Spent:
     """Returns the times of a unit by their causes.
 
-    caches: bytes of caches that it moves. present: tokens in the caches of each sequence; None: the
-    new ones alone.
+    caches: bytes of caches that it moves. present: tokens in the caches of each sequence; None for
+    the new tokens alone.
     """
     rate = target.hbm_bytes_per_s * _memory_share(unit) / 1e6
     moved = [size / rate for size in (unit.weights, caches, unit.activations + unit.scratch)]
@@ -94,7 +96,7 @@ def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Sp
     parts = [*moved, product, attention]
     bytes_us, products_us = sum(moved), product + attention
     both = math.hypot(bytes_us, products_us) or 1.0
-    # Each has the part of the root that its square is of the square.
+    # Divides the root in proportion to the two squares, and each square in proportion to its parts.
     scales = (*[bytes_us / both] * len(moved), *[products_us / both] * 2)
     scaled = [part * scale for part, scale in zip(parts, scales, strict=True)]
     starts_us = 1e6 * unit.launches * (target.launch_s + FILL_S)
@@ -117,11 +119,12 @@ def _product_share(unit: Unit) -> float:
 
 
 def _decoding_s(unit: Unit, target: Target) -> float:
-    """Seconds that making numbers of a linear's codes takes beside what CODES_SHARE has of it."""
+    """Returns the seconds that decoding a linear's slow codes takes, besides those in
+    CODES_SHARE."""
     if unit.codes not in SLOW_CODES or unit.family == "moe":
         return 0.0
     numbers = unit.weights / SLOW_CODE_BYTES
-    alone = unit.flops < 3 * numbers  # 2 FLOPs of each number are one token's
+    alone = unit.flops < 3 * numbers  # one token needs 2 FLOPs for each number
     rate = SLOW_CODES_PER_SM_S_ALONE if alone else SLOW_CODES_PER_SM_S
     return numbers / (rate * target.num_sms)
 

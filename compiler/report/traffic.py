@@ -1,10 +1,10 @@
-"""Units that run as one in a rewritten graph, and the bytes that each of them moves.
+"""Divides a rewritten graph into units that run as one, and counts the bytes that each moves.
 
-A fused op is a unit, and a product is one. Of the rest, nodes of a layer that hand values to each
-other, with no unit between them, are taken for one kernel of Inductor's: it may make more of them.
-Views move nothing. What is written in place is not read, unless something is added to it, and of a
-cache the rows move that are written. A tensor that several nodes of a unit read is read once, and
-of a view only what it selects; a lookup reads as much as it gives.
+Each fused op is a unit, and so is each product. The other nodes of a layer that hand values to each
+other, with no such unit between them, count as one kernel of Inductor's, which may make more of
+them. Views move nothing. A write in place does not read its target unless something is added to it,
+and moves only the rows of a cache that it writes. A tensor that several nodes of a unit read counts
+once, and a view counts as much as it selects; a lookup reads as much as it returns.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from tilewright.ops.cache.read import CacheRead
 from tilewright.ops.contract import FusedOp, get_op, is_ours
 from tilewright.patterns.dataflow import scope_of
 
-# Functions of a group that its name lists.
+# The number of functions of a group that its name lists.
 _NAMED = 4
-# Kernels that make numbers of codes, for products of a library.
+# The prefix of kernels that decode codes for a library's product.
 _DECODED = "dequantize_weight"
-# What codes of weights are stored as; other integers are places and masks.
+# The dtypes that store codes of weights; other integers are indices and masks.
 _CODE_DTYPES = frozenset(
     {torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
 )
-# What reads a table at places that are known when it runs.
+# Calls that read a table at indices that only a run knows.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "getitem", "take_along_dim"})
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit. scope: of its layer. weights, caches, activations: bytes; caches only those that no
-    `cache_reads` say, whole. flops: of products with weights, at flop_rate; those of attention are
-    in cache_reads. scratch: bytes of what a fused op makes for itself, written and read. members:
-    the names of its nodes, the first of which is `node`. family: of a fused op, its folder of
-    `ops/`. codes: the format of weights that its kernels decode, a key of WEIGHT_FORMATS; empty
-    where there are none. stores_codes: whether it reads weights that are stored as codes,
-    which its kernels or the graph decode."""
+    """One unit. scope: its layer. weights, caches, activations: bytes; caches counts whole caches,
+    and only those that no item of `cache_reads` describes. flops: those of products with weights,
+    at flop_rate; `cache_reads` has those of attention. scratch: bytes that a fused op writes and
+    reads itself. members: the names of its nodes, the first of which is `node`. family: for a fused
+    op, its folder of `ops/`. codes: the format of the weights that its kernels decode, a key of
+    WEIGHT_FORMATS; empty if there are none. stores_codes: whether it reads weights that are stored
+    as codes, which its kernels or the graph decode."""
 
     scope: str
     kind: Literal["fused", "library", "inductor"]
@@ -82,7 +82,7 @@ class Unit:
 
 
 def units_of(graph: GraphReport, target: Target) -> list[Unit]:
-    """The units of a rewritten graph, in order."""
+    """Returns the units of a rewritten graph, in order."""
     sites = {site.node: site for site in graph.matches}
     memory = _Memory.of(graph.after.graph)
     groups = _groups(memory)
@@ -91,7 +91,7 @@ def units_of(graph: GraphReport, target: Target) -> list[Unit]:
     return [
         _unit(nodes, traffic, sites.get(nodes[0].name), products, target)
         for nodes, traffic in units
-        # Numbers from nothing are made by those who read them.
+        # The readers of a factory's values generate these themselves.
         if traffic.moves or _kind(nodes[0]) != "inductor"
     ]
 
@@ -130,7 +130,7 @@ def _unit(
 
 
 def _codes(site: Site | None) -> str:
-    """The format of the weights of a site, where a kernel decodes them; else nothing."""
+    """Returns the format of a site's weights if a kernel decodes them; else an empty string."""
     if site is None or any(kernel.spec.name.startswith(_DECODED) for kernel in site.kernels):
         return ""
     named = (str(site.shapes.get(name, "")) for name in ("weights", "weight"))
@@ -165,11 +165,11 @@ def op_of(node: fx.Node) -> FusedOp | None:
 
 @dataclass
 class _Memory:
-    """Storages of a graph, by key. owned: of the model's parameters and buffers. given: of all that
-    the graph does not make. written: those of them that it writes. makers: the node that made what
-    a node's argument holds, (node, storage) -> maker. writes: what nodes that compute write in
-    place, of most nothing. puts: those writes that read nothing of their target.
-    """
+    """The storages of a graph, by key. owned: those of the model's parameters and buffers. given:
+    those that the graph does not allocate. written: those that it writes. makers: the node that
+    made the contents of a node's argument, (node, storage) -> maker. writes: for each node that
+    computes, the tensors that it writes in place (most often none). puts: the writes that do not
+    read their target."""
 
     owned: set[int] = field(default_factory=set)
     given: set[int] = field(default_factory=set)
@@ -177,7 +177,7 @@ class _Memory:
     makers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     writes: dict[fx.Node, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     puts: dict[fx.Node, Put] = field(default_factory=dict)
-    # Of views that were made when their source was another node's tensor.
+    # For the storage of a view that was made when its source was another node's tensor.
     aliases: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -213,18 +213,18 @@ class _Memory:
             last.update(dict.fromkeys(self.keys(written) | held, node))
 
     def keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """The storages of tensors."""
+        """Returns the storages of tensors."""
         found = (key for tensor in tensors for key in _compat.storage_keys(tensor))
         return {self.aliases.get(key, key) for key in found}
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that computed what a node is given."""
+        """Returns the nodes that computed a node's arguments."""
         keys = self.keys(_tensors(*node.all_input_nodes))
         return list(dict.fromkeys(self.makers[node, k] for k in keys if (node, k) in self.makers))
 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that write, or whose result is used in the end."""
+    """Returns the nodes that write, or whose result the graph uses in the end."""
     alive: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output" or not alive.isdisjoint(node.users) or access_of(node):
@@ -233,22 +233,22 @@ def _alive(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _moves_nothing(node: fx.Node) -> bool:
-    """Whether a node only gives dense elements another shape."""
+    """Whether a node only changes the shape of dense elements."""
     sources = _tensors(*node.all_input_nodes)
     return name_of(node) in SHAPES and len(sources) == 1 and sources[0].is_contiguous()
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Nodes by unit. leader: the first node of the unit that a node is in."""
+    """Nodes by unit. leader: for each node, the first node of its unit."""
 
     members: Mapping[fx.Node, list[fx.Node]]
     leader: Mapping[fx.Node, fx.Node]
 
 
 def _groups(memory: _Memory) -> _Groups:
-    """Units of nodes: depth counts the fused ops and products on the way to a node, so that what
-    stands before one of them and what stands behind it are apart."""
+    """Groups nodes into units. depth counts the fused ops and products on the way to a node, so
+    that nodes before one of them and nodes behind it get different units."""
     depth: dict[fx.Node, int] = {}
     joined: UnionFind = UnionFind()
     for node in memory.writes:
@@ -280,17 +280,17 @@ class _Traffic:
     caches: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     activations: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     reads: list[CacheRead] = field(default_factory=list)
-    # What a fused op says of itself (`ops.cache.read.Work`).
+    # As the fused op states it (`ops.cache.read.Work`).
     flops: int | None = None
     scratch: int = 0
-    # Whether weights are among them that are codes.
+    # Whether some of the weights are codes.
     codes: bool = False
     symbols: set[str] = field(default_factory=set)
-    # What is in `activations` because it is written in place.
+    # The bytes in `activations` that are written in place.
     _written: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def write(self, key: int, tensor: torch.Tensor, size: int) -> None:
-        """Adds what is written in place; a unit writes a storage once."""
+        """Adds a write in place. A unit writes each byte of a storage at most once."""
         before = self._written[key]
         whole = tensor.untyped_storage().nbytes()
         self._written[key] += size
@@ -308,10 +308,10 @@ class _Moved:
 
     def __init__(self, memory: _Memory, groups: _Groups, sites: Mapping[str, Site]) -> None:
         self.memory, self.groups, self.sites = memory, groups, sites
-        # What a unit makes and others read, or the graph returns.
+        # (node, storage) that one unit makes and another reads, or the graph returns.
         self.handed_on: set[tuple[fx.Node, int]] = set()
         for (node, key), maker in memory.makers.items():
-            # A view is in no unit: what reads it speaks for itself.
+            # A view is in no unit: the node that reads it is counted.
             computes = node in groups.leader or node.op == "output"
             if computes and groups.leader.get(node) is not groups.leader[maker]:
                 self.handed_on.add((maker, key))
@@ -371,13 +371,13 @@ class _Moved:
         return traffic.weights if key in self.memory.owned else traffic.activations
 
     def _makes(self, node: fx.Node, key: int) -> bool:
-        """Whether what a node is given of a storage is all made in its unit."""
+        """Whether the node's unit made all that the node reads from a storage."""
         if key in self.memory.given:
             return False
         leader = self.groups.leader
         maker = self.memory.makers.get((node, key))
         while maker in self.memory.puts and leader[maker] is leader[node]:
-            maker = self.memory.makers.get((maker, key))  # of what it leaves as it was
+            maker = self.memory.makers.get((maker, key))  # the maker of what it does not write
         return maker is not None and leader[maker] is leader[node]
 
     def _writes(self, node: fx.Node, traffic: _Traffic) -> None:
@@ -398,7 +398,8 @@ class _Moved:
     def _writes_over(
         self, node: fx.Node, key: int, tensor: torch.Tensor, traffic: _Traffic
     ) -> None:
-        """Counts a write in place to memory that others made, or that the graph is given."""
+        """Counts a write in place to memory that another unit made, or that is an input of the
+        graph."""
         put = self.memory.puts.get(node)
         if put is not None:
             symbols = [s for n in put.shape for s in _symbol(n)]
@@ -409,14 +410,15 @@ class _Moved:
         else:
             (size,) = _sizes([tensor], traffic)
             given = [s for s in node.all_input_nodes if not self._holds(s, tensor)]
-            # Arithmetic writes all; of an op that nobody knows, no more than it is given.
+            # Arithmetic writes the whole target; an unknown op writes at most the size of its
+            # arguments.
             if name_of(node) not in IN_PLACE_ARITHMETIC and "out" not in node.kwargs:
                 size = min(size, sum(_sizes(_compat.tensors_of(*given), traffic)) or size)
         traffic.write(key, tensor, size)
 
     def _cache_read(self, op: FusedOp, node: fx.Node, traffic: _Traffic) -> Set[fx.Node]:
-        """The arguments of an op of ours that are no reads by their size: what it writes, and the
-        caches, whose read is noted."""
+        """Returns the arguments of one of our ops that do not count by their size: those that it
+        writes, and the caches, whose read this function records."""
         names = [argument.name for argument in op.torch_op._schema.arguments]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         skipped = {given[name] for name in op.mutated if isinstance(given.get(name), fx.Node)}
@@ -428,14 +430,14 @@ class _Moved:
             return skipped
         caches = [given[name] for name in work.cache.names if given.get(name) is not None]
         if not self.memory.keys(_compat.tensors_of(*caches)) <= self.memory.given:
-            # Keys that the graph makes are among what parts hand to each other.
+            # Keys that the graph computes count among the tensors that cross between parts.
             traffic.reads.append(replace(work.cache, token_bytes=0))
             return skipped
         traffic.reads.append(work.cache)
         return skipped | set(caches)
 
     def _has_symbols(self, op: FusedOp, node: fx.Node, traffic: _Traffic) -> bool:
-        """Whether any size of a call is a symbol, which is noted."""
+        """Whether any size of a call is symbolic; records the symbols."""
         tensors = _compat.tensors_of(*node.all_input_nodes)
         symbols = [s for t in tensors for n in t.shape for s in _symbol(n)]
         traffic.symbols.update(symbols)
@@ -458,7 +460,7 @@ class _Moved:
 
 
 def _tensors(*nodes: fx.Node) -> list[torch.Tensor]:
-    """The plain tensors that nodes hold: of a DTensor this rank's part."""
+    """Returns the plain tensors that nodes hold; for a DTensor, this rank's part."""
     return [part for tensor in _compat.tensors_of(*nodes) for part in _compat.parts_of(tensor)]
 
 
@@ -467,7 +469,8 @@ def _looks_up(node: fx.Node) -> bool:
 
 
 def _sizes(tensors: Iterable[torch.Tensor], traffic: _Traffic) -> list[int]:
-    """Bytes of tensors; 0, with its symbols noted, of one that has any."""
+    """Returns the bytes of tensors. For a tensor with symbolic sizes, records the symbols and gives
+    0."""
     found = []
     for tensor in tensors:
         symbols = [s for n in tensor.shape for s in _symbol(n)]
@@ -484,7 +487,7 @@ def _symbol(size: Any) -> list[str]:
 
 
 class _Products:
-    """FLOPs of a graph's products with weights, by the names of nodes in the graph as captured."""
+    """FLOPs of a graph's products with weights, by the names of nodes in the captured graph."""
 
     def __init__(self, graph: GraphReport) -> None:
         self.nodes = {node.name: node for node in graph.before.graph.nodes}
@@ -504,8 +507,8 @@ class _Products:
 
 
 def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes that are made of the model's parameters and buffers, and of what the graph
-    makes of nothing, such as counted places."""
+    """Returns the nodes that are computed from the model's parameters and buffers, and perhaps from
+    results of factories, such as `arange`, but from no other input."""
     fixed: set[fx.Node] = set()
     made: set[fx.Node] = set()
     for node in graph.nodes:

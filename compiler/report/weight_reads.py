@@ -1,5 +1,5 @@
-"""How each product of a rewritten graph reads its weights: as codes, as numbers, or as numbers that
-the graph makes of codes."""
+"""Finds how each product of a rewritten graph reads its weights: as codes, as numbers, or as
+numbers that the graph decodes from codes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tilewright.ops.formats.weight import StoredWeight
 from tilewright.ops.groups import OptionalGroup
 from tilewright.patterns.dataflow import scope_of
 
-#: How weights are read. "hidden": an operator takes codes, and what it reads of them is not known.
+#: How weights are read. "hidden": an operator takes codes, and how it reads them is not known.
 How = Literal["codes", "decoded", "hidden", "numbers"]
 Role = Literal["codes", "scales", "zeros"]
-#: The fields of a StoredWeight that are stored beside the codes, by what they count as.
+#: The fields of a StoredWeight that are stored beside the codes, and the role of each.
 _ROLES: Mapping[str, Role] = {
     "data": "codes",
     "scale": "scales",
@@ -35,18 +35,18 @@ _ROLES: Mapping[str, Role] = {
     "zero": "zeros",
 }
 _CODES = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
-#: Codes that are an element each: of another dtype an element may hold several.
+#: Dtypes in which each element is one code; an element of another dtype may hold several.
 _WHOLE = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 
 
 @dataclass(frozen=True)
 class WeightRead:
-    """The weights of one node that are read in one way.
+    """The weights that one node reads in one way.
 
-    node: its name in the rewritten graph. unit: the name of the first node of the unit that it is
-    in. by: the pattern of a fused op, or the function. form: what is stored, in words. codes,
-    scales, zeros: bytes that a step reads. numbers: how many weights these are, of experts those in
-    use. stored: bytes among them that the model holds; the graph makes the rest.
+    node: its name in the rewritten graph. unit: the name of the first node of its unit. by: the
+    pattern of a fused op, or the function. form: the stored format, in words. codes, scales, zeros:
+    bytes that a step reads. numbers: the number of weights; for experts, of those in use. stored:
+    those of the bytes that the model stores; the graph computes the rest.
     """
 
     node: str
@@ -63,14 +63,14 @@ class WeightRead:
 
     @property
     def bytes(self) -> int:
-        """All that is read."""
+        """The bytes of codes, scales and zeros."""
         return self.codes + self.scales + self.zeros
 
 
 @dataclass(frozen=True)
 class GraphWeights:
-    """The weights of a rewritten graph. decoding: the names of the nodes that make numbers, or
-    scales, of codes. rounds: whether products read activations as codes, too."""
+    """The weights of a rewritten graph. decoding: the names of the nodes that compute numbers, or
+    scales, from codes. rounds: whether products read activations as codes, too."""
 
     reads: tuple[WeightRead, ...]
     decoding: Set[str]
@@ -78,13 +78,13 @@ class GraphWeights:
 
 
 def weights_of(graph: GraphReport, units: Iterable[Unit]) -> GraphWeights:
-    """Returns how a graph reads its weights. units: its own. Symbols for sizes are left out."""
+    """Returns how a graph reads its weights. units: the graph's units. Skips symbolic sizes."""
     return _Reader(graph, units).read()
 
 
 @dataclass
 class _Tensors:
-    """The tensors of a weight, each node once, with what they count as."""
+    """The tensors of a weight, each node once, with its role."""
 
     roles: dict[fx.Node, Role] = field(default_factory=dict)
     numbers: int = 0
@@ -158,7 +158,7 @@ class _Reader:
     def _of_call(self, node: fx.Node) -> Iterator[WeightRead]:
         held = [s for s in node.all_input_nodes if s in self.fixed and self._is_matrix(s)]
         if not is_product(node):
-            # An operator that is none of ATen's may multiply by its arguments.
+            # An operator that is not ATen's may multiply by its arguments.
             if _is_foreign(node) and any(_tensor(s).dtype in _CODES for s in held):
                 yield self._read(node, "hidden", "codes that an operator takes", 0, {})
             return
@@ -181,14 +181,15 @@ class _Reader:
                 yield from self._dense(node, weight, 1.0)
 
     def _scales(self, node: fx.Node) -> list[fx.Node]:
-        """The tensors of the model that a product of codes reads beside these and its bias."""
+        """Returns the model's tensors that a product of codes reads, except the codes and the
+        bias."""
         given = [
             s for s in node.all_input_nodes if s in self.fixed and s is not node.kwargs.get("bias")
         ]
         return [s for s in given if not self._is_stored_codes(s)]
 
     def _is_stored_codes(self, node: fx.Node) -> bool:
-        """Whether a product is given codes, as such or in a class of tensors."""
+        """Whether a product's argument holds codes, plain or in a tensor subclass."""
         tensors = _compat.tensors_of(node)
         return any(t.dtype in _CODES or len(_compat.parts_of(t)) > 1 for t in tensors)
 
@@ -240,7 +241,7 @@ class _Reader:
         return WeightRead(node.name, unit, scope_of(node), by, how, form, numbers, **sizes)
 
     def _made_of_codes(self, node: fx.Node) -> bool:
-        """Whether the graph makes a tensor of codes that the model holds."""
+        """Whether the graph computes a tensor from codes that the model stores."""
         if node not in self.of_codes:
             tensors = _compat.tensors_of(node)
             stored = node.op in ("placeholder", "get_attr")
@@ -252,7 +253,7 @@ class _Reader:
         return self.of_codes[node]
 
     def _note_decoding(self, node: fx.Node) -> None:
-        """Notes the nodes that make a tensor of what the model holds."""
+        """Records the nodes that compute a tensor from stored tensors."""
         if node.op in ("placeholder", "get_attr") or node in self.decoding:
             return
         self.decoding.add(node)
@@ -261,7 +262,7 @@ class _Reader:
 
 
 def form_in_words(weight: StoredWeight) -> str:
-    """Returns what is stored, in words: `int4 codes in groups of 128`."""
+    """Returns the stored format in words: `int4 codes in groups of 128`."""
     name = weight.weight_format.partition("_")[0]
     fixed = WEIGHT_FORMATS[weight.weight_format].expert_block
     block = list(weight.scale_block) or list(fixed or ())
@@ -280,10 +281,10 @@ def form_in_words(weight: StoredWeight) -> str:
 
 
 def _groups(op: FusedOp, node: fx.Node, given: Any) -> Iterator[tuple[StoredWeight, Any]]:
-    """The weights of an op's call: as tensors, and as the nodes that they are."""
+    """Yields the weights of an op's call, each as tensors and as the nodes that hold them."""
     tensors = arguments_of(op, node)
     groups = {name: g for name, g in vars(op.arguments).items() if isinstance(g, OptionalGroup)}
-    # Each element of such a node is taken for the whole.
+    # Stands for each element of such a node by the node itself.
     divided = {name for group in groups.values() for name in group.divided}
     whole = {n: _Elements(value) for n in divided if (value := getattr(given, n)) is not None}
     given = replace(given, **whole)
@@ -295,7 +296,7 @@ def _groups(op: FusedOp, node: fx.Node, given: Any) -> Iterator[tuple[StoredWeig
 
 @dataclass(frozen=True)
 class _Elements:
-    """A node in the place of each of its elements."""
+    """Returns a node for each of its elements."""
 
     node: fx.Node
 
@@ -313,7 +314,7 @@ def _add_whole(
 
 
 def _names_weight(name: str) -> bool:
-    """Whether an argument of an op is a matrix: its name says so."""
+    """Whether an op's argument is a matrix, judged by its name."""
     return name == "weight" or (name.endswith("_weight") and "norm" not in name)
 
 
@@ -333,7 +334,7 @@ def _tensor(node: fx.Node) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """The bytes that are stored of a tensor: an axis that repeats one element counts once."""
+    """Returns the stored bytes of a tensor: an axis that repeats one element counts once."""
     if not _is_known(*tensor.shape, *tensor.stride()):
         return 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

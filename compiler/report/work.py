@@ -1,4 +1,4 @@
-"""The work of a graph's parts: FLOPs of a node, a chip's rate for them, experts in use."""
+"""The work of a graph's parts: a node's FLOPs, a chip's rate for them, and the experts in use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.report import Site
 
-#: Names a Triton signature has for torch's dtypes, as `Target.flops` lists them.
+#: Triton's names for torch's dtypes, which are the keys of `Target.flops`.
 RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
 
 _PRODUCTS = re.compile(
@@ -23,7 +23,7 @@ _PRODUCTS = re.compile(
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node calls for products of matrices, which a library computes."""
+    """Whether a node calls for matrix products, which a library computes."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -31,7 +31,8 @@ def is_product(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node) -> int:
-    """The FLOPs of a node's products, run by itself on fake tensors; 0 where a size is a symbol."""
+    """Returns the FLOPs of a node's products, run by itself on fake tensors; 0 for symbolic
+    sizes."""
     tensors = _compat.tensors_of(*node.all_input_nodes)
     if not is_product(node) or any(map(_compat.is_symbolic, tensors)):
         return 0
@@ -44,15 +45,17 @@ def flops_of(node: fx.Node) -> int:
 
 
 def flop_rate(tensors: Sequence[torch.Tensor], target: Target) -> float:
-    """The target's FLOP/s for the dtype of the first tensor that says one; else its least."""
+    """Returns the target's FLOP/s for the first tensor's dtype that has a rate; else its lowest
+    rate."""
     rates = dict(target.flops)
     dtypes = [t.dtype for t in tensors if t.dtype in RATES]
     return rates.get(RATES[dtypes[0]], min(rates.values())) if dtypes else min(rates.values())
 
 
 def share_of_experts(site: Site) -> float:
-    """Returns the share of stacked expert weights [experts, ...] that a site's tokens reach, spread
-    evenly over all experts of the router, those on other devices included; 1 without experts."""
+    """Returns the share of stacked expert weights [experts, ...] that a site's tokens reach if they
+    are spread evenly over all experts of the router, also those on other devices; 1 without
+    experts."""
     facts = site.shapes
     tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
     if tokens is None or not {"experts", "slots"} <= facts.keys():
@@ -62,5 +65,6 @@ def share_of_experts(site: Site) -> float:
 
 
 def reached(draws: int, share: float) -> float:
-    """The share of experts that any of so many draws reaches, each of which reaches `share`."""
+    """Returns the share of experts that at least one of `draws` reaches, if each reaches
+    `share`."""
     return 1.0 - (1.0 - min(share, 1.0)) ** draws

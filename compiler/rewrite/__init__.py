@@ -55,7 +55,7 @@ class Rewritten:
 class HalfRewrittenError(Exception):
     """A rewrite failed after it had begun to change the graph, which must not be used.
 
-    `__cause__` is what was raised.
+    `__cause__` is the exception that was raised.
     """
 
     def __init__(self, match: Match) -> None:
@@ -145,7 +145,7 @@ def _put_in_place(
     node: fx.Node,
     replacements: Sequence[tuple[fx.Node, fx.Node]],
 ) -> Rewritten:
-    """Gives the users of replaced nodes the op's result, and erases what is absorbed."""
+    """Makes users of replaced nodes read the op's result, and erases the absorbed nodes."""
     node.meta["tilewright"] = {
         "pattern": match.pattern,
         "op": op.qualified_name,

@@ -54,10 +54,11 @@ def declare(op: Any, meaning: Meaning) -> None:
     the wildcards of fnmatch. The name of a hub kernel's operator, `"kernel::name"`, stands for all
     builds `_kernel_<hash>::name` and `_kernel_<hash>_dirty::name` too. A declaration by full name
     wins over one by a wildcard, and a user's declaration wins over the default ones for operators
-    of quantisation libraries. meaning: a function in plain PyTorch whose parameters have the names
-    of the operator's arguments. It returns what the operator returns, and writes in place the
-    arguments that the operator's schema marks as written. It is traced with fake tensors, once for
-    each layout of a call's arguments.
+    of quantisation libraries.
+    meaning: a function in plain PyTorch whose parameters have the names of the operator's
+    arguments. It returns what the operator returns, and writes in place the arguments that the
+    operator's schema marks as written. It is traced with fake tensors, once for each layout of a
+    call's arguments.
 
     Raises ValueError for a name without a namespace, an operator of PyTorch, a meaning that does
     not take the arguments of the operator, and an operator that already has another declaration.

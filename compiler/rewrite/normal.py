@@ -1,6 +1,6 @@
 """Brings a graph into the form that patterns read: one spelling where users write many.
 
-Each pass writes something in another, equal way, and leaves alone what it cannot prove equal. Only
+Each pass replaces calls by equal ones, and leaves alone those that it cannot prove equal. Only
 calls that :mod:`.spelled` spells out are put back, if no pattern took a part of them.
 """
 

@@ -139,8 +139,8 @@ def _drop(graph: fx.Graph, flow: Dataflow, site: SpelledOut) -> None:
 
 
 def named_by_calls(done: Sequence[Rewritten], spelled: Sequence[SpelledOut]) -> list[Rewritten]:
-    """Names, in what rewritten sites absorbed, the user's calls in place of their spelled-out
-    nodes."""
+    """Replaces the names of spelled-out nodes, in the lists of what sites absorbed, by the names of
+    the user's calls."""
     if not spelled:
         return list(done)
     calls = {node.name: site.call.name for site in spelled for node in site.added}

@@ -117,8 +117,8 @@ def _shared_of(graph: fx.Graph) -> list[RankSums]:
 
 
 def _sums(graph: fx.Graph) -> dict[str, list[str]]:
-    """The collectives of each group, with the shapes of their results. None for torch's fake group,
-    whose other ranks do not exist."""
+    """The collectives of each group, with the shapes of their results. Leaves out
+    torch's fake group, whose other ranks do not exist."""
     found: dict[str, list[str]] = {}
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
         return found

@@ -1,8 +1,10 @@
-"""Lets transformers generate at the GPU's pace, and its serving engine run by tilewright.
+"""Makes transformers' `generate()` wait less for the GPU, and runs its continuous batching by
+tilewright.
 
-`defer_stop_check(model)` has `generate()` read one step late whether to stop. `enable(model)` has
-continuous batching, `generate_batch()` and its managers, run by tilewright, with `BatchingConfig`
-as its settings. `undefer_stop_check` and `disable` take them back. Needs transformers.
+`defer_stop_check(model)` makes `generate()` read one step late whether to stop. `enable(model)`
+makes tilewright run the steps of continuous batching: of `generate_batch()` and of its managers.
+`BatchingConfig` holds the settings. `undefer_stop_check` and `disable` undo the two. Needs
+transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what only releases of transformers with continuous batching have."""
+    """Imports names that need a release of transformers with continuous batching."""
     if name in ("BatchingConfig", "compile_config"):
         from tilewright.compiler.serving import batching
 

@@ -1,10 +1,11 @@
-"""The engine's memory as one tensor, and the pages of requests as block tables.
+"""Allocators that present the engine's memory as one tensor, and the pages of requests as block
+tables.
 
-transformers' engine keeps the keys and values of all layers in one flat tensor. An allocator, one
-for each kind of attention, gives blocks of it to requests; a block holds a page of K and a page of
-V for each of its layers. These allocators own and share the same memory in the same order, and
-differ in what they tell the model: where the pages of a request are, in place of where each of its
-tokens is.
+transformers' engine keeps the keys and values of all layers in one flat tensor. It has an allocator
+for each kind of attention, which gives blocks of that tensor to requests. A block holds a page of K
+and a page of V for each layer of the allocator. The allocators here own and share the same memory,
+in the same order. They differ in what they pass to the model: the pages of each request, not the
+place of each token.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from transformers.generation.continuous_batching.cache_allocators import (
 
 from tilewright.ops.formats.paged_cache import CacheWindow
 
-#: What models in the engine have as their attention. transformers takes every name with "flash" in
-#: it as one that needs no mask; a name with 2 or 3 behind that would be looked for as a package.
+#: The attention implementation of models in the engine. transformers builds no mask for a name that
+#: contains "flash". After "flash", a 2 or 3 in the name would make it look for a package.
 ATTENTION = "tilewright_flash"
 
 
@@ -31,14 +32,14 @@ class FullPages(FullAttentionCacheAllocator):
     def register_cache_tensor(self, *args: Any, **kwargs: Any) -> None:
         """Also makes the memory one tensor `[rows, heads, head dim]`, the same for all allocators.
 
-        A graph that reads several tensors on one memory has an input for each of them, which share
-        what is written; this one has one input.
+        If a graph read several tensors in one memory, each would be an input of its own, and a
+        write to one would change the others. With one tensor the graph has one input.
         """
         super().register_cache_tensor(*args, **kwargs)
         _keep_rows(self.pool, self.cache_tensor, (self.num_key_value_heads, self.head_dim))
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns K and V of a layer of the model, `[blocks, page size, heads, head dim]` each."""
+        """Returns K and V of a layer of the model, each `[blocks, page size, heads, head dim]`."""
         pool: Any = self.pool
         shape = (self.tokens_per_page, self.num_key_value_heads, self.head_dim)
         blocks = pool.rows.view(-1, self.pages_per_block, 2, *shape)
@@ -51,11 +52,12 @@ class FullPages(FullAttentionCacheAllocator):
         return self.blocks_per_sector
 
     def kept(self, past_length: int) -> int:
-        """Returns the first page of a request whose keys a token behind `past_length` may see."""
+        """Returns the index of the first page of a request that a token after `past_length` tokens
+        may see."""
         return 0
 
     def live_blocks(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Returns the blocks of a request from its first kept page on."""
+        """Returns the blocks of a request, from its first kept page."""
         end = -(-(past_length + query_length) // self.tokens_per_page)
         return self.block_table[request_id][self.kept(past_length) : end]
 
@@ -64,20 +66,22 @@ class FullPages(FullAttentionCacheAllocator):
         return past_length + query_length - self.kept(past_length) * self.tokens_per_page
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Returns the block of each kept page, in place of a row for each token."""
+        """Returns the block of each kept page; transformers' allocators return a row for each
+        token."""
         return self.live_blocks(request_id, past_length, query_length)
 
     def fill_block_table(
         self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
     ) -> None:
-        """Writes the block of each kept page into a row of the table, int32 on the host or not."""
+        """Writes the block of each kept page into a row of the block table, an int32 tensor on any
+        device."""
         blocks = torch.tensor(
             self.live_blocks(request_id, past_length, query_length), dtype=block_table.dtype
         )
         block_table[: len(blocks)].copy_(blocks, non_blocking=True)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises RuntimeError: another attention than tilewright's asks for keys."""
+        """Raises RuntimeError, because only an attention that is not tilewright's calls this."""
         raise RuntimeError(
             "continuous batching by tilewright goes on while the model's attention was changed: "
             "stop one manager before the next"
@@ -87,11 +91,11 @@ class FullPages(FullAttentionCacheAllocator):
 
 
 class WindowPages(FullPages):
-    """Pages of layers with a sliding window, of which those behind the window are given back.
+    """Pages of layers with a sliding window. Pages before the window are given back.
 
-    transformers keeps such layers in a ring, which no block table describes. Here a request has a
-    table as for full attention, in which 0, a block that no request has, stands for a page that was
-    given back.
+    transformers keeps such layers in a ring buffer, which a block table cannot describe. Here a
+    request has a table as for full attention. In it, 0 stands for a page that was given back,
+    because no request has block 0.
     """
 
     layer_type = SlidingAttentionCacheAllocator.layer_type
@@ -113,7 +117,8 @@ class WindowPages(FullPages):
         return [block for block in table[: self.kept(past_length)] if block]
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Returns how many blocks a request needs beyond those that it has and will give back."""
+        """Returns how many blocks a request needs beyond those that it has and those that it gives
+        back."""
         had = len(self.block_table.get(request_id, []))
         new = self._compute_blocks_needed(
             max(had, self.kept(past_length)), past_length, query_length
@@ -123,7 +128,7 @@ class WindowPages(FullPages):
     def allocate_cache_to_request(
         self, request_id: str, past_length: int, query_length: int
     ) -> None:
-        """Gives back the pages behind the window, and takes those for the new tokens."""
+        """Gives back the pages before the window, and takes pages for the new tokens."""
         kept = self.kept(past_length)
         gone = self._behind(request_id, past_length)
         table = self.block_table.setdefault(request_id, [])
@@ -154,9 +159,10 @@ class WindowPages(FullPages):
 
 
 class LatentPages(FullPages):
-    """Pages of latents and rotated keys, one row for each token, for layers with latent attention.
+    """Pages of latents and rotated keys for layers with latent attention, one row for each token.
 
-    transformers has no such memory: it would keep the keys and values that latents are expanded to.
+    transformers has no such allocator: it would cache the keys and values computed from the
+    latents.
     """
 
     rows_per_token = 1
@@ -195,14 +201,16 @@ class LatentPages(FullPages):
         _keep_rows(pool, rows, (self.head_dim,))
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns latents `[blocks, page size, rank]` and rotated keys of a layer."""
+        """Returns the latents `[blocks, page size, rank]` and the rotated keys `[blocks, page size,
+        rope width]` of a layer."""
         pool: Any = self.pool
         blocks = pool.rows.view(-1, self.pages_per_block, self.tokens_per_page, self.head_dim)
         page = blocks[:, self.layer_indices.index(layer)]
         return page[..., : self.rank], page[..., self.rank :]
 
     def windows(self, layer: int) -> tuple[list[int], list[int]]:
-        """Returns where both lie in the memory, as `CacheWindow` has it."""
+        """Returns where the latents and the rotated keys lie in the memory, as the integers of a
+        `CacheWindow`."""
         pool: Any = self.pool
         of_page = self.tokens_per_page * self.head_dim
         start = self.layer_indices.index(layer) * of_page
@@ -215,7 +223,8 @@ class LatentPages(FullPages):
 
 
 def has_latents(config: Any) -> bool:
-    """Whether a language model of this configuration keeps latents in place of keys."""
+    """Whether a language model with this configuration caches latents instead of keys and
+    values."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
@@ -225,15 +234,15 @@ def _keep_rows(pool: Any, memory: torch.Tensor, shape: tuple[int, ...]) -> None:
         torch._dynamo.mark_static_address(pool.rows)
 
 
-#: Allocators by the kind of attention, as transformers names it.
+#: Allocators by kind of attention, in transformers' terms.
 ALLOCATORS: dict[str, type[FullPages]] = {
     kind.layer_type: kind for kind in (FullPages, WindowPages)
 }
 
 
 class Chosen:
-    """An entry of transformers' table of allocators: these for models in the engine by tilewright,
-    those of transformers for all others."""
+    """An entry of transformers' table of allocators. It makes one of these allocators for a model
+    that runs by tilewright, and transformers' own for any other model."""
 
     def __init__(self, ours: type[FullPages], theirs: Any) -> None:
         self.ours, self.theirs = ours, theirs
@@ -249,7 +258,8 @@ class Chosen:
 
 
 def register() -> None:
-    """Has transformers choose between its allocators and these; does nothing where it does."""
+    """Replaces the entries of transformers' table of allocators by `Chosen`, unless that is
+    done."""
     table = cache.ATTN_TYPE_TO_ALLOCATOR
     for kind, ours in ALLOCATORS.items():
         if not isinstance(table[kind], Chosen):

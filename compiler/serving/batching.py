@@ -1,4 +1,4 @@
-"""The settings of continuous batching that go with tilewright."""
+"""The settings of continuous batching by tilewright."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from transformers import CompileConfig, ContinuousBatchingConfig
 
-#: Attributes of a copy that is in use, which are no settings.
+#: Attributes that a copy in use has in addition to its settings.
 _TABLES, _COLUMNS = "_keeps_tables", "_wanted_columns"
 
 
 def compile_config(options: dict[str, Any] | None = None) -> CompileConfig:
-    """Returns how tilewright compiles a step of the engine.
+    """Returns the configuration with which tilewright compiles a step of the engine.
 
     options: of the backend, as in `torch.compile(..., backend="tilewright", options=options)`.
 
-    The mode is None, and options are there in any case: transformers then makes its own CUDA graphs
-    of the compiled steps, which it does not of a step with the mode "reduce-overhead", its default.
+    The mode is None and options are always set, so that transformers captures its own CUDA graphs
+    of the compiled steps. With its default mode, "reduce-overhead", it would not.
     """
     options = {"inner": "inductor"} | (options or {})
     return CompileConfig(backend="tilewright", mode=None, dynamic=None, options=options)
@@ -28,12 +28,12 @@ def compile_config(options: dict[str, Any] | None = None) -> CompileConfig:
 class BatchingConfig(ContinuousBatchingConfig):
     """A `ContinuousBatchingConfig` of transformers whose steps tilewright compiles.
 
-    options: of the backend, for both kinds of steps. All other settings are those of transformers,
-    and `varlen_compile_config` and `decode_compile_config` that are given take precedence.
+    options: of the backend, for both kinds of steps. All other settings are those of transformers.
+    A `varlen_compile_config` or `decode_compile_config` that is given takes precedence.
 
-    For a model that `enable` has changed, `max_blocks_per_request` stays as it is wanted:
-    transformers would put 0 there for any attention but its flash attention, which turns off block
-    tables, and with them the steps in which each sequence has one token.
+    For a model that `enable` has changed, `max_blocks_per_request` keeps its value. transformers
+    sets it to 0 for any attention but its own flash attention. That turns off block tables, and
+    with them decode steps, in which each sequence has one token.
     """
 
     options: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class BatchingConfig(ContinuousBatchingConfig):
             made.__class__ = cls
             made.options = None
             made._compile()
-        # transformers warns where tables are asked for that it would turn off.
+        # transformers warns if settings ask for block tables that it turns off.
         own = made.__dict__
         own |= {_TABLES: True, _COLUMNS: made.max_blocks_per_request}
         if made.max_blocks_per_request:

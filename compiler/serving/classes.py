@@ -1,8 +1,8 @@
-"""Methods of one model's class that are tilewright's, while the model's own class stays.
+"""Gives one model methods of tilewright's through a subclass of its class.
 
-`generate()` and `generate_batch()` look some methods up on the class of the model. A model is given
-a subclass of its class, with these methods; several changes of one model are one subclass, and any
-of them can be taken back first.
+`generate()` and `generate_batch()` look some methods up on the class of the model. A changed model
+gets a subclass of its class with these methods; the class itself is not modified. Several changes
+of a model share one subclass, and can be undone in any order.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from transformers.generation import utils
 #: A change's name, and its methods by name.
 Change = tuple[str, tuple[tuple[str, Callable[..., Any]], ...]]
 
-#: The attribute of a subclass that holds the class it was made of, and its changes.
+#: The attribute of a subclass that holds the original class and the changes.
 _MADE_OF = "_class_before_tilewright"
 
 
 def with_generate(model: Any) -> Any:
-    """Returns the model itself of one that `torch.compile` wraps.
+    """Returns the model itself, or the model that `torch.compile` has wrapped.
 
-    Raises TypeError for what is no model of transformers with `generate()`.
+    Raises TypeError if it is not a model of transformers with `generate()`.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, utils.GenerationMixin):
@@ -36,34 +36,36 @@ def with_generate(model: Any) -> Any:
 
 
 def original_class(model: nn.Module) -> type:
-    """Returns the class of the model without the changes, and without what others made of a changed
-    class."""
+    """Returns the class of the model without the changes. Classes that others derived from a
+    changed class are skipped too."""
     made = _made_classes(model)
     return vars(made[-1])[_MADE_OF][0] if made else type(model)
 
 
 def has_change(model: nn.Module, name: str) -> bool:
-    """Whether the class of the model has the change of this name, or inherits it."""
+    """Whether the class of the model, or a class that it derives from, has the change of this
+    name."""
     return any(name in dict(vars(made)[_MADE_OF][1]) for made in _made_classes(model))
 
 
 def _made_classes(model: nn.Module) -> list[type]:
-    """Returns the subclasses that were made here, the latest first: several where others changed
-    the class in between."""
+    """Returns the subclasses made here that the model's class derives from, the latest first. There
+    are several if others changed the class between two changes."""
     return [one for one in type(model).__mro__ if _MADE_OF in vars(one)]
 
 
 def change_class(model: nn.Module, name: str, methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Gives the model, of which `name` is no change yet, a subclass with these methods."""
+    """Gives the model a subclass with these methods. The model must not have the change `name`
+    yet."""
     original, changes = vars(type(model)).get(_MADE_OF, (type(model), ()))
     model.__class__ = _changed(original, (*changes, (name, tuple(methods.items()))))
 
 
 def change_class_back(model: nn.Module, name: str, function: str) -> None:
-    """Takes the change of this name back; does nothing where there is none.
+    """Undoes the change of this name; does nothing if the model does not have it.
 
-    function: what takes it back, for the message. Raises RuntimeError where the class of the model
-    was changed by others since.
+    function: the name of the calling function, for the message. Raises RuntimeError if others
+    changed the class of the model since.
     """
     if not has_change(model, name):
         return
@@ -80,11 +82,11 @@ def change_class_back(model: nn.Module, name: str, function: str) -> None:
 @functools.cache
 def _changed(original: Any, changes: tuple[Change, ...]) -> Any:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # Later protocols insist on the class that the object has.
+        # Protocols from 2 on require the object's own class.
         function, (_, *arguments), *state = original.__reduce_ex__(self, 1)
         return function, (original, *arguments), *state
 
-    # transformers looks some things up by the name of the class.
+    # transformers looks up some things by the class's name.
     same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {"__reduce_ex__": __reduce_ex__, _MADE_OF: (original, changes)}
     for _, methods in changes:

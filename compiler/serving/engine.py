@@ -5,8 +5,8 @@
     enable(model)
     model.generate_batch(prompts, continuous_batching_config=BatchingConfig())
 
-The engine, its scheduler and its memory stay those of transformers. Attention, and what tells it
-where pages are, become tilewright's while a manager of this model lives.
+The engine, its scheduler and its memory stay those of transformers. While a manager of this model
+lives, tilewright provides the attention and the allocators that say where pages are.
 """
 
 from __future__ import annotations
@@ -29,27 +29,25 @@ from tilewright.compiler.serving.classes import (
 log = logging.getLogger("tilewright")
 
 _CHANGE = "enable"
-#: What the attention of a model was before a manager, and the last manager of a model.
+#: The attention that each model had before a manager, and each model's last manager.
 _BEFORE: MutableMapping[Any, Any] = WeakKeyDictionary()
 _MANAGERS: MutableMapping[Any, Any] = WeakKeyDictionary()
-#: The attribute of a model that holds its forward pre-hook.
-_HOOK = "_tilewright_plan_hook"
 
 
 def enable(model: nn.Module) -> bool:
-    """Makes continuous batching of this model run by tilewright: `generate_batch()` and managers.
+    """Makes tilewright run continuous batching of this model: `generate_batch()` and managers.
 
-    model: a model of transformers with `generate()`, on any device. Returns whether it was changed.
-    Where transformers or the model lacks what this relies on, the model stays as it is, and one
-    warning says why. Raises TypeError for other models, RuntimeError where a manager of this model
-    is kept from before (`destroy_cached_continuous_batching_manager` ends it).
+    model: a model of transformers with `generate()`, on any device. Returns whether the model was
+    changed. If transformers or the model lacks something that this needs, the model stays as it is,
+    and one warning gives the reason. Raises TypeError for other models. Raises RuntimeError if an
+    earlier manager of this model is kept; `destroy_cached_continuous_batching_manager` ends it.
 
     Tokens are those of transformers' own continuous batching, up to rounding. `generate()` and
-    `forward()` stay as they are, but while a manager lives; they raise then. Any settings may be
-    given to the engine; `BatchingConfig` and no settings have steps compiled by tilewright.
+    `forward()` work as before, but raise while a manager lives. Any settings may be given to the
+    engine; tilewright compiles the steps with `BatchingConfig` or without settings.
 
-    Changes the class of the model to a subclass of it and adds a forward pre-hook. `disable` takes
-    it back. Copies and pickles have the original class: disable the model before.
+    Changes the class of the model to a subclass of it and adds a forward pre-hook. `disable` undoes
+    both. Copies and pickles have the original class: disable the model before you copy it.
     """
     changed = with_generate(model)
     if has_change(changed, _CHANGE):
@@ -62,17 +60,17 @@ def enable(model: nn.Module) -> bool:
     from tilewright.compiler.serving import paged_attention
 
     paged_attention.register()
-    hook = changed.register_forward_pre_hook(paged_attention.add_plan, with_kwargs=True)
-    changed.__dict__[_HOOK] = hook
+    _remove_plans(changed)  # of a model that is a copy of an enabled one
+    changed.register_forward_pre_hook(paged_attention.add_plan, with_kwargs=True)
     change_class(changed, _CHANGE, {"init_continuous_batching": init_continuous_batching})
     return True
 
 
 def disable(model: nn.Module) -> None:
-    """Takes `enable` back; does nothing where it changed nothing.
+    """Undoes `enable`; does nothing if the model is not enabled.
 
-    Raises TypeError as `enable` does; RuntimeError while a manager of the model runs or is kept,
-    and where the model's class was changed by others since.
+    Raises TypeError as `enable` does. Raises RuntimeError while a manager of the model runs or is
+    kept, and if others changed the model's class since.
     """
     changed = with_generate(model)
     if not has_change(changed, _CHANGE):
@@ -82,12 +80,22 @@ def disable(model: nn.Module) -> None:
     if manager is not None and manager.is_running():
         raise RuntimeError("disable: a manager of this model runs; call its stop() first")
     change_class_back(changed, _CHANGE, "disable")
-    changed.__dict__.pop(_HOOK).remove()
-    give_attention_back(changed)  # a manager that was never started does not
+    _remove_plans(changed)
+    give_attention_back(changed)  # a manager that was never started has not done so
+
+
+def _remove_plans(model: Any) -> None:
+    """Removes the forward pre-hooks that add plans. A copy of a model has the hook, but not the
+    handle that removes it."""
+    from tilewright.compiler.serving.paged_attention import add_plan
+
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is add_plan]:
+        del model._forward_pre_hooks[key]
+        model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def is_enabled(model: nn.Module) -> bool:
-    """Whether `enable` has changed the model. Raises TypeError as that does."""
+    """Whether `enable` has changed the model. Raises TypeError as `enable` does."""
     return has_change(with_generate(model), _CHANGE)
 
 
@@ -115,12 +123,13 @@ def init_continuous_batching(
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
 ) -> Any:
-    """Makes a manager as transformers does, with tilewright's attention until it is stopped."""
+    """Makes a manager as transformers does. Until it is stopped, the model has tilewright's
+    attention."""
     from tilewright.compiler.serving.batching import BatchingConfig
 
     original: Any = original_class(self)
     settings = continuous_batching_config
-    if settings is None:  # where transformers looks, too
+    if settings is None:  # transformers looks there, too
         settings = getattr(generation_config, "continuous_batching_config", None)
     taken = not is_taken(self)
     before = take_attention(self)
@@ -129,35 +138,36 @@ def init_continuous_batching(
             self, generation_config, BatchingConfig.of(settings), workload_hints
         )
     except BaseException:
-        if taken:  # else an earlier manager has it
+        if taken:  # else an earlier manager still uses it
             give_attention_back(self)
         raise
-    manager._original_attn_impl = before  # which the manager sets when it is stopped
+    manager._original_attn_impl = before  # the manager sets this again when it stops
     _MANAGERS[self] = ref(manager)
     return manager
 
 
 def take_attention(model: Any) -> str | dict[str, str]:
-    """Has a model attend as in the engine; returns what its configuration is to be set to again."""
+    """Gives a model the attention of the engine. Returns the implementation that its configuration
+    had before."""
     from tilewright.compiler.serving.allocators import ATTENTION
 
     config, text = model.config, model.config.get_text_config()
     if not is_taken(model):  # no manager of this model lives
         _BEFORE[model] = _attention(config, text)
     for one in (config, text):
-        one._attn_implementation = {"": ATTENTION}  # of this alone, and of no vision tower
+        one._attn_implementation = {"": ATTENTION}  # for this config alone, not for a vision tower
     return _BEFORE[model]
 
 
 def is_taken(model: Any) -> bool:
-    """Whether a model attends as in the engine."""
+    """Whether a model has the attention of the engine."""
     from tilewright.compiler.serving.allocators import ATTENTION
 
     return bool(model.config.get_text_config()._attn_implementation == ATTENTION)
 
 
 def give_attention_back(model: Any) -> None:
-    """Has a model attend as before `take_attention`; leaves an attention that was set since."""
+    """Undoes `take_attention`. An attention that was set since stays."""
     before = _BEFORE.pop(model, None)
     if before is not None and is_taken(model):
         model.config._attn_implementation = before

@@ -1,4 +1,4 @@
-"""The engine's memory without bytes, on the meta device."""
+"""The engine's memory on the meta device, where it takes no bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 def memory_of(
     config: Any, dtype: torch.dtype, *, page_size: int, num_blocks: int, tokens: int, columns: int
 ) -> PagedAttentionCache:
-    """Returns the engine's memory for a language model, without bytes.
+    """Returns the engine's memory for a language model, on the meta device.
 
-    config: of the language model. tokens: in a step, at most. columns: of a block table. Raises
-    what transformers raises for models that have no place there.
+    config: the configuration of the language model. tokens: the maximum number in a step. columns:
+    the width of a block table. Raises whatever transformers raises for models that its memory does
+    not support.
     """
     settings = ContinuousBatchingConfig(
         page_size=page_size,

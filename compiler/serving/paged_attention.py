@@ -1,9 +1,9 @@
-"""Attention to the engine's memory, and the plan of a step, which all layers share.
+"""Attention over the engine's memory, and the plan of a step, which all layers share.
 
-A step has the tokens of several requests in one row. Either each request has one token and the
-engine brings a block table (decode), or requests have any number of tokens, with past keys or
-without (varlen). Both become one call of `cache_attention` for each layer, behind a plain write of
-the new keys and values, which `qkv_cache` fuses with their projection.
+A step has the tokens of several requests in one row. In a decode step, each request has one token,
+and the engine passes a block table. In a varlen step, requests have any number of tokens, with or
+without past keys. Each layer writes the new keys and values with plain indexing, which `qkv_cache`
+fuses with their projection, and then calls `cache_attention` once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from tilewright.compiler.serving.allocators import (
     WindowPages,
 )
 
-#: The keyword by which the plan reaches the attention, and the entry of new latents in it.
+#: The keyword with which the plan reaches the attention, and the plan's entry for new latents.
 PLAN, LATENTS = "tilewright_plan", "latents"
 
-#: For an allocator: the page and the offset of each token, and arguments of `cache_attention`.
+#: The plan for one allocator: the page and the offset of each token, and the arguments of
+#: `cache_attention`.
 Plan = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook of the model: adds the plan of a step to its arguments.
+    """Adds the plan of a step to the model's arguments; a forward pre-hook.
 
     Does nothing to calls without the engine's memory.
     """
@@ -53,7 +54,7 @@ def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_tables(cache: PagedAttentionCache, step: dict[str, Any]) -> None:
-    """Raises RuntimeError where transformers' own attention, but for flash, is given a table."""
+    """Raises RuntimeError if an attention of transformers other than flash gets a block table."""
     attention = cache.config._attn_implementation
     if step.get("block_table") is not None and "flash" not in str(attention):
         raise RuntimeError(
@@ -63,9 +64,9 @@ def _refuse_tables(cache: PagedAttentionCache, step: dict[str, Any]) -> None:
 
 
 class NewLatents:
-    """Stands where a cache stands, and keeps the new latents of a step for the attention.
+    """Takes the place of a cache, and keeps the new latents of a step for the attention.
 
-    slots: where each token goes, `page * page size + offset`, and -1 for padding.
+    slots: the slot of each token, `page * page size + offset`, and -1 for padding.
     """
 
     def __init__(self, slots: torch.Tensor) -> None:
@@ -75,12 +76,12 @@ class NewLatents:
     def update(
         self, latent: torch.Tensor, rope_keys: torch.Tensor, layer_idx: int, *args: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keeps and returns latents `[1, 1, tokens, rank]` and rotated keys of a layer."""
+        """Keeps and returns the latents `[1, 1, tokens, rank]` and the rotated keys of a layer."""
         self.of_layer[layer_idx] = latent, rope_keys
         return latent, rope_keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: positions are given."""
+        """Returns 0, because the engine passes positions."""
         return 0
 
 
@@ -90,9 +91,11 @@ def _slots(owner: LatentPages, plan: Plan) -> torch.Tensor:
 
 
 def plan_of(owner: Any, step: dict[str, Any]) -> Plan:
-    """Returns where the tokens of a step go, and where the keys of each sequence are.
+    """Returns the plan of a step: where its tokens are written, and where the keys of each sequence
+    are.
 
-    owner: an allocator of the step's memory. step: the model's arguments, as the engine makes them.
+    owner: an allocator of the step's memory. step: the arguments that the engine passes to the
+    model.
     """
     ends = step["cu_seq_lens_k"][owner.layer_type]
     lengths = ends[1:] - ends[:-1]
@@ -103,7 +106,8 @@ def plan_of(owner: Any, step: dict[str, Any]) -> Plan:
 
 
 def _plan_of_decode(owner: Any, tokens: int, table: torch.Tensor, lengths: torch.Tensor) -> Plan:
-    """Sequence s has token s alone; padding has no keys, and entries without a page are -1."""
+    """Plans a decode step: sequence s has only token s. Padding has no keys. Table entries of -1,
+    which have no page, become 0."""
     table = table.clamp(min=0)
     size = owner.tokens_per_page
     past = (lengths - 1).clamp(min=0)
@@ -122,13 +126,15 @@ def _plan_of_decode(owner: Any, tokens: int, table: torch.Tensor, lengths: torch
 
 
 def _plan_of_varlen(owner: Any, step: dict[str, Any], lengths: torch.Tensor) -> Plan:
-    """Sequence s has the tokens from `cu_seq_lens_q[s]` on; padding comes behind the last."""
+    """Plans a varlen step: the tokens of sequence s begin at `cu_seq_lens_q[s]`. Padding follows
+    the last sequence."""
     starts = step["cu_seq_lens_q"]
     tokens = step["input_ids"].shape[1]
     write, read = step["write_index"][owner.index], step["read_index"][owner.index]
-    # One symbol for the tokens of a dynamic graph.
+    # A dynamic graph then has only one symbol for the number of tokens.
     torch._check(write.shape[0] == tokens)
-    # The engine's offsets end behind the last token that is no padding, the op's behind the last.
+    # The engine's offsets end after the last token before the padding, those of the op after the
+    # padding.
     rows = torch.cat([starts[:-1], torch.full_like(starts[-1:], tokens)])
     return (
         write // owner.block_physical_stride,
@@ -149,9 +155,9 @@ def _block_table(
     write: torch.Tensor,
     read: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the pages of each sequence, int32 `[sequences, pages of the longest]`.
+    """Returns the pages of each sequence, int32 `[sequences, pages of the longest sequence]`.
 
-    Entries beyond a sequence's pages are those of others, and are not read.
+    Entries beyond the pages of a sequence belong to other sequences, and are not read.
     """
     size = owner.tokens_per_page
     if read.shape[0] == 0:  # prompts alone: their pages are those that are written
@@ -166,15 +172,16 @@ def _block_table(
 
 
 def _columns(owner: Any, step: dict[str, Any], sequences: int, tokens: int, read: int) -> int:
-    """Returns the number of pages of the longest sequence, or a bound of it.
+    """Returns the number of pages of the longest sequence, or an upper bound of it.
 
-    The length of the longest is a number that changes from step to step, for which a compiled step
-    would be compiled again. Where the engine pads steps, as it does those that it compiles, the
-    length of `read` is a bound: it has a place for each token and key, and kept pages of layers
-    with a window begin up to a page before the window. Else `read` has just the pages.
+    The length of the longest sequence changes from step to step, and a compiled step would be
+    compiled again for each. The engine pads the steps that it compiles. For a padded step the bound
+    follows from the length of `read`, which has a place for each token and key. In layers with a
+    window, kept pages begin up to one page before the window. For other steps, `read` holds just
+    the pages.
     """
     size = owner.tokens_per_page
-    padded = step["max_length_q"] == tokens  # or all tokens are those of one sequence
+    padded = step["max_length_q"] == tokens  # or all tokens belong to one sequence
     if not is_compiling() or not padded:
         return int(-(-step["max_length_k"][owner.layer_type] // size))
     return read if sequences == 1 else (read + size - 1) // size + 1
@@ -194,11 +201,13 @@ def attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Writes keys and values into the engine's memory and attends to it.
+    """Writes keys and values into the engine's memory, and attends to all keys there.
 
     query, key, value: `[1, heads, tokens, head dim]`. Returns `[1, tokens, heads, head dim]`, and
-    None for the attention's weights. Raises RuntimeError without the engine's memory, ValueError
-    where keys or values are none that it holds.
+    None in place of attention weights. Raises RuntimeError without the engine's memory. Raises
+    ValueError if the keys or values do not have the heads that the memory holds, and for options
+    that are not supported: a mask, a bias, a window wider than the memory's, and, with latents,
+    sinks or a soft cap.
     """
     if not isinstance(cache, PagedAttentionCache) or PLAN not in kwargs:
         raise RuntimeError(
@@ -242,7 +251,8 @@ def attention(
 def _attend_to_latents(
     owner: LatentPages, module: Any, query: torch.Tensor, scaling: float, plans: dict[str, Any]
 ) -> tuple[torch.Tensor, None]:
-    """As :func:`attention`, of a layer whose keys are latents; query: `[heads, tokens, width]`."""
+    """Does the same as :func:`attention` for a layer that caches latents. query: `[heads, tokens,
+    width]`."""
     new: NewLatents = plans[LATENTS]
     latent, rope_keys = new.of_layer[module.layer_idx]
     held = (owner.rank, owner.head_dim - owner.rank)
@@ -276,13 +286,14 @@ def _attend_to_latents(
 
 
 def _own_part(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a weight, or the rank's own rows of one that ranks share."""
+    """Returns a weight; of a weight sharded over ranks, returns the rows of this rank."""
     to_local = getattr(weight, "to_local", None)
     return weight if to_local is None else to_local()
 
 
 def _mask(owner: FullPages, window: int | None) -> dict[str, Any]:
-    """Returns the mask of a layer: of the window that the model names, or the memory has."""
+    """Returns the mask arguments of a layer: a window if the model passes one or the memory has
+    one."""
     held = owner.sliding_window if isinstance(owner, WindowPages) else None
     if held is not None and window is not None and window > held:
         raise ValueError(f"sliding_window: expected at most {held}, which is kept, got {window}")
@@ -291,5 +302,5 @@ def _mask(owner: FullPages, window: int | None) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Makes the attention known to transformers by its name."""
+    """Registers the attention with transformers under its name."""
     AttentionInterface.register(ATTENTION, attention)

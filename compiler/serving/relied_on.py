@@ -1,4 +1,4 @@
-"""Checks of what the engine's integration relies on in transformers, before a model is changed."""
+"""Checks that transformers has what the engine's integration needs, before a model is changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tilewright.compiler.serving.allocators import (
 from tilewright.compiler.serving.classes import original_class
 from tilewright.compiler.serving.memory import memory_of
 
-#: Methods of transformers, with the parameters that they must have.
+#: Methods of transformers -> the parameters that they must have.
 METHODS: dict[tuple[Any, str], str] = {
     (continuous_api.ContinuousMixin, "init_continuous_batching"): (
         "self generation_config continuous_batching_config workload_hints"
@@ -59,20 +59,20 @@ METHODS: dict[tuple[Any, str], str] = {
     )
 }
 
-#: Arguments of a step that are read.
+#: Arguments of a step that this package reads.
 STEP = (
     *("input_ids", "block_table", "cache", "write_index", "read_index"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k"),
 )
 
-#: Layouts are compared on a memory of this size.
+#: The size of the memory on which layouts are compared.
 _SMALL = {"page_size": 4, "num_blocks": 3, "tokens": 8, "columns": 1}
 
 
 def reason_against(model: Any) -> str | None:
-    """Returns why the engine cannot run this model by tilewright; None where it can.
+    """Returns the reason why tilewright cannot run the engine for this model; None if it can.
 
-    Any exception of what is tried here is such a reason.
+    An exception that one of the checks raises is such a reason.
     """
     try:
         return next(_reasons(model), None)
@@ -116,7 +116,8 @@ def _reasons_of_model(model: Any) -> Iterator[str]:
 
 
 def _reasons_of_latents(model: Any, config: Any) -> Iterator[str]:
-    """Looks whether each layer expands latents to keys and values as DeepSeek's layers do."""
+    """Yields a reason unless each layer computes keys and values from latents as DeepSeek's layers
+    do."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
     layers = [layer for layer in model.modules() if hasattr(layer, "kv_b_proj")]
@@ -142,7 +143,8 @@ def _code(function: Any) -> tuple[Any, ...]:
 
 
 def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Builds a small memory, without bytes, with these allocators, and looks where pages are."""
+    """Builds a small memory on the meta device with these allocators, and yields a reason if its
+    pages are not where transformers has them."""
     before = config._attn_implementation_internal
     try:
         config._attn_implementation_internal = ATTENTION
@@ -161,8 +163,8 @@ def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _same_memory(owner: FullPages, layer: int) -> bool:
-    """Whether each token of each page of a layer lies where transformers has it."""
-    if isinstance(owner, LatentPages):  # a memory of its own
+    """Whether each token in the first and last page of a layer lies where transformers has it."""
+    if isinstance(owner, LatentPages):  # this memory is not transformers' own
         return True
     views = owner._kv_token_views[layer]
     size = owner.tokens_per_page

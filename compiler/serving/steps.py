@@ -1,4 +1,4 @@
-"""Steps of the engine without the engine: their arguments on the meta device, to look at graphs."""
+"""Arguments of the engine's steps on the meta device, to look at graphs without the engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from tilewright.compiler.serving.engine import (
 
 @contextmanager
 def in_engine(model: Any) -> Iterator[bool]:
-    """Has a model attend as in the engine while the block runs; yields whether it can.
+    """Gives a model the attention of the engine while the block runs; yields whether it can.
 
-    A model that is enabled stays so. Raises TypeError for what is no model of transformers.
+    A model that was enabled before stays enabled. Raises TypeError if it is not a model of
+    transformers.
     """
     model = with_generate(model)
     was_enabled, was_taken = is_enabled(model), is_taken(model)
@@ -42,7 +43,8 @@ def in_engine(model: Any) -> Iterator[bool]:
 
 
 def decode_step(memory: PagedAttentionCache, sequences: int) -> dict[str, Any]:
-    """Returns the arguments of a step of one token for each of some sequences, on meta."""
+    """Returns the arguments of a decode step, with one token for each sequence, on the meta
+    device."""
     allocators = memory.cache_allocators.values()
     columns = memory.max_blocks_per_request
     tables = torch.zeros(len(allocators), sequences, columns, dtype=torch.int32, device="meta")
@@ -52,9 +54,9 @@ def decode_step(memory: PagedAttentionCache, sequences: int) -> dict[str, Any]:
 def varlen_step(
     memory: PagedAttentionCache, sequences: int, tokens: int, keys: int
 ) -> dict[str, Any]:
-    """Returns the arguments of a step of some tokens of some sequences, on meta.
+    """Returns the arguments of a varlen step on the meta device.
 
-    keys: of all sequences, before this step.
+    tokens: of all sequences together. keys: of all sequences together, before this step.
     """
     return _step(memory, sequences, tokens, keys) | {"block_table": None}
 

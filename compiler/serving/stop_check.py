@@ -7,7 +7,8 @@
 
 After every token, `generate()` of transformers asks the GPU whether all sequences have ended, and
 waits for the answer before it launches the next step. transformers also has a check that reads the
-answer one step late, and uses it on MPS. Here one model uses it on CUDA. Needs transformers.
+answer one step late, but uses it only on MPS. This module makes one model use it on CUDA. Needs
+transformers.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from tilewright.compiler.serving.classes import (
 
 log = logging.getLogger("tilewright")
 
-#: Types of devices on which the check is deferred, beside those of transformers.
+#: Types of devices on which the check is deferred, in addition to those of transformers.
 DEVICES = ("cuda",)
 
-#: Functions of transformers' `generation.utils`, with the parameters that they must have.
+#: Functions of transformers' `generation.utils` -> the parameters that they must have.
 RELIED_ON = {
     ("GenerationMixin", "_sample"): "self input_ids logits_processor stopping_criteria "
     "generation_config synced_gpus streamer model_kwargs",
@@ -49,8 +50,8 @@ RELIED_ON = {
     ("DeferredStopCheck", "is_supported"): "device cache cache_is_returned is_assistant",
 }
 
-#: Processors and criteria of transformers that one more call leaves as they were. A caller's own
-#: may count, or refuse a token after the last one.
+#: Processors and criteria of transformers that keep no state between calls. A caller's own may
+#: count calls, or reject a token after the last one.
 WITHOUT_MEMORY = {
     getattr(module, name)
     for module, names in {
@@ -71,26 +72,25 @@ WITHOUT_MEMORY = {
     if hasattr(module, name)
 }
 
-#: The name of the change of the class.
+#: The name of this change of the class.
 _CHANGE = "defer_stop_check"
 
 
 def defer_stop_check(model: nn.Module) -> bool:
-    """Makes `generate()` of this model read on CUDA one step late whether to stop.
+    """Makes `generate()` of this model read one step late whether to stop, on CUDA.
 
-    model: a model of transformers with `generate()`, on any device. Returns whether it was changed.
-    Where transformers, or the model's class, lacks what this relies on, the model stays as it is,
-    and a warning names what is missing. Raises TypeError for other models.
+    model: a model of transformers with `generate()`, on any device. Returns whether the model was
+    changed. If transformers or the model's class lacks something that this needs, the model stays
+    as it is, and a warning names what is missing. Raises TypeError for other models.
 
-    Tokens, scores, caches that are returned and the state of the device's random generator are
-    those of a check at every step. After an EOS or a stop string the model runs once more, and
-    what that wrote is removed; a stop at `max_length` costs nothing. A streamer gets each token one
-    step later. Everything else is checked at every step: processors and stopping criteria of the
-    caller, `synced_gpus`, caches that cannot be cropped and are given back, beams, assisted
-    decoding.
+    Tokens, scores, returned caches and the state of the device's random generator are the same as
+    with a check at every step. After an EOS or a stop string the model runs once more, and what
+    that run wrote is removed; a stop at `max_length` costs nothing. A streamer gets each token one
+    step later. The check is not deferred with processors or stopping criteria of the caller,
+    `synced_gpus`, a returned cache that cannot be cropped, beams, or assisted decoding.
 
     Changes the class of the model to a subclass of it, so a compiled model compiles again. Copies
-    and pickles have the original class. `undefer_stop_check` takes it back.
+    and pickles have the original class. `undefer_stop_check` undoes it.
     """
     changed = with_generate(model)
     if has_change(changed, _CHANGE):
@@ -105,15 +105,16 @@ def defer_stop_check(model: nn.Module) -> bool:
 
 
 def undefer_stop_check(model: nn.Module) -> None:
-    """Takes `defer_stop_check` back; does nothing where it changed nothing.
+    """Undoes `defer_stop_check`; does nothing if it changed nothing.
 
-    Raises TypeError as that does, RuntimeError where the model's class was changed since.
+    Raises TypeError as `defer_stop_check` does, and RuntimeError if the model's class was changed
+    since.
     """
     change_class_back(with_generate(model), _CHANGE, "undefer_stop_check")
 
 
 def _missing(model_class: type) -> str | None:
-    """Returns what `model_class` or transformers lacks; None where everything is as expected."""
+    """Returns what `model_class` or transformers lacks; None if nothing is missing."""
     release = f"transformers {transformers.__version__}"
     for (owner, name), expected in RELIED_ON.items():
         function = getattr(getattr(utils, owner, None), name, None)
@@ -132,7 +133,8 @@ def _missing(model_class: type) -> str | None:
 
 @functools.cache
 def _deferring(sample: Any, library: Any) -> Any:
-    """Returns a `_sample`, which `generate()` looks up on the class, that defers."""
+    """Returns a method `_sample` that defers the check. `generate()` looks `_sample` up on the
+    class."""
     check = _check_for_cuda(library)
 
     @functools.wraps(sample)
@@ -168,7 +170,8 @@ def _deferring(sample: Any, library: Any) -> Any:
 
 
 def _with_global(function: FunctionType, name: str, value: Any) -> Callable[..., Any]:
-    """Returns the same function with another value for one global name, as that is now."""
+    """Returns a copy of the function in which one global name has another value. Its other global
+    names keep their present values."""
     names = {**function.__globals__, name: value}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -176,16 +179,16 @@ def _with_global(function: FunctionType, name: str, value: Any) -> Callable[...,
 
 
 def _without_memory(called: Iterable[Any]) -> bool:
-    """Whether none of these processors and criteria remembers its calls."""
+    """Whether none of these processors and criteria keeps state between calls."""
     return all(type(one) in WITHOUT_MEMORY for one in called)
 
 
 def _takes_one_more(
     model: Any, input_ids: torch.Tensor, stopping: Any, config: Any, model_kwargs: dict[str, Any]
 ) -> bool:
-    """Whether the model can run once more after the last token, wherever that comes."""
+    """Whether the model can run once more after the last token, whichever token is the last."""
     text = model.config.get_text_config(decoder=True)
-    # A sequence that has ended goes on with padding, which the last step has not been given.
+    # A sequence that has ended continues with padding, which the last step has not been given yet.
     pad = config.pad_token_id
     padded = input_ids.shape[0] > 1 and pad is not None
     if padded and not 0 <= pad < getattr(text, "vocab_size", 0):
@@ -202,10 +205,10 @@ def _takes_one_more(
 
 
 def _check_for_cuda(library: Any) -> Any:
-    """Returns transformers' deferred check, for CUDA too."""
+    """Returns a subclass of transformers' deferred check that also works on CUDA."""
 
     class DeferredStopCheck(library):
-        """Also puts back the random numbers that the step after the last one drew."""
+        """Also undoes the random draws of the step after the last one."""
 
         def __init__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             super().__init__(input_ids, *args, **kwargs)
@@ -218,11 +221,11 @@ def _check_for_cuda(library: Any) -> Any:
         ) -> bool:
             if device.type not in DEVICES:
                 return library.is_supported(device, cache, cache_is_returned, is_assistant)
-            if not cache_is_returned:  # what is dropped can be of any kind
+            if not cache_is_returned:  # a dropped cache can be of any kind
                 cache = None
-            elif cache is not None and not hasattr(cache, "layers"):  # which `finish` goes through
+            elif cache is not None and not hasattr(cache, "layers"):  # `finish` reads the layers
                 return False
-            # What transformers says of the device on which it defers by itself.
+            # Asks transformers as if on MPS, where transformers defers the check itself.
             mps = torch.device("mps")
             return library.is_supported(mps, cache, cache_is_returned, is_assistant)
 
@@ -241,7 +244,8 @@ def _check_for_cuda(library: Any) -> Any:
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
-    """Returns what tokens of this device are drawn with, where its state is on the host."""
+    """Returns the generator that draws tokens on this device; None if its state is not on the
+    host."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":

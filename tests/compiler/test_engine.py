@@ -449,6 +449,21 @@ def test_disable_takes_everything_back():
     assert not model._forward_pre_hooks_with_kwargs
 
 
+def test_a_copy_of_an_enabled_model_is_enabled_and_taken_back_for_itself():
+    model = copy.deepcopy(built("Llama"))
+    original = type(model)
+    assert enable(model)
+    other = copy.deepcopy(model)
+    assert type(other) is original
+    assert enable(other)
+    assert len(other._forward_pre_hooks) == 1
+    assert batch(other, plain(), lengths=(5, 3)) == generated("Llama", (5, 3))
+    disable(other)
+    assert (type(other), len(other._forward_pre_hooks)) == (original, 0)
+    assert len(model._forward_pre_hooks) == 1  # the copy is apart
+    assert batch(model, plain(), lengths=(5, 3)) == generated("Llama", (5, 3))
+
+
 def test_it_and_the_deferred_check_are_taken_back_in_any_order():
     model = built("Llama")
     original = type(model)

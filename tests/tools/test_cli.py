@@ -315,7 +315,8 @@ def test_a_report_ends_in_words_for_its_short_forms(inspect):
     report, _, words = inspect("mine.py:make", "--no-kernels").stdout.partition("In words\n")
     assert "\n  w4 s4" in words
     assert "what to do" not in words
-    assert ("gqa=" in report, "page+offset" in report) == ("gqa=4" in words, "page+offset" in words)
+    assert set(re.findall(r"gqa=\d+", report)) == set(re.findall(r"gqa=\d+", words)) != set()
+    assert ("page+offset" in report) == ("page+offset" in words)
     missed = inspect("mine.py:make_missed", "--no-kernels").stdout.partition("In words\n")[2]
     assert "anchored" in missed
     assert "what to do: tilewright explain ACCUMULATED_WRITE" in " ".join(missed.split())
@@ -331,7 +332,8 @@ def test_a_report_ends_in_words_for_its_short_forms(inspect):
         ("  graph  p -> op  m.py:1", ["graph"]),
         ("  layers.0  p  K_PATH  m.py:1\n    k path     seen", ["k path, v path, q path"]),
         ("    reason     swapped 128x16x128 /2 w4 s4", ["swapped", "128x16x128", "/2", "w4 s4"]),
-        ("    reason     one kernel,\n               64x16x128 w4 s4", ["128x16x128", "w4 s4"]),
+        ("    reason     one kernel,\n               64x16x128 w4 s4", ["64x16x128", "w4 s4"]),
+        ("    shapes     gqa=16 heads=32/2x128", ["gqa=16"]),
         ("  modelled.w4  p -> op  ws.py:1\n    kernels    graph_w4_s4", []),
     ],
 )

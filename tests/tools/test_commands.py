@@ -320,6 +320,7 @@ def test_verify_of_meta_tensors_says_that_it_needs_data(command):
     done = command("verify", "mine.py:make")
     assert done.exit_code == 2
     assert "meta device" in done.stderr
+    assert "`real` in docs/command-line.md" in done.stderr
 
 
 def test_diff_of_saved_reports_names_what_was_lost(command, tmp_path):

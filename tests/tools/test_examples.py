@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,6 +290,13 @@ def test_the_demo_fails_where_a_layer_is_not_fused(demo, monkeypatch, capsys):
     demo.fuse_llama("llama3-8b", checks)
     assert "FAIL 0 of 2 layers fused (llama3-8b)" in capsys.readouterr().out
     assert checks.failed
+
+
+def test_the_demo_shows_the_loop_and_not_a_sentence_of_the_docstring(demo):
+    source = '"""One scale\n\n    for each token.\n"""\n\ndef f(n):\n    for i in range(n):\n'
+    source += "        g(i)\n\n        h(i)\n    return 1\n"
+    shown = demo.emitted_loop(SimpleNamespace(source=source))
+    assert shown == "    for i in range(n):\n        g(i)\n\n        h(i)"
 
 
 def load_small(name: str):

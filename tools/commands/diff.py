@@ -44,7 +44,7 @@ def diff(
             console = make_console()
             for change in changes:
                 style = "red" if change.after < change.before else "green"
-                console.print(str(change), style=style, soft_wrap=True)  # lines may be searched
+                console.print(str(change), style=style, soft_wrap=True)  # keeps lines searchable
             if not changes:
                 console.print(f"{a} and {b} hold the same sites")
     if changes:

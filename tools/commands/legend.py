@@ -12,7 +12,7 @@ class Term:
     """A short form, as docs/command-line.md shows it.
 
     label: labels of the lines that may contain it. seen: a regular expression for it in such a
-    line.
+    line; where it covers all of `shown`, the numbers of the report are shown.
     """
 
     shown: str
@@ -31,7 +31,7 @@ TERMS = (
          "a library's GEMMs, and one kernel for the rest where there is any"),
     Term("reference", "lowering", r"reference\b",
          "the op's definition in PyTorch runs: no kernel takes this call"),
-    Term("dots 16x2048", "reason", r"dots \d+x\d",
+    Term("dots 16x2048", "reason", r"dots \d+x\d+",
          "one token by weights of codes, without tensor cores: rows of the weight that a program "
          "has, and columns of K at a time"),
     Term("128x16x128", "reason", r"\d+x\d+h? ?x\d+",
@@ -55,9 +55,9 @@ TERMS = (
          "the graph gives a page and a place in it apart: the slot is page * page size + offset"),
     Term("slots=slice", "shapes", r"slots=slice", "the cache is written as a slice of it"),
     Term("rope=half", "shapes", r"rope=half", "rotary embedding pairs a head's two halves"),
-    Term("gqa=4", "shapes", r"gqa=\d",
+    Term("gqa=4", "shapes", r"gqa=\d+",
          "number of query heads that share a head of keys and values"),
-    Term("routed=128", "shapes", r"routed=\d",
+    Term("routed=128", "shapes", r"routed=\d+",
          "number of experts that the router chooses from; this device holds only some of them"),
     Term("anchored", "stage", "anchored",
          "a pattern started here, at the write, and the write itself is not as it must be"),
@@ -79,8 +79,10 @@ def explained(report: str) -> Iterator[tuple[str, str]]:
     lines = list(_labelled(report))
     for term in TERMS:
         labels, seen = term.label.split("|"), re.compile(term.seen)
-        if any(label in labels and seen.search(text) for label, text in lines):
-            yield term.shown, term.meaning
+        texts = (text for label, text in lines if label in labels)
+        found = next(filter(None, map(seen.search, texts)), None)
+        if found:
+            yield found[0] if seen.fullmatch(term.shown) else term.shown, term.meaning
 
 
 _PLACE = re.compile(r"  (?=\S)(.*)")

@@ -102,7 +102,8 @@ def _check_real(model: str, arguments: Sequence[Any]) -> None:
     if any(isinstance(item, torch.Tensor) and item.is_meta for item in arguments):
         raise CommandError(
             f"{model}: verify runs the model, so its arguments need data; they are on the meta "
-            "device"
+            "device. Hint: a second function that makes the model on the CPU or a GPU, as `real` "
+            "in docs/command-line.md"
         )
 
 

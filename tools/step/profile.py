@@ -133,8 +133,11 @@ def _joined(rows: Sequence[Row], scope: str) -> Row:
 
 
 def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -> Profile:
-    """Returns the profile of a trace of equal steps. steps: their number; None: count the launches
-    of our kernels."""
+    """Returns the profile of a trace of equal steps.
+
+    steps: their number; None to count the launches of our kernels. Raises TraceError if the trace
+    has no kernels, or is not that number of equal steps.
+    """
     launches = list(_launches(trace))
     if not launches:
         raise TraceError("the trace has no kernels: record it with ProfilerActivity.CUDA, on a GPU")

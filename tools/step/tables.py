@@ -38,7 +38,7 @@ def render_step(step: Step) -> Group:
 
 def _title(step: Step) -> Text:
     rate = get_target(step.target).hbm_bytes_per_s / 1e12
-    said = f"at least {step.total.floor_us:.0f} us on {step.target} ({rate:.1f} TB/s)"
+    said = f"at least {readable_time(step.total.floor_us)} on {step.target} ({rate:.1f} TB/s)"
     if step.total.bound:
         modelled = f"modelled at {with_bar(step.total.modelled_us, step.bar.percent)}"
         said = f"{modelled}, most of it {step.total.bound}; {said}"
@@ -56,12 +56,14 @@ def _notes(step: Step) -> Iterator[str]:
     total, left = step.total, [step.of(kind) for kind in _LEFT]
     if step.left_share:
         us, launches = (sum(getattr(a, n) for a in left) for n in ("modelled_us", "launches"))
-        share = f"{us:.0f} us in {launches} kernels, {100 * step.left_share:.0f} % as modelled"
+        share = (
+            f"{readable_time(us)} in {launches} kernels, {100 * step.left_share:.0f} % as modelled"
+        )
         yield f"left to Inductor: {share}: {_largest(step)}"
     unknown = total.cache_capacity - total.caches
     if step.present is None and unknown:
         us = 1e6 * unknown / get_target(step.target).hbm_bytes_per_s
-        more = f"{unknown / 1e6:.1f} MB, {us:.0f} us or more"
+        more = f"{unknown / 1e6:.1f} MB, {readable_time(us)} or more"
         yield (
             f"not included: reading the KV cache ({more}); --present N assumes N cached tokens "
             "per sequence"
@@ -79,7 +81,7 @@ def _largest(step: Step) -> str:
             times[name] = times.get(name, 0.0) + part.amounts.modelled_us
     longest = sorted(times.items(), key=lambda item: -item[1])
     more = len(longest) - 3
-    said = "; ".join(f"{name} {us:.0f} us" for name, us in longest[:3])
+    said = "; ".join(f"{name} {readable_time(us)}" for name, us in longest[:3])
     return said + (f"; {more} more" if more > 0 else "")
 
 

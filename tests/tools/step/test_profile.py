@@ -196,7 +196,7 @@ def test_the_tables():
     assert "6 more" in shown(render_profile(Profile(1, 435.0, 72.0, many), STEP))
     step = shown(render_step(STEP))
     assert "model.layers.0 … 1 (2 layers)" in step
-    assert "left to Inductor: 2 us in 2 kernels" in step
+    assert "left to Inductor: 2.5 µs in 2 kernels" in step
     assert "--present" not in step
 
 
