@@ -1,11 +1,12 @@
 """Removes unused barriers that Triton 3.6 and 3.7 make when they specialise warps on Hopper.
 
-The pass that separates producers from consumers makes an mbarrier for each value that they hand
-over, but does not use those that TMA's own barriers replace. It still initialises them, in shared
-memory that a tile of keys also gets, and never invalidates them. Until a barrier is invalidated,
-its memory may hold nothing else (PTX ISA, `mbarrier.inval`). On an H200, 2 to 40 of a hundred calls
-returned tiles of NaN: the bits of a barrier among the keys. Without these barriers, all of 37,000
-calls were correct. Triton 3.9 gives every barrier its own memory.
+The pass that separates producers from consumers makes an mbarrier for each value that a producer
+hands over. Some of them are not used, because TMA's own barriers replace them. The pass initialises
+the unused barriers too, and never invalidates them. Until a barrier is invalidated, its memory may
+hold nothing else (PTX ISA, `mbarrier.inval`), but Triton puts a tile of keys into the same shared
+memory. On an H200, 2 to 40 of a hundred calls returned tiles of NaN, because the keys held the bits
+of a barrier. Without these barriers, all of 37,000 calls were correct. Triton 3.9 gives every
+barrier its own memory.
 
 This module needs only the standard library and Triton, as `worker.py` does.
 """

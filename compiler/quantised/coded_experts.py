@@ -25,7 +25,7 @@ class CodedExperts(nn.Module):
     ) -> torch.Tensor:
         num_slots = top_k_index.shape[-1]
         expert, order = torch.sort(top_k_index.reshape(-1))
-        # `histc` accepts floats only on a CPU; on a GPU it is deterministic only for integers.
+        # On a CPU, `histc` rejects integers; on a GPU, it is deterministic only for integers.
         numbers = expert.float() if x.device.type == "cpu" else expert.int()
         counts = torch.histc(numbers, bins=self.num_experts, min=0, max=self.num_experts - 1)
         ends = counts.cumsum(0, dtype=torch.int32)

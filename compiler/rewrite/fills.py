@@ -1,7 +1,7 @@
 """Turns `zeros_like(y)` and `y.new_zeros(sizes)` into `zeros(sizes)` where the graph computes `y`.
 
-They read the shape or the dtype of `y`, and no element. Left as they are, they would keep `y` alive
-where a pattern replaces it, and look as though they were computed from `y`.
+The calls read the shape or the dtype of `y`, but no element of it. Left in the graph, they would
+keep `y` alive where a pattern replaces it, and look as though they were computed from `y`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEW: dict[Any, Any] = {
 
 
 def make_fills_plain(graph: fx.Graph) -> int:
-    """Replaces such fills whose sizes are numbers or inputs of the graph; returns how many."""
+    """Replaces fills whose sizes are numbers or inputs of the graph, and returns their number."""
     made = sum(_make_new(node) for node in graph.nodes if node.target in _NEW)
     likes = [node for node in graph.nodes if node.target in _PLAIN]
     if not likes:
@@ -45,8 +45,8 @@ def make_fills_plain(graph: fx.Graph) -> int:
 
 
 def _fills(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(the tensor that a fill takes its shape or dtype from, the tensor that it makes); None if the
-    graph does not compute the first, or it is no plain tensor."""
+    """Returns (the tensor whose shape or dtype a fill takes, the tensor that the fill makes). None
+    if the graph does not compute the first tensor, or if the first is not a plain tensor."""
     base = node.args[0] if node.args else None
     if not isinstance(base, fx.Node) or base.op == "placeholder":
         return None
@@ -72,7 +72,8 @@ def _make_new(node: fx.Node) -> bool:
 
 
 def _said(node: fx.Node) -> dict[str, Any]:
-    """The keywords of a call that are not None or False: export writes out `pin_memory=False`."""
+    """Returns the keywords of a call whose values are not None or False. An exported graph also
+    writes out defaults such as `pin_memory=False`."""
     return {name: given for name, given in node.kwargs.items() if given not in (None, False)}
 
 

@@ -1,4 +1,4 @@
-"""The meaning of `cache_attention` in plain PyTorch: fp32, or float64 for float64 q."""
+"""The meaning of `cache_attention` in plain PyTorch, in fp32, or in float64 if q is float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attend_by_sequence(
     keys: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     **logits: Any,
 ) -> torch.Tensor:
-    """Fills out [T, Hq, V] with the attention of q [T, Hq, D], computed in q's dtype.
+    """Writes the attention of q [T, Hq, D], computed in q's dtype, to `out` [T, Hq, V].
 
     a: says which keys a query sees, with the fields of BatchArguments. rooms: the number of keys
     that each sequence has room for. keys: returns keys and values [K, Hkv, ..] of a sequence at

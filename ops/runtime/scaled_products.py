@@ -31,8 +31,9 @@ from tilewright.ops.runtime.program import Buffer, Library, Step
 TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
 # The library requires sizes and strides to be multiples of this.
 _UNIT = 16
-# The first releases of torch that scale rows of float16 results, and blocks with the strides that
-# cuBLAS reads: earlier ones computed wrong products if K was not a multiple of 512.
+# The first release of torch that scales by rows to float16, and the first that scales by blocks
+# with the strides that cuBLAS reads. Releases before the second computed wrong products by blocks
+# if K was not a multiple of 512.
 _ROWS_OF_FLOAT16, _WITH_BLOCKS = "2.10", "2.11"
 # The library's kernel for blocks requires the number of x's rows to be a multiple of this.
 _ROWS_OF_BLOCKS = 4
@@ -60,8 +61,8 @@ class ScaledOperands:
         return TENSORS if proven(groups == 1) and proven(rows == 1) else ROWS
 
     def obstacle(self, out_dtype: torch.dtype) -> str | None:
-        """Returns why the library does not multiply these to `out_dtype`, from metadata; None if it
-        does, on chips for which :func:`chip_obstacle` returns None."""
+        """Returns why the library has no product of these operands in `out_dtype`, or None. Reads
+        metadata only. :func:`chip_obstacle` checks the chip."""
         kind, (rows, columns) = self.kind, self.weight.shape
         if (self.x.dtype, self.weight.dtype) != (ACTIVATION_CODES, ACTIVATION_CODES):
             return f"no scaled product of {self.x.dtype} and {self.weight.dtype}"
@@ -83,8 +84,8 @@ class ScaledOperands:
 
 
 def _is_reached(codes: torch.Tensor) -> bool:
-    """Whether the library can read codes [rows, K] in place, apart from the alignment of the first:
-    columns are contiguous, and rows are multiples of 16 bytes apart and do not overlap."""
+    """Whether the library can read codes [rows, K] by their strides: columns are contiguous, and
+    rows are multiples of 16 bytes apart and do not overlap. `_aligned` checks the address."""
     row, column = codes.stride()
     return bool(column == 1 and row % _UNIT == 0 and row >= codes.shape[1])
 
@@ -167,8 +168,8 @@ def _by_blocks(
 ) -> torch.Tensor:
     """Multiplies with scales by blocks, after padding x with zeros to `rows` rows.
 
-    The library requires scales of x with contiguous rows, and scales of the weight with contiguous
-    columns, padded to a multiple of four columns.
+    The library requires a stride of 1 from row to row in the scales of x. In the scales of the
+    weight, it requires a stride of 1 from column to column, and a multiple of four columns.
     """
     given = dict(zip(names, others, strict=True))
     blocks = weight_scale.shape[1]

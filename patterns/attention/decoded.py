@@ -2,9 +2,9 @@
 
     k = cache.to(dtype) * scale        ⇒   cache, k_scale
 
-The scale is one number or one for each head; it divides if its reciprocal is stored. Caches may be
-bytes that the graph views as floats, before or after it gathers their pages. Dimension letters: as
-in `patterns/recognise/attention.py`.
+There is one scale, or one for each head. If the graph divides by a scale, the op gets the scale's
+reciprocal. Caches may be bytes that the graph views as floats, before or after it gathers their
+pages. Dimension letters: as in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def decoded(view: View) -> Decoded | None:
 
 
 def decoded_pair(k: View, v: View) -> tuple[Decoded, Decoded] | None:
-    """Returns the codes and scales of keys and values, each head once; None unless both are decoded
-    from one type, and a head's scale repeats with the head."""
+    """Returns the codes and scales of keys and values, with one head for each group of adjacent
+    equal heads. None if keys or values are not decoded, if their types differ, or if heads repeat
+    in another way or without their scales."""
     keys, values = decoded(k), decoded(v)
     if keys is None or values is None or keys.dtype != values.dtype:
         return None

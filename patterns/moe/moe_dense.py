@@ -148,8 +148,8 @@ class MoeDense:
 
 
 def _products_of(value: Value) -> Iterator[ExpertGemm]:
-    """Yields the products of every expert's rows x [E, T, K] with its weight that a value can be
-    read as: bmm(x, weight [E, K, N]), or bmm(weight [E, N, K], x^T)."""
+    """Yields each way to read a value as the product of every expert's rows x [E, T, K] with the
+    expert's weight: as bmm(x, weight [E, K, N]), or as bmm(weight [E, N, K], x^T)."""
     if value.op not in _PRODUCTS or [len(v.shape) for v in value.operands] != [3, 3]:
         return
     one, other = value.operands
@@ -192,8 +192,8 @@ def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
 
 
 def _refuse_lookups(weight: View) -> None:
-    """Raises Reject (EXPERT_WEIGHT) for weights that are taken from a stack by expert number, one
-    for each row. That is a mixture of another kind, in a form that its pattern does not know."""
+    """Raises Reject (EXPERT_WEIGHT) if the graph takes a weight for each row from a stack, by
+    expert number. Another pattern fuses such mixtures, but it does not know this form."""
     taken = weight.value
     numbers = [v for v in taken.operands if not v.value.dtype.is_floating_point]
     if taken.op in TAKEN and any(v.value.op != "constant" for v in numbers):
@@ -211,7 +211,7 @@ def _weighted(flow: Dataflow, down: ExpertGemm) -> Combine:
     value, scores, absorbed = down.end, None, list[Value]()
     for _ in range(_STEPS):
         user = flow.only_user(value)
-        if user is None or down.column_axis != 2:  # [E, H, T]
+        if user is None or down.column_axis != 2:  # 2: results [E, T, H]
             break
         absorbed.append(user)
         summed = user.op == "aten.sum" and reduced_dims(user) == (0,) and not keeps_dim(user)
@@ -256,8 +256,8 @@ def _scores(product: Value, value: Value) -> View | None:
 
 
 def _tokens(gate: ExpertGemm, scores: Any) -> tuple[View, View, bool]:
-    """Returns (x [T, H], scores [T, E], whether the scores multiply x). scores: of the results, or
-    None."""
+    """Returns (x [T, H], scores [T, E], whether the scores multiply x). scores: the scores that
+    multiply the experts' results; None if the results have none."""
     _, tokens, hidden = gate.x.effect.dims
     if _repeats(gate.x)[0] and scores is not None:
         return gate.x.with_dims(tokens, hidden), scores, False
@@ -277,8 +277,8 @@ def _tokens(gate: ExpertGemm, scores: Any) -> tuple[View, View, bool]:
 
 
 def _repeats(view: View) -> list[bool]:
-    """Returns which dimensions of a view [E, T, n] only repeat. The T dimension of a single token
-    does not."""
+    """Returns, for each dimension of a view [E, T, n], whether the view only repeats along it. For
+    T this is False if there is a single token."""
     one = view.shape[1] == 1
     found = [effects.repeats(dim) for dim in view.effect.dims]
     return [found[0], found[1] and not one, found[2]]

@@ -39,8 +39,8 @@ class Rows:
         return (*(count for count, _ in self.heads or ((1, 0),)), self.head_dim)
 
     def dims(self, feature: int, repeat: int = 1) -> tuple[Dim, Dim]:
-        """Returns (heads, head_dim) on the axes [tokens..., N], each head `repeat` times in a
-        row."""
+        """Returns (heads, head_dim) on the axes [tokens..., N]. Each head stands `repeat` times,
+        one copy after another."""
         outer = [Atom(feature, step, count) for count, step in self.heads]
         inner = effects.coalesce([Atom(feature, 1, self.head_dim)])
         return effects.coalesce([*outer, Atom(None, 0, repeat)]), inner
@@ -113,7 +113,7 @@ def _indices(rows: Rows) -> frozenset[int]:
 def heads_of(layout: Effect, feature: int, head_dim: int | None) -> Rows | None:
     """Returns the rows that a view of [tokens..., N] takes, or None if they are not heads.
 
-    head_dim: None for the length of the dimension that walks neighbouring features.
+    head_dim: if None, it is the length of the view's dimension that has step 1 along N.
     """
     first = layout.start[feature]
     by_dim = [[a for a in d if a.axis == feature] for d in layout.dims]
@@ -152,8 +152,8 @@ def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | 
 
 
 def rest_of(size: int, taken: frozenset[int], head_dim: int) -> Rows | None:
-    """Returns the heads in the remaining rows of `size`; None if none remain, or if they are not in
-    order."""
+    """Returns the heads in the rest of `size` rows, without the rows `taken`. None if no rows
+    remain, or if they are not runs of whole heads, equally long and equally far apart."""
     gone = np.fromiter(taken, dtype=np.int64)
     remain = np.ones(size, dtype=bool)
     remain[gone[(gone >= 0) & (gone < size)]] = False

@@ -1,5 +1,4 @@
-"""Scales by block: cuts a number per element, with repeating neighbours, to one number per
-block."""
+"""Reduces scales per element to scales per block, where neighbouring elements share a scale."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ def block_of(dims: Sequence[Dim]) -> Block:
 
 
 def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
-    """Returns a dimension without its innermost repetition, and how often that repeats; None: all
-    of it.
+    """Returns (a dimension without its innermost repetition, how often each number repeats). The
+    second is None if the dimension is nothing but one number, repeated.
 
     Raises InexpressibleError if it repeats in another way.
     """
@@ -35,8 +34,8 @@ def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
 
 
 def common_block(blocks: Sequence[Block]) -> Block:
-    """Returns the largest block, per dimension, that all of these consist of. Raises
-    InexpressibleError."""
+    """Returns the largest block into which all of these can be cut. Raises InexpressibleError if,
+    in a dimension, a length is not a multiple of the smallest one."""
     found: list[int | None] = []
     for axis in (0, 1):
         known = sorted({size for b in blocks if (size := b[axis]) is not None})

@@ -14,8 +14,9 @@ from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.recognise.norm import Norm, norm_of
 
-# Kinds and dtypes. For an RMS norm, the op multiplies before it divides, which needs the range of
-# bfloat16. The result of a layer norm is rounded to x's dtype first, as in the graph.
+# The dtypes of x for which ops take a norm, by the norm's kind. With an RMS norm, the op multiplies
+# by the weight before it divides by the rms, which needs the range of bfloat16. With a layer norm,
+# it rounds the norm's result to x's dtype before the product, as the graph does.
 _TAKEN = {"rms": (torch.bfloat16,), "layer": HALVES}
 
 
@@ -26,12 +27,12 @@ def match_norm_before(
     flow: Dataflow,
     op: FusedOp,
 ) -> Norm | None:
-    """Returns the RMS or layer norm that made x [T, K], the activation of `readers`, its own x as
-    [T, K].
+    """Returns the RMS or layer norm whose result is x [T, K], the activation that `readers` read.
 
-    None if other values read x, if no op can take the norm or `op` is slower with it, and if its
-    rows are not dense or change before the op's place. `absorbed` holds the values that only the
-    norm reads. place: where the op will stand, in program order.
+    The returned norm's own x is a view [T, K] too, and its `absorbed` holds the values that only
+    the norm reads. None if other values read x, if no op takes the norm, if `op` is slower with it,
+    if the rows of its x are not dense, or if its tensors change before the op's place. place: where
+    the op will stand, in program order.
     """
     normed = x.value
     if normed.dtype not in HALVES or not isinstance(x.shape[0], int):

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-# In a sum of marks, the bits below this one count the visible pairs, and the bits from it on count
-# the unmasked pairs: a tile and a block have 2 ** 13 pairs.
+# The marks of a tile and a block are summed, at most 2 ** 13 pairs. In the sum, the bits below this
+# one count the visible pairs. The other bits count the pairs to whose score the mask adds nothing.
 WHOLE_BIT: tl.constexpr = tl.constexpr(14)
-# The flag of a block whose visible keys all have lowest numbers.
+# The flag of a block whose visible keys all have numbers up to LOWEST.
 LOWEST_FLAG: tl.constexpr = tl.constexpr(0.5)
 
 
@@ -37,9 +37,12 @@ def block_flags(values, pairs, KIND: tl.constexpr):
 def lowest_flags(
     values, num_rows, LOWEST: tl.constexpr, ORDINARY: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Returns, from numbers [ROWS, BLOCKS, KEYS]: (the flags of blocks [BLOCKS], whether each row
-    [ROWS] has an ordinary number). The flag is LOWEST_FLAG if all visible keys have a lowest
-    number. num_rows: number of existing rows."""
+    """Returns (the flags of blocks [BLOCKS], whether each row [ROWS] has a number of at least
+    ORDINARY) from the mask's values [ROWS, BLOCKS, KEYS].
+
+    Flags are those of `block_flags`, except LOWEST_FLAG for a block whose visible keys all have
+    numbers up to LOWEST. num_rows: number of existing rows.
+    """
     numbers = values.to(tl.float32)
     # Four counts of a row's keys in a block, a byte each: not -inf, above LOWEST, zero, ordinary.
     marks = tl.where(numbers != float("-inf"), 1, 0)
@@ -88,13 +91,13 @@ def mask_blocks(
     """Writes the list of blocks, out [.., query_tiles, 1 + key_blocks], of a mask
     [.., num_queries, num_keys] (codegen/attention/blocks.py).
 
-    Grid (tiles, parts): a program reads blocks_per_part blocks of a tile, a multiple of BLOCKS,
-    BLOCKS at a time, and ROWS of the tile's QUERIES rows, which include all existing ones. SPLIT:
-    there are several parts, and the last program of a tile to end writes the tile's list. counters:
-    a zeroed int32 for each tile. KIND: "bool" or "additive". LOWEST < 0: numbers up to LOWEST also
-    hide keys, in tiles where every query has a number of at least ORDINARY
-    (codegen/attention/blocks.py). flags: fp32 [tiles, key_blocks], or with LOWEST and SPLIT
-    [tiles, key_blocks + parts * ROWS].
+    Grid (tiles, parts). A program reads blocks_per_part blocks of a tile, BLOCKS at a time.
+    blocks_per_part is a multiple of BLOCKS. A tile has QUERIES rows. The program reads the first
+    ROWS of them, among which are all rows that exist. SPLIT: there are several parts, and the last
+    program of a tile to end writes the tile's list. counters: a zeroed int32 for each tile. KIND:
+    "bool" or "additive". LOWEST < 0: numbers up to LOWEST also hide keys, in tiles where every
+    query has a number of at least ORDINARY (codegen/attention/blocks.py). flags: fp32 [tiles,
+    key_blocks], or with LOWEST and SPLIT [tiles, key_blocks + parts * ROWS].
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,10 +1,10 @@
 """The two expert GEMMs for few rows per expert and weights of 4-bit codes, read as they are stored.
 
 They work like `moe_up` and `grouped_gemm` with SWAPPED, but a weight stays in the thread that
-loaded it until the tensor core takes it: K runs in the order of the words of eight codes, and the
-rows of tokens, the smaller tile, are permuted to match (`rows_in_order`). E2M1 codes are multiplied
-by their scales before the product, which is exact. int4 codes are multiplied without scales, which
-are applied to the sums of a group.
+loaded it until the tensor core takes it. The product therefore takes K in the order in which
+threads hold the words of eight codes, and the columns of x, the smaller tile, are permuted to match
+(`rows_in_order`). E2M1 codes are multiplied by their scales before the product, which is exact.
+int4 codes are multiplied without scales; scales are applied to the sums of a group.
 """
 
 import triton
@@ -74,10 +74,11 @@ def load_scales(
     row_ptrs, row_mask, first, K: tl.constexpr, PART_K: tl.constexpr, FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of PART_K columns of each row: those of the row's part number `first`.
+    """Loads the scales of one part, PART_K columns, of each row.
 
-    For E2M1 these are integers [rows, 4], each with the scales of a quarter of the columns; for
-    int4, where a part is a group, fp32 [rows, 1]. FULL: no row or column needs a mask.
+    first: the number of the part, for each row. For E2M1 the scales are integers [rows, 4], each
+    with the scales of a quarter of the columns; for int4, where a part is a group, fp32 [rows, 1].
+    FULL: no row or column needs a mask.
     """
     WIDTH: tl.constexpr = 1 if FORMAT == "int4" else 4
     places = (first * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
@@ -103,8 +104,8 @@ def multiply_tile(
 
     x_rows, word_rows, scale_rows: pointers to the rows. SPLIT > 1: each of SPLIT warps takes its
     own columns of a step, and all rows are repeated SPLIT times, once for each warp. BLOCK_K:
-    columns that are loaded together. PART_K: columns of these that are unpacked and multiplied
-    together. RUN: see `rows_in_order`. FULL_ROWS: weight_mask is true everywhere.
+    columns that are loaded at once. PART_K: columns that are unpacked and multiplied at once. RUN:
+    see `rows_in_order`. FULL_ROWS: weight_mask is true everywhere.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -188,9 +189,9 @@ def moe_up_codes(
     The grid may have any size. Arguments that are not explained here are those of `moe_up`. weight:
     words of eight codes. Its strides and distance count words; the strides of scales (expert, row,
     column) count elements, which for E2M1 are the integers of PART_K / 4 columns. BLOCK_K: columns
-    that are loaded together. PART_K: columns of these that are unpacked and multiplied together.
-    RUN: see `rows_in_order`. HIDDEN_STEP: if not 0, the columns of hidden are permuted to the order
-    of the next GEMM, whose steps have HIDDEN_STEP columns and whose RUN is HIDDEN_RUN.
+    that are loaded at once. PART_K: columns that are unpacked and multiplied at once. RUN: see
+    `rows_in_order`. HIDDEN_STEP: if not 0, the columns of hidden are permuted to the order of the
+    next GEMM, whose steps have HIDDEN_STEP columns and whose RUN is HIDDEN_RUN.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

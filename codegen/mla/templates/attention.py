@@ -3,7 +3,8 @@
 A score is q . k + q_rope . k_rope. Keys and values are read by stride from the output of the
 up-projection. The softmax is computed online over blocks of keys (FlashAttention, Dao et al. 2022),
 in the base-2 domain. Blocks that no query of a tile sees are skipped, and blocks that every query
-sees whole are not masked. Positions determine these blocks, and a list does for a mask tensor.
+sees whole are not masked. Positions determine which blocks these are. A mask tensor has a list of
+blocks for the same purpose.
 """
 
 import triton
@@ -51,14 +52,14 @@ def mla_attention(
     scaled and masked, and its log-sum-exp lse [rows, H] if lse_ptr is given, for ragged or dense
     sequences.
 
-    Grid (tiles,). Strides count elements. K_STRIDE, ROPE_STRIDE, v_stride: from key to key, but
-    v_stride from dim to dim if V_BY_KEY (the keys of a dim are contiguous). factor: softmax scale
-    times log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: kind of the mask tensor,
-    "none", "bool" or "additive". mask_blocks: its list of blocks for tiles of QUERIES queries and
-    KEYS keys, which BLOCK_M and BLOCK_N divide; only blocks on the list are visited. JOINT: one
-    descriptor loads keys and the values that follow them. CHAINED, ONE_LOOP: as in `attend`.
-    ROPE_STYLE: the rotation of q_rope, "none" if it is already rotated. table_rows: rows of cos and
-    sin.
+    Grid (tiles,). Strides count elements. K_STRIDE, ROPE_STRIDE: from key to key. v_stride: from
+    key to key, or with V_BY_KEY from dim to dim. V_BY_KEY: the keys of a dim are contiguous.
+    factor: softmax scale times log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND:
+    kind of the mask tensor, "none", "bool" or "additive". mask_blocks: its list of blocks for tiles
+    of QUERIES queries and KEYS keys, which BLOCK_M and BLOCK_N divide; only blocks on the list are
+    visited. JOINT: one descriptor loads keys and the values that follow them. CHAINED, ONE_LOOP: as
+    in `attend`. ROPE_STYLE: the rotation of q_rope, "none" if it is already rotated. table_rows:
+    rows of cos and sin.
     """
     # A program without a tile continues with no queries and no keys: Triton cannot specialise warps
     # if a program returns early.

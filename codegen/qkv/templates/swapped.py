@@ -1,9 +1,10 @@
 """`q, k, v = x @ [Wq; Wk; Wv]^T` and its epilogue, into a paged cache, in one kernel: few tokens.
 
-As in `tiled`, every output tile lies wholly in q, k or v. Reading the weights once takes all the
-time. So weight rows are on the tensor core's M side, which must be at least 64 for wgmma and
-tcgen05, and tokens on the N side, which may be as small as 16. A tile may be a slice of a head,
-always with both members of a rotated pair, and K may be split, with a reduction in a fixed order.
+As in `tiled`, every output tile lies wholly in q, k or v. With few tokens, all time goes into
+reading the weights, so they are read once. Tokens are on the tensor core's N side, which may be as
+small as 16. Weight rows are on its M side, which must be at least 64 for wgmma and tcgen05. A tile
+may be a slice of a head, always with both members of a rotated pair, and K may be split, with a
+reduction in a fixed order.
 
 The kernel also takes weights of 4- or 8-bit codes, read as they are stored:
 
@@ -182,22 +183,23 @@ def qkv_projection_swapped(
     of K); the first of K_WEIGHT_STRIDES and V_WEIGHT_STRIDES is not used. The other arguments are
     those of `qkv_epilogue`.
 
-    INPUT_NORM, for weights that are no codes or with RUN: x is divided by its rms and multiplied by
-    INPUT_NORM_OFFSET + input_norm_weight, rounded before the product. INPUT_LAYER_ROW: if not 0, a
-    power of two of at least HIDDEN, and x is layer-normed: its mean is subtracted first, and
-    input_norm_bias is added last. PREFETCH: columns of each weight row that the kernel prefetches,
-    LINE elements at a time, before it waits for the previous kernel. LETS_IN: the next kernel may
-    start early.
+    INPUT_NORM, for weights that are not codes, or for codes with RUN: x is divided by its rms and
+    multiplied by INPUT_NORM_OFFSET + input_norm_weight, rounded before the product.
+    INPUT_LAYER_ROW: if not 0, a power of two of at least HIDDEN, and x is layer-normed: its mean is
+    subtracted first, and input_norm_bias is added last. PREFETCH: columns of each weight row that
+    the kernel prefetches, LINE elements at a time, before it waits for the previous kernel.
+    LETS_IN: the next kernel may start early.
 
     With scales, weights are codes: 8-bit codes (PER 1), or words of PER codes along K or, with
     PACKED_ROWS, along the rows. Strides count words. NUMBER: the numbers of codes, "e2m1" or a
     table (`formats.table_words`). Q_BLOCK_STRIDES: strides (scale row, scale column, zero row, zero
-    column). SCALE_ROWS rows and SCALE_COLUMNS columns share a scale. SCALE_COLUMNS is a multiple of
-    BLOCK_K, a half, a quarter or all of it, or at least HIDDEN. The zero of a code is CODE_OFFSET +
+    column). SCALE_ROWS rows and SCALE_COLUMNS columns share a scale. SCALE_COLUMNS is BLOCK_K / 4,
+    BLOCK_K / 2, a multiple of BLOCK_K, or at least HIDDEN. The zero of a code is CODE_OFFSET +
     ZERO_OFFSET + the zero tensor's value. PACKED_ZEROS: zeros are words of eight rows. ADDED_ZEROS:
     the zero tensor's value is added after scaling instead. SCALED: codes are multiplied by their
-    scales before the product (`scaled_numbers`). x is 16-bit, or fp8 like the weight with a scale
-    for each token and X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of `order_x`.
+    scales before the product (`scaled_numbers`). x is 16-bit. If the weight is fp8, x may be fp8
+    too, with one scale for X_SCALE_BLOCK columns of a token. X_IN_ORDER: x is the result of
+    `order_x`.
 
     RUN: if not 0, with BLOCK_T 1 and codes packed along a contiguous K, rows are multiplied by x
     without a tensor core, as in `dotted_rows`. The zero of an integer is then ZERO + the zero
@@ -210,8 +212,8 @@ def qkv_projection_swapped(
     first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
     # Rows alternate by eight: the low members of 8 pairs, then the high ones. In the layouts of mma
     # and wgmma, one thread holds rows r and r + 8, so the split below moves no data. With IN_ORDER,
-    # rows keep the order of memory, because pairs are adjacent there, a word holds both members, or
-    # adjacent words would be separated.
+    # rows keep the order of memory: there, the members of an interleaved pair are adjacent or in
+    # one word, and for packed rows of whole heads, alternation would separate adjacent words.
     ROWS: tl.constexpr = 2 * BLOCK_P
     rows = tl.arange(0, ROWS)
     CODES: tl.constexpr = q_scale_ptr is not None
