@@ -88,6 +88,22 @@ def test_dot_products(which, name):
     assert problem is None, problem
 
 
+def test_dot_products_read_words_that_lie_apart():
+    """The kernel takes the stride between the words of a row, which the plan keeps at one."""
+    a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
+    spread = a.weight.new_full((a.weight.shape[0], 2 * a.weight.shape[1]), -1)
+    spread[:, ::2] = a.weight
+    a = replace(a, weight=spread[:, ::2])
+    _, steps, problem_of, _ = OPS["residual"]
+    assert dot_obstacle(problem_of(a), 1) == "rows lie next to each other"
+    q = problem_of(a).quantization
+    config = DotConfig(16, 4 * q.dot_run * q.per_int32, num_warps=4)
+    machine = Interpreter()
+    made = drive(steps(a, machine.target, config), machine).outcome.result
+    tolerance = linear_residual.OP.tolerances[a.x.dtype]
+    assert tolerance.problem(made, linear_residual.reference(a)) is None
+
+
 def test_one_token_is_multiplied_by_dot_products():
     kernels = {}
     for tokens in (1, 2):

@@ -220,6 +220,16 @@ def weights_dropped(q_latent, q_rope, latents, rope_keys, seen, scale):
     return torch.einsum("bhsk,bkl->bshl", weights, latents)
 
 
+def result_dropped(q_latent, q_rope, latents, rope_keys, seen, scale):
+    return torch.dropout(plain(q_latent, q_rope, latents, rope_keys, seen, scale), 0.1, True)
+
+
+def wide_result_dropped(q_latent, q_rope, latents, rope_keys, seen, scale):
+    """The result is rounded only after a dropout."""
+    wide = plain(q_latent.float(), q_rope.float(), latents.float(), rope_keys.float(), seen, scale)
+    return torch.dropout(wide, 0.1, True).to(latents.dtype)
+
+
 def wide_result(q_latent, q_rope, latents, rope_keys, seen, scale):
     """What attention gives is rounded after more was done to it."""
     wide = plain(q_latent.float(), q_rope.float(), latents.float(), rope_keys.float(), seen, scale)
@@ -250,6 +260,8 @@ NEAR_MISSES = {
     capped: "ATTENTION_FORM",
     large_negative_fill: "ATTENTION_FORM",
     weights_dropped: "ATTENTION_FORM",
+    result_dropped: "ATTENTION_FORM",
+    wide_result_dropped: "ATTENTION_FORM",
 }
 
 
