@@ -145,7 +145,7 @@ HAZARDS = {
     "bias_in_place": Hazard("ESCAPES", H, "also used by store", paths.bias_in_place, paths.bias),
     "gelu_v": Hazard("V_PATH", VP, "aten.gelu", paths.gelu_v),
     "rotated_v": Hazard("V_PATH", VP, "both writes are rotated", paths.rotated_v, rotated),
-    "query_of_something_else": Hazard("Q_PATH", QP, "is not a query", paths.query_of_something_else),
+    "query_of_something_else": Hazard("Q_PATH", QP, "no query", paths.query_of_something_else),
     "query_rotated_otherwise": Hazard(
         "Q_PATH", QP, "is not a query", paths.query_rotated_otherwise, rotated
     ),
