@@ -147,7 +147,7 @@ HAZARDS = {
     "rotated_v": Hazard("V_PATH", VP, "both writes are rotated", paths.rotated_v, rotated),
     "query_of_something_else": Hazard("Q_PATH", QP, "no query", paths.query_of_something_else),
     "query_rotated_otherwise": Hazard(
-        "Q_PATH", QP, "no query", paths.query_rotated_otherwise, rotated
+        "Q_PATH", QP, "is not a query", paths.query_rotated_otherwise, rotated
     ),
     "query_of_two": Hazard("Q_PATH", QP, "2 candidates", paths.query_of_two),
     "norm_over_half_heads": Hazard(
