@@ -149,7 +149,7 @@ def step_behind(row: Row) -> Step:
 
 
 def counts(step: Step, layers: int) -> list[int]:
-    """How often each part of a step runs in the row's model of so many layers."""
+    """Returns how often each part of a step runs in a model of `layers` layers."""
     alike: Sequence[str] = max((layer.scopes for layer in step.layers if layer.scope), key=len)
     built = sum(len(layer.scopes) for layer in step.layers if layer.scope)
     return [1 + (layers - built) * (part.scope == alike[0]) for part in step.parts]

@@ -60,7 +60,7 @@ def test_public_names_are_imported_when_they_are_used_and_are_the_compiler_s():
 
 
 def test_the_version_is_in_one_place():
-    """And where a file cannot read it, it is the same."""
+    """Files that cannot read the version from there repeat it, and agree with it."""
     assert (
         "version" in read_configuration(ROOT / "pyproject.toml", expand=False)["project"]["dynamic"]
     )

@@ -22,7 +22,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 
-#: "Of so many alike.", "The same, of a product.", "What a launch needs."
+#: First words of docstrings that do not stand alone, such as "The same, of a product."
 OPENINGS = re.compile(
     r"(?:Of|The same|So|None of|Nobody|Those|Such|What|Whatever|Whoever|Whose)\b(?! course)"
 )

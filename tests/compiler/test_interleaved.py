@@ -314,7 +314,7 @@ def test_what_may_meet_is_not_moved(write):
 
 
 def test_rows_that_share_memory_are_not_apart():
-    """Of a tensor whose rows overlap in memory, other rows are not other elements."""
+    """Different rows may be the same elements where rows overlap in memory."""
     x, rows, slots = given()
     layers = Layers(by_layer)
 
@@ -336,7 +336,7 @@ def squashed_keys(rows, page, offset, k, v):
 
 
 def keys_alone(rows, page, offset, k, v):
-    """Those of two layers go to the same slots of one tensor: they are one pair of writes."""
+    """Writes the keys of two layers to the same slots of one tensor, as one pair of writes."""
     for i in range(LAYERS):
         part(rows, i, 0)[page, offset] = k[i]
 

@@ -245,7 +245,7 @@ def test_tokens_present_up_to_what_fits_or_a_window():
 
 
 def test_attention_multiplies_what_a_query_sees():
-    """Of 5 tokens present the last 3 are new: they see 3, 4 and 5."""
+    """The last 3 of 5 tokens present are new, and see 3, 4 and 5 tokens."""
     k, v = torch.empty(2, 16, 2, 8), torch.empty(2, 16, 2, 4)
     read = cache_read(AttentionArguments(torch.empty(6, 4, 8), k, v, scale=1.0))
     assert (read.sequences, read.queries) == (2, 3)
@@ -254,7 +254,8 @@ def test_attention_multiplies_what_a_query_sees():
 
 
 def latent_work(tokens, keys):
-    """What `mla_prefill` says of `tokens` queries of each of 2 sequences with so many keys."""
+    """Returns the work that `mla_prefill` declares for 2 sequences, each of `tokens` queries and
+    `keys` keys."""
     batch, heads, nope, rope, v_dim, rank = 2, 16, 128, 64, 128, 512
     with torch.device("meta"):
         q = torch.empty(batch * tokens, heads, nope + rope, dtype=torch.bfloat16)

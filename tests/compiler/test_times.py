@@ -137,7 +137,7 @@ def test_bars_are_those_of_the_held_out_rows():
 
 
 def test_constants_were_fitted_to_rows_that_are_not_held_out():
-    """And come out near there: within 15 % in nine of ten."""
+    """Nine of ten rows that the constants were fitted to are modelled within 15 %."""
     kept = json.loads((RESULTS / "predictions.json").read_text("utf-8"))["rows"]
     fitted = [row["ratio"] for row in kept if not row["held_out"]]
     assert len(fitted) > 20

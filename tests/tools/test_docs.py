@@ -110,7 +110,7 @@ def test_the_tables_are_those_of_the_results():
 
 
 def test_the_charts_are_those_of_the_results():
-    """And every chart is shown by a page."""
+    """Each chart is drawn from the kept results, and a page shows it."""
     script = _script("charts")
     for name, draw in script.CHARTS.items():
         assert (script.PICTURES / name).read_text("utf-8") == draw(), "run python docs/charts.py"

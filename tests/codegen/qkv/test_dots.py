@@ -115,7 +115,7 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues(name: str) -> None:
-    """Of a few tokens, each of which has programs of its own, with the kinds of words in turn."""
+    """Each token has programs of its own; the cases take the kinds of words in turn."""
     turn = list(EPILOGUES).index(name)
     case = EPILOGUES[name]
     if case.new_tokens:  # one sequence crosses a page of 8 slots

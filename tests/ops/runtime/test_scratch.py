@@ -200,7 +200,7 @@ def step(weights, x):
 
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 def test_linears_of_the_step_below_split_their_sums(target):
-    """Else the tests on a GPU would say nothing of counters."""
+    """Sums that are not split use no counters, so the tests on a GPU would not reach them."""
     shapes = (T, K), (N, K), (T, N)
     given = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
     steps = linear_residual_steps(OP.arguments(*given), target)

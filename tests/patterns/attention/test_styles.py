@@ -62,7 +62,7 @@ def mask_of(style, phase):
 
 @pytest.mark.parametrize(("style", "phase"), CASES)
 def test_styles(style, phase):
-    """And slots that a decode step hides are not read."""
+    """Each style is fused, and a decode step reads no slot that it hides."""
     report = check(style, phase, hidden=style in HIDING and phase == "decode")
     (site,) = matches_of(report, "attention")
     assert site.shapes["heads"] == f"{styles.HEADS}/{styles.KV_HEADS}x{styles.WIDTH}"

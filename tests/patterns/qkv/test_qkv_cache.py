@@ -23,9 +23,9 @@ MISSED = {
 #: idioms where only a write could be taken, and why the projection was not
 STORED = {"vllm_v1": "CACHE_LAYOUT"}
 
-#: A form of the projection is asked of rows with a rotation, or of batches [B, S, K] without one,
-#: where the query is told apart without it, else with one: in turn, but that what is no linear
-#: reads dimensions of x, and is asked of both.
+#: Forms of the projection that read dimensions of x. These are tested with rows and with batches
+#: [B, S, K]; the other forms are tested with one of the two, in turn. Rows have a rotation. Batches
+#: have one only where the query cannot be told apart without it.
 BY_DIMENSION = ("einsum", "conv", "unsqueezed", "matmul", "bmm", "from_the_right")
 ASKED_ALREADY = [
     name
