@@ -20,6 +20,15 @@ def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[...,
     return compiled
 
 
+@contextmanager
+def at_least_graphs(count: int) -> Iterator[None]:
+    """Inside this context, Dynamo keeps `count` graphs of a function, or more if it is set so, in
+    this thread. (Before torch 2.13, threads share the setting.)"""
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=max(count, config.recompile_limit)):
+        yield
+
+
 _REPLACING = threading.Lock()
 
 
