@@ -42,7 +42,7 @@ from timing import Call, capture, interleaved_us, keep
 from tilewright.compiler import reports
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True}
+OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True, "inner": "eager"}
 #: The share of its time that a wave of processes may compile, and the seconds beyond it after which
 #: a case that still compiles is given up.
 COMPILING, PATIENCE = 0.75, 25
@@ -94,7 +94,7 @@ def prepared(name: str, tiny: bool, until: float) -> Iterator[Measured | dict[st
         if time.time() > until:
             return
         torch._dynamo.reset()
-        forward = torch.compile(model, backend="tilewright", options=OPTIONS, dynamic=False)
+        forward = torch.compile(model, backend="tilewright", options=OPTIONS or None, dynamic=False)
         facts: dict[str, Any] = {}
         try:
             signal.alarm(max(int(until - time.time()), 0) + PATIENCE)
@@ -116,7 +116,7 @@ def prepared(name: str, tiny: bool, until: float) -> Iterator[Measured | dict[st
 
 
 def _kernels_of(case: Case) -> tuple[int, int, int]:
-    """What the kernels of a case depend on."""
+    """Returns the sizes that the kernels of a case depend on."""
     return case.batch, case.tokens, case.capacity
 
 
@@ -133,7 +133,7 @@ def _caller(model: Any, forward: Any, cache: Any, case: Case) -> Call:
 
 
 def _described(found: Sequence[Any]) -> dict[str, Any]:
-    """What is fused and missed in graphs; nothing where there are none."""
+    """Returns the ops and misses of graphs; an empty dict without any graph."""
     ops = [match.op for graph in found for match in graph.matches]
     misses = [miss.code for graph in found for miss in graph.misses]
     fused = {op: ops.count(op) for op in dict.fromkeys(ops)}
@@ -150,13 +150,12 @@ def run_model(given: argparse.Namespace) -> None:
         if not has_turn():
             return
         rows = [one.timed() if isinstance(one, Measured) else one for one in found]
-        copied = round(copy_bytes_per_s()) if DEVICE == "cuda" else None
         kernels = [
             {"model": given.model, **asdict_of(one.facts), "kernels": one.kernels()}
             for one in found
             if given.profile and isinstance(one, Measured)
         ]
-    print(json.dumps({"rows": rows, "copy": copied, "kernels": kernels}), flush=True)
+    print(json.dumps({"rows": rows, "kernels": kernels}), flush=True)
 
 
 def asdict_of(facts: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +190,7 @@ def main() -> None:
     end = time.time() + given.seconds
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, str(max(1, (os.cpu_count() or 1) // given.jobs)))
+    copied = round(copy_bytes_per_s()) if DEVICE == "cuda" else None
     rows: list[dict[str, Any]] = []
     kernels: list[dict[str, Any]] = []
     ahead = waves(given.models, given.jobs)
@@ -200,7 +200,7 @@ def main() -> None:
         flags = [*["--tiny"][: given.tiny], *["--profile"][: given.profile]]
         shared = [__file__, "--until", str(until), *flags, "--model"]
         for name, made in finished_rows({name: [*shared, name] for name in names}):
-            rows += [row | {"copy_bytes_per_s": made["copy"]} for row in made["rows"]]
+            rows += [row | {"copy_bytes_per_s": copied} for row in made["rows"]]
             kernels += made["kernels"]
             print(f"{name}: {_said(made['rows'])}", flush=True)
             keep("steps", rows, given.out)

@@ -155,6 +155,7 @@ WIDTHS: dict[str, Widths] = {
         "HunYuanMoEV1",
         (4096, 3072, 32, 8),
         {"num_experts": 64, "moe_topk": 8, "head_dim": 128},
+        layers=1,
     ),
     "qwen1.5-moe": Widths(
         "Qwen2Moe",

@@ -35,6 +35,8 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "python": platform.python_version(),
     }
+    if "transformers" in sys.modules:
+        facts["transformers"] = sys.modules["transformers"].__version__
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
