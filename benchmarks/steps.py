@@ -1,6 +1,6 @@
 """Benchmark of many models' decode steps and prompts, which the cost model is compared with.
 
-    python benchmarks/steps.py [--models llama3-8b ...] [--jobs 12] [--seconds 520] [--profile]
+    python benchmarks/steps.py [--models llama3-8b ...] [--jobs 13] [--seconds 520] [--profile]
         [--tiny] [--out DIR]
 
 `steps_models.py` has the models, at published widths with few layers and random weights, and the
@@ -113,6 +113,8 @@ def prepared(name: str, tiny: bool, until: float) -> Iterator[Measured | dict[st
             yield {"model": name, "batch": batch, "failed": f"{type(error).__name__}: {said}"}
         finally:
             signal.alarm(0)
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
 
 
 def _kernels_of(case: Case) -> tuple[int, int, int]:
@@ -176,7 +178,7 @@ def waves(names: Sequence[str], jobs: int) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
-    parser.add_argument("--jobs", type=int, default=12, help="processes at once")
+    parser.add_argument("--jobs", type=int, default=13, help="processes at once")
     parser.add_argument("--seconds", type=float, default=520, help="of the whole run, about")
     parser.add_argument("--profile", action="store_true", help="keep the times of kernels, too")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the benchmark")
@@ -190,7 +192,10 @@ def main() -> None:
     end = time.time() + given.seconds
     for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, str(max(1, (os.cpu_count() or 1) // given.jobs)))
-    copied = round(copy_bytes_per_s()) if DEVICE == "cuda" else None
+    copied = None
+    if DEVICE == "cuda":
+        copied = round(copy_bytes_per_s())
+        torch.cuda.empty_cache()
     rows: list[dict[str, Any]] = []
     kernels: list[dict[str, Any]] = []
     ahead = waves(given.models, given.jobs)
