@@ -8,7 +8,7 @@
     tilewright          `enable(model)` and a `BatchingConfig`
     tilewright-static   the same with `decode_compile_config.dynamic = False`
     sdpa-0 ... sdpa-3   transformers alone, with this `default_compile_level`; a model without SDPA
-                        has eager attention, and steps of 256 tokens
+                        has eager attention, and steps of 128 tokens
     flash-2, flash-3    transformers alone with its flash attention, where its package is installed
 
 CUDA graphs and asynchronous batching are as each variant has them by default. Workloads, as
@@ -97,7 +97,7 @@ PAGE, TOKENS = 256, 1000
 #: Steps before a decode step is timed, timed ones, and profiled ones. No page fills up in them.
 WARM, TIMED, PROFILED = 4, 20, 6
 #: The number of tokens in a step of eager attention, which makes all scores.
-EAGER_TOKENS = 256
+EAGER_TOKENS = 128
 #: A second call with a workload only follows one that was shorter than this.
 SHORT_SECONDS = 12.0
 
