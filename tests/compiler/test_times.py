@@ -38,12 +38,19 @@ def test_a_part_without_work_takes_its_starts():
 
 def test_bytes_take_their_share_of_the_memory_rate():
     moved = 10**9
-    rate = times.MEMORY_SHARES["library"] * H200.hbm_bytes_per_s
-    alone = 1e6 * moved / rate
+    alone = 1e6 * moved / (times.MEMORY_SHARE * H200.hbm_bytes_per_s)
     assert us(replace(EMPTY, weights=moved)) == pytest.approx(START + alone)
     assert us(EMPTY, caches=moved) == pytest.approx(START + alone)
-    spent = spent_of(replace(EMPTY, weights=moved, scratch=moved), 0, None, H200)
-    assert spent.weights_us == pytest.approx(spent.between_us)
+
+
+def test_bytes_between_parts_come_from_the_l2_cache_as_far_as_they_fit():
+    fits, beyond = H200.l2_bytes, 10**9
+    weights, near, far = (
+        us(replace(EMPTY, **moved)) - START
+        for moved in ({"weights": fits}, {"activations": fits}, {"scratch": fits + beyond})
+    )
+    assert near == pytest.approx(weights / times.L2_SPEED)
+    assert far == pytest.approx(near + us(replace(EMPTY, weights=beyond)) - START)
 
 
 def test_bytes_and_products_overlap_but_not_wholly():
