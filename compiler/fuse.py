@@ -401,6 +401,7 @@ def _site(done: Rewritten, target: str, plans: _Plans) -> Site:
         node=done.node.name,
         absorbed=done.before,
         intermediate_bytes=_intermediate_bytes(match),
+        launches=len(chosen.specs),
     )
 
 

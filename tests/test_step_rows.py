@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import steps
 import steps_models
 import timing
-from predicted_rows import row_of
+from predicted_rows import row_of, step_behind
 from predictions import predicted
 
 PLANNED = [(name, case) for name in steps_models.WIDTHS for case in steps_models.cases_of(name)]
@@ -51,6 +51,17 @@ def test_a_row_is_modelled_without_a_gpu(name):
     assert row["class"] == f"decode, {'mixture' if name.startswith('gpt') else 'dense'}"
     assert 100 < row["modelled_us"] < 2000
     assert row["ratio"] == pytest.approx(row["modelled_us"] / 500.0, abs=1e-3)
+
+
+def test_the_list_of_a_masks_blocks_is_started_once():
+    """Attention names the kernel that lists the blocks, but a node of its own starts it."""
+    step = step_behind(row_of("qwen3-0.6b", steps_models.cases_of("qwen3-0.6b")[0], H100, 500.0))
+    attention = [part for part in step.parts if part.name == "cache_attention"]
+    assert len(attention) == steps_models.WIDTHS["qwen3-0.6b"].layers
+    for part in attention:
+        own = [name for name in part.kernels if not name.startswith("mask_blocks")]
+        assert part.amounts.launches == len(own) < len(part.kernels)
+    assert [part.amounts.launches for part in step.parts if part.name == "mask_blocks"] == [1]
 
 
 def test_a_kept_command_names_no_folder(monkeypatch):

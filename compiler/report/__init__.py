@@ -56,7 +56,9 @@ class Site:
     shapes: facts for a reader to check. lowering, reason: how the op is computed, and why so. node:
     the op's name in the rewritten graph. absorbed: names of the original graph's nodes that it
     replaces. intermediate_bytes: size of the values among them that leave the graph (the op may
-    make some values of its own); 0 if it is not known before the run.
+    make some values of its own); 0 if it is not known before the run. launches: the number of
+    kernels that the op itself starts: `kernels` has also those of ops that compute its arguments,
+    such as `mask_blocks`, which have nodes of their own.
     """
 
     pattern: str
@@ -70,6 +72,7 @@ class Site:
     node: str = ""
     absorbed: tuple[str, ...] = ()
     intermediate_bytes: int = 0
+    launches: int = 0
 
     @property
     def facts(self) -> str:

@@ -24,7 +24,7 @@ from tilewright.compiler.report.traffic import Unit
 #: constant, MEMORY_SHARE, PRODUCT_SHARE, MIXTURE_SHARE and PROMPT_ATTENTION_SHARE were fitted
 #: together over the 101 steps in bfloat16 that are not held out: of 20 models on an H100
 #: (steps.json), and of Llama-3-8B, DeepSeek-V2-Lite and MiniCPM3 on an H200 (*_end_to_end.json).
-FILL_S = 0.85e-6
+FILL_S = 1.1e-6
 
 #: The share of a copy's rate at which parts move bytes.
 MEMORY_SHARE = 0.98
@@ -57,7 +57,7 @@ CODES_MIXTURE_SHARE = 0.40
 #: Shares that attention reaches: with many queries under a mask in a tensor (182 to 333 TFLOP/s in
 #: cache_attention.json, prefill, "mask"), and with few queries, whose rows fill no tile (the same
 #: file, mla-64x1000-128: 138 TFLOP/s).
-PROMPT_ATTENTION_SHARE = 0.33
+PROMPT_ATTENTION_SHARE = 0.38
 DECODE_ATTENTION_SHARE = 0.17
 #: The least number of queries of a sequence that fill the rows of a tile.
 MANY_QUERIES = 64

@@ -10,7 +10,7 @@ once, and a view counts as much as it selects; a lookup reads as much as it retu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -112,7 +112,7 @@ def _unit(
         name=_name(nodes, site),
         node=first.name,
         nodes=len(nodes),
-        launches=max(len(kernels), 1),
+        launches=max(site.launches if site is not None else 0, 1),
         weights=sum(traffic.weights.values()),
         caches=sum(traffic.caches.values()),
         activations=sum(traffic.activations.values()),
@@ -224,12 +224,45 @@ class _Memory:
 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes that write, or whose result the graph uses in the end."""
+    """Returns the nodes whose result the graph uses in the end, and those that write to memory that
+    it uses or that it does not allocate."""
+    shared = _shared_storages(graph)
+
+    def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+        return {shared[key] for tensor in tensors for key in _compat.storage_keys(tensor)}
+
+    inputs = (node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    used = storages(tensor for node in inputs for tensor in _tensors(node))
     alive: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "output" or not alive.isdisjoint(node.users) or access_of(node):
+        if (
+            node.op == "output"
+            or not alive.isdisjoint(node.users)
+            or _writes_any(node, used, storages)
+        ):
             alive.add(node)
+            used |= storages(_tensors(*node.all_input_nodes))
     return alive
+
+
+def _writes_any(
+    node: fx.Node, used: Set[int], storages: Callable[[Iterable[torch.Tensor]], set[int]]
+) -> bool:
+    """Whether a node may write to one of the storages, or to memory of which nothing is known."""
+    access = access_of(node)
+    written = storages(access.written)
+    unknown = access.everything or access.reshaped or (access.written and not written)
+    return bool(unknown) or not written.isdisjoint(used)
+
+
+def _shared_storages(graph: fx.Graph) -> UnionFind:
+    """Returns the storages of a graph's tensors, joined where a view may share its source's."""
+    shared: UnionFind = UnionFind()
+    for node in graph.nodes:
+        if name_of(node) in SHAPES:
+            tensors = _tensors(node, *node.all_input_nodes)
+            shared.union(*(key for tensor in tensors for key in _compat.storage_keys(tensor)))
+    return shared
 
 
 def _moves_nothing(node: fx.Node) -> bool:

@@ -17,6 +17,8 @@ from tilewright.compiler.report import Site
 #: Triton's names for torch's dtypes, which are the keys of `Target.flops`.
 RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
 
+# The prefix of kernels that multiply the rows of few tokens by experts as dot products.
+_DOTTED = "moe_up_dotted"
 _PRODUCTS = re.compile(
     r"linear|matmul|\bmm|scaled_mm|int_mm|addmm|bmm|einsum|grouped_mm|attention|__matmul__"
 )
@@ -53,15 +55,17 @@ def flop_rate(tensors: Sequence[torch.Tensor], target: Target) -> float:
 
 
 def share_of_experts(site: Site) -> float:
-    """Returns the share of stacked expert weights [experts, ...] that a site's tokens reach if they
+    """Returns the share of stacked expert weights [experts, ...] that a site reads, if its tokens
     are spread evenly over all experts of the router, also those on other devices; 1 without
-    experts."""
+    experts. Kernels of dot products read an expert once for each token that chooses it."""
     facts = site.shapes
     tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
     if tokens is None or not {"experts", "slots"} <= facts.keys():
         return 1.0
-    routed = int(facts.get("routed", facts["experts"]))
-    return reached(int(tokens[1]), int(facts["slots"]) / routed)
+    share = int(facts["slots"]) / int(facts.get("routed", facts["experts"]))
+    if any(kernel.spec.name.startswith(_DOTTED) for kernel in site.kernels):
+        return min(int(tokens[1]) * share, 1.0)
+    return reached(int(tokens[1]), share)
 
 
 def reached(draws: int, share: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,6 +307,36 @@ def test_a_device_with_some_of_the_experts_meets_its_share_of_the_slots():
     assert share_of_experts(whole) == pytest.approx(8 / 32)
     part = replace(whole, shapes=shapes | {"routed": 128})
     assert share_of_experts(part) == pytest.approx(8 / 128)
+
+
+def test_dot_products_read_an_expert_once_for_each_token():
+    shapes = {"x": "bfloat16[4,4096]", "experts": 8, "slots": 2}
+    kernel = SimpleNamespace(spec=SimpleNamespace(name="moe_up_dotted_0123"))
+    dotted = Site("moe", "fused_moe", "", "", shapes, "", "", kernels=(kernel,))
+    assert share_of_experts(dotted) == 1.0
+    assert share_of_experts(replace(dotted, kernels=())) == pytest.approx(1 - 0.75**4)
+    few = replace(dotted, shapes=shapes | {"experts": 64})
+    assert share_of_experts(few) == pytest.approx(4 * 2 / 64)
+
+
+class Leftover(nn.Module):
+    """A product beside a buffer that is written; `reads`: whether the result depends on it."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.up, self.reads = nn.Linear(8, 16), reads
+
+    def forward(self, x):
+        rows = torch.empty_like(x)
+        rows[:, 1:] = x.flip(0)[:, 1:]
+        return self.up(rows if self.reads else x)
+
+
+def test_a_buffer_that_nobody_reads_is_not_written():
+    (product,) = step_of(lowered(on_meta(lambda: Leftover(reads=False)), (2, 8))).parts
+    assert product.kind == LIBRARY
+    kinds = [p.kind for p in step_of(lowered(on_meta(lambda: Leftover(reads=True)), (2, 8))).parts]
+    assert set(kinds) == {INDUCTOR, LIBRARY}
 
 
 @pytest.fixture(scope="module")
