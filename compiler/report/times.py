@@ -57,7 +57,7 @@ CODES_MIXTURE_SHARE = 0.40
 #: Shares that attention reaches: with many queries under a mask in a tensor (182 to 333 TFLOP/s in
 #: cache_attention.json, prefill, "mask"), and with few queries, whose rows fill no tile (the same
 #: file, mla-64x1000-128: 138 TFLOP/s).
-PROMPT_ATTENTION_SHARE = 0.38
+PROMPT_ATTENTION_SHARE = 0.33
 DECODE_ATTENTION_SHARE = 0.17
 #: The least number of queries of a sequence that fill the rows of a tile.
 MANY_QUERIES = 64

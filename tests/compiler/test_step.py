@@ -332,7 +332,7 @@ class Leftover(nn.Module):
         return self.up(rows if self.reads else x)
 
 
-def test_a_buffer_that_nobody_reads_is_not_written():
+def test_a_buffer_that_nothing_reads_is_not_written():
     (product,) = step_of(lowered(on_meta(lambda: Leftover(reads=False)), (2, 8))).parts
     assert product.kind == LIBRARY
     kinds = [p.kind for p in step_of(lowered(on_meta(lambda: Leftover(reads=True)), (2, 8))).parts]
