@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.formats import Quantization
-from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig
+from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig, RoundConfig
 from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
@@ -245,3 +245,31 @@ def made_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int)
     if q is None:
         return 0
     return 2 * block_k * (block_t + (block_n if q.packed_rows else 0))
+
+
+# Most columns of a row that `round_rows` takes: 64 numbers for each thread of 16 warps.
+MOST_ROUNDED_COLUMNS = 32768
+# Most rows for which one kernel that rounds them, between kernels that start early, is expected to
+# be faster than the graph's.
+MOST_ROUNDED_TOKENS = 128
+# Fewest columns of a program that rounds rows, and most programs that each read a whole row.
+LEAST_ROUNDED_WIDTH = 512
+MOST_READERS_OF_ROW = 8
+# Numbers of a thread.
+NUMBERS_OF_THREAD = 16
+
+
+def round_config(
+    columns: int, group: int, whole: bool, num_tokens: int, target: Target
+) -> RoundConfig:
+    """Returns the tiles of `round_rows`: few rows are shared by several programs.
+
+    group: columns that share a scale; 0 for all. whole: whether each program reads a whole row.
+    """
+    row = next_power_of_2(columns)
+    parts = max(target.num_sms // max(num_tokens, 1), 1)
+    parts = min(parts, MOST_READERS_OF_ROW) if whole else parts
+    width = min(max(next_power_of_2(cdiv(columns, parts)), LEAST_ROUNDED_WIDTH, group), row)
+    numbers = row if whole else width
+    warps = min(max(numbers // (32 * NUMBERS_OF_THREAD), 4), 16)
+    return RoundConfig(max(width, group), max(row, group), warps)

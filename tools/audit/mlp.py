@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
-from tilewright.ops.mlp import linear_activation, linear_residual
-from tilewright.ops.mlp.cases import LinearCase
+from tilewright.ops.mlp import linear_activation, linear_residual, round_rows
+from tilewright.ops.mlp.cases import LinearCase, RoundCase
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, audited, distinct, meta
 from tilewright.tools.audit.qkv import FORMATS
@@ -32,7 +33,8 @@ CODES_STACK = 16
 
 @audited("mlp")
 def mlp_cases(target: Target) -> list[AuditCase]:
-    return distinct([*_model_cases(target), *_plain_cases(target), *_coded_cases(target)])
+    found = [*_model_cases(target), *_plain_cases(target), *_coded_cases(target)]
+    return distinct([*found, *_rounding_cases(target)])
 
 
 def _model_cases(target: Target) -> Iterator[AuditCase]:
@@ -76,6 +78,28 @@ def _coded_cases(target: Target) -> Iterator[AuditCase]:
             ):
                 some = replace(case, num_tokens=tokens)
                 yield from _cases(f"Llama-3-8B {name} {what} T={tokens}", op, some, target)
+
+
+def _rounding_cases(target: Target) -> Iterator[AuditCase]:
+    """Yields the roundings of activations to float8 before each linear of a layer."""
+    if not target.has("fp8"):
+        return
+    by_token: dict[str, Any] = {"rounded": True, "zero_scale": 2.0**-7}
+    kinds = {"token": by_token, "block": by_token | {"group": 128}}
+    kinds["fp32 block"] = {"group": 128, "least_divisor": 1e-12}
+    for (name, (hidden, inner, attended)), kind in product(MODELS.items(), kinds):
+        for tokens in TOKEN_COUNTS:
+            some = {"num_tokens": tokens, **kinds[kind]}
+            for what, case in (
+                ("normed", RoundCase("", n=hidden, norm="rms", **some)),
+                ("output", RoundCase("", n=attended, decoded=True, **some)),
+                ("down", RoundCase("", n=inner, decoded=True, **some)),
+                ("gated", RoundCase("", n=inner, up=True, activation="silu", **some)),
+            ):
+                a = round_rows.OP.sample_inputs(case, "meta")
+                (spec,) = round_rows.OP.plan_for(a, target.name).specs
+                title = f"mlp {name} {what} by {kind} T={tokens}"
+                yield AuditCase(title, spec, Expectations())
 
 
 def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
