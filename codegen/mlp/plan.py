@@ -247,7 +247,8 @@ def made_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int)
     return 2 * block_k * (block_t + (block_n if q.packed_rows else 0))
 
 
-# Most columns of a row that `round_rows` takes: 64 numbers for each thread of 16 warps.
+# Most columns of a row that `round_rows` takes: 32 numbers for each thread of 32 warps. With 64, a
+# gate and its up projection spill on sm100.
 MOST_ROUNDED_COLUMNS = 32768
 # Most rows for which one kernel that rounds them, between kernels that start early, is expected to
 # be faster than the graph's.
@@ -255,7 +256,7 @@ MOST_ROUNDED_TOKENS = 128
 # Fewest columns of a program that rounds rows, and most programs that each read a whole row.
 LEAST_ROUNDED_WIDTH = 512
 MOST_READERS_OF_ROW = 8
-# Numbers of a thread.
+# Numbers of a thread, unless that takes more than 16 warps.
 NUMBERS_OF_THREAD = 16
 
 
@@ -271,5 +272,5 @@ def round_config(
     parts = min(parts, MOST_READERS_OF_ROW) if whole else parts
     width = min(max(next_power_of_2(cdiv(columns, parts)), LEAST_ROUNDED_WIDTH, group), row)
     numbers = row if whole else width
-    warps = min(max(numbers // (32 * NUMBERS_OF_THREAD), 4), 16)
+    warps = min(max(numbers // (32 * NUMBERS_OF_THREAD), 4), 16 if numbers <= 16384 else 32)
     return RoundConfig(max(width, group), max(row, group), warps)

@@ -98,7 +98,8 @@ def reference(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
     made = quotient.clamp(-E4M3_MAX, E4M3_MAX).to(ACTIVATION_CODES)
     if a.decoded:
         made = (made.to(compute) * scale.to(compute)).to(a.x.dtype)
-    return made.flatten(-2), scale.squeeze(-1).to(torch.float32, copy=True)
+    numbers, scales = fake(a)
+    return numbers.copy_(made.flatten(-2)), scales.copy_(scale.squeeze(-1))
 
 
 def _scale(a: RoundRowsArguments, groups: torch.Tensor) -> torch.Tensor:
