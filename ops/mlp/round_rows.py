@@ -53,8 +53,8 @@ def validate(a: RoundRowsArguments) -> None:
         check_absent(NAME, a, ("up",), "activation is empty")
     a.norm.check(NAME, a.x, "[K]", a.x.shape[1])
     if a.scale is not None:
-        form = "[1]", (1,), (a.x.dtype, torch.float32), a.x.device
-        check_operand(NAME, "scale", a.scale, *form)
+        dtypes = (a.x.dtype, torch.float32)
+        check_operand(NAME, "scale", a.scale, "[1]", (1,), dtypes, a.x.device)
         computed = [name for name in ("group", "zero_scale", "least") if getattr(a, name)]
         if computed:
             raise ArgumentError(NAME, computed[0], "0, since scale is given", "another number")

@@ -74,16 +74,14 @@ class RoundRows:
         assert made is not None
         group = _group_of(rows, made)
         decoding = decoded_from(rows, flow)
-        if decoding:
-            results = (Result.of_rows(decoding[-1], made),)
-        else:
-            results = (Result.of_rows(anchor, made), *_scales(rows, made, flow))
+        results = [Result.of_rows(decoding[-1] if decoding else anchor, made)]
+        results += [] if decoding else _scales(rows, made, flow)
         inside = (*rows.absorbed, anchor, *decoding)
         x, absorbed = _source(rows, made, results[0].replaced, inside, flow)
         return Match(
             anchor=results[0].replaced,
             arguments={"up": None, **rows.options, "group": group, **x, "decoded": bool(decoding)},
-            results=results,
+            results=tuple(results),
             absorbed=tuple(dict.fromkeys((*inside, *absorbed, *(r.replaced for r in results)))),
             facts={
                 "x": rows_fact(rows.x.value.dtype, *made),
