@@ -77,6 +77,12 @@ NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
 NIBBLES_FOR_MORE = Tiling(block_n=128, num_warps=8, stages=3)
 CODES_FOR_MANY = Tiling(block_n=128, num_warps=8, stages=3, programs=1)
 CODES_FOR_MOST = Tiling(block_n=128, stages=3, programs=1)
+# Tiles of codes if x is permuted by an earlier kernel.
+ORDERED = Tiling(stages=4)
+# Most tokens of two weights of codes in one kernel, if x is permuted before it.
+MOST_GATED_ORDERED_TOKENS = 64
+# Most tokens for which the kernel of one weight permutes x itself, in each of its programs.
+MOST_TOKENS_IN_MEMORY_ORDER = 16
 # Columns of a row that are prefetched. With one weight, whose programs end soon, this and letting
 # the next kernel start early save up to a tenth (H200, 4096 x 4096: 10.4 us instead of 11.3).
 PREFETCHED = 256
@@ -152,11 +158,22 @@ def most_tokens(num_weights: int, coded: bool = False) -> int:
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
 
 
-def multiplies_apart(problem: LinearProblem, num_tokens: int) -> bool:
+def multiplies_apart(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     """Whether two weights of codes are multiplied by separate kernels: beside the sums of one
     weight, more tokens fit the registers."""
-    coded = problem.gated and problem.quantization is not None
-    return coded and num_tokens > MOST_GATED_TOKENS
+    if not problem.gated or problem.quantization is None:
+        return False
+    ordered = orders_x(problem, num_tokens, target)
+    return num_tokens > (MOST_GATED_ORDERED_TOKENS if ordered else MOST_GATED_TOKENS)
+
+
+def orders_x(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
+    """Whether an earlier kernel permutes x to the order of the codes, and norms it if it is
+    normed."""
+    q = problem.quantization
+    if q is None or q.packed_rows or target.multiplies_registers:
+        return False
+    return num_tokens > (1 if problem.gated else MOST_TOKENS_IN_MEMORY_ORDER)
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
@@ -167,9 +184,12 @@ def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
 
 def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
     """Returns the tiles for this many tokens, with as many bytes in flight as fit."""
+    ordered = orders_x(problem, num_tokens, target)
     most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
     if problem.quantization and problem.quantization.format.number and problem.num_weights == 2:
         most = MOST_GATED_FLOATS
+    if ordered:
+        most = MOST_TOKENS
     if problem.quantization and target.multiplies_registers:
         most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)
@@ -195,6 +215,7 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
         num_stages=max(min(most, tiling.stages), 2),
         prefetch=PREFETCHED if early else 0,
         lets_in=early,
+        x_in_order=ordered,
     )
 
 
@@ -202,6 +223,8 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
     q = problem.quantization
     if q is None or target.multiplies_registers:
         return PLAIN
+    if orders_x(problem, num_tokens, target):
+        return ORDERED
     if block_t > 16:
         return _tiling_for_more(problem, q, num_tokens, block_t)
     if q.format.bits != 4:
