@@ -126,7 +126,7 @@ def linear_constants(
         "LINE": 128 // int(ELEMENT_BYTES[problem.weight]),
         "PREFETCH": config.prefetch if problem.k_major else 0,
         # The operands of both products come from registers.
-        "APART": (norm is not None or q is not None) and target.tmem_columns > 0,
+        "APART": _makes_x(problem, config) and target.tmem_columns > 0,
     }
     if norm is not None:
         made |= norm.constants(problem.k)
@@ -134,6 +134,12 @@ def linear_constants(
         made |= q.block_constants(problem.k, config.block_k)
         made |= {"BLOCK_STRIDES": q.block_strides(0), "UP_BLOCK_STRIDES": q.block_strides(1)}
     return made
+
+
+def _makes_x(problem: LinearProblem, config: LinearConfig) -> bool:
+    """Whether the kernel norms or permutes x."""
+    permutes = problem.quantization is not None and not config.x_in_order
+    return problem.norm is not None or permutes
 
 
 def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -> tuple[int, int]:
@@ -146,9 +152,10 @@ def order_of(problem: LinearProblem, config: LinearConfig | DotConfig) -> Column
     q = problem.quantization
     if q is None or isinstance(config, DotConfig) or not config.x_in_order:
         return None
-    # As in the kernel: a load of words, or the columns of one scale if those are fewer.
-    scaled = 128 if q.scales_numbers else q.block[1]
-    unit = min(config.block_k, scaled, 128 if q.per_word == 8 else config.block_k)
+    # As in the kernel: columns of a load of words, or of one scale if those are fewer.
+    unit = min(config.block_k, 128) if q.per_word == 8 else config.block_k
+    if not q.scales_numbers and q.block[1] < problem.k:
+        unit = min(unit, q.block[1])
     return column_order(q, problem.k, config.block_k, unit)
 
 
