@@ -29,7 +29,7 @@ CODED_COUNTS = (1, 64, 128)
 # Stack bytes on SM100 for group scales and zeros, where K is contiguous in the weight's rows.
 CODES_STACK = 16
 # Stack bytes of tiles of 128 tokens, which are the fastest nevertheless.
-CODES_STACK_FOR_MOST = 32
+CODES_STACK_FOR_MOST = 40
 
 
 @audited("mlp")
