@@ -15,7 +15,7 @@ from tests.agreement import assert_no_worse
 from tests.found import codes_of, matches_of, patterns_in
 from tests.scaled_products import ROW_SCALES
 from tilewright.compiler import lower, prepare, reports
-from tilewright.ops.mlp.gains import MOST_GATED_TOKENS
+from tilewright.ops.mlp.gains import MOST_TOKENS, slower
 
 K, N, MANY = 256, 384, 200
 E4M3 = torch.float8_e4m3fn
@@ -165,9 +165,21 @@ def test_linears_that_round_one_activation_read_the_same_codes(rounds, options):
 
 def test_few_tokens_go_to_the_kernels_that_do_more():
     with torch.no_grad():
-        few, more = (lower(Gated(by_token), (tokens(n),)) for n in (3, MOST_GATED_TOKENS + 1))
-    assert patterns_in(few, *LINEARS) == ["linear_activation"]
+        *few, more = (
+            lower(Gated(by_token), (tokens(n),), dynamic=False)
+            for n in (3, MOST_TOKENS, MOST_TOKENS + 1)
+        )
+    assert [patterns_in(one, *LINEARS) for one in few] == [["linear_activation"]] * 2
     assert patterns_in(more, *LINEARS) == ["scaled_linear", "scaled_linear"]
+
+
+@pytest.mark.parametrize("weights", [1, 2])
+def test_codes_of_x_lower_the_bound_of_codes_of_weights(weights):
+    most = {"tokens": MOST_TOKENS, "weights": weights, "coded": True}
+    assert slower(**most, rounded=True) is None
+    more = most | {"tokens": MOST_TOKENS + 1}
+    assert slower(**more) is None
+    assert "library's GEMM" in slower(**more, rounded=True)
 
 
 def test_another_reader_of_the_rounded_rows_still_has_them():
