@@ -160,8 +160,8 @@ def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
 
 
 def most_tokens(num_weights: int, coded: bool = False, rounded: bool = False) -> int:
-    """Returns the most tokens for which the kernels are faster. coded: weights are codes. rounded: a
-    library's GEMM can multiply them with codes of x."""
+    """Returns the most tokens for which the kernels are faster. coded: weights are codes. rounded:
+    x is decoded from codes too, so that a library's GEMM can multiply codes."""
     if coded:
         return MOST_TOKENS if rounded else MOST_CODED_TOKENS
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS

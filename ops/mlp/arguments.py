@@ -152,8 +152,9 @@ class RoundRowsArguments:
     the place of a computed scale of 0, if positive. least: the smallest magnitude that a scale is
     computed from. least_divisor: the smallest number by which numbers are divided. decoded: whether
     the result holds the numbers that codes stand for, in x's dtype, instead of float8_e4m3fn codes.
-    Result: codes or numbers [T, K], and fp32 scales [T, K / group or 1], or [1, 1] if the scale is
-    given; new memory.
+    Result: codes or numbers [T, K], and fp32 scales [K / group or 1, T], or [1, 1] if the scale is
+    given; new memory. Scales of a group lie behind one another, as the library's product of codes
+    reads them.
     """
 
     x: torch.Tensor
@@ -184,7 +185,7 @@ class RoundRowsArguments:
         """The shape and dtype of each result."""
         tokens, columns = self.x.shape
         made = self.x.dtype if self.decoded else ACTIVATION_CODES
-        scales = (1, 1) if self.scale is not None else (tokens, columns // self.columns_of_scale)
+        scales = (1, 1) if self.scale is not None else (columns // self.columns_of_scale, tokens)
         return ((tokens, columns), made), (scales, torch.float32)
 
 

@@ -99,7 +99,7 @@ def reference(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
     if a.decoded:
         made = (made.to(compute) * scale.to(compute)).to(a.x.dtype)
     numbers, scales = fake(a)
-    return numbers.copy_(made.flatten(-2)), scales.copy_(scale.squeeze(-1))
+    return numbers.copy_(made.flatten(-2)), scales.copy_(scale.squeeze(-1).t())
 
 
 def _scale(a: RoundRowsArguments, groups: torch.Tensor) -> torch.Tensor:

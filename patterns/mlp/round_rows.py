@@ -129,7 +129,7 @@ def _scales(rows: RoundedRows, made: Sequence[Any], flow: Dataflow) -> Iterator[
         return
     others = [user for user in flow.users.get(rows.scale, ()) if user not in own]
     wide = [rows.scale] if rows.scale.dtype == torch.float32 and others else others
-    scales = effects.identity((tokens, columns // rows.width))
+    scales = effects.permute(effects.identity((columns // rows.width, tokens)), (1, 0))
     returned = rows.scale in flow.output_values and rows.scale.dtype != torch.float32
     for value in dict.fromkeys(wide):
         if (value is not rows.scale and not _widens(value)) or returned:

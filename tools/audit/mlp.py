@@ -12,8 +12,8 @@ import torch
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
-from tilewright.ops.mlp import linear_activation, linear_residual, round_rows
-from tilewright.ops.mlp.cases import LinearCase, RoundCase
+from tilewright.ops.mlp import linear_activation, linear_residual, round_rows, scaled_linear
+from tilewright.ops.mlp.cases import LinearCase, RoundCase, ScaledCase
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, audited, distinct, meta
 from tilewright.tools.audit.qkv import FORMATS
@@ -36,7 +36,7 @@ CODES_STACK_FOR_MOST = 40
 @audited("mlp")
 def mlp_cases(target: Target) -> list[AuditCase]:
     found = [*_model_cases(target), *_plain_cases(target), *_coded_cases(target)]
-    return distinct([*found, *_rounding_cases(target)])
+    return distinct([*found, *_rounding_cases(target), *_scale_cases(target)])
 
 
 def _model_cases(target: Target) -> Iterator[AuditCase]:
@@ -102,6 +102,17 @@ def _rounding_cases(target: Target) -> Iterator[AuditCase]:
             a = round_rows.OP.sample_inputs(case, "meta")
             (spec,) = round_rows.OP.plan_for(a, target.name).specs
             yield AuditCase(f"mlp {name} {what} by {kind} T={tokens}", spec, Expectations())
+
+
+def _scale_cases(target: Target) -> Iterator[AuditCase]:
+    """Yields the kernels that write scales of a weight for a library's product of codes."""
+    kinds = {"rows": ((1, 4096), 1), "blocks": ((128, 128), "blocks")}
+    for kind, (block, along) in kinds.items():
+        case = ScaledCase("", ("tokens", along), 128, 4096, 14336, weight_format="fp8")
+        a = scaled_linear.OP.sample_inputs(replace(case, scale_block=block), "meta")
+        a = replace(a, weight_scale=a.weight_scale.bfloat16())
+        for spec in scaled_linear.OP.plan_for(a, target.name).specs:
+            yield AuditCase(f"mlp Llama-3-8B scales by {kind}", spec, Expectations())
 
 
 def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:

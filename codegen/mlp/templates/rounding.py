@@ -5,6 +5,7 @@ import triton.language as tl
 
 from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.rounding import rounded
+from tilewright.codegen.templates.rows import load_factors
 from tilewright.codegen.templates.streaming import prefetch_rows
 
 
@@ -24,18 +25,6 @@ def load_numbers(
             x = activate(x, up, ACTIVATION, 1.0, 0.0, True)
         x = tl.where(there, x, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
     return x
-
-
-@triton.jit
-def load_factors(
-    norm_weight_ptr, columns, K: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr
-):  # fmt: skip
-    """Loads the factors of a norm as fp32; 1.0 without a pointer."""
-    factors = 1.0
-    if norm_weight_ptr is not None:
-        weight = tl.load(norm_weight_ptr + columns * STRIDE, mask=columns < K, other=0.0)
-        factors = weight.to(tl.float32) + OFFSET
-    return factors
 
 
 @triton.jit
@@ -74,7 +63,7 @@ def round_rows(
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Rounds rows [T, K] to codes, or to the numbers that codes stand for (DECODED), with fp32
-    scales [T, K / GROUP] or, if GROUP is 0, [T, 1]; [1, 1] for a given scale.
+    scales [K / GROUP, T] or, if GROUP is 0, [1, T]; [1, 1] for a given scale.
 
     Grid (T, cdiv(K, WIDTH)). A program rounds WIDTH columns of a row; if their norm or scale
     depends on the whole row, it reads all columns, in one block of ROW. NORM_LINE: numbers of the
@@ -136,4 +125,5 @@ def round_rows(
         tl.store(scale_ptr + row + tl.arange(0, 1), scale, mask=tl.program_id(1) == 0)
     else:
         COUNT: tl.constexpr = K // GROUP
-        tl.store(scale_ptr + row * COUNT + groups, scale, mask=groups < COUNT)
+        places = groups.to(tl.int64) * tl.num_programs(0) + row
+        tl.store(scale_ptr + places, scale, mask=groups < COUNT)
