@@ -154,18 +154,6 @@ def test_norm_and_rounding_are_one_op_for_all_readers(rounds, scales, count):
         assert_no_worse(made, alone, copy.deepcopy(layer).double()(x.double()), "layer")
 
 
-def test_the_library_reads_scales_of_blocks_in_place():
-    """It wants a stride of one from row to row."""
-    layer = Layer(by_block)
-    with torch.no_grad():
-        found = lower(layer, (tokens(100),), target="sm90", dynamic=False)
-    products = [n for n in found.graphs[0].after.graph.nodes if "scaled_linear" in str(n.target)]
-    scales = [n.kwargs["x_scale"].meta["example_value"] for n in products]
-    assert {(scale.shape, scale.stride()) for scale in scales} == {
-        ((100, K // 128), (1, 100)), ((100, N // 128), (1, 100)),
-    }  # fmt: skip
-
-
 def test_a_given_scale():
     class Given(nn.Module):
         def __init__(self):

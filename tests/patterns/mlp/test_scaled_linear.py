@@ -163,6 +163,18 @@ def test_linears_that_round_one_activation_read_the_same_codes(rounds, options):
     assert sum("amax" in str(n.target) for n in graph.nodes) == 1
 
 
+def test_the_library_reads_scales_of_blocks_in_place():
+    """It wants a stride of one from row to row, as `round_rows` writes them."""
+    with torch.no_grad():
+        found = lower(
+            Gated(by_block, block=(128, 128)), (tokens(100),), target="sm90", dynamic=False
+        )
+    nodes = found.graphs[0].after.graph.nodes
+    scales = [n.kwargs["x_scale"] for n in nodes if "scaled_linear" in str(n.target)]
+    made = [scale.meta["example_value"] for scale in scales]
+    assert [(one.shape, one.stride()) for one in made] == [((100, K // 128), (1, 100))] * 2
+
+
 def test_few_tokens_go_to_the_kernels_that_do_more():
     with torch.no_grad():
         *few, more = (
