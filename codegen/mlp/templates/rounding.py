@@ -73,7 +73,11 @@ def round_rows(
     COMPUTED: tl.constexpr = given_scale_ptr is None
     WHOLE: tl.constexpr = NORM or (GROUP == 0 and COMPUTED)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    own = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    # A program with a row of its own loads it once.
+    ALONE: tl.constexpr = WIDTH == ROW
+    own = tl.arange(0, WIDTH)
+    if not ALONE:
+        own += tl.program_id(1) * WIDTH
     row_columns = tl.arange(0, ROW)
     if LAUNCH_PDL:
         # The kernel after this one only asks for its weights before it waits.
@@ -88,16 +92,20 @@ def round_rows(
     if up_ptr is not None:
         up_row = up_ptr + row * UP_STRIDE
     x = load_numbers(x_row, up_row, own, K, ACTIVATION)
-    if WHOLE:
+    whole = x
+    if WHOLE and not ALONE:
         whole = load_numbers(x_row, up_row, row_columns, K, ACTIVATION)
     if NORM:
         # Load the factors before the sum, which waits for all threads.
         factors = load_factors(norm_weight_ptr, own, K, NORM_STRIDE, NORM_OFFSET)
-        if GROUP == 0 and COMPUTED:
+        row_factors = factors
+        if GROUP == 0 and COMPUTED and not ALONE:
             row_factors = load_factors(norm_weight_ptr, row_columns, K, NORM_STRIDE, NORM_OFFSET)
         inverse = tl.rsqrt(tl.sum(whole * whole, axis=0) / K + NORM_EPS)
         x = (x * inverse * factors).to(DTYPE).to(tl.float32)
-        if GROUP == 0 and COMPUTED:
+        if ALONE:
+            whole = x
+        elif GROUP == 0 and COMPUTED:
             whole = (whole * inverse * row_factors).to(DTYPE).to(tl.float32)
     RUN: tl.constexpr = WIDTH if GROUP == 0 else GROUP
     if not COMPUTED:
