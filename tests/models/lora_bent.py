@@ -62,6 +62,15 @@ def two_indices(m, x, index, n):
 
 @bent(0, "LORA_FORM")
 @each
+def more_in_one_table(m, x, index, n):
+    """A has an adapter that B lacks."""
+    at = index % (G - 1)
+    s = torch.einsum("th,trh->tr", x, m.a[n][at])
+    return torch.einsum("tr,twr->tw", s, m.b[n][: G - 1][at])
+
+
+@bent(0, "LORA_FORM")
+@each
 def scale_of_another(m, x, index, n):
     return delta(m, x, index, n) * m.scales[index.flip(0)][:, None]
 
