@@ -284,6 +284,7 @@ def test_the_repro_file_has_the_inputs_as_they_were(failing, tmp_path, monkeypat
     this process: the last test has one of its own."""
     monkeypatch.setenv("TILEWRIGHT_REPRO", str(tmp_path))
     lower(Summed(), summed_arguments())
+    assert capsys.readouterr().out == ""
     (path,) = tmp_path.iterdir()
     text = path.read_text()
     assert text.count("storage_") >= 6  # x, the weight, one for both parts of a tensor, turned
