@@ -148,6 +148,12 @@ def test_a_prefill_refuses(changes, argument):
     assert_refused(PREFILL, replace(a, **made), argument, "expected")
 
 
+def test_codes_of_the_up_projection_need_scales():
+    samples = (PREFILL.sample_inputs(case) for case in PREFILL.cases)
+    a = next(a for a in samples if a.kv_b_scale is not None)
+    assert_refused(PREFILL, replace(a, kv_b_scale=None), "kv_b_scale", "kv_b_weight has codes")
+
+
 def test_values_that_do_not_fit_are_named():
     a = PREFILL.sample_inputs(PrefillCase("paged"))
     offsets = changed(a.key_offsets, 1, 40)
