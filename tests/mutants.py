@@ -138,9 +138,8 @@ def tests_of(root: Path, file: str) -> list[str]:
     named = re.compile(rf"{whole}\b|from {above} import .*\b{name}\b")
     files = [path for path in sorted(root.glob("tests/**/test_*.py")) if imports(path, named)]
     files, families = files[:MOST_FILES], rooms[:1]
-    if not files:
-        users = (path for path in sorted((root / layer).glob("*/**/*.py")) if imports(path, named))
-        families += [path.relative_to(root / layer).parts[0] for path in users]
+    users = (path for path in sorted((root / layer).glob("*/**/*.py")) if imports(path, named))
+    families += [path.relative_to(root / layer).parts[0] for path in users]
     for family, upper in product(dict.fromkeys(families), LAYERS[LAYERS.index(layer) :]):
         found = (root / "tests" / upper / family).rglob("test_*.py")
         files += [path for path in sorted(found) if path not in files]
@@ -154,8 +153,8 @@ def imports(path: Path, named: re.Pattern[str]) -> bool:
 
 
 def run(root: Path, fault: Fault, limit: float, passing: set[str]) -> dict[str, object]:
-    """Result of the tests with a fault planted in a copy of the repository. passing: tests that were
-    seen passing without a fault, to which the one that fails is added."""
+    """Result of the tests with a fault planted in a copy of the repository. passing: tests seen
+    passing without a fault, to which the one that fails is added."""
     path = root / fault.file
     text = path.read_bytes()
     started, by = time.monotonic(), ""
@@ -169,12 +168,13 @@ def run(root: Path, fault: Fault, limit: float, passing: set[str]) -> dict[str, 
     else:
         verdict = "caught" if code else "survived"
         found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
-        by = found[1] if found else ""
-    if by and by not in passing:
-        if tested(root, [by], limit)[0]:
-            verdict = "fails without the fault"
-        else:
-            passing.add(by)
+        # Without a test's name, pytest could not import something, or the process was killed.
+        by = found[1] if found else f"exit code {code}" if code else ""
+        if found and by not in passing:
+            if tested(root, [by], limit)[0]:
+                verdict = "fails without the fault"
+            else:
+                passing.add(by)
     told = {key: vars(fault)[key] for key in ("file", "line", "before", "after")}
     return told | {"verdict": verdict, "by": by, "seconds": round(time.monotonic() - started)}
 

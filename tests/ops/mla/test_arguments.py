@@ -114,6 +114,13 @@ def test_a_chunk_with_a_gap_is_named():
     )
 
 
+def test_offsets_of_fewer_chunks_are_named():
+    a = BRANCH.sample_inputs(BranchCase("chunks", buffer_size=8))
+    assert_refused(
+        BRANCH, replace(a, cache_offsets=a.cache_offsets[:1]), "cache_offsets", r"\[C, B \+ 1\]"
+    )
+
+
 PREFILL_CHANGES = {
     "keys without latents": (
         {"latent": None, "k_rope": None, "slots": "none", "keys": "given", "lookup_table": None},
