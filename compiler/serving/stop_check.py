@@ -256,7 +256,7 @@ def _check_for_cuda(library: Any) -> Any:
             streamer: Any = None,
         ) -> None:
             self._static = cache if cache_is_returned and _is_static(cache) else None
-            cache_is_returned &= self._static is None
+            cache_is_returned = cache_is_returned and self._static is None
             super().__init__(input_ids, max_length, cache, cache_is_returned, streamer)
             self._generator = _generator(input_ids.device)
             self._states: deque[torch.Tensor] = deque(maxlen=2)
