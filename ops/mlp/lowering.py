@@ -46,6 +46,7 @@ from tilewright.ops.mlp.arguments import (
     LinearResidualArguments,
     ScaledLinearArguments,
 )
+from tilewright.ops.mlp.mixed import decodes_many, decoding_product
 from tilewright.ops.mlp.operands import activation_problem, residual_problem, scaled_operands
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.norms import normed, without_norm
@@ -79,6 +80,8 @@ def linear_activation_steps(
 ) -> Steps:
     """Runs the steps of a `linear_activation` call. config: the tiles; None: the plan chooses."""
     problem = activation_problem(a)
+    if config is None and decodes_many(a, target):
+        return (yield from _activation_by_decoding(a, target))
     if config is None and problem.norm is not None and not _norms_x(problem, a.x.shape[0]):
         x = yield from normed(a.x, a.norm)
         a = replace(a, **without_norm(x, a.norm))
@@ -97,6 +100,9 @@ def linear_residual_steps(
     problem = residual_problem(a)
     if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _residual_by_library(a))
+    if config is None and decodes_many(a, target):
+        out, tiles = yield from decoding_product(problem, a, 0, target)
+        return Outcome(out, "decoding kernel", tiles)
     return (yield from _streamed(problem, a, target, config))
 
 
@@ -238,6 +244,20 @@ def _activation_by_library(
         up = yield from linear(a.x, a.up_weight, a.up_bias)
     yield _activated(problem, target, out, up, out)
     return Outcome(out, "library", _MANY)
+
+
+def _activation_by_decoding(a: LinearActivationArguments, target: Target) -> Steps:
+    """Multiplies the weights one after the other, each by a kernel that decodes it."""
+    if a.norm.kind:
+        x = yield from normed(a.x, a.norm)
+        a = replace(a, **without_norm(x, a.norm))
+    problem = activation_problem(a)
+    out, tiles = yield from decoding_product(problem, a, 0, target)
+    up = None
+    if a.up_weight is not None:
+        up, _ = yield from decoding_product(problem, a, 1, target)
+    yield _activated(problem, target, out, up, out)
+    return Outcome(out, "decoding kernel", tiles)
 
 
 def _add_scaled(out: torch.Tensor, start: torch.Tensor, bias: torch.Tensor, scale: float) -> None:
