@@ -22,7 +22,6 @@ from tilewright.codegen.operand import ALIGNMENT
 from tilewright.codegen.targets import Target
 from tilewright.ops.checks import given
 from tilewright.ops.formats.code_operands import fills_words
-from tilewright.ops.formats.weight import Weight
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
@@ -53,21 +52,18 @@ def decoding_obstacle(a: LinearArguments, target: Target) -> str | None:
         problem = residual_problem(a)
     if (obstacle := mixed_obstacle(problem, TRITON_TYPES[a.x.dtype], target)) is not None:
         return obstacle
-    tensors = {"x": a.x, "residual": getattr(a, "residual", None)}
-    tensors |= {weight.named("data"): _words(weight) for weight in a.weights if weight is not None}
-    for name, tensor in tensors.items():
-        if tensor is not None and not _is_reached(tensor):
-            return f"{name}: rows that are not whole {ALIGNMENT} bytes"
-    return None
+    found = {"x": _is_reached(a.x)}
+    if isinstance(a, LinearResidualArguments):
+        found["residual"] = _is_reached(a.residual)
+    for weight in a.weights:
+        if weight is not None:
+            found[weight.named("data")] = fills_words(weight.data) and _is_reached(weight.data)
+    far = [name for name, is_reached in found.items() if not is_reached]
+    return f"{far[0]}: rows that are not whole {ALIGNMENT} bytes" if far else None
 
 
 def _is_reached(tensor: torch.Tensor) -> bool:
     return tensor.stride(1) == 1 and tma_reaches(tensor, tensor.stride(0))
-
-
-def _words(weight: Weight) -> torch.Tensor:
-    """Returns a weight's codes as 32-bit words where they fill these; else as they are."""
-    return weight.data.view(torch.int32) if fills_words(weight.data) else weight.data
 
 
 def decoding_product(
@@ -82,7 +78,7 @@ def decoding_product(
     residual = a.residual if isinstance(a, LinearResidualArguments) else None
     values = {
         "x": a.x,
-        "weight": _words(weight),
+        "weight": weight.data.view(torch.int32),
         "scale": weight.scale,
         "zero": weight.zero,
         "factor": weight.factor,

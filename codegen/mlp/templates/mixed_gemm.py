@@ -121,7 +121,7 @@ def load_tiles(
 ):  # fmt: skip
     """Fills the stages, in the order in which the consumers empty them."""
     step = 0
-    count, segments, begin, end, span = share_of(whole, num_tiles, UNITS, PROGRAMS)
+    count, segments, begin, end, _ = share_of(whole, num_tiles, UNITS, PROGRAMS)
     for number in range(segments):
         tile, first, last = segment_of(number, count, whole, begin, end, UNITS, PROGRAMS)
         rows, tokens = place_of(tile, (N + BLOCK_N - 1) // BLOCK_N, tiles_t, GROUP)
@@ -222,7 +222,9 @@ def decoded(
     """
     WORDS: gl.constexpr = words_layout(ROWS, BLOCK_K, PER)
     TILE: gl.constexpr = tile_layout(ROWS, BLOCK_K)
-    wide = gl.broadcast(words.expand_dims(2), gl.zeros([ROWS, BLOCK_K // PER, PER], gl.int32, WORDS))
+    wide = gl.broadcast(
+        words.expand_dims(2), gl.zeros([ROWS, BLOCK_K // PER, PER], gl.int32, WORDS)
+    )
     codes = gl.convert_layout(wide[0].reshape([ROWS, BLOCK_K]), TILE, assert_trivial=True)
     place = gl.arange(0, BLOCK_K, gl.SliceLayout(0, TILE)) % PER
     # The bytes, and their nibbles, that hold a pair of codes.
@@ -367,9 +369,7 @@ def places_of_sums(
     thread's pairs beside those of its warp."""
     r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     t = start + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
-    return (r % 16 // 8 * (BLOCK_T // 8) + t // 8) * 256 + (
-        (r // 16 * 32 + r % 8 * 4) * 2 + t % 8
-    )
+    return (r % 16 // 8 * (BLOCK_T // 8) + t // 8) * 256 + ((r // 16 * 32 + r % 8 * 4) * 2 + t % 8)
 
 
 @gluon.jit
@@ -383,8 +383,9 @@ def multiply_tiles(
     UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
     SCALE_ROW_STRIDE: gl.constexpr, SCALE_COLUMN_STRIDE: gl.constexpr,
     ZERO_ROW_STRIDE: gl.constexpr, ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr,
-    BIAS_STRIDE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    BIAS_STRIDE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Computes ROWS rows of each tile. CONSUMER: which of the two halves of the tile's rows."""
     CHUNK: gl.constexpr = 64
@@ -443,7 +444,7 @@ def multiply_tiles(
                 )  # fmt: skip
                 total = warpgroup_mma_wait(0, [flying])
                 mbarrier.arrive(empty.index(stage))
-            if residual_ptr is not None:
+            if residual_ptr is not None:  # noqa: SIM102
                 # The memory of the last tile's results has been read by now.
                 if unit == first and last - first == UNITS:
                     tma.store_wait(0)
@@ -520,9 +521,9 @@ def mixed_linear(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, factor_ptr, bias_ptr, residual_ptr, out_ptr,
     workspace_ptr, counters_ptr, num_tokens,
     N: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr,
-    BIAS_STRIDE: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, CODES: gl.constexpr, PER: gl.constexpr, ORDER: gl.constexpr,
-    SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr, PACKED_ZEROS: gl.constexpr,
-    SCALED: gl.constexpr, EXACT: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    BIAS_STRIDE: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, CODES: gl.constexpr,
+    PER: gl.constexpr, ORDER: gl.constexpr, SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr,
+    PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, EXACT: gl.constexpr, SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
     SCALE_COLUMN_STRIDE: gl.constexpr, ZERO_ROW_STRIDE: gl.constexpr,
     ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr, UNIT: gl.constexpr,
@@ -532,14 +533,15 @@ def mixed_linear(
     """Computes out [T, N] = residual + SCALE * (x @ weight^T * factor + bias), x in bfloat16.
 
     weight [N, K / PER]: 32-bit words of PER codes; (code - zero) * scale is rounded to bfloat16,
-    and the products are summed in fp32. Grid (PROGRAMS,), one program for each multiprocessor, which
-    computes whole tiles of 128 rows; with SPLIT, all programs share the tiles that would leave some
-    of them idle, and each such tile's parts are added in their order.
+    and the products are summed in fp32. Grid (PROGRAMS,), one program for each multiprocessor,
+    which computes whole tiles of 128 rows; with SPLIT, all programs share the tiles that would
+    leave some of them idle, and the parts of such a tile are added in their order.
 
-    CODES: "nibbles", "bytes", "e4m3" or "e2m1". ORDER: the nibble of a word that holds each code, a
-    hexadecimal digit for each. ZERO_POINT: the part of the zero that is no tensor, plus 128 if bytes
-    are SIGNED. SCALED: codes are multiplied by scales; if not, a row has one scale, which multiplies
-    its sums. EXACT: scales are numbers of bfloat16. UNIT: columns whose scales are loaded at a time.
+    CODES: "nibbles", "bytes", "e4m3" or "e2m1". ORDER: the nibble of a word that holds each code,
+    a hexadecimal digit for each. ZERO_POINT: the part of the zero that is no tensor, plus 128 if
+    bytes are SIGNED. SCALED: codes are multiplied by scales; if not, a row has one scale, which
+    multiplies its sums. EXACT: scales are numbers of bfloat16. UNIT: columns whose scales are
+    loaded at a time.
     """
     ROWS: gl.constexpr = 64
     BLOCK_N: gl.constexpr = 2 * ROWS
@@ -547,7 +549,9 @@ def mixed_linear(
     GROUPS: gl.constexpr = BLOCK_K // SCALE_COLUMNS if SCALE_COLUMNS < BLOCK_K else 1
     UNIT_OF_CODES: gl.constexpr = 64.0 if CODES == "nibbles" or CODES == "bytes" else 1.0
     X_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, BLOCK_K], gl.bfloat16)
-    WORD_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K // PER], gl.int32)
+    WORD_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [BLOCK_N, BLOCK_K // PER], gl.int32
+    )
     OUT_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, ROWS], gl.bfloat16)
     x_desc = tma.make_tensor_descriptor(
         x_ptr, [num_tokens, K], [X_STRIDE, 1], [BLOCK_T, BLOCK_K], X_TILE
