@@ -5,6 +5,7 @@ A cache holds random numbers and is rewound between replays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,18 +24,33 @@ def widths(config: Any) -> tuple[int, int, int]:
     return config.num_key_value_heads, config.head_dim, config.head_dim
 
 
-def new_cache(model: Any, batch: int, max_length: int) -> StaticCache:
-    """Returns a cache of `max_length` tokens for each of `batch` sequences, on the model's
-    device."""
-    heads, *columns = widths(model.config)
+def layer_widths(model: Any) -> list[tuple[int, int, int]]:
+    """Returns (heads, columns of keys, columns of values) that each layer of a model on the meta
+    device caches."""
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    with torch.no_grad(), torch.device("meta"):
+        model(torch.zeros((1, 1), dtype=torch.int64), past_key_values=cache, use_cache=True)
+    return [(layer.num_heads, layer.k_head_dim, layer.v_head_dim) for layer in cache.layers]
+
+
+def new_cache(
+    model: Any, batch: int, max_length: int, layers: Sequence[tuple[int, int, int]] = ()
+) -> StaticCache:
+    """Returns a cache of `max_length` tokens for each of `batch` sequences, on the model's device.
+
+    layers: the extents of each layer; by default `widths` gives them.
+    """
     cache = StaticCache(config=model.config, max_cache_len=max_length)
-    for number, layer in enumerate(cache.layers):
+    layers = layers or [widths(model.config)] * len(cache.layers)
+    for number, (layer, (heads, *columns)) in enumerate(zip(cache.layers, layers, strict=True)):
         # These tensors have no tokens, as only their other extents are used.
         keys, values = (
             torch.empty((batch, heads, 0, width), dtype=model.dtype, device=model.device)
             for width in columns
         )
         layer.lazy_initialization(keys, values)
+        if model.device.type == "meta":
+            continue
         generator = torch.Generator(model.device).manual_seed(number)
         layer.keys.normal_(generator=generator)
         layer.values.normal_(generator=generator)
@@ -45,6 +61,8 @@ def rewind(cache: StaticCache, position: int) -> None:
     """Sets how many tokens a cache holds, so that repeated calls do not run past its end."""
     for layer in cache.layers:
         layer.cumulative_length.fill_(position)
+        if layer.is_sliding:
+            layer.cumulative_length_int = position
 
 
 def padded_tokens(batch: int, tokens: int, device: torch.device | str = "cuda") -> torch.Tensor:

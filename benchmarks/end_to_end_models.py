@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from tilewright.tools.zoo import ZOO
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,24 @@ def deepseek_v2_lite(layers: int) -> PreTrainedConfig:
     )
 
 
+def gpt_oss_20b(layers: int) -> PreTrainedConfig:
+    return GptOssConfig(**{**ZOO["gpt-oss-20b"].fields, "num_hidden_layers": layers})
+
+
+def gemma3_12b(layers: int) -> PreTrainedConfig:
+    return Gemma3TextConfig(
+        vocab_size=262208,
+        hidden_size=3840,
+        intermediate_size=15360,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        sliding_window=1024,
+        max_position_embeddings=131072,
+    )
+
+
 DECODE = ("1x1", "16x1", "64x1")
 WITHOUT_MASK = ("1x1-nomask", "16x1-nomask", "64x1-nomask", "1x1024-nomask")
 LATENT = ("1x1", "8x1", "1x512", "8x1024")
@@ -135,6 +162,18 @@ MODELS = {
         experts_per_token=6,
         experts=64,
     ),
+    "gpt-oss-20b": Model(
+        "GPT-OSS-20B",
+        "gpt_oss_20b_end_to_end",
+        "GptOssForCausalLM",
+        gpt_oss_20b,
+        DECODE,
+        experts_per_token=4,
+        experts=32,
+    ),
+    "gemma3-12b": Model(
+        "Gemma-3-12B", "gemma3_12b_end_to_end", "Gemma3ForCausalLM", gemma3_12b, DECODE
+    ),
     "youtu": Model("Youtu", "youtu_end_to_end", "YoutuForCausalLM", "YoutuConfig", LATENT),
     "minicpm3": Model(
         "MiniCPM3-4B", "minicpm3_end_to_end", "MiniCPM3ForCausalLM", "MiniCPM3Config", LATENT
@@ -158,14 +197,22 @@ def config_of(model: Model, layers: int) -> PreTrainedConfig:
     return getattr(transformers, model.config)(num_hidden_layers=layers)
 
 
-def build(name: str, layers: int) -> Any:
-    """Returns the model on the GPU in bfloat16; its experts use Hugging Face's `grouped_mm`."""
+def build(
+    name: str, layers: int, device: str = "cuda", fields: dict[str, Any] | None = None
+) -> Any:
+    """Returns the model in bfloat16; its experts use Hugging Face's `grouped_mm`.
+
+    fields: of the config, in place of the published ones.
+    """
     model = MODELS[name]
+    config = config_of(model, layers)
+    if fields:
+        config = type(config)(**config.to_dict() | fields)
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         experts = {"experts_implementation": "grouped_mm"} if model.experts > 1 else {}
         made = getattr(transformers, model.model_class)._from_config(
-            config_of(model, layers), dtype=torch.bfloat16, **experts
+            config, dtype=torch.bfloat16, **experts
         )
     for parameter_name, parameter in made.named_parameters():
         # Some releases leave expert weights uninitialised.

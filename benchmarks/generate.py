@@ -1,6 +1,7 @@
 """Benchmark of `generate()` in tokens per second of wall-clock time, which includes the CPU's work.
 
-    python benchmarks/generate.py --model llama3-8b [--layers 32] [--batches 1 16 64] [--out DIR]
+    python benchmarks/generate.py --model llama3-8b [--layers 32] [--batches 1 16 64] [--short]
+        [--out DIR]
 
 `end_to_end_models.py` has the models; weights are random. A batch has prompts of different lengths,
 padded on the left to 1000 tokens, and gets 128 new tokens, greedy. generate() runs the prompt in
@@ -11,6 +12,8 @@ Inductor's CUDA graphs). Variants:
     stock              StaticCache, torch.compile
     tilewright         StaticCache, backend "tilewright"
     tilewright-paged   PagedCache, backend "tilewright"
+    tilewright-deferred         StaticCache, backend "tilewright", `defer_stop_check(model)`
+    tilewright-paged-deferred   PagedCache, the same
 
 Each call of the compiled variants resets and reuses the same cache, so CUDA graphs are recorded
 once; the eager variant makes a new dynamic cache for each call. Each batch is a process: all
@@ -19,8 +22,11 @@ timed.
 
 tokens: new tokens of the batch per second of whole calls, prompt included. steps: new tokens per
 second after the prompt. same: the share of new tokens that equal eager's; with random weights the
-scores of two tokens are sometimes nearly equal, and all tokens after such a choice differ. cache:
-memory of the cache in MiB. peak: memory of a call beyond model and cache, in MiB.
+scores of two tokens are sometimes nearly equal, and all tokens after such a choice differ.
+undeferred: the share of new tokens that equal those of the same variant without
+`defer_stop_check`, which all must. cache: memory of the cache in MiB. peak: memory of a call beyond
+model and cache, in MiB. `--short` has "tilewright" and "tilewright-deferred" alone, each timed
+once.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from timing import keep
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 from tilewright.compiler import reports
+from tilewright.compiler.serving import stop_check
 from tilewright.tools.paged_cache import PagedCache
 
 PROMPT, NEW = 1000, 128
@@ -57,6 +64,10 @@ VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
         lambda config, length: PagedCache(config, max_cache_len=length),
     ),
 }
+#: Variants with a deferred check, each with the variant that is otherwise the same.
+DEFERRED = {f"{name}-deferred": name for name in ("tilewright", "tilewright-paged")}
+VARIANTS |= {name: VARIANTS[of] for name, of in DEFERRED.items()}
+SHORT = ["tilewright", "tilewright-deferred"]
 
 
 def prompts(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
@@ -90,6 +101,8 @@ class Variant:
 
     def __call__(self, new: int | None = None) -> torch.Tensor:
         """Calls generate() and returns the new tokens [batch, new]."""
+        # One class for all variants: with another class the model would compile again.
+        stop_check.DEVICES = ("cuda",) if self.name in DEFERRED else ()
         if self.name == "eager":
             self.cache = self.fresh()
         else:
@@ -130,14 +143,16 @@ def peak_mib(call: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def facts(model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> dict[str, Any]:
+def facts(
+    model: Any, name: str, inputs: dict[str, torch.Tensor], new: int, rounds: int
+) -> dict[str, Any]:
     """Returns times, memory and tokens of a variant's calls, after a warm-up."""
     variant = Variant(model, name, inputs, new)
     batch = inputs["input_ids"].shape[0]
     tokens = variant()
     assert tokens.shape == (batch, new)
     peak = peak_mib(variant)  # the first call recorded the CUDA graphs
-    whole, first = seconds(variant, ROUNDS), seconds(lambda: variant(1), ROUNDS)
+    whole, first = seconds(variant, rounds), seconds(lambda: variant(1), rounds)
     return {
         "tokens": batch * new / whole,
         "steps": batch * (new - 1) / (whole - first),
@@ -149,37 +164,39 @@ def facts(model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> d
 
 
 def prepare(model: Any) -> None:
-    """Removes the end token from a model's config, so that generate() makes all tokens asked
-    for."""
+    """Removes the end token from a model's config, so that generate() makes all tokens asked for,
+    and prepares it for deferred checks."""
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.config.eos_token_id = None
+    stop_check.defer_stop_check(model)
 
 
 def warm_up(model: Any, names: list[str], inputs: dict[str, torch.Tensor], new: int) -> None:
     """Compiles the steps of all variants."""
-    for name in names:
+    for name in dict.fromkeys(DEFERRED.get(name, name) for name in names):
         if VARIANTS[name][0] is not None:
             Variant(model, name, inputs, new)()
 
 
 def measured(
-    model: Any, names: list[str], inputs: dict[str, torch.Tensor], new: int
+    model: Any, names: list[str], inputs: dict[str, torch.Tensor], new: int, rounds: int
 ) -> dict[str, Any]:
     """Returns a row with the facts of each variant, in columns named `variant_fact`."""
     row: dict[str, Any] = {}
     answers = {}
     for name in names:
-        found = facts(model, name, inputs, new)
+        found = facts(model, name, inputs, new, rounds)
         answers[name] = found.pop("answer")
         row |= {f"{name}_{fact}": value for fact, value in found.items()}
-        if "eager" in answers:
-            row[f"{name}_same"] = (answers[name] == answers["eager"]).float().mean().item()
+        for fact, other in (("same", "eager"), ("undeferred", DEFERRED.get(name))):
+            if other in answers:
+                row[f"{name}_{fact}"] = (answers[name] == answers[other]).float().mean().item()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return row
 
 
-def run_batch(name: str, layers: int, batch: int, names: list[str]) -> None:
+def run_batch(name: str, layers: int, batch: int, names: list[str], rounds: int) -> None:
     """Compiles one batch in its own process, waits for its turn, times it, and prints its row."""
     with torch.no_grad():
         model = build(name, layers)
@@ -192,7 +209,7 @@ def run_batch(name: str, layers: int, batch: int, names: list[str]) -> None:
         row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
         if not has_turn():
             return
-        row |= measured(model, names, inputs, NEW)
+        row |= measured(model, names, inputs, NEW, rounds)
     print(json.dumps(row), flush=True)
 
 
@@ -202,15 +219,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="by default 32, 16 or 27, by model")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed calls of each variant")
+    parser.add_argument("--short", action="store_true", help="two variants, timed once")
     parser.add_argument("--batch", type=int, help="one batch; set by the parent process")
     parser.add_argument("--hold", type=Path, help="start timing once this file exists")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
     given = parser.parse_args()
     layers = given.layers or LAYERS[given.model]
+    if given.short:
+        given.variants, given.rounds = SHORT, 1
     if given.batch:
-        run_batch(given.model, layers, given.batch, given.variants)
+        run_batch(given.model, layers, given.batch, given.variants, given.rounds)
         return
     shared = ["--model", given.model, "--layers", str(layers), "--variants", *given.variants]
+    shared += ["--rounds", str(given.rounds)]
     commands = {f"batch {b}": [__file__, *shared, "--batch", str(b)] for b in given.batches}
     rows = []
     results = f"{MODELS[given.model].results.removesuffix('_end_to_end')}_generate"
@@ -218,11 +240,15 @@ def main() -> None:
         rows.append({"model": MODELS[given.model].title, **row})
         print(f"{title}, fused {row['fused']}")
         for name in given.variants:
+            same = "".join(
+                f"  {fact} {row[f'{name}_{fact}']:.2f}"
+                for fact in ("same", "undeferred")
+                if f"{name}_{fact}" in row
+            )
             print(
-                f"  {name:<17} {row[f'{name}_tokens']:8.0f} tokens/s  steps "
-                f"{row[f'{name}_steps']:8.0f}  prompt {row[f'{name}_prompt_s']:6.3f} s  same "
-                f"{row.get(f'{name}_same', 1.0):.2f}  cache {row[f'{name}_cache_mib']:7.0f}  peak "
-                f"{row[f'{name}_peak_mib']:7.0f} MiB",
+                f"  {name:<25} {row[f'{name}_tokens']:8.0f} tokens/s  steps "
+                f"{row[f'{name}_steps']:8.0f}  prompt {row[f'{name}_prompt_s']:6.3f} s{same}  "
+                f"cache {row[f'{name}_cache_mib']:7.0f}  peak {row[f'{name}_peak_mib']:7.0f} MiB",
                 flush=True,
             )
         keep(results, rows, given.out)

@@ -15,10 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import steps_models
 import torch
 import transformers
-from decode_cache import widths
+from decode_cache import generate_inputs, layer_widths, new_cache, rewind, widths
 from end_to_end_models import MODELS, config_of
+from steps_models import Case
 from transformers import LlamaConfig, Qwen3MoeConfig, StaticCache
 
 from tilewright.codegen.targets import Target, get_target
@@ -28,6 +30,8 @@ from tilewright.tools.models.checkpoint import model_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 QUANTISED = "quantised_step.json"
+#: The rows of `steps.py`, whose model is a key of `steps_models.WIDTHS`.
+STEPS = "steps.json"
 #: Room in the cache, and tokens in it before a decode step, as `end_to_end.py` has them.
 CAPACITY = 2048
 START = 1000
@@ -72,9 +76,10 @@ _SCHEMES = {
 class Row:
     """One measured forward pass.
 
-    source: the results file. model: a key of `end_to_end_models.MODELS`, or of `_SMALL`. form: of
-    the weights, "bf16" or a format of `quantised_step.py`. batch, tokens: new ones of a sequence.
-    masked: whether a mask was given. us: measured, in microseconds.
+    source: the results file. model: a key of `end_to_end_models.MODELS`, of `_SMALL` or of
+    `steps_models.WIDTHS`. form: of the weights, "bf16" or a format of `quantised_step.py`. batch,
+    tokens: new ones of a sequence. masked: whether a mask was given. us: measured, in microseconds.
+    start: tokens in the cache before the pass. capacity: those that it has room for.
     """
 
     source: str
@@ -86,15 +91,19 @@ class Row:
     tokens: int
     masked: bool
     us: float
+    start: int = START
+    capacity: int = CAPACITY
 
     @property
     def present(self) -> int:
         """Tokens of each sequence in the cache when attention reads it."""
-        return START + 1 if self.tokens == 1 else self.tokens
+        return self.start + 1 if self.tokens == 1 else self.tokens
 
     @property
     def case(self) -> str:
-        return f"{self.batch} x {self.tokens}"
+        kinds = [f"{self.start} present"] * (self.tokens == 1 and self.start != START)
+        kinds += ["no mask"] * (not self.masked)
+        return ", ".join([f"{self.batch} x {self.tokens}", *kinds])
 
     @property
     def target(self) -> Target:
@@ -105,8 +114,8 @@ class Row:
 
 def measured_rows() -> list[Row]:
     """Every row of the results files of steps; of equal cases of one model and form the first."""
-    rows = [*_dense_rows(), *_quantised_rows()]
-    first = {(r.source, r.model, r.form, r.batch, r.tokens, r.masked): r for r in reversed(rows)}
+    rows = [*_dense_rows(), *_quantised_rows(), *_step_rows()]
+    first = {(r.source, r.model, r.form, r.case): r for r in reversed(rows)}
     return [row for row in rows if row in first.values()]
 
 
@@ -136,15 +145,34 @@ def _quantised_rows() -> Iterator[Row]:
                 yield Row(QUANTISED, kept["gpu"], r["model"], form, *case, r[variant])
 
 
+def _step_rows() -> Iterator[Row]:
+    path = RESULTS / STEPS
+    kept = json.loads(path.read_text("utf-8")) if path.exists() else {"rows": []}
+    for r in kept["rows"]:
+        if "tilewright" in r:
+            case = Case(r["batch"], r["tokens"], r["start"], r["capacity"])
+            yield row_of(r["model"], case, kept["gpu"], r["tilewright"])
+
+
+def row_of(model: str, case: Case, gpu: str, us: float) -> Row:
+    """The row of a case of `steps_models.py`."""
+    layers = steps_models.WIDTHS[model].layers
+    size, room = (case.batch, case.tokens), (case.start, case.capacity)
+    return Row(STEPS, gpu, model, "bf16", layers, *size, True, us, *room)
+
+
 # --- steps ----------------------------------------------------------------------------------------
 
 
 def step_behind(row: Row) -> Step:
     """The step of a row on sm90, its layers those that are built. Raises ImportError where a
     format's library is not installed."""
-    model = _small(row) if row.source == QUANTISED else _dense(row)
     torch._dynamo.reset()
-    lowered = lower(*_inputs(model, row), target="sm90")
+    if row.source == STEPS:
+        lowered = lower(*_generated(row), target="sm90")
+    else:
+        model = _small(row) if row.source == QUANTISED else _dense(row)
+        lowered = lower(*_inputs(model, row), target="sm90")
     return step_of(lowered, row.present, row.target)
 
 
@@ -217,6 +245,33 @@ def _inputs(model: Any, row: Row) -> tuple[Any, tuple[Any, ...], dict[str, Any]]
             seen = row.batch, 1, row.tokens, capacity
             given |= {"attention_mask": torch.ones(seen, dtype=torch.bool), "position_ids": ids}
     return model, (ids,), given
+
+
+def _generated(row: Row) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model and the arguments of a row of `steps.py`, on the meta device.
+
+    A mask depends only on the lengths of a cache, so it is made on the CPU with a cache of one
+    column.
+    """
+    model = steps_models.build(row.model, "meta")
+    widths_of_layers = layer_widths(model)
+    cache = new_cache(model, row.batch, row.capacity, widths_of_layers)
+    thin = StaticCache(config=model.config, max_cache_len=row.capacity)
+    column = torch.empty((row.batch, 1, 0, 1), dtype=model.dtype)
+    for layer in thin.layers:
+        layer.lazy_initialization(column, column)
+    ids = torch.zeros((row.batch, row.tokens), dtype=torch.int64)
+    given = generate_inputs(model, thin, ids, row.start, padded=False)
+    rewind(cache, row.start)
+    cached = {"past_key_values": cache, "use_cache": True}
+    return model, (ids.to("meta"),), cached | _on_meta(given)
+
+
+def _on_meta(value: Any) -> Any:
+    """The value with its tensors on the meta device."""
+    if isinstance(value, dict):
+        return {name: _on_meta(one) for name, one in value.items()}
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from predicted_rows import QUANTISED, Row, counts, measured_rows, step_behind
+import steps_models
+from predicted_rows import QUANTISED, STEPS, Row, counts, measured_rows, step_behind
 from timing import keep
 
 from tilewright.compiler.report.bars import held_percent
@@ -34,6 +35,8 @@ HELD_OUT_FORMATS = frozenset({"ct-fp8-block", "ct-nvfp4a16", "ct-mxfp4a16", "fin
 def is_held_out(row: Row) -> bool:
     """Whether no constant may be fitted to a row: of a model or a format that is held out, or of a
     dense model on the other chip, whose memory has another rate."""
+    if row.source == STEPS:
+        return steps_models.is_held_out(row.model, row.batch, row.tokens)
     other_chip = row.source == QUANTISED and row.form == "bf16"
     return row.model in HELD_OUT_MODELS or row.form in HELD_OUT_FORMATS or other_chip
 
@@ -54,7 +57,7 @@ def predicted(row: Row) -> dict[str, Any]:
         "model": row.model,
         "form": row.form,
         "layers": row.layers,
-        "case": row.case + ("" if row.masked else ", no mask"),
+        "case": row.case,
         "class": step.kind,
         "held_out": is_held_out(row),
         "measured_us": round(row.us, 1),

@@ -7,8 +7,10 @@ JSON.
 from __future__ import annotations
 
 import json
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,3 +64,67 @@ def _finished(process: subprocess.Popen[str]) -> dict[str, Any] | None:
         return None
     row: dict[str, Any] = json.loads(lines[-1])
     return row
+
+
+def printed_rows(
+    commands: Mapping[str, Sequence[str]], seconds: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (name, row) as soon as a case prints a row, of which it may print any number.
+
+    seconds: for everything. A case that is not ready by then, or that goes on for longer than its
+    share of the time that is left, is ended; its rows until then stay.
+    """
+    end = time.monotonic() + seconds
+    cases = {name: _Case(name, command) for name, command in commands.items()}
+    try:
+        ready = [case for case in cases.values() if case.is_ready(end)]
+        print(f"compiled: {len(ready)} of {len(cases)}", flush=True)
+        for number, case in enumerate(ready):
+            left = end - time.monotonic()
+            yield from case.rows(time.monotonic() + left / (len(ready) - number))
+    finally:
+        for case in cases.values():
+            case.process.kill()
+
+
+class _Case:
+    """A process whose lines are read while it runs."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name, self.process = name, _started(command)
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.strip())
+        self.lines.put(None)
+
+    def _next(self, end: float) -> str | None:
+        """Returns the next line; None after the last one, or at the time `end`."""
+        try:
+            return self.lines.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            print(f"{self.name}: out of time", flush=True)
+            self.process.kill()
+            return None
+
+    def is_ready(self, end: float) -> bool:
+        """Waits until the case has compiled; False if it ends before that."""
+        while (line := self._next(end)) is not None:
+            if line == READY:
+                return True
+        print(f"{self.name}: failed before its turn", flush=True)
+        return False
+
+    def rows(self, end: float) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Lets the case measure, and yields its rows."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        while (line := self._next(end)) is not None:
+            if line.startswith("{"):  # libraries may print other lines
+                yield self.name, json.loads(line)
+        if self.process.wait():
+            print(f"{self.name}: ended with {self.process.returncode}", flush=True)

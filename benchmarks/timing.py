@@ -30,14 +30,26 @@ def environment() -> dict[str, Any]:
     """Returns date, command, versions and GPU of this run."""
     facts = {
         "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *_named(sys.argv)]),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
     }
+    if "transformers" in sys.modules:
+        facts["transformers"] = sys.modules["transformers"].__version__
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
+
+
+def _named(words: Sequence[str]) -> list[str]:
+    """Returns a command's words without the options that name folders of this machine."""
+    folders = ("--out", "--hold")
+    return [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if word.partition("=")[0] not in folders and before not in folders
+    ]
 
 
 def cpu_us(call: Callable[[], Any], calls: int = 100) -> float:

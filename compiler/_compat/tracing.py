@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -45,6 +46,18 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
                 _REPLACED[owner, name] = before, count - 1
             else:
                 setattr(owner, name, before)
+
+
+def at_least_graphs(count: int) -> AbstractContextManager[Any]:
+    """Inside this context, Dynamo keeps `count` graphs of a function in this thread, or more if it
+    is set so. Before torch 2.13, threads share the setting."""
+    config: Any = torch._dynamo.config
+    setting = config._config["recompile_limit"]
+    if isinstance(getattr(setting, "user_override", None), ContextVar):
+        limit = max(count, config.recompile_limit)
+        changed: AbstractContextManager[Any] = config.patch(recompile_limit=limit)
+        return changed
+    return _replaced(config, "recompile_limit", lambda limit: max(count, limit))
 
 
 def autocast_off_on_meta() -> AbstractContextManager[None]:

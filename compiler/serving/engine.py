@@ -124,10 +124,19 @@ def init_continuous_batching(
     workload_hints: Any = None,
 ) -> Any:
     """Makes a manager as transformers does. Until it is stopped, the model has tilewright's
-    attention."""
+    attention. Where the model's device or dtype has no kernels, transformers' own manager runs, and
+    a warning says why."""
     from tilewright.compiler.serving.batching import BatchingConfig
+    from tilewright.compiler.serving.manager import Manager
+    from tilewright.compiler.serving.relied_on import missing_kernel
 
     original: Any = original_class(self)
+    reason = missing_kernel(self)  # the model may have moved since `enable`
+    if reason is not None:
+        log.warning("enable: continuous batching runs without tilewright: %s", reason)
+        return original.init_continuous_batching(
+            self, generation_config, continuous_batching_config, workload_hints
+        )
     settings = continuous_batching_config
     if settings is None:  # transformers looks there, too
         settings = getattr(generation_config, "continuous_batching_config", None)
@@ -142,6 +151,7 @@ def init_continuous_batching(
             give_attention_back(self)
         raise
     manager._original_attn_impl = before  # the manager sets this again when it stops
+    manager.__class__ = Manager
     _MANAGERS[self] = ref(manager)
     return manager
 

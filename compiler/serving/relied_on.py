@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.generation.continuous_batching import continuous_api, input_outputs
+from transformers.generation.continuous_batching import (
+    continuous_api,
+    input_outputs,
+    model_runner,
+)
 from transformers.generation.continuous_batching.cache_allocators import (
     CacheAllocator,
     FullAttentionCacheAllocator,
@@ -26,12 +30,17 @@ from tilewright.compiler.serving.allocators import (
 )
 from tilewright.compiler.serving.classes import original_class
 from tilewright.compiler.serving.memory import memory_of
+from tilewright.ops.contract import get_op
+from tilewright.ops.runtime.device import target_of
 
 #: Methods of transformers -> the parameters that they must have.
 METHODS: dict[tuple[Any, str], str] = {
     (continuous_api.ContinuousMixin, "init_continuous_batching"): (
         "self generation_config continuous_batching_config workload_hints"
     ),
+    (continuous_api.ContinuousBatchingManager, "warmup"): "self",
+    (continuous_api.ContinuousBatchingManager, "_run_generation_loop"): "self",
+    (model_runner.ModelRunner, "run_one_warmup"): "self model num_q_tokens max_kv_read",
     (FullAttentionCacheAllocator, "__init__"): (
         "self index config num_key_value_heads cache_dtype page_size layer_indices "
         "allow_block_sharing"
@@ -113,6 +122,48 @@ def _reasons_of_model(model: Any) -> Iterator[str]:
         yield from _reasons_of_latents(model, config)
     register()
     yield from _differences(config, model.dtype)
+    if (reason := missing_kernel(model)) is not None:
+        yield reason
+
+
+def missing_kernel(model: Any) -> str | None:
+    """Returns why no kernel computes the attention of a model on its GPU; None if one does, and on
+    other devices.
+
+    The reference waits for the GPU, which a CUDA graph cannot record, and is slow.
+    """
+    if model.device.type != "cuda":
+        return None
+    return kernel_obstacle(model.config.get_text_config(), model.dtype, target_of(model.device))
+
+
+def kernel_obstacle(config: Any, dtype: torch.dtype, target: Any) -> str | None:
+    """Returns why no kernel for `target` computes the attention of a language model; None if one
+    does."""
+    memory = _small_memory(config, dtype)
+    for kind, owner in memory.cache_allocators.items():
+        name = "mla_decode" if isinstance(owner, LatentPages) else "cache_attention"
+        choice = get_op(name).choose("cuda", _decode_call(name, owner, config, dtype), target)
+        if choice.lowering.name == "reference":
+            return f"no kernel for {kind} of this model: {choice.rejected[-1][1]}"
+    return None
+
+
+def _decode_call(name: str, owner: Any, config: Any, dtype: torch.dtype) -> Any:
+    """Returns the arguments of the attention of one token, on the meta device."""
+    keys, values = owner.pages(owner.layer_indices[0])
+    heads, width = config.num_attention_heads, keys.shape[-1]
+    rest: tuple[Any, ...] = ()
+    options: dict[str, Any] = {"num_sequences": 1, "scale": 1.0}
+    if name == "mla_decode":
+        nope = config.qk_nope_head_dim
+        width = nope + config.qk_rope_head_dim
+        rows = heads * (nope + config.v_head_dim)
+        rest = (torch.empty(rows, owner.rank, dtype=dtype, device="meta"),)
+        options["v_dim"] = config.v_head_dim
+    query = torch.empty(1, heads, width, dtype=dtype, device="meta")
+    table = torch.zeros(1, 1, dtype=torch.int32, device="meta")
+    return get_op(name).arguments(query, keys, values, *rest, block_table=table, **options)
 
 
 def _reasons_of_latents(model: Any, config: Any) -> Iterator[str]:
@@ -142,15 +193,19 @@ def _code(function: Any) -> tuple[Any, ...]:
     return code.co_code, code.co_names, code.co_varnames
 
 
-def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Builds a small memory on the meta device with these allocators, and yields a reason if its
-    pages are not where transformers has them."""
+def _small_memory(config: Any, dtype: torch.dtype) -> Any:
+    """Builds a small memory with these allocators on the meta device."""
     before = config._attn_implementation_internal
     try:
         config._attn_implementation_internal = ATTENTION
-        memory = memory_of(config, dtype, **_SMALL)
+        return memory_of(config, dtype, **_SMALL)
     finally:
         config._attn_implementation_internal = before
+
+
+def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
+    """Yields a reason if the pages of a small memory are not where transformers has them."""
+    memory = _small_memory(config, dtype)
     for kind, owner in memory.cache_allocators.items():
         if not isinstance(owner, ALLOCATORS[kind]):
             yield f"transformers {transformers.__version__} makes other allocators of {kind}"

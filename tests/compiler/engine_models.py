@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,10 +72,17 @@ LENGTHS = (5, 1, 40, 16, 150, 3, 17, 64, 9, 70)
 @functools.cache
 def built(name: str) -> Any:
     """Returns a tiny model, whose weights are large enough for its tokens to differ."""
+    return made(name)
+
+
+def made(name: str, sizes: Mapping[str, Any] | None = None) -> Any:
+    """Makes a tiny model. sizes: other values of the fields that its configuration has here."""
     torch.manual_seed(0)
     kind, settings, attention = MODELS[name]
     text = "Text" if kind == "Gemma3" else ""
-    config = getattr(transformers, f"{kind}{text}Config")(**SIZES | settings)
+    fields = SIZES | settings
+    fields |= {field: size for field, size in (sizes or {}).items() if field in fields}
+    config = getattr(transformers, f"{kind}{text}Config")(**fields)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3)

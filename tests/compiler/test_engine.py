@@ -48,7 +48,8 @@ from tests.compiler.engine_models import (
     plain,
     prompts,
 )
-from tilewright.compiler import backend
+from tilewright.codegen.targets import get_target
+from tilewright.compiler import backend, reports
 from tilewright.compiler.serving import (
     BatchingConfig,
     allocators,
@@ -780,6 +781,54 @@ def _compiled(name: str) -> tuple[list[Any], list[list[int]]]:
         found = batch(model, config, lengths=FOUR)
     disable(model)
     return graphs, found
+
+
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_nothing_is_compiled_after_the_warm_up(enabled, fresh_dynamo, dynamic):
+    """Static decode steps have a graph for each power of two, more than Dynamo keeps by default."""
+    config = BatchingConfig(
+        **SMALL | {"max_batch_tokens": 64, "max_requests_per_batch": 64, "num_blocks": 200}
+        | {"q_padding_interval_size": 16}, options={"inner": "eager"},
+    )  # fmt: skip
+    config.decode_compile_config.dynamic = dynamic
+    with enabled("Llama").continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=config
+    ) as manager:
+        warm = len(reports())
+        found = []
+        for lengths in ((5,), LENGTHS, (3,) * 20):
+            names = manager.add_requests(prompts(lengths), max_new_tokens=4)
+            left = set(names)
+            while left:
+                result = manager.get_result(timeout=60)
+                assert result.error is None
+                left -= {result.request_id}
+            found.append(len(reports()))
+    assert found == [warm] * 3
+    assert warm >= (4 if dynamic is None else 9)
+    frames = torch._dynamo.utils.counters["frames"]
+    assert frames["total"] == frames["ok"]
+
+
+def test_a_model_without_kernels_runs_as_before(enabled, monkeypatch, caplog):
+    model = enabled("Llama")
+    monkeypatch.setattr(relied, "missing_kernel", lambda model: "no kernel for torch.float32")
+    with caplog.at_level(logging.WARNING, logger="tilewright"):
+        found = batch(model, plain(max_blocks_per_request=0), lengths=(20, 5))
+    assert found == generated("Llama", (20, 5))
+    assert caplog.messages == [
+        "enable: continuous batching runs without tilewright: no kernel for torch.float32"
+    ]
+    disable(model)
+    assert "no kernel for torch.float32" in told(model, caplog)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_of_attention_take_halves(enabled, name):
+    config, target = enabled(name).config, get_target("sm90")
+    assert relied.kernel_obstacle(config, torch.bfloat16, target) is None
+    reason = relied.kernel_obstacle(config, torch.float32, target)
+    assert "no kernel for torch.float32" in reason
 
 
 #: Prompts of one step, and then four tokens a step.

@@ -1,0 +1,59 @@
+"""The rows that `benchmarks/steps.py` measures: how many there are, and which are held out."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import steps
+import steps_models
+import timing
+from predicted_rows import row_of
+from predictions import predicted
+
+PLANNED = [(name, case) for name in steps_models.WIDTHS for case in steps_models.cases_of(name)]
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def test_enough_rows_of_every_kind_are_held_out():
+    assert len(PLANNED) > 180
+    assert steps_models.held_out_share(PLANNED) >= 0.45
+    held = Counter(steps_models.is_held_out(name, c.batch, c.tokens) for name, c in PLANNED)
+    assert min(held.values()) >= 80
+    assert set(steps_models.WIDTHS) > steps_models.HELD_OUT
+    starts = {(case.batch, case.start) for _, case in PLANNED if case.is_decode}
+    assert starts >= {(batch, 1000) for batch in (1, 4, 16, 64, 128)}
+
+
+def test_a_run_that_ends_early_has_rows_of_held_out_models_and_of_others():
+    for wave in steps.waves(list(steps_models.WIDTHS), 13):
+        held = sum(name in steps_models.HELD_OUT for name in wave)
+        assert 3 <= held <= len(wave) - 3
+
+
+def test_no_cache_is_larger_than_a_process_may_have():
+    for name, case in PLANNED:
+        size = case.batch * case.capacity * steps_models.token_bytes(name)
+        assert size <= steps_models.MOST_CACHE
+        assert case.start + case.tokens <= case.capacity
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gpt-oss-20b"])
+def test_a_row_is_modelled_without_a_gpu(name):
+    case = steps_models.cases_of(name)[0]
+    row = predicted(row_of(name, case, H100, 500.0))
+    assert row["class"] == f"decode, {'mixture' if name.startswith('gpt') else 'dense'}"
+    assert 100 < row["modelled_us"] < 2000
+    assert row["ratio"] == pytest.approx(row["modelled_us"] / 500.0, abs=1e-3)
+
+
+def test_a_kept_command_names_no_folder(monkeypatch):
+    words = ["benchmarks/steps.py", "--out", "/a/folder", "--jobs", "2", "--hold=/another"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert timing.environment()["command"] == "python benchmarks/steps.py --jobs 2"
