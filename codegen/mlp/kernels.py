@@ -8,6 +8,7 @@ from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.kernel import Kernel, Stride
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.row_norm import squares_a_row
+from tilewright.codegen.rows import ColumnOrder, column_order
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
@@ -50,7 +51,8 @@ class LinearConfig:
 
     prefetch: weight columns of each row that the kernel prefetches while the previous kernel ends,
     a multiple of 64. For codes, the kernel prefetches the bytes that so many 16-bit numbers would
-    take. lets_in: the next kernel may start early.
+    take. lets_in: the next kernel may start early. x_in_order: an earlier kernel permutes x to the
+    order of the weight's codes.
     """
 
     block_n: int
@@ -61,9 +63,11 @@ class LinearConfig:
     num_stages: int
     prefetch: int = 0
     lets_in: bool = False
+    x_in_order: bool = False
 
     def __str__(self) -> str:
         marks = f" p{self.prefetch}" * bool(self.prefetch) + " early" * self.lets_in
+        marks += " ordered" * self.x_in_order
         return (
             f"{self.block_n}x{self.block_t}x{self.block_k} /{self.split_k} "
             f"w{self.num_warps} s{self.num_stages}{marks}"
@@ -122,7 +126,7 @@ def linear_constants(
         "LINE": 128 // int(ELEMENT_BYTES[problem.weight]),
         "PREFETCH": config.prefetch if problem.k_major else 0,
         # The operands of both products come from registers.
-        "APART": (norm is not None or q is not None) and target.tmem_columns > 0,
+        "APART": _makes_x(problem, config) and target.tmem_columns > 0,
     }
     if norm is not None:
         made |= norm.constants(problem.k)
@@ -132,9 +136,27 @@ def linear_constants(
     return made
 
 
+def _makes_x(problem: LinearProblem, config: LinearConfig) -> bool:
+    """Whether the kernel norms or permutes x."""
+    permutes = problem.quantization is not None and not config.x_in_order
+    return problem.norm is not None or permutes
+
+
 def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -> tuple[int, int]:
     tiles = cdiv(problem.n, config.block_n)
     return tiles * config.split_k, cdiv(num_tokens, config.block_t)
+
+
+def order_of(problem: LinearProblem, config: LinearConfig | DotConfig) -> ColumnOrder | None:
+    """Returns the order of the columns of x that the kernel takes; None for that of memory."""
+    q = problem.quantization
+    if q is None or isinstance(config, DotConfig) or not config.x_in_order:
+        return None
+    # As in the kernel: columns of a load of words, or of one scale if those are fewer.
+    unit = min(config.block_k, 128) if q.per_word == 8 else config.block_k
+    if not q.scales_numbers and q.block[1] < problem.k:
+        unit = min(unit, q.block[1])
+    return column_order(q, problem.k, config.block_k, unit)
 
 
 def workspace_elements(problem: LinearProblem, config: LinearConfig) -> int:

@@ -148,7 +148,7 @@ def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str
         "K": problem.k,
         "CODES": "e4m3" if q.weight_format == "fp8" else codes,
         "PER": q.per_int32,
-        "ORDER": order_of(q),
+        "ORDER": nibble_order(q),
         "SIGNED": signed,
         "ZERO_POINT": q.zero_point + 128 * signed,
         "PACKED_ZEROS": q.packed_zeros,
@@ -169,7 +169,7 @@ _STRIDES = (
 )  # fmt: skip
 
 
-def order_of(q: Quantization) -> int:
+def nibble_order(q: Quantization) -> int:
     """Returns the nibbles of a 32-bit word that hold its codes, each as a hexadecimal digit, the
     first one last. Stored bytes may have an order, too."""
     order = q.order or (0, 1)

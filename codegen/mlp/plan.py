@@ -60,9 +60,10 @@ PLAIN = Tiling()
 # columns and eight stages; gate and up take 35.0 us, and took 38.8.
 NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=3)
 GATED_NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=2)
-# E2M1 that is multiplied by its scales in registers has these tiles too: 28.6 us instead of 55.7,
-# gate and up 61.5 instead of 98.9. On chips with tensor memory it has tiles whose sums need not be
-# read and written between two products of a step.
+# Tiles for E2M1 that is multiplied by its scales in registers: 22.4 us, where NIBBLES take 32.3. On
+# chips with tensor memory it has tiles whose sums need not be read and written between two products
+# of a step.
+SCALED_NUMBERS = Tiling(block_k=256, stages=3)
 SUMS_IN_TENSOR_MEMORY = Tiling(block_n=128, num_warps=8, stages=6)
 # Tiles for codes of four bits that are floats or of a table, which take longer to decode: nf4 takes
 # 26.6 us instead of 33.0.
@@ -70,13 +71,21 @@ NUMBERS = Tiling(stages=3, programs=3)
 GATED_NUMBERS = Tiling(stages=3)
 # Tiles for words that hold the codes of several rows: 27.3 us instead of 30.7.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
-# Tiles of codes for more tokens. From 64 tokens on, their sums leave no registers for a second
-# program. The down projection in int4 takes 23.4 us for 32 tokens, 33.4 for 64 and 57.9 for 128,
-# where plain tiles take 24.4, 35.2 and 66.9; float8 takes 37.4 us for 64 and 62.5 for 128, where
-# plain tiles take 47.3 and 93.1.
-NIBBLES_FOR_MORE = Tiling(block_n=128, num_warps=8, stages=3)
-CODES_FOR_MANY = Tiling(block_n=128, num_warps=8, stages=3, programs=1)
-CODES_FOR_MOST = Tiling(block_n=128, stages=3, programs=1)
+# Tiles of codes if an earlier kernel permutes x. Times on an H100, in us, include that kernel. Down
+# projection of Llama-3-8B, for 32, 64 and 128 tokens: int4 21.8, 30.8 and 46.4 (23.4, 33.4 and 57.9
+# if each program permutes x); float8 29.2, 34.2 and 45.6; NVFP4 24.9, 32.5 and 47.4; nf4 30.3, 37.1
+# and 57.3. Gate and up, for 16, 32, 64 and 128 tokens: int4 33.4, 32.1, 42.7 and 79.2 (72 for 64
+# tokens by a kernel for each weight); float8 48.0, 49.2, 51.7 and 92.4; NVFP4 41.4, 44.1, 51.4 and
+# 95.1; MXFP4 60.5, 68.6, 85.0 and 159; nf4 52.5, 60.8, 66.3 and 126.
+ORDERED = Tiling(block_k=256, stages=4)
+ORDERED_FOR_MORE = Tiling(stages=4)
+ORDERED_BYTES_FOR_MORE = Tiling(block_n=128, num_warps=8, stages=4, programs=1)
+ORDERED_FOR_MOST = Tiling(block_n=128, num_warps=8, stages=4, programs=1)
+ORDERED_NIBBLES_FOR_MOST = Tiling(block_k=256, stages=3, programs=1)
+GATED_ORDERED = Tiling(stages=3)
+GATED_ORDERED_NIBBLES = Tiling(block_k=256, stages=3)
+# Most tokens for which the kernel of one weight permutes x itself, in each of its programs.
+MOST_TOKENS_IN_MEMORY_ORDER = 16
 # Columns of a row that are prefetched. With one weight, whose programs end soon, this and letting
 # the next kernel start early save up to a tenth (H200, 4096 x 4096: 10.4 us instead of 11.3).
 PREFETCHED = 256
@@ -152,11 +161,21 @@ def most_tokens(num_weights: int, coded: bool = False) -> int:
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
 
 
-def multiplies_apart(problem: LinearProblem, num_tokens: int) -> bool:
+def multiplies_apart(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     """Whether two weights of codes are multiplied by separate kernels: beside the sums of one
     weight, more tokens fit the registers."""
-    coded = problem.gated and problem.quantization is not None
-    return coded and num_tokens > MOST_GATED_TOKENS
+    if not problem.gated or problem.quantization is None:
+        return False
+    return num_tokens > MOST_GATED_TOKENS and not orders_x(problem, num_tokens, target)
+
+
+def orders_x(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
+    """Whether an earlier kernel permutes x to the order of the codes, and norms it if it is
+    normed."""
+    q = problem.quantization
+    if q is None or q.packed_rows or not problem.k_major or target.multiplies_registers:
+        return False
+    return num_tokens > (1 if problem.gated else MOST_TOKENS_IN_MEMORY_ORDER)
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
@@ -167,9 +186,12 @@ def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
 
 def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
     """Returns the tiles for this many tokens, with as many bytes in flight as fit."""
+    ordered = orders_x(problem, num_tokens, target)
     most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
     if problem.quantization and problem.quantization.format.number and problem.num_weights == 2:
         most = MOST_GATED_FLOATS
+    if ordered:
+        most = _most_ordered(problem)
     if problem.quantization and target.multiplies_registers:
         most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)
@@ -183,7 +205,8 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     parts = min(tiling.programs * target.num_sms // tiles, worth, MOST_PARTS)
     split = cdiv(steps, cdiv(steps, max(parts, 1)))
     room = target.max_shared_bytes // tiling.programs - RESERVED_BYTES
-    room -= made_bytes(problem, tiling.block_n, block_t, block_k)
+    if not ordered:
+        room -= made_bytes(problem, tiling.block_n, block_t, block_k)
     most = room // stage_bytes(problem, tiling.block_n, block_t, block_k)
     early = problem.num_weights == 1
     return LinearConfig(
@@ -195,6 +218,7 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
         num_stages=max(min(most, tiling.stages), 2),
         prefetch=PREFETCHED if early else 0,
         lets_in=early,
+        x_in_order=ordered,
     )
 
 
@@ -202,8 +226,10 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
     q = problem.quantization
     if q is None or target.multiplies_registers:
         return PLAIN
+    if orders_x(problem, num_tokens, target):
+        return _ordered_tiling(problem, q, num_tokens, block_t)
     if block_t > 16:
-        return _tiling_for_more(problem, q, num_tokens, block_t)
+        return PLAIN
     if q.format.bits != 4:
         return PLAIN
     # Zeros of two weights leave no registers for a second program.
@@ -213,21 +239,40 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
         return NIBBLES_OF_ROWS
     if q.scales_numbers and target.tmem_columns > 0:
         return SUMS_IN_TENSOR_MEMORY
-    if q.format.number and not q.scales_numbers:
+    if q.scales_numbers:
+        return SCALED_NUMBERS
+    if q.format.number:
         return GATED_NUMBERS if problem.gated else NUMBERS
     return GATED_NIBBLES if problem.gated else NIBBLES
 
 
-def _tiling_for_more(
+def _most_ordered(problem: LinearProblem) -> int:
+    """Returns the most tokens of a tile if x is permuted by an earlier kernel. Sums of a second
+    weight, zeros, or the scales of integers of four bits take the registers that more tokens would
+    need."""
+    q = problem.quantization
+    assert q is not None
+    heavy = problem.gated or q.has_zero_tensors or _is_of_nibbles(q)
+    return MOST_TOKENS if heavy else MOST_CODED_TOKENS
+
+
+def _is_of_nibbles(q: Quantization) -> bool:
+    """Whether codes are integers of four bits."""
+    return q.format.bits == 4 and not q.format.number
+
+
+def _ordered_tiling(
     problem: LinearProblem, q: Quantization, num_tokens: int, block_t: int
 ) -> Tiling:
-    if problem.gated or q.packed_rows or not problem.k_major:
-        return PLAIN
-    if num_tokens > MOST_TOKENS:
-        return CODES_FOR_MOST
-    if block_t > 32:
-        return CODES_FOR_MANY
-    return NIBBLES_FOR_MORE if q.format.bits == 4 else PLAIN
+    if problem.gated:
+        return GATED_ORDERED_NIBBLES if _is_of_nibbles(q) and block_t <= 32 else GATED_ORDERED
+    if block_t <= 32:
+        return ORDERED
+    if num_tokens > MOST_TOKENS and _is_of_nibbles(q):
+        return ORDERED_NIBBLES_FOR_MOST
+    if block_t > MOST_TOKENS:
+        return ORDERED_FOR_MOST
+    return ORDERED_FOR_MORE if q.format.bits == 4 else ORDERED_BYTES_FOR_MORE
 
 
 def stage_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:

@@ -11,6 +11,7 @@ from tilewright.codegen.kernel import Kernel, Statics, Strides
 from tilewright.codegen.operand import first_strides
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, tiled_weights
 from tilewright.codegen.row_norm import squares_a_row
+from tilewright.codegen.rows import ColumnOrder, column_order
 from tilewright.codegen.spec import Constant
 
 # Strides of the tensors that the epilogue of all kernels reads and writes.
@@ -42,16 +43,12 @@ SWAPPED = Kernel(
 )
 # The kernel for weights of codes.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
-# Permutes the columns of x to the order in which words of codes are decoded.
-ORDER = Kernel("qkv.quantized", "order_x", num_stages=1)
 DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1, unaligned=("factor",))
-KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
+KERNELS = (EPILOGUE, TILED, SWAPPED, DEQUANTIZE)
 
 # Columns of a weight row that are prefetched while the previous kernel ends, if this kernel norms
 # x.
 PREFETCHED = 256
-# Tokens of one program of `order_x`.
-ORDER_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -287,26 +284,11 @@ def epilogue_grid(heads: HeadEpilogue, config: EpilogueConfig, num_tokens: int) 
     return cdiv(num_tokens, config.block_t), programs
 
 
-def ordered_width(problem: QkvProblem, config: SwappedConfig) -> int:
-    """Returns the columns of the result of `order_x`, which has whole steps."""
-    return cdiv(problem.hidden, config.block_k) * config.block_k
-
-
-def order_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
-    """Returns the constants of `order_x` for a config with ordered_x."""
+def order_of(problem: QkvProblem, config: SwappedConfig) -> ColumnOrder:
+    """Returns the order of the columns of x for a config with ordered_x."""
     q = problem.codes
-    return Statics(
-        HIDDEN=problem.hidden,
-        PER=q.per_word,
-        INTERLEAVED_NIBBLES=q.joins_neighbours,
-        GROUPS=q.groups_in(problem.hidden, config.block_k),
-        BLOCK_T=ORDER_TOKENS,
-        BLOCK_K=config.block_k,
-    )
-
-
-def order_grid(problem: QkvProblem, config: SwappedConfig, num_tokens: int) -> tuple[int, int]:
-    return cdiv(problem.hidden, config.block_k), cdiv(num_tokens, ORDER_TOKENS)
+    unit = config.block_k // q.groups_in(problem.hidden, config.block_k)
+    return column_order(q, problem.hidden, config.block_k, unit)
 
 
 def dequantize_statics(problem: QkvProblem, index: int) -> Statics:

@@ -27,11 +27,9 @@ from tilewright.codegen.qkv.kernels import (
     Config,
     DotsConfig,
     EpilogueConfig,
-    SwappedConfig,
     TiledConfig,
     dequantize_statics,
     epilogue_statics,
-    order_statics,
     swapped_statics,
     tiled_statics,
 )
@@ -71,9 +69,8 @@ class LoweringChoice:
         seconds: the expected time.
         source: the source of the time: HERE, TABLE or MODEL.
         norms_x: whether the kernel includes the problem's norm of x.
-        statics: the constants of the fused kernel, then those of `order_x` if it runs; for the
-            library, those of the epilogue, then those of `dequantize_weight` for each weight of
-            codes.
+        statics: the constants of the fused kernel; for the library, those of the epilogue, then
+            those of `dequantize_weight` for each weight of codes.
     """
 
     name: str
@@ -223,10 +220,7 @@ def fused_choice(
 def _fused_statics(problem: QkvProblem, config: Config) -> tuple[Statics, ...]:
     if isinstance(config, TiledConfig):
         return (tiled_statics(problem, config),)
-    statics = swapped_statics(problem, config)
-    if isinstance(config, SwappedConfig) and config.ordered_x:
-        return (statics, order_statics(problem, config))
-    return (statics,)
+    return (swapped_statics(problem, config),)
 
 
 def library_choice(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tilewright.codegen.mlp.kernels import (
     dot_grid,
     linear_constants,
     linear_grid,
+    order_of,
     workspace_elements,
 )
 from tilewright.codegen.mlp.plan import (
@@ -33,6 +35,7 @@ from tilewright.codegen.mlp.plan import (
     linear_config,
     most_tokens,
     multiplies_apart,
+    orders_x,
     takes_norm,
 )
 from tilewright.codegen.mlp.problem import LinearProblem
@@ -48,8 +51,9 @@ from tilewright.ops.mlp.arguments import (
 )
 from tilewright.ops.mlp.mixed import decodes_many, decoding_product
 from tilewright.ops.mlp.operands import activation_problem, residual_problem, scaled_operands
+from tilewright.ops.reference.norm import RowNorm
 from tilewright.ops.runtime.kernels import launch
-from tilewright.ops.runtime.norms import normed, without_norm
+from tilewright.ops.runtime.norms import normed, ordered, without_norm
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Step, Steps
 from tilewright.ops.runtime.scaled_products import scaled_product
@@ -75,35 +79,74 @@ def _chosen(
     return config, Statics(config, **linear_constants(problem, config, target))
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of an op, without the norm of x if that is a step of its own.
+
+    norm: this norm, if there is one. config: the tiles; None: the plan chooses.
+    """
+
+    problem: LinearProblem
+    a: LinearArguments
+    target: Target
+    config: LinearConfig | DotConfig | None = None
+    norm: RowNorm | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.a.x.shape[0]
+
+    @cached_property
+    def chosen(self) -> tuple[LinearConfig | DotConfig, Statics]:
+        """The tiles, and the constants of the kernel."""
+        bytes_fill_words = all(fills_words(one.data) for one in self.a.weights if one is not None)
+        tokens = next_power_of_2(self.num_tokens)
+        return _chosen(self.problem, tokens, self.target, self.config, bytes_fill_words)
+
+
 def linear_activation_steps(
     a: LinearActivationArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
     """Runs the steps of a `linear_activation` call. config: the tiles; None: the plan chooses."""
-    problem = activation_problem(a)
     if config is None and decodes_many(a, target):
         return (yield from _activation_by_decoding(a, target))
-    if config is None and problem.norm is not None and not _norms_x(problem, a.x.shape[0]):
-        x = yield from normed(a.x, a.norm)
-        a = replace(a, **without_norm(x, a.norm))
-        problem = activation_problem(a)
-    if config is None and _are_many(problem, a.x.shape[0]):
-        return (yield from _activation_by_library(problem, a, target))
-    if config is None and multiplies_apart(problem, a.x.shape[0]):
-        return (yield from _apart(problem, a, target))
-    return (yield from _streamed(problem, a, target, config))
+    call = _Call(activation_problem(a), a, target, config)
+    if config is None and call.problem.norm is not None and not _norms_x(call):
+        bare = replace(a, **without_norm(a.x, a.norm))
+        call = _Call(activation_problem(bare), bare, target, norm=a.norm)
+    x = yield from _x(call)
+    if config is None and _are_many(call.problem, call.num_tokens):
+        return (yield from _activation_by_library(call, x))
+    if config is None and multiplies_apart(call.problem, call.num_tokens, target):
+        return (yield from _apart(call, x))
+    return (yield from _streamed(call, x))
 
 
 def linear_residual_steps(
     a: LinearResidualArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
     """Runs the steps of a `linear_residual` call. config: the tiles; None: the plan chooses."""
-    problem = residual_problem(a)
-    if config is None and _are_many(problem, a.x.shape[0]):
+    call = _Call(residual_problem(a), a, target, config)
+    if config is None and _are_many(call.problem, call.num_tokens):
         return (yield from _residual_by_library(a))
     if config is None and decodes_many(a, target):
-        out, tiles = yield from decoding_product(problem, a, 0, target)
+        out, tiles = yield from decoding_product(call.problem, a, 0, target)
         return Outcome(out, "decoding kernel", tiles)
-    return (yield from _streamed(problem, a, target, config))
+    x = yield from _x(call)
+    return (yield from _streamed(call, x))
+
+
+def _x(call: _Call) -> Generator[Step, Any, torch.Tensor]:
+    """Returns x as the product takes it: after a norm that is a step of its own, and with its
+    columns in the order of the kernel's codes."""
+    order = None
+    if call.problem.quantization is not None:
+        order = order_of(call.problem, call.chosen[0])
+    if call.norm is not None:
+        return (yield from normed(call.a.x, call.norm, call.target, order))
+    if order is not None:
+        return (yield from ordered(call.a.x, order, call.target))
+    return call.a.x
 
 
 def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
@@ -114,10 +157,13 @@ def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
     return Outcome(out, "library", f"a product of codes, scaled by {operands.kind}")
 
 
-def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:
+def _norms_x(call: _Call) -> bool:
     """Whether a kernel that also computes the norm of x is faster than a norm before it."""
+    problem, num_tokens = call.problem, call.num_tokens
     assert problem.norm is not None
-    if _are_many(problem, num_tokens) or multiplies_apart(problem, num_tokens):
+    if _are_many(problem, num_tokens) or orders_x(problem, num_tokens, call.target):
+        return False
+    if multiplies_apart(problem, num_tokens, call.target):
         return False
     return takes_norm(problem.norm.kind, num_tokens, problem.k)
 
@@ -132,9 +178,11 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
     return alone and num_tokens > most_tokens(problem.num_weights)
 
 
-def _apart(problem: LinearProblem, a: LinearActivationArguments, target: Target) -> Steps:
+def _apart(call: _Call, x: torch.Tensor) -> Steps:
     """Multiplies two quantised weights one after the other, and keeps both results in fp32 until
     the activation."""
+    a = call.a
+    assert isinstance(a, LinearActivationArguments)
     alone = replace(
         a,
         activation="",
@@ -152,44 +200,33 @@ def _apart(problem: LinearProblem, a: LinearActivationArguments, target: Target)
         weight_factor=a.up_factor,
         bias=a.up_bias,
     )
-    own, wide = activation_problem(alone), torch.float32
-    gate = yield from _streamed(own, alone, target, None, wide)
-    up = yield from _streamed(activation_problem(second), second, target, None, wide)
-    out = yield Buffer((a.x.shape[0], problem.n), a.x.dtype)
-    assert isinstance(gate.result, torch.Tensor)
-    assert isinstance(up.result, torch.Tensor)
-    yield _activated(problem, target, gate.result, up.result, out)
-    return Outcome(out, "streaming kernel", f"each weight by itself, {gate.reason}")
+    results = []
+    for one in (alone, second):
+        part = replace(call, problem=activation_problem(one), a=one)
+        results.append((yield from _streamed(part, x, torch.float32)))
+    gate, up = (each.result for each in results)
+    assert isinstance(gate, torch.Tensor)
+    assert isinstance(up, torch.Tensor)
+    out = yield Buffer((call.num_tokens, call.problem.n), a.x.dtype)
+    yield _activated(call, gate, up, out)
+    return Outcome(out, "streaming kernel", f"each weight by itself, {results[0].reason}")
 
 
-def _activated(
-    problem: LinearProblem,
-    target: Target,
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    out: torch.Tensor,
-) -> Step:
+def _activated(call: _Call, gate: torch.Tensor, up: torch.Tensor | None, out: torch.Tensor) -> Step:
     values = {"gate": gate, "up": up, "out": out, "num_elements": out.numel()}
-    constants: dict[str, Constant] = {"ACTIVATION": problem.activation, "BLOCK": ACTIVATE_BLOCK}
-    return launch(ACTIVATE, target, activate_grid(out.numel()), values, **constants)
+    constants: dict[str, Constant] = {"ACTIVATION": call.problem.activation}
+    constants["BLOCK"] = ACTIVATE_BLOCK
+    return launch(ACTIVATE, call.target, activate_grid(out.numel()), values, **constants)
 
 
-def _streamed(
-    problem: LinearProblem,
-    a: LinearArguments,
-    target: Target,
-    config: LinearConfig | DotConfig | None,
-    dtype: torch.dtype | None = None,
-) -> Steps:
-    """Runs the streaming kernel. dtype: of the result; None: x's."""
-    num_tokens, norm = a.x.shape[0], problem.post_norm
-    bytes_fill_words = all(weight is None or fills_words(weight.data) for weight in a.weights)
-    tokens = next_power_of_2(num_tokens)
-    config, statics = _chosen(problem, tokens, target, config, bytes_fill_words)
-    stored = torch.float32 if norm else dtype or a.x.dtype
+def _streamed(call: _Call, x: torch.Tensor, dtype: torch.dtype | None = None) -> Steps:
+    """Runs the streaming kernel. x: a result of `_x`. dtype: of the result; None: x's."""
+    problem, a, target, num_tokens = call.problem, call.a, call.target, call.num_tokens
+    norm, (config, statics) = problem.post_norm, call.chosen
+    stored = torch.float32 if norm else dtype or x.dtype
     out = yield Buffer((num_tokens, problem.n), stored)
     own = vars(a)
-    values: dict[str, Any] = {name: own.get(name) for name in TENSORS}
+    values: dict[str, Any] = {name: own.get(name) for name in TENSORS} | {"x": x}
     words = code_words(a.weights) if problem.quantization else (a.weight, own.get("up_weight"))
     values["weight"], values["up_weight"] = words
     values |= {"out": out, "workspace": None, "counters": None, "num_tokens": num_tokens}
@@ -211,7 +248,7 @@ def _streamed(
             now["workspace"], now["counters"] = scratch
         yield launch(LINEAR, target, grid, now, statics, RESIDUAL_STRIDE=stride)
     if norm is not None:
-        made, out = out, (yield Buffer((num_tokens, problem.n), a.x.dtype))
+        made, out = out, (yield Buffer((num_tokens, problem.n), x.dtype))
         constants = {"N": problem.n, "SCALE": problem.scale, "BLOCK": NORM_BLOCK}
         constants |= {"NORM_EPS": norm.eps, "NORM_OFFSET": norm.offset}
         values |= {"made": made, "out": out}
@@ -235,28 +272,28 @@ def _residual_by_library(a: LinearResidualArguments) -> Steps:
     return Outcome(out, "library", _MANY)
 
 
-def _activation_by_library(
-    problem: LinearProblem, a: LinearActivationArguments, target: Target
-) -> Steps:
-    out = yield from linear(a.x, a.weight, a.bias)
+def _activation_by_library(call: _Call, x: torch.Tensor) -> Steps:
+    a = call.a
+    assert isinstance(a, LinearActivationArguments)
+    out = yield from linear(x, a.weight, a.bias)
     up = None
     if a.up_weight is not None:
-        up = yield from linear(a.x, a.up_weight, a.up_bias)
-    yield _activated(problem, target, out, up, out)
+        up = yield from linear(x, a.up_weight, a.up_bias)
+    yield _activated(call, out, up, out)
     return Outcome(out, "library", _MANY)
 
 
 def _activation_by_decoding(a: LinearActivationArguments, target: Target) -> Steps:
     """Multiplies the weights one after the other, each by a kernel that decodes it."""
     if a.norm.kind:
-        x = yield from normed(a.x, a.norm)
+        x = yield from normed(a.x, a.norm, target)
         a = replace(a, **without_norm(x, a.norm))
-    problem = activation_problem(a)
-    out, tiles = yield from decoding_product(problem, a, 0, target)
+    call = _Call(activation_problem(a), a, target)
+    out, tiles = yield from decoding_product(call.problem, a, 0, target)
     up = None
     if a.up_weight is not None:
-        up, _ = yield from decoding_product(problem, a, 1, target)
-    yield _activated(problem, target, out, up, out)
+        up, _ = yield from decoding_product(call.problem, a, 1, target)
+    yield _activated(call, out, up, out)
     return Outcome(out, "decoding kernel", tiles)
 
 

@@ -10,7 +10,6 @@ import torch
 
 from tilewright.codegen.qkv.kernels import (
     EPILOGUE,
-    ORDER,
     SWAPPED,
     SWAPPED_CODES,
     TILED,
@@ -18,8 +17,7 @@ from tilewright.codegen.qkv.kernels import (
     SwappedConfig,
     TiledConfig,
     epilogue_grid,
-    order_grid,
-    ordered_width,
+    order_of,
     swapped_grid,
     tiled_grid,
     workspace_elements,
@@ -40,9 +38,8 @@ from tilewright.ops.qkv.library import (
 from tilewright.ops.qkv.operands import FusedCall, input_strides, prepare, result_buffer
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.launch import machine_of
-from tilewright.ops.runtime.norms import normed, without_norm
+from tilewright.ops.runtime.norms import normed, ordered, without_norm
 from tilewright.ops.runtime.program import (
-    Buffer,
     Machine,
     Outcome,
     Planner,
@@ -61,7 +58,7 @@ def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Ste
     if the kernel does not do it."""
     q = yield result_buffer(call.a)
     if call.problem.input_norm is not None and not choice.norms_x:
-        call = yield from _normed(call.a)
+        call = yield from _normed(call.a, target)
     yield from _PARTS[choice.name](call, choice, {**call.values, "q_out": q}, target)
     return Outcome(q, choice.name, choice.reason)
 
@@ -71,9 +68,9 @@ def specs_of(call: FusedCall, choice: LoweringChoice, target: Target) -> tuple[K
     return drive(choice_steps(call, choice, target), Planner(target), keep=True).specs
 
 
-def _normed(a: FusedQkvArguments) -> Generator[Step, Any, FusedCall]:
+def _normed(a: FusedQkvArguments, target: Target) -> Generator[Step, Any, FusedCall]:
     """Normalises x and returns the remaining call."""
-    x = yield from normed(a.x, a.input_norm)
+    x = yield from normed(a.x, a.input_norm, target)
     return prepare(replace(a, **without_norm(x, a.input_norm)))
 
 
@@ -104,12 +101,8 @@ def _swapped(
         yield launch(SWAPPED, target, grid, values, choice.statics[0], **call.known)
         return
     if config.ordered_x:
-        ordered = yield Buffer((num_tokens, ordered_width(call.problem, config)), call.a.x.dtype)
-        before = order_grid(call.problem, config, num_tokens)
-        known = {"num_tokens": num_tokens} if call.a.static_tokens else {}
-        given = values | {"ordered": ordered}
-        yield launch(ORDER, target, before, given, choice.statics[1], **known)
-        values["x"] = ordered
+        order = order_of(call.problem, config)
+        values["x"] = yield from ordered(call.a.x, order, target, call.a.static_tokens)
     kernel = SWAPPED if call.problem.quantization is None else SWAPPED_CODES
     yield launch(kernel, target, grid, values, choice.statics[0], **call.known)
 

@@ -1,4 +1,5 @@
-"""Norms of a call's rows: as part of a kernel's problem, or as steps that call PyTorch."""
+"""Norms of a call's rows, as part of a kernel's problem or as steps, and the order of their
+columns."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ import torch
 from torch.nn import functional
 
 from tilewright.codegen import row_norm
+from tilewright.codegen.rows import (
+    MOST_NORM_COLUMNS,
+    NORM_X,
+    ORDER_X,
+    ColumnOrder,
+    norm_statics,
+    order_grid,
+    order_statics,
+)
+from tilewright.codegen.targets import Target
 from tilewright.ops.reference.norm import RowNorm
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import operand_of
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
@@ -29,8 +41,38 @@ def without_norm(x: torch.Tensor, norm: RowNorm) -> dict[str, Any]:
     return {"x": x, **{norm.named(field): value for field, value in off.items()}}
 
 
-def normed(x: torch.Tensor, norm: RowNorm) -> Generator[Step, Any, torch.Tensor]:
-    """Returns x after a norm, in new memory; rounded once."""
+def normed(
+    x: torch.Tensor, norm: RowNorm, target: Target, order: ColumnOrder | None = None
+) -> Generator[Step, Any, torch.Tensor]:
+    """Returns x [T, K] after a norm, in new memory, rounded once; with an order, permuted to it."""
+    tokens, columns = x.shape
+    width = order.width if order else columns
+    if x.stride(1) != 1 or width > MOST_NORM_COLUMNS:
+        made = yield from _normed_by_torch(x, norm)
+        return made if order is None else (yield from ordered(made, order, target))
+    out = yield Buffer((tokens, width), x.dtype)
+    values = {"x": x, "normed": out, "norm_weight": norm.norm_weight, "norm_bias": norm.norm_bias}
+    known = {"NORM_EPS": norm.norm_eps, "NORM_OFFSET": norm.norm_offset}
+    known["SUBTRACTS_MEAN"] = norm.kind == "layer"
+    yield launch(NORM_X, target, (tokens,), values, norm_statics(columns, order), **known)
+    return out
+
+
+def ordered(
+    x: torch.Tensor, order: ColumnOrder, target: Target, static_tokens: bool = False
+) -> Generator[Step, Any, torch.Tensor]:
+    """Returns x [T, K] with its columns permuted: [T, order.width], padded with zeros.
+    static_tokens: T is a constant of the kernel."""
+    tokens, columns = x.shape
+    out = yield Buffer((tokens, order.width), x.dtype)
+    known = {"num_tokens": tokens} if static_tokens else {}
+    values = {"x": x, "ordered": out, "num_tokens": tokens}
+    statics = order_statics(order, columns)
+    yield launch(ORDER_X, target, order_grid(order, tokens), values, statics, **known)
+    return out
+
+
+def _normed_by_torch(x: torch.Tensor, norm: RowNorm) -> Generator[Step, Any, torch.Tensor]:
     out = yield Buffer.like(x)
     vectors = {"weight": norm.norm_weight, "bias": norm.norm_bias}
     given = {name: vector for name, vector in vectors.items() if vector is not None}

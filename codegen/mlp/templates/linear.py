@@ -124,6 +124,7 @@ def streamed_linear(
     ADDED_ZEROS: tl.constexpr = False,
     norm_bias_ptr=None, NORM_BIAS_STRIDE: tl.constexpr = 0, LAYER_ROW: tl.constexpr = 0,
     SCALED: tl.constexpr = False, weight_factor_ptr=None, up_factor_ptr=None,
+    X_IN_ORDER: tl.constexpr = False,
 ):  # fmt: skip
     """Computes out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
     up_weight^T + up_bias) in fp32, rounded once. All but the first product is optional.
@@ -145,7 +146,7 @@ def streamed_linear(
     CODE_OFFSET + ZERO_OFFSET + the zero tensor's value. PACKED_ZEROS: zeros are words of eight
     rows. ADDED_ZEROS: the zero tensor's value is added after scaling instead. SCALED: codes are
     multiplied by their scales before the product (`scaled_numbers`). A factor is one number that
-    multiplies a whole weight.
+    multiplies a whole weight. X_IN_ORDER: x is a result of `order_x` or `norm_x`, in whole steps.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -244,7 +245,8 @@ def streamed_linear(
             x_mask = token_mask[:, None]
             word_mask = (word_columns + step // STEP < K // STEP)[None, :]
             if not EVEN:
-                x_mask = x_mask & (columns + step < K)[None, :]
+                X_BOUND: tl.constexpr = X_STRIDE if X_IN_ORDER else K
+                x_mask = x_mask & (columns + step < X_BOUND)[None, :]
             if LAYER_ROW > 0:
                 x = layer_step_of_x(
                     x_ptrs, norm_ptrs, shift_ptrs, x_mean, x_inverse, step, x_mask,
@@ -264,7 +266,8 @@ def streamed_linear(
                     N % BLOCK_N == 0, EVEN,
                 )  # fmt: skip
             if SCALED:
-                x = x_in_order(x, PER, INTERLEAVED_NIBBLES, 1)
+                if not X_IN_ORDER:
+                    x = x_in_order(x, PER, INTERLEAVED_NIBBLES, 1)
                 scale_mask = (blocks + step // SCALE_COLUMNS < BLOCKS)[None, :]
                 scale = weight_tile(
                     scale_ptrs + step // SCALE_COLUMNS * BLOCK_STRIDES[1], row_mask[:, None],
@@ -279,7 +282,7 @@ def streamed_linear(
                     numbers = scaled_numbers(up_words, scale, DTYPE)
                     up = tl.dot(numbers, second_operand(x, APART).T, up)
             elif CODES:
-                if not PACKED_ROWS:
+                if not PACKED_ROWS and not X_IN_ORDER:
                     x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
                 codes = decoded(
                     words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET,

@@ -20,6 +20,7 @@ from tilewright.ops.mlp import linear_activation, linear_residual
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, CODED, RESIDUAL_CASES
 from tilewright.ops.mlp.lowering import linear_activation_steps, linear_residual_steps
 from tilewright.ops.mlp.operands import activation_problem, residual_problem
+from tilewright.ops.runtime.norms import without_norm
 from tilewright.ops.runtime.program import Planner, drive
 
 OPS = {
@@ -39,6 +40,7 @@ def coded_case(cases, name):
     return next(case for case in cases if case.name == name and case.weight_format != "dense")
 
 
+@pytest.mark.parametrize("x_in_order", [False, True], ids=["", "ordered"])
 @pytest.mark.parametrize(
     ("which", "name", "tiles"),
     [
@@ -47,16 +49,23 @@ def coded_case(cases, name):
         for column, name in enumerate(name for name in CODED if name != "odd_groups")
     ],
 )
-def test_tiles(which, name, tiles):
-    """All pairs of an op, a format and tiles, on memory that holds NaN before."""
+def test_tiles(which, name, tiles, x_in_order):
+    """All pairs of an op, a format and tiles, on memory that holds NaN before; x in the order of
+    memory, or permuted by an earlier kernel."""
     module, steps, problem_of, cases = OPS[which]
     a = module.sample_inputs(coded_case(cases, name))
     q, (rows, tokens, parts, divisor) = problem_of(a).quantization, tiles
     block_k = code_step(q, a.x.shape[1])
     if q.step_fits(a.x.shape[1], block_k // divisor):
         block_k //= divisor
-    config = LinearConfig(rows, tokens, block_k, parts, 4, 2, prefetch=64, lets_in=True)
+    config = LinearConfig(
+        rows, tokens, block_k, parts, 4, 2, prefetch=64, lets_in=True, x_in_order=x_in_order
+    )
     machine = Interpreter()
+    if x_in_order and problem_of(a).quantization.packed_rows:
+        pytest.skip("words hold the codes of several rows, which need no order")
+    if x_in_order and which == "activation":
+        a = replace(a, **without_norm(a.x, a.norm))
     program = drive(steps(a, machine.target, config), machine)
     tolerance = module.OP.tolerances[a.x.dtype]
     allowed = replace(tolerance, relative=2 * tolerance.relative)
@@ -154,12 +163,28 @@ def test_a_zero_that_is_no_code_keeps_the_tensor_cores_kernel():
         assert problem is None, problem
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8_blocks", "nvfp4_factor", "int8_zeros"])
-def test_more_tokens_are_multiplied_by_each_weight_alone(name):
-    case = replace(coded_case(ACTIVATION_CASES, name), num_tokens=MOST_GATED_TOKENS + 1)
+@pytest.mark.parametrize("tokens", [2, MOST_GATED_TOKENS + 1])
+@pytest.mark.parametrize("name", ["int4", "fp8_blocks", "nvfp4_factor", "mxfp4"])
+def test_x_of_several_tokens_is_ordered_once_for_both_weights(name, tokens):
+    a = linear_activation.sample_inputs(
+        replace(coded_case(ACTIVATION_CASES, name), num_tokens=tokens)
+    )
+    normed = replace(a, rms_norm=True, norm_weight=torch.randn(a.x.shape[1], dtype=a.x.dtype))
+    for first, given in (("order_x", replace(a, rms_norm=False)), ("norm_x", normed)):
+        program = interpret(linear_activation.OP, given)
+        assert [spec.kernel for spec in program.specs] == [first, "streamed_linear"]
+        tolerance = linear_activation.OP.tolerances[a.x.dtype]
+        problem = tolerance.problem(program.outcome.result, linear_activation.reference(given))
+        assert problem is None, problem
+
+
+def test_codes_of_several_rows_are_multiplied_by_each_weight_alone():
+    """Words that hold the codes of several rows are decoded in the order of memory."""
+    case = replace(coded_case(ACTIVATION_CASES, "awq"), num_tokens=MOST_GATED_TOKENS + 1)
     a = linear_activation.sample_inputs(case)
     program = interpret(linear_activation.OP, a)
-    assert [spec.kernel for spec in program.specs].count("streamed_linear") == 2
+    kernels = [spec.kernel for spec in program.specs]
+    assert kernels[-3:] == ["streamed_linear", "streamed_linear", "activate_products"]
     tolerance = linear_activation.OP.tolerances[a.x.dtype]
     problem = tolerance.problem(program.outcome.result, linear_activation.reference(a))
     assert problem is None, problem

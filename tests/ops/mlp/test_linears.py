@@ -77,7 +77,7 @@ def test_what_lies_behind_rows_and_columns_is_not_read(n, k):
     close(linear_residual, a, drive(steps, machine).outcome.result)
 
 
-@pytest.mark.parametrize("name", ["split", "int8"])
+@pytest.mark.parametrize("name", ["split", "awq"])
 def test_gate_and_up_of_sm100(name):
     """Where the second product takes x as a value of its own."""
     case = next(case for case in linear_activation.OP.cases if case.name == name)

@@ -68,15 +68,15 @@ def test_each_format_has_a_kernel(name):
     few, many = (planned(case_of(name, tokens, 512, 1024)) for tokens in (128, 129))
     assert many.name == "decoding kernel", many.reason
     assert [spec.kernel for spec in many.specs] == ["mixed_linear"]
-    assert [spec.kernel for spec in few.specs] == ["streamed_linear"]
+    assert few.specs[-1].kernel == "streamed_linear"
 
 
 def test_both_weights_of_a_gate_are_decoded_after_a_norm():
     case = case_of("int4", 1000, 512, 1024, layout="separate", norm="rms")
     found = planned(case, linear_activation)
     names = [spec.kernel for spec in found.specs]
-    assert names == ["mixed_linear", "mixed_linear", "activate_products"]
-    assert found.specs[0] == found.specs[1]
+    assert names == ["norm_x", "mixed_linear", "mixed_linear", "activate_products"]
+    assert found.specs[1] == found.specs[2]
 
 
 NEAR = {
@@ -293,13 +293,20 @@ def on_gpu(op, case, seed=0):
     return a
 
 
+def roundings(a):
+    """The number of values that are rounded to bfloat16 on the way to an element of the result:
+    of each product the weight, the normed x and, of two, the product; and the result."""
+    products = sum(weight is not None for weight in a.weights)
+    return 1 + products * (1 + (products > 1) + bool(a.norm.kind))
+
+
 def assert_near(op, a, made):
     """The result is as near to float64 as the graph that rounds its weight to bfloat16, or to one
-    that does not round it."""
+    that does not round it. Roundings are independent, and each errs by 2^-9 at most."""
     exact = op.reference(in_float64(a))
     assert made.isfinite().all()
-    error = relative_error(made, exact)
-    assert error < 2.0**-8, f"off by {error:.2e}"
+    error, most = relative_error(made, exact), roundings(a) ** 0.5 * 2.0**-9
+    assert error < most, f"off by {error:.2e}, not {most:.2e}"
     if op is linear_residual:
         weight = a.linear.dequantize(torch.float32).bfloat16().double()
         rounded = linear(a.x.double(), weight)

@@ -1,0 +1,63 @@
+"""The kernels that prepare the rows of x for a product, and their launch grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.formats import Quantization
+from tilewright.codegen.kernel import Kernel, Statics
+
+ORDER_X = Kernel("rows", "order_x", num_stages=1)
+NORM_X = Kernel(
+    "rows",
+    "norm_x",
+    {"NORM_STRIDE": ("norm_weight", 0), "NORM_BIAS_STRIDE": ("norm_bias", 0)},
+    num_stages=1,
+)
+# Tokens and columns of one program of `order_x`.
+ORDER_TOKENS = 8
+ORDER_COLUMNS = 128
+# Most columns of a row that one program of `norm_x` holds in registers.
+MOST_NORM_COLUMNS = 16384
+
+
+@dataclass(frozen=True)
+class ColumnOrder:
+    """The order of x's columns in which a kernel decodes words of codes along K (`x_in_order`).
+
+    width: columns of ordered rows, in whole steps of the kernel. unit: columns that are permuted
+    among themselves. per, interleaved_nibbles: PER and INTERLEAVED_NIBBLES of `x_in_order`.
+    """
+
+    width: int
+    unit: int
+    per: int
+    interleaved_nibbles: bool
+
+
+def column_order(q: Quantization, columns: int, block_k: int, unit: int) -> ColumnOrder:
+    """Returns the order for a kernel that takes rows of `columns` codes in steps of block_k."""
+    width = cdiv(columns, block_k) * block_k
+    return ColumnOrder(width, unit, q.per_word, q.joins_neighbours)
+
+
+@cache
+def order_statics(order: ColumnOrder, columns: int) -> Statics:
+    """Returns the constants of `order_x` for rows of `columns` numbers."""
+    block_k = max(ORDER_COLUMNS, order.unit)
+    return Statics(order, K=columns, BLOCK_T=ORDER_TOKENS, BLOCK_K=block_k)
+
+
+def order_grid(order: ColumnOrder, num_tokens: int) -> tuple[int, int]:
+    return cdiv(order.width, max(ORDER_COLUMNS, order.unit)), cdiv(num_tokens, ORDER_TOKENS)
+
+
+@cache
+def norm_statics(columns: int, order: ColumnOrder | None) -> Statics:
+    """Returns the constants of `norm_x` that say nothing about the norm."""
+    order = order or ColumnOrder(columns, 0, 1, False)
+    block_k = next_power_of_2(order.width)
+    # A thread holds up to 64 numbers.
+    return Statics(order, K=columns, BLOCK_K=block_k, num_warps=8 if block_k > 4096 else 4)

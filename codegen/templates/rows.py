@@ -1,0 +1,76 @@
+"""Kernels that prepare the rows of x for a product: a norm, and the order in which codes of weights
+are decoded along K."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.codes import x_in_order
+
+
+@triton.jit
+def order_x(
+    x_ptr, ordered_ptr, num_tokens,
+    K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr,
+    PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """Permutes the columns of x [tokens, K] to the order in which words of codes are decoded:
+    ordered [tokens, WIDTH], padded with zeros.
+
+    Grid (cdiv(WIDTH, BLOCK_K), cdiv(tokens, BLOCK_T)). UNIT columns, which divide BLOCK_K, are
+    permuted among themselves, as in `x_in_order`.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    tokens = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    mask = tokens < num_tokens
+    x = tl.load(
+        x_ptr + tokens.to(tl.int64) * X_STRIDE + columns[None, :],
+        mask=mask & (columns < K)[None, :],
+        other=0.0,
+    )
+    x = x_in_order(x, PER, INTERLEAVED_NIBBLES, BLOCK_K // UNIT)
+    ordered = ordered_ptr + tokens.to(tl.int64) * WIDTH + columns[None, :]
+    tl.store(ordered, x, mask=mask & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def norm_x(
+    x_ptr, norm_weight_ptr, norm_bias_ptr, normed_ptr,
+    K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr,
+    NORM_STRIDE: tl.constexpr, NORM_BIAS_STRIDE: tl.constexpr,
+    NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr,
+    PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """Computes (x - mean) / sqrt(mean((x - mean)²) + NORM_EPS) * (NORM_OFFSET + norm_weight) +
+    norm_bias of each row of x [tokens, K] in fp32, rounded once: normed [tokens, WIDTH], padded
+    with zeros.
+
+    Grid (tokens,). BLOCK_K: a power of two of at least WIDTH. Without SUBTRACTS_MEAN, the mean of x
+    is replaced by 0. With UNIT > 0, columns are permuted as by `order_x`.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_K)
+    there = columns < K
+    x = tl.load(x_ptr + row * X_STRIDE + columns, mask=there, other=0.0).to(tl.float32)
+    if SUBTRACTS_MEAN:
+        # From squares of numbers far from zero, the variance would have no accurate digits.
+        x = tl.where(there, x - tl.sum(x, axis=0) / K, 0.0)
+    x *= tl.rsqrt(tl.sum(x * x, axis=0) / K + NORM_EPS)
+    if norm_weight_ptr is not None:
+        factor = tl.load(norm_weight_ptr + columns * NORM_STRIDE, mask=there, other=0.0)
+        x *= factor.to(tl.float32) + NORM_OFFSET
+    if norm_bias_ptr is not None:
+        shift = tl.load(norm_bias_ptr + columns * NORM_BIAS_STRIDE, mask=there, other=0.0)
+        x += shift.to(tl.float32)
+    normed = x.to(normed_ptr.dtype.element_ty)
+    if UNIT > 0:
+        ordered = x_in_order(normed[None, :], PER, INTERLEAVED_NIBBLES, BLOCK_K // UNIT)
+        normed = tl.reshape(ordered, (BLOCK_K,))
+    tl.store(normed_ptr + row * WIDTH + columns, normed, mask=columns < WIDTH)
