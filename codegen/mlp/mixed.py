@@ -31,6 +31,30 @@ _CODES = {"": "nibbles", "e2m1": "e2m1"}
 
 
 @dataclass(frozen=True)
+class Gain:
+    """The most tokens for which the kernel is faster than the library's product of a weight that is
+    decoded before: of numbers of some bits, floats or integers, with a scale for at most some
+    columns."""
+
+    bits: int
+    is_float: bool
+    columns: int
+    tokens: int
+
+
+# Beside the library's product of bfloat16, `mixed_linear` took on an H100 (4096 x 14336, 1024
+# tokens): for NVFP4 1.28 times as long, MXFP4 1.16, float8 in blocks 1.07, integers 1.00 to 1.03.
+# Decoding before takes as long as the library's product of 590 tokens.
+GAINS = (
+    Gain(4, is_float=True, columns=16, tokens=1024),
+    Gain(4, is_float=True, columns=INT32_MAX, tokens=2048),
+    Gain(8, is_float=True, columns=INT32_MAX, tokens=4096),
+    Gain(8, is_float=False, columns=64, tokens=2048),
+    Gain(4, is_float=False, columns=64, tokens=2048),
+)
+
+
+@dataclass(frozen=True)
 class MixedTiles:
     """Tiles of 128 rows by block_t tokens, with their times, measured on an H100: microseconds of
     a program for a tile (in all and for 1024 columns of the weight), and of the sums that programs
@@ -73,7 +97,7 @@ def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | 
     q = problem.quantization
     if q is None:
         return "weights are no codes"
-    if not target.has("wgmma"):
+    if not decodes_codes(target):
         return f"{target.name} has no tensor core that reads a decoded weight from registers"
     if dtype != "bf16":
         return f"x is {dtype}"
@@ -84,6 +108,21 @@ def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | 
     if q.x_scale is not None:
         return "x has codes too"
     return _storage_obstacle(problem, q) or _blocks_obstacle(problem, q)
+
+
+def decodes_codes(target: Target) -> bool:
+    """Whether a chip has a kernel that decodes weights on the way to a product of many tokens."""
+    return target.has("wgmma")
+
+
+def most_decoded(q: Quantization, k: int) -> int | None:
+    """Returns the most tokens for which the kernel is faster than the library's product of a weight
+    of k columns that is decoded before; None if it is for any number."""
+    is_float, columns = bool(q.format.number) or q.weight_format == "fp8", q.block[1]
+    if columns >= k:  # sums are scaled, not numbers
+        return None
+    of_kind = [one for one in GAINS if (one.bits, one.is_float) == (q.format.bits, is_float)]
+    return next((one.tokens for one in of_kind if columns <= one.columns), None)
 
 
 def _storage_obstacle(problem: LinearProblem, q: Quantization) -> str | None:

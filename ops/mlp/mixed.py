@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.formats import Quantization
 from tilewright.codegen.mlp.mixed import (
     MIXED,
     MixedConfig,
@@ -46,10 +47,7 @@ def decodes_many(a: LinearArguments, target: Target) -> bool:
 def decoding_obstacle(a: LinearArguments, target: Target) -> str | None:
     """Returns why no product decodes the weights of a call; None if one does. The norm of x is
     computed before it. Reads metadata and addresses only."""
-    if isinstance(a, LinearActivationArguments):
-        problem = activation_problem(replace(a, **without_norm(a.x, a.norm)))
-    else:
-        problem = residual_problem(a)
+    problem = _problem(a)
     if (obstacle := mixed_obstacle(problem, TRITON_TYPES[a.x.dtype], target)) is not None:
         return obstacle
     found = {"x": _is_reached(a.x)}
@@ -60,6 +58,21 @@ def decoding_obstacle(a: LinearArguments, target: Target) -> str | None:
             found[weight.named("data")] = fills_words(weight.data) and _is_reached(weight.data)
     far = [name for name, is_reached in found.items() if not is_reached]
     return f"{far[0]}: rows that are not whole {ALIGNMENT} bytes" if far else None
+
+
+def quantization_of_call(a: LinearArguments) -> Quantization:
+    """Returns the static facts about the codes of a call. Reads metadata and addresses only."""
+    found = _problem(a).quantization
+    assert found is not None
+    return found
+
+
+def _problem(a: LinearArguments) -> LinearProblem:
+    """Returns the problem of a call, without a norm of x."""
+    if isinstance(a, LinearActivationArguments):
+        return activation_problem(replace(a, **without_norm(a.x, a.norm)))
+    assert isinstance(a, LinearResidualArguments)
+    return residual_problem(a)
 
 
 def _is_reached(tensor: torch.Tensor) -> bool:

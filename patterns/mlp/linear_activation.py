@@ -58,13 +58,14 @@ class LinearActivation:
         inside: set[Value] = set()
         for value in reversed(flow.values):
             activation = None if value in inside else _activation(value)
-            linears = None if activation is None else _linears(value, activation)
+            linears = None if activation is None else _linears(value, activation, flow)
             if activation is None:
                 continue
             if linears is not None:
                 inside.update(activation.absorbed)
                 tokens, coded = linears[0].x.shape[0], linears[0].needs_numbers
-                if OP.slower(tokens=tokens, weights=len(linears), coded=coded) is None:
+                sizes = {"tokens": tokens, "weights": len(linears), "coded": coded}
+                if OP.slower(**sizes, target=flow.target) is None:
                     yield value, *(linear.product for linear in linears)
                     yield from norms_before(linears[0])
             elif (unlike := _unlike(activation)) is not None:
@@ -74,7 +75,7 @@ class LinearActivation:
         anchor = anchored[0]
         activation = _activation(anchor)
         assert activation is not None
-        linears = _linears(anchor, activation)
+        linears = _linears(anchor, activation, flow)
         assert linears is not None
         check_linears(linears, (), anchor)
         gate, up = linears[0], linears[1] if len(linears) == 2 else None
@@ -117,10 +118,11 @@ def _activation(value: Value) -> Activation | None:
     return activation if known else None
 
 
-def _linears(value: Value, activation: Activation) -> tuple[FewTokens, ...] | None:
+def _linears(value: Value, activation: Activation, flow: Dataflow) -> tuple[FewTokens, ...] | None:
     """Returns the linears of an activation, gate first; None if the op cannot take them."""
     views = _entering(activation)
-    linears = tuple(one for view in views if (one := match_few_tokens(view)) is not None)
+    found = (match_few_tokens(view, target=flow.target) for view in views)
+    linears = tuple(one for one in found if one is not None)
     if len(linears) != len(views) or any(not linears[0].reads_as(one) for one in linears):
         return None
     # Scales of codes may be float32, and so may their products.

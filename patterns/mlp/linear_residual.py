@@ -149,7 +149,7 @@ def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
     for product, residual in value.either_way:
         if product.shape != value.shape or residual.shape != value.shape:
             continue
-        found = _match_normed(product, residual) or _match_scaled(product, residual)
+        found = _match_normed(product, residual) or _match_scaled(product, residual, flow)
         if found is not None and _is_read_here_alone(found, value, flow):
             yield found
 
@@ -189,9 +189,9 @@ def _summed_over_ranks(value: Value) -> Value | None:
     return None
 
 
-def _match_scaled(product: View, residual: View) -> Sum | None:
+def _match_scaled(product: View, residual: View, flow: Dataflow) -> Sum | None:
     inner, scale, values = weighed(product, strip=True)
-    linear = match_few_tokens(inner, by_head=True)
+    linear = match_few_tokens(inner, by_head=True, target=flow.target)
     if linear is None:
         return None
     return Sum(linear, residual, scale, None, (*values, *linear.absorbed))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.audit import Expectations
+from tilewright.codegen.mlp.mixed import MIXED
 from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
 from tilewright.ops.mlp import linear_activation, linear_residual
@@ -26,6 +27,8 @@ MODELS = {
 LAYER_NORMED = {"StarCoder2-7B": (4608, 18432), "Bloom-176B": (14336, 57344)}
 TOKEN_COUNTS = (1, 32, 64)
 CODED_COUNTS = (1, 64, 128)
+# Tokens of a product that decodes a weight: tiles that programs share, and whole ones.
+DECODED_COUNTS = (256, 1024)
 # Stack bytes on SM100 for group scales and zeros, where K is contiguous in the weight's rows.
 CODES_STACK = 16
 # Stack bytes of tiles of 128 tokens, which are the fastest nevertheless.
@@ -103,11 +106,14 @@ def _cases(
         grouped = constants.get("SCALE_COLUMNS", a.x.shape[1]) < a.x.shape[1]
         grouped &= "SCALED" not in constants
         stack = CODES_STACK_FOR_MOST if constants.get("BLOCK_T") == 128 else CODES_STACK
-        # With many tokens, a library computes the products.
-        streamed = spec.kernel.startswith("streamed")
+        # With many tokens, a library computes the products, or a kernel that decodes the weight.
+        streamed, decodes = spec.kernel.startswith("streamed"), spec.kernel == MIXED.name
         claims = Expectations(
-            mma=TRITON_TYPES[case.dtype] if streamed else None,
+            mma=TRITON_TYPES[case.dtype] if streamed or decodes else None,
             memory_bound=streamed,
+            tma_loads=decodes,
+            tma_stores=decodes,
+            warp_specialized=decodes,
             stack_bytes=stack if "PER" in constants else 0,
             fresh_sums_reason=SCALED_SUMS_REASON if grouped else "",
         )

@@ -293,11 +293,12 @@ def on_gpu(op, case, seed=0):
     return a
 
 
-def roundings(a):
+def roundings(op, a):
     """The number of values that are rounded to bfloat16 on the way to an element of the result:
-    of each product the weight, the normed x and, of two, the product; and the result."""
+    of each product the weight, the normed x and, before an activation, the product; and the
+    result."""
     products = sum(weight is not None for weight in a.weights)
-    return 1 + products * (1 + (products > 1) + bool(a.norm.kind))
+    return 1 + products * (1 + bool(a.norm.kind) + (op is linear_activation))
 
 
 def assert_near(op, a, made):
@@ -305,7 +306,7 @@ def assert_near(op, a, made):
     that does not round it. Roundings are independent, and each errs by 2^-9 at most."""
     exact = op.reference(in_float64(a))
     assert made.isfinite().all()
-    error, most = relative_error(made, exact), roundings(a) ** 0.5 * 2.0**-9
+    error, most = relative_error(made, exact), roundings(op, a) ** 0.5 * 2.0**-9
     assert error < most, f"off by {error:.2e}, not {most:.2e}"
     if op is linear_residual:
         weight = a.linear.dequantize(torch.float32).bfloat16().double()
