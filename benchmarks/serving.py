@@ -409,6 +409,9 @@ def measurements(engine: Engine) -> Iterator[tuple[dict[str, Any], Callable[[], 
 def run_variant(given: argparse.Namespace) -> None:
     """Compiles one variant in its own process, waits for its turn, and prints its rows."""
     logging.disable(logging.INFO)  # a failed warm-up is a warning of transformers
+    logging.getLogger("ContinuousBatchingLogger").addFilter(
+        lambda record: "persistent_manager" not in record.getMessage()
+    )
     signal.alarm(given.limit)
     since, name = time.monotonic(), f"{given.model} {given.variant}"
     row: dict[str, Any] = {"kind": "start"}

@@ -27,6 +27,8 @@ MOST_CODED_TOKENS = 128
 MOST_LAYER_NORMED_TOKENS = 1
 # Most tokens of a tile that decodes two weights of codes beside its sums: more would spill.
 MOST_CODED_TILE = 32
+# Fewest columns of a scale of floats of four bits for which a tile of more tokens does not spill.
+LEAST_GROUP = 32
 # Most tokens of such a tile if the codes are floats of four bits.
 MOST_GATED_FLOATS = 16
 # Most tokens of a tile of any weight of codes, if the tensor core takes both operands from
@@ -191,7 +193,7 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     if problem.quantization and problem.quantization.format.number and problem.num_weights == 2:
         most = MOST_GATED_FLOATS
     if ordered:
-        most = _most_ordered(problem)
+        most = _most_ordered(problem, target)
     if problem.quantization and target.multiplies_registers:
         most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)
@@ -227,6 +229,8 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
     if q is None or target.multiplies_registers:
         return PLAIN
     if orders_x(problem, num_tokens, target):
+        if target.tmem_columns > 0:
+            return PLAIN
         return _ordered_tiling(problem, q, num_tokens, block_t)
     if block_t > 16:
         return PLAIN
@@ -246,13 +250,15 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
     return GATED_NIBBLES if problem.gated else NIBBLES
 
 
-def _most_ordered(problem: LinearProblem) -> int:
+def _most_ordered(problem: LinearProblem, target: Target) -> int:
     """Returns the most tokens of a tile if x is permuted by an earlier kernel. Sums of a second
     weight, zeros, or the scales of integers of four bits take the registers that more tokens would
-    need."""
+    need. Tensor memory has no room for the numbers and the sums of more tokens."""
     q = problem.quantization
     assert q is not None
-    heavy = problem.gated or q.has_zero_tensors or _is_of_nibbles(q)
+    if problem.gated and q.format.number and not q.scales_numbers and q.block[1] < LEAST_GROUP:
+        return MOST_CODED_TILE
+    heavy = problem.gated or q.has_zero_tensors or _is_of_nibbles(q) or target.tmem_columns > 0
     return MOST_TOKENS if heavy else MOST_CODED_TOKENS
 
 

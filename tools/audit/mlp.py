@@ -32,7 +32,7 @@ DECODED_COUNTS = (256, 1024)
 # Stack bytes on SM100 for group scales and zeros, where K is contiguous in the weight's rows.
 CODES_STACK = 16
 # Stack bytes of tiles of 128 tokens, which are the fastest nevertheless.
-CODES_STACK_FOR_MOST = 32
+CODES_STACK_FOR_MOST = 40
 
 
 @audited("mlp")

@@ -155,8 +155,8 @@ FEW = {"num_tokens": MOST_LAYER_NORMED_TOKENS}
     ids=["few", "float16", "codes", "long rows", "some tokens", "many tokens"],
 )
 def test_which_kernel_norms(changes, inside, target):
-    """If the kernel does not norm x, another kernel does it first, or PyTorch does for long rows. The
-    rest is the call without a norm."""
+    """If the kernel does not norm x, another kernel does, or PyTorch if rows are long. The rest is
+    the call without a norm."""
     a = sample(**changes)
     program = interpret(OP, a, target)
     steps = [step for step, _ in program.steps if isinstance(step, (Launch, Library))]
