@@ -21,7 +21,6 @@ from tilewright.codegen.mlp.plan import MOST_CODED_TOKENS
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.operand import ALIGNMENT
 from tilewright.codegen.targets import Target
-from tilewright.ops.checks import given
 from tilewright.ops.formats.code_operands import fills_words
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
@@ -83,7 +82,8 @@ def decoding_product(
     problem: LinearProblem, a: LinearArguments, index: int, target: Target
 ) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig]]:
     """Returns the product by the index-th weight, with its bias and the residual, and its tiles."""
-    weight = given(a.weights[index])
+    weight = a.weights[index]
+    assert weight is not None
     num_tokens = a.x.shape[0]
     config = mixed_config(problem.n, problem.k, num_tokens, target)
     stored = TRITON_TYPES[weight.data.dtype]

@@ -5,7 +5,8 @@
 
 Gated or not; the weights of gate and up are separate or rows of one tensor. If the graph
 dequantises a weight, the op reads its codes. The norm is absorbed if no other value reads its
-result; a layer norm, for one token only.
+result; a layer norm, for one token only. Weights of codes are matched for many or symbolically many
+tokens on a chip with a kernel that decodes them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tilewright.ops.mlp.gains import MOST_CODED_TOKENS, MOST_TOKENS
+from tilewright.ops.mlp.gains import MOST_TOKENS
 from tilewright.ops.mlp.linear_activation import OP
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.collective.sums import unless_summed
@@ -46,7 +47,7 @@ class LinearActivation:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's products compute the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"activations of linears of at most {MOST_TOKENS} tokens ({MOST_CODED_TOKENS} by codes), "
+        f"activations of linears of at most {MOST_TOKENS} tokens (of codes also more), "
         "or of two linears and their gate",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
         before=frozenset({"product"}),

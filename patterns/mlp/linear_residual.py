@@ -5,7 +5,8 @@ of an MLP.
     out = residual + scale * rms_norm(linear(x, weight))   ⇒   linear_residual(.., rms_norm=True)
 
 The first form matches any shape in which a token's columns are contiguous, the second a number of
-tokens that is not symbolic.
+tokens that is not symbolic. Weights of codes are matched for many or symbolically many tokens on a
+chip with a kernel that decodes them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tilewright.ops.mlp.gains import MOST_CODED_TOKENS, MOST_TOKENS
+from tilewright.ops.mlp.gains import MOST_TOKENS
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import (
     Match,
@@ -73,7 +74,7 @@ class LinearResidual:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"linears of at most {MOST_TOKENS} tokens ({MOST_CODED_TOKENS} by codes) with a residual "
+        f"linears of at most {MOST_TOKENS} tokens (of codes also more) with a residual "
         "sum behind them",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )

@@ -1,4 +1,4 @@
-"""Linears of codes and more than 128 tokens: matched on a chip with a kernel that decodes the weights,
+"""Linears of codes and more than 128 tokens: matched on a chip with a kernel that decodes weights,
 also where the number of tokens is a symbol; what it cannot decode, or only slower, is advice."""
 
 from __future__ import annotations
