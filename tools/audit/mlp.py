@@ -14,6 +14,7 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
 from tilewright.ops.mlp import linear_activation, linear_residual
 from tilewright.ops.mlp.cases import LinearCase
+from tilewright.ops.mlp.mixed import decodes_many
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, audited, distinct, meta
 from tilewright.tools.audit.qkv import FORMATS
@@ -81,6 +82,12 @@ def _coded_cases(target: Target) -> Iterator[AuditCase]:
             ):
                 some = replace(case, num_tokens=tokens)
                 yield from _cases(f"Llama-3-8B {name} {what} T={tokens}", op, some, target)
+        for tokens in DECODED_COUNTS:
+            some = replace(down, num_tokens=tokens)
+            if decodes_many(linear_residual.sample_inputs(some, "meta"), target):
+                yield from _cases(
+                    f"Llama-3-8B {name} down T={tokens}", linear_residual.OP, some, target
+                )
 
 
 def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
@@ -106,6 +113,7 @@ def _cases(
         grouped = constants.get("SCALE_COLUMNS", a.x.shape[1]) < a.x.shape[1]
         grouped &= "SCALED" not in constants
         stack = CODES_STACK_FOR_MOST if constants.get("BLOCK_T") == 128 else CODES_STACK
+        stack = stack if "PER" in constants else 0
         # With many tokens, a library computes the products, or a kernel that decodes the weight.
         streamed, decodes = spec.kernel.startswith("streamed"), spec.kernel == MIXED.name
         claims = Expectations(
@@ -114,7 +122,7 @@ def _cases(
             tma_loads=decodes,
             tma_stores=decodes,
             warp_specialized=decodes,
-            stack_bytes=stack if "PER" in constants else 0,
+            stack_bytes=0 if decodes else stack,
             fresh_sums_reason=SCALED_SUMS_REASON if grouped else "",
         )
         yield AuditCase(f"mlp {name}{f', {spec.kernel}' if number else ''}", spec, claims)
