@@ -371,7 +371,7 @@ class Dataflow:
     of a fake tensor's storage, equal for tensors that may share memory. reshaped: storages of
     tensors whose shape, strides or storage change in place (`set_`). same_size: whether two sizes
     are equal; for symbols this adds a guard to the compiled code. target: the chip that the graph
-    is compiled for; None where nobody knows.
+    is compiled for; None if it is unknown.
     """
 
     graph: fx.Graph
