@@ -21,17 +21,19 @@ def slower(
     norm: str = "",
     columns: int = 0,
     coded: bool = False,
+    rounded: bool = False,
     target: Target | None = None,
 ) -> str | None:
     """Returns why PyTorch's own calls are faster for `tokens` rows; None if the kernel is.
 
     weights: 2 for a gate and its up projection. norm: the kind of norm of rows of `columns` numbers
-    that the kernel would compute first; empty for none. coded: the weights are quantised. target:
+    that the kernel would compute first; empty for none. coded: the weights are quantised. rounded:
+    x is decoded from codes, which a library's GEMM can multiply with those of the weights. target:
     the chip, where it may have a kernel for any number of tokens; `slower_on` then says more.
     """
-    if coded and target is not None and decodes_codes(target):
+    if coded and not rounded and target is not None and decodes_codes(target):
         return None
-    most = most_tokens(weights, coded)
+    most = most_tokens(weights, coded, rounded)
     if coded and not isinstance(tokens, int):
         return f"a number of tokens that is a symbol, and may be more than {most}"
     if isinstance(tokens, int) and tokens > most:

@@ -64,9 +64,8 @@ class LinearActivation:
                 continue
             if linears is not None:
                 inside.update(activation.absorbed)
-                tokens, coded = linears[0].x.shape[0], linears[0].needs_numbers
-                sizes = {"tokens": tokens, "weights": len(linears), "coded": coded}
-                if OP.slower(**sizes, target=flow.target) is None:
+                sizes = {"tokens": linears[0].x.shape[0], "weights": len(linears)}
+                if OP.slower(**sizes, **linears[0].codes, target=flow.target) is None:
                     yield value, *(linear.product for linear in linears)
                     yield from norms_before(linears[0])
             elif (unlike := _unlike(activation)) is not None:

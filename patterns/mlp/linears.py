@@ -86,9 +86,9 @@ class FewTokens:
         return self.absorbed[-1]
 
     @property
-    def needs_numbers(self) -> bool:
-        """Whether a library's GEMM would need the weight dequantised."""
-        return self.coded and not self.rounded
+    def codes(self) -> dict[str, bool]:
+        """Which operands are codes, as the op's `slower` takes it."""
+        return {"coded": self.coded, "rounded": self.rounded}
 
     @property
     def float_values(self) -> tuple[Value, ...]:
@@ -138,9 +138,7 @@ def match_few_tokens(
         return None
     # Where x has no codes, the library's GEMM would need dequantised weights.
     rounded = coded and (linear.gemm.x_scale is not None or _is_rounded(x))
-    if not _few(x.shape[0], coded and not rounded, target):
-        return None
-    if rounded and not isinstance(x.shape[0], int):
+    if not _few(x.shape[0], coded, rounded, target):
         return None
     if not coded and (not _is_kept(weight.value) or len(weight.value.shape) != 2):
         return None
@@ -311,10 +309,12 @@ def is_stored_as_is(codes: Value) -> bool:
     return (codes.operands[0].value if codes.op == "bitcast" else codes).op in STORED
 
 
-def _few(tokens: Any, coded: bool = False, target: Target | None = None) -> bool:
+def _few(
+    tokens: Any, coded: bool = False, rounded: bool = False, target: Target | None = None
+) -> bool:
     """Whether there are few enough tokens. A size that depends on data does not count: it belongs
     to a mixture."""
-    slow = OP.slower(tokens=tokens, coded=coded, target=target)
+    slow = OP.slower(tokens=tokens, coded=coded, rounded=rounded, target=target)
     return slow is None and not effects.only_data_tell(tokens)
 
 
