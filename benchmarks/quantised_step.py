@@ -13,6 +13,8 @@ turn:
     library       torch.compile of the model as loaded; null if it cannot be compiled or captured
     stock         torch.compile of the prepared model
     tilewright    the prepared model with backend "tilewright"
+    rounded_apart tilewright without the pattern round_rows: Inductor rounds activations; only
+                  where --variants names it
     bf16          the dense model with backend "tilewright", in the same process
 
 errors: relative errors of the logits, in the 2-norm, from float64 of the same codes: those of the
@@ -88,7 +90,13 @@ CONFIGS |= {
 }
 CASES = ("1x1", "16x1", "16x1-padded", "64x1")
 #: Variants in the order of capture. `library` is last, as its failed capture could disturb others.
-VARIANTS = ("tilewright", "bf16", "stock", "library")
+VARIANTS = ("tilewright", "rounded_apart", "bf16", "stock", "library")
+#: Options of the variants with the backend "tilewright".
+OURS: dict[str, dict[str, Any]] = {
+    "tilewright": {},
+    "rounded_apart": {"patterns": ["-round_rows"]},
+    "bf16": {},
+}
 OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True}
 LOCK = Path(tempfile.gettempdir()) / "tilewright_quantised_step.lock"
 
@@ -160,8 +168,8 @@ class Prepared:
 
         For the variant "tilewright", it keeps the logits.
         """
-        backend = "tilewright" if variant in ("tilewright", "bf16") else "inductor"
-        given = OPTIONS | options if backend == "tilewright" else {}
+        backend = "tilewright" if variant in OURS else "inductor"
+        given = OPTIONS | OURS[variant] | options if variant in OURS else {}
         model = self.models[variant]
         forward = torch.compile(model, backend=backend, options=given or None, dynamic=False)
         before = len(reports())
@@ -215,7 +223,7 @@ def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
     facts["replaced"] = len(changed.replaced)
     facts["left"] = sorted({one.reason for one in changed.left})
     stock = changed.model
-    models = {"library": library, "stock": stock, "tilewright": stock}
+    models = {"library": library, "stock": stock, "tilewright": stock, "rounded_apart": stock}
     if not given.errors_only and "bf16" in given.variants:
         with torch.device(DEVICE):
             models["bf16"] = dense(given.model)
@@ -293,7 +301,8 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--models", nargs="+", default=["llama3-8b"], choices=list(CONFIGS))
     parser.add_argument("--cases", nargs="+", default=list(CASES))
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    usual = [name for name in VARIANTS if name != "rounded_apart"]
+    parser.add_argument("--variants", nargs="+", default=usual, choices=VARIANTS)
     parser.add_argument("--errors-only", action="store_true", help="measure no times")
     parser.add_argument("--made-on", default=DEVICE, help="device on which libraries quantise")
     parser.add_argument("--jobs", type=int, default=10, help="processes at once")

@@ -320,8 +320,8 @@ class Quantization:
             return f"{columns} columns are no whole words"
         if self.block[1] < columns and self.block[1] % (self.dot_run * per):
             return f"scales of {self.block[1]} columns"
-        if self.x_scale is not None:
-            return "x has codes too"
+        if self.x_scale is not None and self.x_block < columns and self.x_block % per:
+            return f"scales of {self.x_block} columns of x"
         if self.packed_rows:
             return "a word has the codes of several rows"
         if per == 8 and self.per_word != 8:

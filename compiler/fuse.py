@@ -52,7 +52,16 @@ from tilewright.compiler.scopes import collapse_scope
 from tilewright.ops.contract import LoweringReport, get_op
 from tilewright.ops.fused_op import loaded
 from tilewright.patterns.dataflow import Dataflow, Value
-from tilewright.patterns.language import CENSUS, Findings, Match, Miss, Stage, find, registered
+from tilewright.patterns.language import (
+    CENSUS,
+    Findings,
+    Match,
+    Miss,
+    Pattern,
+    Stage,
+    find,
+    registered,
+)
 
 DEFAULT_TARGET = "sm100"
 #: The beginnings of the notes that the backend warns about.
@@ -166,7 +175,7 @@ def _attempt(
     scopes: Counter[str] = Counter()  # all matches of each module
     told_of: list[str] = []
 
-    patterns = registered(options.patterns)
+    patterns, afterwards = _in_two(registered(options.patterns))
     planned = get_target(target)
 
     def run(graph: fx.Graph) -> None:
@@ -213,8 +222,32 @@ def _attempt(
                 misses.extend(filter(None, kept.values()))
                 put_back(graph, spelled, rewritten)
                 if rewritten:
+                    misses.extend(ask_afterwards(graph))
                     advance_lengths_last(graph)
                 return
+
+    def ask_afterwards(graph: fx.Graph) -> list[Miss]:
+        """Rewrites what patterns find that look at the graph after all others; returns misses."""
+        wanted = [one for one in afterwards if one.asked_afterwards(rounds[0].flow)]
+        if not wanted:
+            return []
+        with clock.phase("view"):
+            flow = build_view(graph)
+            modes = modes_of(graph, torch.is_grad_enabled())
+
+        def check(match: Match, flow: Dataflow) -> Miss | None:
+            known = failures.earlier(match) or check_legality(match, flow)
+            return known or check_modes(match, flow, modes)
+
+        with clock.phase("match"):
+            found = find(flow, wanted, check, failures)
+            scopes.update(match.scope for match in found.matches)
+            chosen, left = plan(found, options, len(rewritten))
+        with clock.phase("rewrite"):
+            done, no = rewrite_sites(graph, flow, chosen, failures, planned)
+        rewritten.extend(done)
+        told = found.misses if options.everywhere else lost_nowhere(found.misses, wanted)
+        return [*told, *left, *(miss for _, miss in no)]
 
     observer = _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright")
     try:
@@ -234,6 +267,12 @@ def _attempt(
             after.recompile()
     sites = _sites(rewritten, target, failures)
     return None if sites is None else _Attempt(after, sites, misses, notes, inputs[0])
+
+
+def _in_two(patterns: Sequence[Pattern]) -> tuple[list[Pattern], list[Any]]:
+    """Separates the patterns that look at the graph after all others have rewritten it."""
+    later = [one for one in patterns if hasattr(one, "asked_afterwards")]
+    return [one for one in patterns if one not in later], later
 
 
 def _told(

@@ -316,6 +316,8 @@ class Pattern(Protocol):
     patterns that would otherwise take its anchors. With a true attribute `asked_last`, it comes
     after all patterns without one. With a true attribute `optional`, the graph as it is computes as
     well: each match `needs_kernel`, and each miss is advice.
+    One with a method `asked_afterwards` looks at the graph that all others have rewritten, if that
+    method accepts the Dataflow from before: its anchors are what fused ops read or return.
     `speaks_for` names patterns that match nothing where this one misses: `strict` raises for its
     misses where it names one of these.
     """

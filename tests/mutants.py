@@ -5,19 +5,22 @@ operator, comparison or number, or removes one statement, in a function of `code
 `patterns` or `compiler`. The script plants it in a temporary copy of the repository. It runs the
 tests that import the module, the tests of the family and the kernel net, up to the first failure,
 and appends the result to `tests/mutants.json`. A fault that survives asks for a test, or for less
-code. `--at FILE:LINE` plants every fault of a line.
+code. `--at FILE:LINE` plants every fault of a line. Each run of pytest is a fork of a process
+that has imported torch and Triton, but nothing of the repository.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import importlib
 import json
 import os
 import random
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -34,8 +37,13 @@ LAYERS = ("codegen", "ops", "patterns", "compiler")
 MOST_FILES = 24
 #: The deselected test fails for any change of a template, whatever it computes.
 PYTEST = (
-    *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
+    *("-x", "-q", "-p", "no:cacheprovider"),
     *("--deselect", "tests/test_kernel_net.py::test_the_source_of_a_kernel_is_what_it_was"),
+)
+#: What the tests import that is not of the repository: imported once, before the forks.
+OTHERS_MODULES = (
+    *("pytest", "_pytest.assertion.rewrite", "hypothesis", "numpy", "sympy", "networkx"),
+    *("torch._dynamo", "torch._inductor.compile_fx", "triton.runtime.interpreter", "transformers"),
 )
 SHOWN = ("verdict", "file", "line", "before", "after", "by")
 OTHER: dict[type, type] = {
@@ -130,47 +138,80 @@ def tests_of(root: Path, file: str) -> list[str]:
     named = re.compile(rf"{whole}\b|from {above} import .*\b{name}\b")
     files = [path for path in sorted(root.glob("tests/**/test_*.py")) if imports(path, named)]
     files, families = files[:MOST_FILES], rooms[:1]
-    if not files:
-        users = (path for path in sorted((root / layer).glob("*/**/*.py")) if imports(path, named))
-        families += [path.relative_to(root / layer).parts[0] for path in users]
+    users = (path for path in sorted((root / layer).glob("*/**/*.py")) if imports(path, named))
+    families += [path.relative_to(root / layer).parts[0] for path in users]
     for family, upper in product(dict.fromkeys(families), LAYERS[LAYERS.index(layer) :]):
         found = (root / "tests" / upper / family).rglob("test_*.py")
         files += [path for path in sorted(found) if path not in files]
     files = files or sorted((root / "tests" / layer).glob("test_*.py"))[:MOST_FILES]
-    return [*(str(path.relative_to(root)) for path in files), "tests/test_kernel_net.py"]
+    nearest = sorted(files, key=lambda path: path.stem != f"test_{name}")
+    return [*(str(path.relative_to(root)) for path in nearest), "tests/test_kernel_net.py"]
 
 
 def imports(path: Path, named: re.Pattern[str]) -> bool:
     return named.search(path.read_text("utf-8")) is not None
 
 
-def run(root: Path, fault: Fault, limit: float) -> dict[str, object]:
-    """Result of the tests with a fault planted in a copy of the repository."""
+def run(root: Path, fault: Fault, limit: float, passing: set[str]) -> dict[str, object]:
+    """Result of the tests with a fault planted in a copy of the repository. passing: tests seen
+    passing without a fault, to which the one that fails is added."""
     path = root / fault.file
     text = path.read_bytes()
     started, by = time.monotonic(), ""
     try:
         path.write_bytes(fault.planted(text))
-        done = tested(root, tests_of(root, fault.file), limit)
-    except subprocess.TimeoutExpired:
-        verdict = "out of time"
-    else:
-        verdict = "caught" if done.returncode else "survived"
-        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-        by = found[1] if found else ""
+        code, printed = tested(root, tests_of(root, fault.file), limit)
     finally:
         path.write_bytes(text)
-    if by and tested(root, [by], limit).returncode:
-        verdict = "fails without the fault"
+    if code is None:
+        verdict = "out of time"
+    else:
+        verdict = "caught" if code else "survived"
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
+        # Without a test's name, pytest could not import something, or the process was killed.
+        by = found[1] if found else f"exit code {code}" if code else ""
+        if found and by not in passing:
+            if tested(root, [by], limit)[0]:
+                verdict = "fails without the fault"
+            else:
+                passing.add(by)
     told = {key: vars(fault)[key] for key in ("file", "line", "before", "after")}
     return told | {"verdict": verdict, "by": by, "seconds": round(time.monotonic() - started)}
 
 
-def tested(root: Path, tests: list[str], limit: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PYTEST, *tests], cwd=root, capture_output=True, text=True, timeout=limit, check=False,
-        env=os.environ | {"PYTHONPATH": str(root / "src")},
-    )  # fmt: skip
+def tested(root: Path, tests: list[str], limit: float) -> tuple[int | None, str]:
+    """Exit code of pytest and what it printed; None where it had to be stopped."""
+    printed = root.parent / "printed"
+    child = os.fork()
+    if not child:
+        os.setsid()
+        with printed.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(root)
+        sys.path[:] = [str(root / "src"), str(root), *sys.path]
+        os.environ["PYTHONPATH"] = str(root / "src")
+        code = 1
+        try:
+            code = int(pytest_main([*PYTEST, *tests]))
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    ends, code = time.monotonic() + limit, None
+    while code is None and time.monotonic() < ends:
+        done, status = os.waitpid(child, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(status) if done else time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):  # with all processes that the tests started
+        os.killpg(child, signal.SIGKILL)
+    if code is None:
+        os.waitpid(child, 0)
+    return code, printed.read_text("utf-8", errors="replace")
+
+
+def pytest_main(arguments: list[str]) -> int:
+    import pytest
+
+    return pytest.main(arguments)
 
 
 def drawn(seed: int, count: int) -> list[Fault]:
@@ -194,8 +235,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "repository"
         shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(".*", "site"))
+        passing: set[str] = set()
+        for name in OTHERS_MODULES:
+            importlib.import_module(name)
         for fault in faults:
-            result = {"seed": given.seed} | run(root, fault, given.limit)
+            result = {"seed": given.seed} | run(root, fault, given.limit, passing)
             known = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else []
             known.append(result)
             RECORD.write_text("[\n" + ",\n".join(map(json.dumps, known)) + "\n]\n", "utf-8")

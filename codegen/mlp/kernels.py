@@ -35,6 +35,14 @@ NORM_ROWS = Kernel(
 )
 # Applies the activation to products that a library computed.
 ACTIVATE = Kernel("mlp.linear", "activate_products", types={"num_elements": "i64"})
+# Rounds rows to float8 codes. It lets the next kernel start early, which asks for its weights
+# before it waits.
+ROUND = Kernel(
+    "mlp.rounding",
+    "round_rows",
+    {"NORM_STRIDE": ("norm_weight", 0)},
+    unaligned=("given_scale", "scale"),
+)
 # Columns of a row that `norm_rows` takes at a time.
 NORM_BLOCK = 2048
 # Elements of a program of `activate_products`.
@@ -85,6 +93,22 @@ class DotConfig:
 
     def __str__(self) -> str:
         return f"dots {self.block_n}x{self.block_k} w{self.num_warps}"
+
+
+@dataclass(frozen=True)
+class RoundConfig:
+    """Tiles of `round_rows`: width columns of a row. row: a power of two, at least all columns."""
+
+    width: int
+    row: int
+    num_warps: int
+
+    def __str__(self) -> str:
+        return f"{self.width} columns w{self.num_warps}"
+
+
+def round_grid(config: RoundConfig, columns: int, num_tokens: int) -> tuple[int, int]:
+    return num_tokens, cdiv(columns, config.width)
 
 
 def dot_constants(problem: LinearProblem) -> dict[str, Constant]:

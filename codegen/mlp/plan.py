@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.formats import Quantization
-from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig
+from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig, RoundConfig
 from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
@@ -18,8 +18,11 @@ MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
 # Most tokens of weights of codes. A library's GEMM needs the codes decoded to numbers in every
 # call: on an H100, the down projection in int4 takes 66 us for 128 tokens, where the library takes
-# 56 to decode and 50 for the product. So this bound also holds for two weights of codes, each with
-# its own kernel above MOST_GATED_TOKENS.
+# 56 to decode and 50 for the product. So this bound also holds for two weights of codes, which have
+# a kernel each above MOST_GATED_TOKENS if x cannot be permuted before. If x is decoded from codes,
+# the library multiplies codes: gate and up in float8 take 92 us for 128 tokens, where its two
+# products take 66 with their conversions of scales, but 52 for 64 tokens. MOST_TOKENS is their
+# bound.
 MOST_CODED_TOKENS = 128
 # Most tokens for which the kernel layer-norms x itself. This is modelled, not measured: every
 # program reads whole rows before its first product, about 1 us per token for 4096 columns, where a
@@ -156,10 +159,11 @@ def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
     return GATED_DOTS if nibbles else GATED_DOTS_OF_BYTES
 
 
-def most_tokens(num_weights: int, coded: bool = False) -> int:
-    """Returns the most tokens for which the kernels are faster. coded: weights are codes."""
+def most_tokens(num_weights: int, coded: bool = False, rounded: bool = False) -> int:
+    """Returns the most tokens for which the kernels are faster. coded: weights are codes. rounded:
+    x is decoded from codes too, so that a library's GEMM can multiply codes."""
     if coded:
-        return MOST_CODED_TOKENS
+        return MOST_TOKENS if rounded else MOST_CODED_TOKENS
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
 
 
@@ -296,3 +300,32 @@ def made_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int)
     if q is None:
         return 0
     return 2 * block_k * (block_t + (block_n if q.packed_rows else 0))
+
+
+# Most columns of a row that `round_rows` takes: 32 numbers for each thread of 32 warps. With 64, a
+# gate and its up projection spill on sm100.
+MOST_ROUNDED_COLUMNS = 32768
+# Most rows for which one kernel that rounds them, between kernels that start early, is expected to
+# be faster than the graph's.
+MOST_ROUNDED_TOKENS = 128
+# Fewest columns of a program that rounds rows, and most programs that each read a whole row.
+LEAST_ROUNDED_WIDTH = 512
+MOST_READERS_OF_ROW = 8
+# Numbers of a thread, unless that takes more than 16 warps.
+NUMBERS_OF_THREAD = 16
+
+
+def round_config(
+    columns: int, group: int, whole: bool, num_tokens: int, target: Target
+) -> RoundConfig:
+    """Returns the tiles of `round_rows`: few rows are shared by several programs.
+
+    group: columns that share a scale; 0 for all. whole: whether each program reads a whole row.
+    """
+    row = next_power_of_2(columns)
+    parts = max(target.num_sms // max(num_tokens, 1), 1)
+    parts = min(parts, MOST_READERS_OF_ROW) if whole else parts
+    width = min(max(next_power_of_2(cdiv(columns, parts)), LEAST_ROUNDED_WIDTH, group), row)
+    numbers = row if whole else width
+    warps = min(max(numbers // (32 * NUMBERS_OF_THREAD), 4), 16 if numbers <= 16384 else 32)
+    return RoundConfig(max(width, group), max(row, group), warps)

@@ -249,14 +249,17 @@ def _code_constants(problem: QkvProblem, config: RowsConfig) -> dict[str, Consta
     strides: dict[str, Constant] = {
         f"{x}_BLOCK_STRIDES": q.block_strides(at) for x, at in zip("QKV", there, strict=True)
     }
+    of_x: dict[str, Constant] = {
+        "X_SCALE_STRIDES": q.x_scale.strides if q.x_scale else (0, 0),
+        "X_SCALE_BLOCK": q.x_block if q.x_scale else problem.hidden,
+    }
     if isinstance(config, DotsConfig):
-        own = q.dot_constants(problem.hidden, problem.weights[0].dtype) | strides
+        own = q.dot_constants(problem.hidden, problem.weights[0].dtype) | strides | of_x
         first_step = max(config.block_k, DOT_LINE * q.per_int32)
         return own | {"LETS_IN": True, "PREFETCH": first_step}
     return {
         "X_IN_ORDER": config.ordered_x,
-        "X_SCALE_STRIDES": q.x_scale.strides if q.x_scale else (0, 0),
-        "X_SCALE_BLOCK": q.x_block if q.x_scale else problem.hidden,
+        **of_x,
         **q.block_constants(problem.hidden, config.block_k),
         **strides,
     }

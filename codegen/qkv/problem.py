@@ -355,7 +355,7 @@ def dots_obstacle(problem: QkvProblem) -> str | None:
         return f"{norm.kind} norm of x"
     if (obstacle := q.dot_obstacle(problem.hidden) or _range_obstacle(problem)) is not None:
         return obstacle
-    if problem.x.dtype != problem.epilogue.dtype:
+    if not problem.coded_x and problem.x.dtype != problem.epilogue.dtype:
         return f"x of {problem.x.dtype} where q is {problem.epilogue.dtype}"
     weights = [weight for weight in problem.weights if weight is not None]
     if any(weight.strides[-1] != 1 for weight in weights):

@@ -8,15 +8,22 @@ from tilewright.codegen.templates.dots import code_sums, number_sums, parts_of_x
 
 
 @triton.jit
-def words_of_row(x_ptr, norm_weight_ptr, first, K: tl.constexpr, WORDS: tl.constexpr,
-                 PER: tl.constexpr, NORM: tl.constexpr, NORM_STRIDE: tl.constexpr,
+def words_of_row(x_ptr, x_scale_ptr, norm_weight_ptr, first, K: tl.constexpr, WORDS: tl.constexpr,
+                 PER: tl.constexpr, X_SCALE_BLOCK: tl.constexpr, X_SCALE_STRIDE: tl.constexpr,
+                 NORM: tl.constexpr, NORM_STRIDE: tl.constexpr,
                  NORM_OFFSET: tl.constexpr):  # fmt: skip
     """Returns (x of a row from column `first` on, fp32 [WORDS, PER]; x's squares). With NORM, x is
-    multiplied by an RMS norm's weight and rounded to x's dtype."""
+    multiplied by an RMS norm's weight and rounded to x's dtype. With x_scale_ptr, x has codes, and
+    X_SCALE_BLOCK columns, a multiple of PER, share a scale."""
     columns = first + tl.arange(0, WORDS)[:, None] * PER + tl.arange(0, PER)[None, :]
     mask = columns < K
     x = tl.load(x_ptr + columns, mask=mask, other=0.0)
     wide = x.to(tl.float32)
+    if x_scale_ptr is not None:
+        starts = first + tl.arange(0, WORDS) * PER
+        blocks = starts // X_SCALE_BLOCK
+        scale = tl.load(x_scale_ptr + blocks * X_SCALE_STRIDE, mask=starts < K, other=0.0)
+        wide *= scale.to(tl.float32)[:, None]
     squares = wide * wide
     if NORM and norm_weight_ptr is not None:
         factor = tl.load(norm_weight_ptr + columns * NORM_STRIDE, mask=mask, other=0.0)
@@ -57,8 +64,8 @@ def add_scaled_sums(
 
 @triton.jit
 def dotted_rows(
-    x_row, norm_weight_ptr, lines, up_lines, scale_ptr, up_scale_ptr, zero_ptr, up_zero_ptr,
-    scale_rows, row_mask, first, strides, up_strides,
+    x_row, x_scale_row, norm_weight_ptr, lines, up_lines, scale_ptr, up_scale_ptr, zero_ptr,
+    up_zero_ptr, scale_rows, row_mask, first, strides, up_strides,
     STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
     K: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr,
@@ -66,17 +73,19 @@ def dotted_rows(
     INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr, PACKED_ZEROS: tl.constexpr,
     ZERO: tl.constexpr, NUMBER: tl.constexpr, BYTES: tl.constexpr, FLOATS: tl.constexpr,
     SIGNED: tl.constexpr, ADDED_ZEROS: tl.constexpr,
+    X_SCALE_BLOCK: tl.constexpr = 1, X_SCALE_STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
     """Returns, over PART columns from `first` on: (products of rows with x, products of the rows of
     an up weight, both fp32 [rows, 1]; x's squares [1, words], not yet summed).
 
     x_row: a pointer to K numbers; with NORM, they are multiplied by the weight of an RMS norm
-    before the product. lines, up_lines: pointers [rows] to int32 words of PER codes, STRIDE apart;
-    up_lines None: there is no up weight, and its products are zero. scale_rows: the row of scales
-    of each row. strides, up_strides: as in `load_scales`. A step takes BLOCK_K columns, and RUN
-    words share a sum and a scale. FLOATS: codes are float8 (e4m3), or NUMBER, a table
-    (`formats.table_words`), has their numbers; if not, they are integers minus ZERO, or BYTES has
-    their numbers (`code_sums`). SIGNED: bytes are signed. ADDED_ZEROS: zeros are added after
+    before the product. x_scale_row: a pointer to the scales of x if x has codes, one for
+    X_SCALE_BLOCK columns; else None. lines, up_lines: pointers [rows] to int32 words of PER codes,
+    STRIDE apart; up_lines None: there is no up weight, and its products are zero. scale_rows: the
+    row of scales of each row. strides, up_strides: as in `load_scales`. A step takes BLOCK_K
+    columns, and RUN words share a sum and a scale. FLOATS: codes are float8 (e4m3), or NUMBER, a
+    table (`formats.table_words`), has their numbers; if not, they are integers minus ZERO, or BYTES
+    has their numbers (`code_sums`). SIGNED: bytes are signed. ADDED_ZEROS: zeros are added after
     scaling.
     """
     WORDS: tl.constexpr = BLOCK_K // PER
@@ -100,8 +109,9 @@ def dotted_rows(
     for step in range(0, PART, BLOCK_K):
         start = first + step
         x, square = words_of_row(
-            x_row, norm_weight_ptr, start, K, WORDS, PER, NORM, NORM_STRIDE, NORM_OFFSET
-        )
+            x_row, x_scale_row, norm_weight_ptr, start, K, WORDS, PER,
+            X_SCALE_BLOCK, X_SCALE_STRIDE, NORM, NORM_STRIDE, NORM_OFFSET,
+        )  # fmt: skip
         if NORM:
             squares += tl.sum(square, axis=1)[None, :]
         # Load the words of the next step.

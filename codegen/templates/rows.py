@@ -37,6 +37,18 @@ def order_x(
 
 
 @triton.jit
+def load_factors(
+    norm_weight_ptr, columns, K: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """Loads the factors of a norm as fp32; 1.0 without a pointer."""
+    factors = 1.0
+    if norm_weight_ptr is not None:
+        weight = tl.load(norm_weight_ptr + columns * STRIDE, mask=columns < K, other=0.0)
+        factors = weight.to(tl.float32) + OFFSET
+    return factors
+
+
+@triton.jit
 def norm_x(
     x_ptr, norm_weight_ptr, norm_bias_ptr, normed_ptr,
     K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr,
@@ -63,9 +75,7 @@ def norm_x(
         # From squares of numbers far from zero, the variance would have no accurate digits.
         x = tl.where(there, x - tl.sum(x, axis=0) / K, 0.0)
     x *= tl.rsqrt(tl.sum(x * x, axis=0) / K + NORM_EPS)
-    if norm_weight_ptr is not None:
-        factor = tl.load(norm_weight_ptr + columns * NORM_STRIDE, mask=there, other=0.0)
-        x *= factor.to(tl.float32) + NORM_OFFSET
+    x *= load_factors(norm_weight_ptr, columns, K, NORM_STRIDE, NORM_OFFSET)
     if norm_bias_ptr is not None:
         shift = tl.load(norm_bias_ptr + columns * NORM_BIAS_STRIDE, mask=there, other=0.0)
         x += shift.to(tl.float32)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 
+from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.groups import Group, OptionalGroup
 from tilewright.ops.reference.norm import RowNorm
@@ -137,6 +138,55 @@ class ScaledLinearArguments:
     weight_format: str = "fp8"
 
     linear = Group(Weight, data="weight", scale="weight_scale")
+
+
+@dataclass(frozen=True)
+class RoundRowsArguments:
+    """The arguments of `round_rows`: T tokens, K columns.
+
+    x [T, K]. up [T, K] of x's dtype, if the rounded numbers are activation(x) * up. activation: ""
+    for none, or one of ops.reference.activation.ACTIVATIONS. rms_norm, norm_weight, norm_eps,
+    norm_offset: a RowNorm of the numbers. scale: the scale of all numbers, one element of x's dtype
+    or float32; None: scales are computed. group: columns that share a scale, a power of two that
+    divides K; 0 for all. rounded: scales and quotients are rounded to x's dtype. zero_scale: takes
+    the place of a computed scale of 0, if positive. least: the smallest magnitude that a scale is
+    computed from. least_divisor: the smallest number by which numbers are divided. decoded: whether
+    the result holds the numbers that codes stand for, in x's dtype, instead of float8_e4m3fn codes.
+    Result: codes or numbers [T, K], and fp32 scales [K / group or 1, T], or [1, 1] if the scale is
+    given; new memory. Scales of a group lie behind one another, as the library's product of codes
+    reads them.
+    """
+
+    x: torch.Tensor
+    up: torch.Tensor | None = None
+    _: KW_ONLY
+    activation: str = ""
+    rms_norm: bool = False
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    scale: torch.Tensor | None = None
+    group: int = 0
+    rounded: bool = False
+    zero_scale: float = 0.0
+    least: float = 0.0
+    least_divisor: float = 0.0
+    decoded: bool = False
+
+    norm = Group(RowNorm)
+
+    @property
+    def columns_of_scale(self) -> int:
+        """The columns that share a scale."""
+        return self.group or self.x.shape[1]
+
+    @property
+    def results(self) -> tuple[tuple[tuple[int, int], torch.dtype], ...]:
+        """The shape and dtype of each result."""
+        tokens, columns = self.x.shape
+        made = self.x.dtype if self.decoded else ACTIVATION_CODES
+        scales = (1, 1) if self.scale is not None else (columns // self.columns_of_scale, tokens)
+        return ((tokens, columns), made), (scales, torch.float32)
 
 
 LinearArguments: TypeAlias = LinearActivationArguments | LinearResidualArguments

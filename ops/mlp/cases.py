@@ -10,7 +10,7 @@ import torch
 from tilewright.ops.formats.activation_codes import ACTIVATION_BLOCK, ACTIVATION_CODES
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.formats.sample_codes import CodedCase, sample_codes, sample_factors
-from tilewright.ops.sampling import Sampler
+from tilewright.ops.sampling import RowsCase, Sampler
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,68 @@ def sample_scaled(case: ScaledCase, device: str | torch.device, seed: int) -> di
         "out_dtype": case.dtype,
         "weight_format": case.weight_format,
     }
+
+
+@dataclass(frozen=True)
+class RoundCase(RowsCase):
+    """One setting of `round_rows`. up: whether x is gated. scale: the dtype of a given scale. The
+    other fields are the op's."""
+
+    norm: str = ""
+    up: bool = False
+    scale: torch.dtype | None = None
+    activation: str = ""
+    group: int = 0
+    rounded: bool = False
+    zero_scale: float = 0.0
+    least: float = 0.0
+    least_divisor: float = 0.0
+    decoded: bool = False
+
+
+_CT: dict[str, Any] = {"rounded": True, "zero_scale": 2.0**-7}
+_BLOCKS: dict[str, Any] = {"group": 128, "n": 384}
+ROUND_CASES = (
+    RoundCase("token", **_CT),
+    RoundCase("token_decoded", **_CT, decoded=True, num_tokens=1, n=200),
+    RoundCase("normed", **_CT, norm="rms", n=1032),
+    RoundCase("normed_decoded", **_CT, norm="rms", decoded=True, norm_dtype=torch.float32),
+    RoundCase("gemma", **_CT, norm="rms", norm_offset=1.0, num_tokens=17, n=600),
+    RoundCase("weightless", norm="weightless", least_divisor=1e-12),
+    RoundCase("blocks", **_CT, **_BLOCKS),
+    RoundCase("blocks_decoded", **_BLOCKS, least_divisor=1e-12, decoded=True),
+    RoundCase("blocks_normed", **_CT, **_BLOCKS, norm="rms"),
+    RoundCase("one_block", **_CT, group=64, num_tokens=2, dtype=torch.float16),
+    RoundCase("gated", **_CT, up=True, activation="silu", n=1096, decoded=True),
+    RoundCase("gated_blocks", **_BLOCKS, up=True, activation="gelu_tanh", least=1e-6),
+    RoundCase("activated", rounded=True, least=1e-6, activation="relu_squared", stride=96, n=72),
+    RoundCase("given", rounded=True, scale=torch.bfloat16, n=200, decoded=True),
+    RoundCase("given_normed", scale=torch.float32, norm="rms", num_tokens=1),
+    RoundCase(
+        "given_gated",
+        rounded=True,
+        scale=torch.float16,
+        dtype=torch.float16,
+        up=True,
+        activation="silu",
+    ),
+    RoundCase("no_tokens", **_CT, num_tokens=0),
+    RoundCase("float", dtype=torch.float32, group=32, least=1e-6),
+    RoundCase("double", dtype=torch.float64, norm="rms", zero_scale=1e-3),
+)
+
+
+def sample_round(case: RoundCase, device: str | torch.device, seed: int) -> dict[str, Any]:
+    """Returns arguments of `round_rows` by name; the second row is zero."""
+    sampler = Sampler(device, seed)
+    x = case.rows(sampler)
+    x[1:2] = 0
+    up = sampler.normal(case.num_tokens, case.n, dtype=case.dtype) if case.up else None
+    names = ("activation", "group", "rounded", "zero_scale", "least", "least_divisor", "decoded")
+    given = {"x": x, "up": up, "rms_norm": bool(case.norm), **case.norm_arguments(sampler)}
+    if case.scale is not None:
+        given["scale"] = sampler.scales(1, size=1 / 256, dtype=case.scale)
+    return given | {name: getattr(case, name) for name in names}
 
 
 def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Tensor]:

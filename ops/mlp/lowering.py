@@ -147,7 +147,7 @@ def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
     """Runs the steps of a `scaled_linear` call: a product of PyTorch's library."""
     operands = scaled_operands(a)
     assert a.out_dtype is not None
-    out = yield from scaled_product(operands, a.out_dtype, a.bias)
+    out = yield from scaled_product(operands, a.out_dtype, target, a.bias)
     return Outcome(out, "library", f"a product of codes, scaled by {operands.kind}")
 
 

@@ -143,7 +143,7 @@ def _library(
         x = yield from dequantized_x(a)
         weights = yield from dequantized_weights(a, values, call.rows, choice.statics[1:], target)
     if operands is not None:
-        made = yield from project_codes(a, operands)
+        made = yield from project_codes(a, operands, target)
     elif call.rows is not None:
         made = yield from project_packed(x, weights, call.rows)
     else:

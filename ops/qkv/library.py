@@ -93,13 +93,13 @@ def scaled_operands(a: FusedQkvArguments) -> list[ScaledOperands] | None:
 
 
 def project_codes(
-    a: FusedQkvArguments, operands: Sequence[ScaledOperands]
+    a: FusedQkvArguments, operands: Sequence[ScaledOperands], target: Target
 ) -> Generator[Step, Any, list[torch.Tensor]]:
     """Returns q [T, H, D] or [T, Hkv, G, D], k and v, each by a product of codes."""
     there = [weight for weight in a.projections if weight is not None]
     made = []
     for one, weight in zip(operands, there, strict=True):
-        out = yield from scaled_product(one, a.value_dtype)
+        out = yield from scaled_product(one, a.value_dtype, target)
         made.append(out.view(-1, *weight.data.shape[:-1]))
     return made
 

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tilewright.codegen.scales import WIDEN_SCALES, WideScales, widen_grid
 from tilewright.codegen.targets import Target
 from tilewright.ops.checks import HALVES, proven
 from tilewright.ops.formats.activation_codes import ACTIVATION_BLOCK as BLOCK
 from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
-from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.row_groups import contiguous
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
@@ -35,8 +36,12 @@ _UNIT = 16
 # with the strides that cuBLAS reads. Releases before the second computed wrong products by blocks
 # if K was not a multiple of 512.
 _ROWS_OF_FLOAT16, _WITH_BLOCKS = "2.10", "2.11"
-# The library's kernel for blocks requires the number of x's rows to be a multiple of this.
+# The library's kernel for blocks requires the number of x's rows, and of the columns of a weight's
+# scales, to be multiples of these.
 _ROWS_OF_BLOCKS = 4
+_COLUMNS_OF_BLOCKS = 4
+# The dtypes of scales that a kernel widens; PyTorch widens others.
+_WIDENED = (*HALVES, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,10 @@ def chip_obstacle(kind: str | None, target: Target) -> str | None:
 
 
 def scaled_product(
-    operands: ScaledOperands, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+    operands: ScaledOperands,
+    out_dtype: torch.dtype,
+    target: Target,
+    bias: torch.Tensor | None = None,
 ) -> Generator[Step, Any, torch.Tensor]:
     """Returns the product in `out_dtype`, rounded once. bias [N] has that dtype too."""
     kind, tokens = operands.kind, operands.x.shape[0]
@@ -112,19 +120,47 @@ def scaled_product(
     rows = operands.weight.shape[0]
     if tokens == 0:
         return (yield Buffer((0, rows), out_dtype))
+    weight_scale = yield from _weight_scales(operands, target)
     others = {"x_scale": operands.x_scale, "bias": bias}
     given = {name: tensor for name, tensor in others.items() if tensor is not None}
     names = tuple(given)
-    tensors = (operands.x, operands.weight, operands.weight_scale, *given.values())
+    tensors = (operands.x, operands.weight, weight_scale, *given.values())
     if kind == BLOCKS:
         padded = -(-tokens // _ROWS_OF_BLOCKS) * _ROWS_OF_BLOCKS
         by_blocks = partial(_by_blocks, names=names, rows=padded, out_dtype=out_dtype)
         out = yield Library(by_blocks, tensors, makes=Buffer((padded, rows), out_dtype))
         return out if padded == tokens else out[:tokens]
     out = yield Buffer((tokens, rows), out_dtype)
-    multiply = partial(_multiply, names=names, kind=kind, block=tuple(operands.block))
-    yield Library(multiply, (out, *tensors))
+    yield Library(partial(_multiply, names=names, kind=kind), (out, *tensors))
     return out
+
+
+def _weight_scales(operands: ScaledOperands, target: Target) -> Generator[Step, Any, torch.Tensor]:
+    """Returns the weight's scales in float32, contiguous: one, or [N, 1] for each row, or by blocks
+    with columns padded to a multiple of four. They are not copied if the model stores them so."""
+    scale, kind, (rows, columns) = operands.weight_scale, operands.kind, operands.weight.shape
+    if kind == TENSORS:
+        wide = WideScales(1, 1, 1, 1)
+    elif kind == ROWS:
+        wide = WideScales(rows, 1, 1, rows if len(scale) == 1 else operands.block[0])
+    else:
+        blocks = columns // BLOCK
+        wide = WideScales(rows // BLOCK, blocks, blocks + -blocks % _COLUMNS_OF_BLOCKS, 1)
+    shape = wide.rows, wide.width
+    if scale.dtype == torch.float32 and scale.shape == shape and scale.is_contiguous():
+        return scale
+    made = yield Buffer(shape, torch.float32)
+    if scale.dtype in _WIDENED:
+        values = {"scale": scale, "out": made}
+        yield launch(WIDEN_SCALES, target, widen_grid(wide), values, wide)
+    else:
+        yield Library(partial(_widen, wide=wide), (made, scale))
+    return made
+
+
+def _widen(made: torch.Tensor, scale: torch.Tensor, wide: WideScales) -> None:
+    each = scale.float().repeat_interleave(wide.group, 0)[: wide.rows]
+    made.copy_(functional.pad(each, (0, wide.width - wide.columns)))
 
 
 def _multiply(
@@ -135,16 +171,14 @@ def _multiply(
     *others: torch.Tensor,
     names: Sequence[str],
     kind: str,
-    block: Sequence[int],
 ) -> None:
     given = dict(zip(names, others, strict=True))
     x_scale = _numbers(given.get("x_scale"), x)
     if kind == ROWS:
         scale_a = x_scale.expand(len(x), 1).contiguous()
-        each = expand_blocks(weight_scale.float(), (len(weight), 1), block)
-        scale_b = each.contiguous().t()
+        scale_b = weight_scale.t()
     else:
-        scale_a, scale_b = x_scale.reshape(()), weight_scale.float().reshape(())
+        scale_a, scale_b = x_scale.reshape(()), weight_scale.reshape(())
     torch._scaled_mm(
         _aligned(x),
         _aligned(weight).t(),
@@ -172,7 +206,7 @@ def _by_blocks(
     weight, it requires a stride of 1 from column to column, and a multiple of four columns.
     """
     given = dict(zip(names, others, strict=True))
-    blocks = weight_scale.shape[1]
+    blocks = x.shape[1] // BLOCK
     x_scale = _numbers(given.get("x_scale"), x).expand(len(x), blocks)
     more = rows - len(x)
     if more:
@@ -184,7 +218,7 @@ def _by_blocks(
         _aligned(weight).t(),
         scale_a=x_scale.t().contiguous().t(),
         scale_recipe_a=recipes.BlockWise1x128,
-        scale_b=functional.pad(weight_scale.float(), (0, -blocks % 4)).contiguous().t(),
+        scale_b=weight_scale.t(),
         scale_recipe_b=recipes.BlockWise128x128,
         bias=contiguous(given.get("bias")),
         output_dtype=out_dtype,

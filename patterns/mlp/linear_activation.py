@@ -63,8 +63,8 @@ class LinearActivation:
                 continue
             if linears is not None:
                 inside.update(activation.absorbed)
-                tokens, coded = linears[0].x.shape[0], linears[0].needs_numbers
-                if OP.slower(tokens=tokens, weights=len(linears), coded=coded) is None:
+                tokens, codes = linears[0].x.shape[0], linears[0].codes
+                if OP.slower(tokens=tokens, weights=len(linears), **codes) is None:
                     yield value, *(linear.product for linear in linears)
                     yield from norms_before(linears[0])
             elif (unlike := _unlike(activation)) is not None:

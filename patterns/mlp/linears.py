@@ -85,9 +85,9 @@ class FewTokens:
         return self.absorbed[-1]
 
     @property
-    def needs_numbers(self) -> bool:
-        """Whether a library's GEMM would need the weight dequantised."""
-        return self.coded and not self.rounded
+    def codes(self) -> dict[str, bool]:
+        """Which operands are codes, as the op's `slower` takes it."""
+        return {"coded": self.coded, "rounded": self.rounded}
 
     @property
     def float_values(self) -> tuple[Value, ...]:
@@ -135,7 +135,7 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
     # With codes, the library's GEMM would need dequantised weights, so the op is for few tokens
     # only.
     rounded = coded and (linear.gemm.x_scale is not None or _is_rounded(x))
-    if not _few(x.shape[0], coded and not rounded) or (coded and not isinstance(x.shape[0], int)):
+    if not _few(x.shape[0], coded, rounded) or (coded and not isinstance(x.shape[0], int)):
         return None
     if not coded and (not _is_kept(weight.value) or len(weight.value.shape) != 2):
         return None
@@ -306,10 +306,10 @@ def is_stored_as_is(codes: Value) -> bool:
     return (codes.operands[0].value if codes.op == "bitcast" else codes).op in STORED
 
 
-def _few(tokens: Any, coded: bool = False) -> bool:
+def _few(tokens: Any, coded: bool = False, rounded: bool = False) -> bool:
     """Whether there are few enough tokens. A size that depends on data does not count: it belongs
     to a mixture."""
-    slow = OP.slower(tokens=tokens, coded=coded)
+    slow = OP.slower(tokens=tokens, coded=coded, rounded=rounded)
     return slow is None and not effects.only_data_tell(tokens)
 
 

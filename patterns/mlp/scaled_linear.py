@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.ops.checks import HALVES
-from tilewright.ops.mlp.gains import MOST_GATED_TOKENS
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, once
 from tilewright.patterns.effects import InexpressibleError
@@ -44,6 +43,8 @@ from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 
 _HINT = "known are float8_e4m3fn codes with one scale, or one for each token, or for 128 columns"
 _ARGUMENTS = ("weight", "weight_scale", "scale_block", "weight_format")
+# Most tokens for which a quantisation library's own operator stays if no other pattern takes it.
+_MOST_OF_OPERATOR = 16
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _is_linear(gemm: Gemm) -> bool:
         return False
     if gemm.x_scale is None:
         return True
-    few = isinstance(tokens, int) and tokens <= MOST_GATED_TOKENS
+    few = isinstance(tokens, int) and tokens <= _MOST_OF_OPERATOR
     return value.stands_in and not few
 
 

@@ -311,8 +311,8 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     if len(weights) != len(found):
         refuse(weights[0].codes, "not those of all three projections")
     arguments = weight_arguments(weights)
-    if k.x_scale is not None:
-        return arguments | {"x_scale": k.x_scale, "out_dtype": k.product.dtype}
+    if k.x_scale is not None:  # x is k's, too: what rounded q's then has no readers
+        return arguments | {"x": k.x, "x_scale": k.x_scale, "out_dtype": k.product.dtype}
     rows = _coded_x(k, arguments)
     if rows is None:
         return arguments

@@ -41,6 +41,8 @@ from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 
+#: The operation of values that other patterns decode by :func:`decoded_rows`.
+DECODED_ROWS = "opaque:python::decoded_rows"
 # The largest lower bound of a scale that counts as a guard against dividing by zero.
 LARGEST_BOUND = 1e-2
 # The largest bound of the divisor alone: a smaller scale divides as the bound, but multiplies as

@@ -55,3 +55,9 @@ def patterns_used(*names):
     """The pattern of every match in all reports, of the patterns or families named: see
     tests/found.py."""
     return [pattern for report in reports() for pattern in patterns_in(report, *names or ("qkv",))]
+
+
+@torch.compiler.allow_in_graph
+def doubled(t):
+    """A function of a user's, which graphs call by its name."""
+    return t * 2

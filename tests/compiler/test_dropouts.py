@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.compiler.running import through
 from tilewright.compiler import lower
-from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
+from tilewright.compiler.rewrite.dropouts import count_dropouts, remove_idle_dropouts
 
 
 def off(x):
@@ -41,9 +41,10 @@ def on(x):
     [(off, 1), (nothing_dropped, 1), (in_place, 1), (of_an_input, 1), (on, 0)],
 )
 def test_only_dropouts_that_are_off_are_removed(step, removed):
-    found = []
+    found, counted = [], []
 
     def backend(gm, inputs):
+        counted.append(count_dropouts(gm.graph))
         found.append(through(remove_idle_dropouts, gm))
         return gm.forward
 
@@ -53,6 +54,7 @@ def test_only_dropouts_that_are_off_are_removed(step, removed):
     torch.testing.assert_close(torch.compile(step, backend=backend)(ours), step(eager))
     torch.testing.assert_close(ours, eager)
     assert sum(found) == removed
+    assert sum(counted) == (step is on)
 
 
 def test_a_residual_added_in_place_behind_a_dropout_is_fused():

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.compiler.running import assert_close, build, compiled, copies, same_bits
+from tests.compiler.running import assert_close, build, compiled, copies, doubled, same_bits
 from tests.found import matches_of, misses_of, patterns_in
 from tests.models import lora_idioms
 from tilewright.compiler import StrictError, fuse, lower, reports, rewrite
@@ -237,7 +237,8 @@ def failing():
 
 
 class Summed(nn.Module):
-    """A cumsum among inputs of every kind: aliases, strides, no elements, a constant, a branch."""
+    """A cumsum among inputs of every kind: aliases, strides, no elements, a constant, a branch, a
+    user's function."""
 
     def __init__(self):
         super().__init__()
@@ -247,7 +248,7 @@ class Summed(nn.Module):
         upper.mul_(2)
         y = torch.cond(x.sum() > 0, lambda t: t + 1, lambda t: t - 1, (x,))
         y = y.bfloat16().float() @ self.weight * float("inf")
-        return y.cumsum(0) + turned.sum() + lower.sum() + empty.sum()
+        return doubled(y).cumsum(0) + turned.sum() + lower.sum() + empty.sum()
 
 
 def summed_arguments():
@@ -283,6 +284,7 @@ def test_the_repro_file_has_the_inputs_as_they_were(failing, tmp_path, monkeypat
     this process: the last test has one of its own."""
     monkeypatch.setenv("TILEWRIGHT_REPRO", str(tmp_path))
     lower(Summed(), summed_arguments())
+    assert capsys.readouterr().out == ""
     (path,) = tmp_path.iterdir()
     text = path.read_text()
     assert text.count("storage_") >= 6  # x, the weight, one for both parts of a tensor, turned

@@ -102,7 +102,7 @@ def test_an_mlp_for_few_tokens_is_fused_and_no_worse(tokens):
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     (actual, _), (eager, _) = run(model, x)
     found = patterns_in(reports()[-1], "mlp")
-    assert sorted(found) == ["linear_activation", "linear_residual"]
+    assert Counter(found) == {"linear_activation": 1, "linear_residual": 1, "round_rows": 2}
     assert not misses_of(reports()[-1], "mlp")
     h = F.silu(exactly(model.gate, x)) * exactly(model.up, x)
     assert_no_worse(actual, eager, x.double() + exactly(model.down, h), "mlp")
@@ -115,7 +115,7 @@ def test_the_last_block_of_rows_may_be_a_part_of_one():
     model.forward = lambda x: F.silu(model.gate(x)) * model.up(x)
     x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     (actual, _), (eager, _) = run(model, x)
-    assert patterns_in(reports()[-1], "mlp") == ["linear_activation"]
+    assert sorted(patterns_in(reports()[-1], "mlp")) == ["linear_activation", "round_rows"]
     exact = F.silu(exactly(model.gate, x)) * exactly(model.up, x)
     assert_no_worse(actual, eager, exact, "rows")
 
@@ -132,6 +132,7 @@ def test_models_are_fused(kind):
         "cache_attention": 2,
         "linear_activation": 2,
         "linear_residual": 4,
+        "round_rows": 8,
     }
     assert report.misses == ()
     torch.testing.assert_close(logits, eager, rtol=0.05, atol=0.05)

@@ -3,6 +3,8 @@ the same model with weights in bfloat16."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,8 +33,10 @@ FORMATS = {
 }
 
 
-def lowered(name, formats):
-    case = build_coded(name, formats)
+@functools.cache
+def lowered(name, *formats):
+    """(model, report), of which each test only reads."""
+    case = build_coded(name, list(formats))
     torch._dynamo.reset()
     return case.model, lower(case.model, case.args, case.kwargs, target="sm90")
 
@@ -44,16 +48,10 @@ def held(model, names):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.fixture(scope="module")
-def dense():
-    torch._dynamo.reset()
-    return lowered("llama", ["bf16"])
-
-
 @pytest.mark.parametrize("form", FORMATS)
-def test_bytes_are_those_that_the_model_holds(form, dense):
+def test_bytes_are_those_that_the_model_holds(form):
     words, scales, zeros = FORMATS[form]
-    model, report = lowered("llama", [form])
+    model, report = lowered("llama", form)
     savings = savings_of(report)
     linears = [one for one in model.modules() if isinstance(one, QuantizedLinear)]
     codes = {"awq": "packed", "gptq": "packed", "mxfp4": "packed"}.get(form, "codes")
@@ -75,9 +73,9 @@ def test_bytes_are_those_that_the_model_holds(form, dense):
         ("qwen3_moe", "fp8_block"),
     ],
 )
-def test_the_other_step_is_that_of_the_dense_model(name, form, dense):
-    there = step_of(dense[1] if name == "llama" else lowered(name, ["bf16"])[1]).total
-    _, report = lowered(name, [form])
+def test_the_other_step_is_that_of_the_dense_model(name, form):
+    there = step_of(lowered(name, "bf16")[1]).total
+    _, report = lowered(name, form)
     savings = savings_of(report)
     here = step_of(report).total
     assert savings.times.bfloat16_floor_us == pytest.approx(there.floor_us)
@@ -88,7 +86,7 @@ def test_the_other_step_is_that_of_the_dense_model(name, form, dense):
 
 
 def test_the_tokens_in_caches_are_in_both_times():
-    _, report = lowered("llama", ["awq"])
+    _, report = lowered("llama", "awq")
     empty, some = savings_of(report), savings_of(report, 4)
     more = some.times.floor_us - empty.times.floor_us
     assert more > 0
@@ -97,7 +95,7 @@ def test_the_tokens_in_caches_are_in_both_times():
 
 
 def test_of_experts_those_in_use_are_read():
-    model, report = lowered("qwen3_moe", ["mxfp4"])
+    model, report = lowered("qwen3_moe", "mxfp4")
     (site,) = (site for site in report.matches if site.pattern == "moe")
     (row,) = (row for row in savings_of(report).rows if row.by == "moe")
     share = share_of_experts(site)
@@ -108,12 +106,12 @@ def test_of_experts_those_in_use_are_read():
     assert row.read.codes == pytest.approx(row.read.bfloat16 / 4, abs=8)
 
 
-def test_a_dense_model_saves_nothing(dense):
-    assert savings_of(dense[1]) is None
+def test_a_dense_model_saves_nothing():
+    assert savings_of(lowered("llama", "bf16")[1]) is None
 
 
 def test_what_is_dense_in_a_model_with_codes_is_named():
-    model, report = lowered("llama", ["awq", "bf16"])
+    model, report = lowered("llama", "awq", "bf16")
     savings = savings_of(report)
     found = {one.scope: one for one in savings.unread}
     assert found["lm_head"].reason == "stored in bfloat16: the model holds no codes of it"
@@ -200,8 +198,8 @@ def test_an_operator_that_takes_codes_is_named_and_in_no_sum():
 
 
 def test_rounded_activations_are_said_to_be_in_both():
-    _, rounded = lowered("llama", ["fp8_fp8"])
-    _, plain = lowered("llama", ["fp8_row"])
+    _, rounded = lowered("llama", "fp8_fp8")
+    _, plain = lowered("llama", "fp8_row")
     assert savings_of(rounded).rounds
     assert not savings_of(plain).rounds
 
@@ -230,7 +228,7 @@ def test_a_library_s_product_of_codes_is_read_as_codes():
 
 
 def test_sizes_that_are_symbols_do_not_stop_it():
-    model, _ = lowered("llama", ["awq"])
+    model, _ = lowered("llama", "awq")
     case = build_coded("llama", ["awq"])
     torch._dynamo.reset()
     report = lower(case.model, case.args, case.kwargs, target="sm90", dynamic=True)

@@ -55,6 +55,12 @@ def test_a_product_with_a_weight_of_the_other_order_is_a_linear_of_its_transpose
     assert out.value.args[1].effect == effects.permute(effects.identity((6, 8)), (1, 0))
 
 
+def test_a_slice_that_no_view_expresses_is_listed_as_unknown():
+    flow = flow_of(lambda x: (x + 1).t().flatten()[2:9:2], X)
+    assert [node.op for node in flow.unknown] == ["call_function"]
+    assert not flow_of(lambda x: (x + 1).t().flatten()[4:], X).unknown
+
+
 @pytest.mark.parametrize("scale", ["alpha", "beta"])
 def test_a_scaled_addmm_is_not_a_linear(scale):
     out = returned(lambda x, w, b: torch.addmm(b, x, w.T, **{scale: 2}), X, W, B)

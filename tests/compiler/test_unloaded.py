@@ -164,6 +164,13 @@ def test_words_that_are_not_whole_are_named(method):
         put_codes(model, {"quant_method": method, **INT4})
 
 
+def test_blocks_that_are_not_whole_are_named():
+    model = model_of("llama")
+    model.model.layers[0].mlp.gate = torch.nn.Linear(5, 3, device="meta")
+    with pytest.raises(ValueError, match=r"bitsandbytes: a weight \[3, 5\] has no whole blocks"):
+        put_codes(model, {"quant_method": "bitsandbytes", **NF4})
+
+
 def test_experts_of_modelopt_are_refused_by_name():
     with pytest.raises(ValueError, match="modelopt: experts"):
         put_codes(model_of("qwen3_moe"), NVFP4)

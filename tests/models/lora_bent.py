@@ -62,6 +62,15 @@ def two_indices(m, x, index, n):
 
 @bent(0, "LORA_FORM")
 @each
+def more_in_one_table(m, x, index, n):
+    """A has an adapter that B lacks."""
+    at = index % (G - 1)
+    s = torch.einsum("th,trh->tr", x, m.a[n][at])
+    return torch.einsum("tr,twr->tw", s, m.b[n][: G - 1][at])
+
+
+@bent(0, "LORA_FORM")
+@each
 def scale_of_another(m, x, index, n):
     return delta(m, x, index, n) * m.scales[index.flip(0)][:, None]
 
@@ -78,6 +87,23 @@ def gated(m, x, index, n):
 def scaled_twice(m, x, index, n):
     scale = m.scales[index][:, None]
     return delta(m, x, index, n) * scale * scale
+
+
+@bent(0, "EXPERT_ACTIVATION", "LORA_FORM")
+@each
+def scaled_before_and_after(m, x, index, n):
+    """The adapter's factor on the rows between A and B, and on the delta."""
+    scale = m.scales[index][:, None]
+    s = torch.einsum("th,trh->tr", x, m.a[n][index]) * scale
+    return torch.einsum("tr,twr->tw", s, m.b[n][index]) * scale
+
+
+@bent(0, "EXPERT_ACTIVATION", "LORA_FORM")
+@each
+def masked_before_and_after(m, x, index, n):
+    """Rows without an adapter by one mask between A and B, and by another of the delta."""
+    s = torch.einsum("th,trh->tr", x, m.a[n][index]) * (index != 0)[:, None]
+    return torch.einsum("tr,twr->tw", s, m.b[n][index]) * (index != 1)[:, None]
 
 
 @bent(0, "EXPERT_COMBINE")

@@ -38,6 +38,11 @@ def causal(q, keys, values, positions, scale):
     return out.squeeze(0).permute(1, 0, 2)
 
 
+def causal_later(q, keys, values, positions, scale):
+    """The last keys, which are those of the new tokens."""
+    return causal(q, keys[-len(q) :], values[-len(q) :], positions, scale)
+
+
 def unmasked(q, keys, values, positions, scale):
     q, keys, values = (t.transpose(0, 1) for t in (q, keys, values))
     return F.scaled_dot_product_attention(q, keys, values, scale=scale).transpose(0, 1)
@@ -134,6 +139,7 @@ ATTENTIONS = {
         masked,
         masked_float,
         causal,
+        causal_later,
         unmasked,
         default_scale,
         eager,

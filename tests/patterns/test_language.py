@@ -11,9 +11,11 @@ from torch import fx
 from tilewright.patterns.dataflow import Value
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import (
+    Match,
     Miss,
     Missed,
     PatternError,
+    Place,
     Stage,
     anchor_nodes,
     as_advice,
@@ -83,3 +85,43 @@ def test_what_raised_is_named_and_a_pattern_s_own_fault_is_told_in_its_own_words
     assert (miss.pattern, miss.code, miss.weight) == ("mine", "INTERNAL", "lost")
     assert miss.message == "pattern 'mine' failed to match: ZeroDivisionError: division by zero"
     assert internal_miss("mine", "to match", PatternError("it gave None")).message == "it gave None"
+
+
+def test_a_miss_says_where_it_is_with_and_without_a_graph():
+    kept = Miss("mine", "UNSUPPORTED", Stage.GUARDS, "no", (Place("x", "layers.0", "model.py:3"),))  # type: ignore[arg-type]
+    assert (kept.scope, kept.source) == ("layers.0", "model.py:3")
+    assert str(kept).startswith("layers.0 (model.py:3) guards, UNSUPPORTED: no.")
+    nowhere = Miss("mine", "UNSUPPORTED", Stage.GUARDS, "no")
+    assert (nowhere.scope, nowhere.source) == ("", "")
+    assert str(nowhere).startswith("graph guards, UNSUPPORTED: no.")
+
+
+def test_codes_and_weights_that_are_not_known_are_refused():
+    with pytest.raises(ValueError, match="miss code 'UNHEARD' is not known"):
+        miss_at("UNHEARD", Stage.GUARDS, "no")
+    with pytest.raises(ValueError, match="weight: expected one of"):
+        miss_at("UNSUPPORTED", Stage.GUARDS, "no", weight="heavy")  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Answers(GivesUp):
+    """A pattern that answers what it is given."""
+
+    answer: object = None
+
+    def match(self, anchor, flow):
+        return self.answer
+
+
+def test_answers_that_are_no_match_or_break_its_contract_are_the_pattern_s_fault():
+    node = fx.Graph().placeholder("x")
+    value = Value("input", (), (2,), torch.float32, torch.device("cpu"), node, 0)
+    for answer, said in (
+        (None, "match returned None"),
+        (Match(value, {"x": value}), "argument 'x' is a Value"),
+        (Match(value, {}, stores=(value,)), "stores are the in-place writes"),
+    ):
+        with pytest.raises(PatternError, match=f"pattern 'gives_up': {said}"):
+            attempt(Answers(True, False, answer=answer), value, None)
+    found = attempt(Answers(True, False, answer=Match(value, {"x": value.whole})), value, None)
+    assert (found.pattern, found.op) == ("gives_up", "tilewright::paged_kv_store")

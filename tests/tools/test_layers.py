@@ -209,7 +209,8 @@ def optional_packages(path: Path) -> set[str]:
         {name.partition(".")[0] for name in names}
         for names in (imported_on_top(body), skipped_on_top(body))
     )
-    beside = {path.parent.name, *(file.stem for file in path.parent.glob("*.py"))}
+    folders = (path.parent, ROOT / "benchmarks")
+    beside = {path.parent.name, *(file.stem for one in folders for file in one.glob("*.py"))}
     return needed - skipped - beside - COLLECTING - set(sys.stdlib_module_names)
 
 

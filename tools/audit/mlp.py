@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
-from tilewright.ops.mlp import linear_activation, linear_residual
-from tilewright.ops.mlp.cases import LinearCase
+from tilewright.ops.mlp import linear_activation, linear_residual, round_rows, scaled_linear
+from tilewright.ops.mlp.cases import LinearCase, RoundCase, ScaledCase
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, audited, distinct, meta
 from tilewright.tools.audit.qkv import FORMATS
@@ -34,7 +35,8 @@ CODES_STACK_FOR_MOST = 40
 
 @audited("mlp")
 def mlp_cases(target: Target) -> list[AuditCase]:
-    return distinct([*_model_cases(target), *_plain_cases(target), *_coded_cases(target)])
+    found = [*_model_cases(target), *_plain_cases(target), *_coded_cases(target)]
+    return distinct([*found, *_rounding_cases(target), *_scale_cases(target)])
 
 
 def _model_cases(target: Target) -> Iterator[AuditCase]:
@@ -78,6 +80,39 @@ def _coded_cases(target: Target) -> Iterator[AuditCase]:
             ):
                 some = replace(case, num_tokens=tokens)
                 yield from _cases(f"Llama-3-8B {name} {what} T={tokens}", op, some, target)
+
+
+def _rounding_cases(target: Target) -> Iterator[AuditCase]:
+    """Yields the roundings of activations to float8 before each linear of a layer."""
+    if not target.has("fp8"):
+        return
+    by_token: dict[str, Any] = {"rounded": True, "zero_scale": 2.0**-7}
+    kinds = {"token": by_token, "block": by_token | {"group": 128}}
+    kinds["fp32 block"] = {"group": 128, "least_divisor": 1e-12}
+    wanted = [*product(list(MODELS)[:1], kinds), *product(list(MODELS)[1:], ["token"])]
+    for (name, kind), tokens in product(wanted, CODED_COUNTS):
+        hidden, inner, attended = MODELS[name]
+        some = {"num_tokens": tokens, **kinds[kind]}
+        for what, case in (
+            ("normed", RoundCase("", n=hidden, norm="rms", **some)),
+            ("output", RoundCase("", n=attended, decoded=True, **some)),
+            ("down", RoundCase("", n=inner, decoded=True, **some)),
+            ("gated", RoundCase("", n=inner, up=True, activation="silu", **some)),
+        ):
+            a = round_rows.OP.sample_inputs(case, "meta")
+            (spec,) = round_rows.OP.plan_for(a, target.name).specs
+            yield AuditCase(f"mlp {name} {what} by {kind} T={tokens}", spec, Expectations())
+
+
+def _scale_cases(target: Target) -> Iterator[AuditCase]:
+    """Yields the kernels that write scales of a weight for a library's product of codes."""
+    kinds = {"rows": ((1, 4096), 1), "blocks": ((128, 128), "blocks")}
+    for kind, (block, along) in kinds.items():
+        case = ScaledCase("", ("tokens", along), 128, 4096, 14336, weight_format="fp8")
+        a = scaled_linear.OP.sample_inputs(replace(case, scale_block=block), "meta")
+        a = replace(a, weight_scale=a.weight_scale.bfloat16())
+        for spec in scaled_linear.OP.plan_for(a, target.name).specs:
+            yield AuditCase(f"mlp Llama-3-8B scales by {kind}", spec, Expectations())
 
 
 def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:

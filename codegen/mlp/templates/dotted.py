@@ -58,7 +58,7 @@ def dotted_linear(
     up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
     x_row = x_ptr + tl.program_id(1).to(tl.int64) * X_STRIDE
     product, up, squares = dotted_rows(
-        x_row, norm_weight_ptr, lines, up_lines,
+        x_row, None, norm_weight_ptr, lines, up_lines,
         weight_scale_ptr, up_scale_ptr, weight_zero_ptr, up_zero_ptr,
         rows // SCALE_ROWS, row_mask, 0, BLOCK_STRIDES, UP_BLOCK_STRIDES,
         WEIGHT_STRIDES[1], UP_STRIDES[1], K, K, BLOCK_K, RUN, NORM, NORM_STRIDE, NORM_OFFSET,

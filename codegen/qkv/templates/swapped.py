@@ -367,13 +367,17 @@ def qkv_projection_swapped(
         )  # fmt: skip
     if RUN > 0:
         lines = weight_ptr + tl.minimum(dims, HEAD_DIM - 1) * row_stride
+        x_scale_row = x_scale_ptr
+        if x_scale_ptr is not None:
+            x_scale_row = x_scale_ptr + tl.program_id(1) * X_SCALE_STRIDES[0]
         accumulator, _up, squares = dotted_rows(
-            x_ptr + tl.program_id(1).to(tl.int64) * X_STRIDE, input_norm_weight_ptr, lines, None,
-            scale_ptr, None, zero_ptr, None, block_rows, row_mask, first_column,
+            x_ptr + tl.program_id(1).to(tl.int64) * X_STRIDE, x_scale_row, input_norm_weight_ptr,
+            lines, None, scale_ptr, None, zero_ptr, None, block_rows, row_mask, first_column,
             (scale_row_stride, scale_stride, zero_row_stride, zero_stride), None, 1, 1,
             HIDDEN, PART, BLOCK_K, RUN, INPUT_NORM, INPUT_NORM_STRIDE, INPUT_NORM_OFFSET,
             q_zero_ptr is not None, PER, SCALE_COLUMNS, INTERLEAVED_NIBBLES, REVERSED,
             PACKED_ZEROS, ZERO, NUMBER, BYTES, FLOATS, SIGNED, ADDED_ZEROS,
+            X_SCALE_BLOCK, X_SCALE_STRIDES[1],
         )  # fmt: skip
     else:
         accumulator = tl.zeros((ROWS, BLOCK_T), tl.float32)

@@ -116,6 +116,8 @@ def test_occupancy():
     assert dataclasses.replace(small, tmem_columns=512).blocks_per_sm(SM100) == 1
     full = dataclasses.replace(small, registers=255, tmem_columns=0, shared_bytes=0)
     assert full.blocks_per_sm(SM100) == 2  # registers
+    wide = dataclasses.replace(full, registers=16, num_warps=16)
+    assert wide.blocks_per_sm(SM100) == 4  # threads
     assert any("occupancy" in p for p in check(GOOD, SM100, Expectations(blocks_per_sm=2)))
 
 

@@ -61,9 +61,13 @@ def test_rows_are_quantised_to_the_bit(dtype):
     assert not codes[:, 300:].float().any()
 
 
-@pytest.mark.parametrize("config", [SWAPPED, TILED, HALVES], ids=str)
-def test_grouped_codes_by_codes(config):
-    a = sample_inputs(next(c for c in GROUPED_CASES if c.coded_rows))
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [(SWAPPED, None), (SWAPPED, (3, 1, 0, 3, -1)), (TILED, None), (HALVES, (4, 2, 2, 0, 1))],
+    ids=str,
+)
+def test_grouped_codes_by_codes(config, experts):
+    a = sample_inputs(replace(next(c for c in GROUPED_CASES if c.coded_rows), ids=experts))
     steps = grouped_matmul_steps(a, SMALL_SM100, GroupedPlan(config, None, ""))
     program = drive(steps, Interpreter())
     assert [spec.kernel for spec in program.specs] == ["grouped_scaled"]

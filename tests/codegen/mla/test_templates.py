@@ -181,6 +181,23 @@ def test_the_emitted_up_projection_of_values(config):
     assert_near(out, buffers.latent.float() @ a.kv_b_weight.float().T)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_the_up_projection_ends_at_the_last_row(rows):
+    """A tile that holds one row is a tile."""
+    a = PREFILL.sample_inputs(PrefillCase("values", dtype=torch.float16))
+    buffers = performed(key_buffers(a, Chunk(buffer_rows(a), None)), Interpreter(SM100))
+    buffers.latent.copy_(torch.randn(buffers.latent.shape))
+    problem = up_problem(a, buffers)
+    out = torch.full((len(buffers.latent), problem.rows), float("nan"), dtype=torch.float16)
+    config = UpConfig(16, 64, 64, 4, 2)
+    made, _ = up_launch(
+        a, problem, buffers, a.kv_b_weight, (out, out), SM100, rows=rows, config=config
+    )
+    load_interpreted(made.spec)[(3,)](*made.given)
+    assert_near(out[:rows], buffers.latent[:rows].float() @ a.kv_b_weight.float().T)
+    assert out[rows:].isnan().all()
+
+
 def test_zero_and_denormal_rows_have_defined_codes(machine):
     case = case_of(PREFILL, "quantized")
     a = PREFILL.sample_inputs(case)

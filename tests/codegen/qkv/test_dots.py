@@ -41,6 +41,8 @@ TABLE = {**BYTES, "nibble_order": (1, 0), "scale_block": (1, 64), "scale_dtype":
 INT4 = {"weight_format": "int4_k", "scale_block": (1, 32)}
 OFFSET = {"weight_format": "int4_k_offset", "zeros": "float", "zero_point": 8, "factor": True}
 INT8 = {"weight_format": "int8", "scale_block": (1, 64)}
+FP8 = {"weight_format": "fp8", "scale_block": (1, 256)}
+CODES = {"codes": True}
 # Each kind of word, order, scale and zero that the kernel takes.
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {**INT4, "zero_point": 8},
@@ -53,8 +55,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": INT8,
     "int8, zeros": {**INT8, "zeros": "int", "zero_point": 1},
     "int8, unsigned": {**INT8, **BYTES, "zero_point": 128, "scale_block": (1, 256)},
-    "fp8": {"weight_format": "fp8", "scale_block": (1, 256)},
+    "fp8": FP8,
     "fp8 in blocks": {"weight_format": "fp8", "scale_block": (32, 32)},
+    "fp8, x of codes": {**FP8, **CODES, "x_scale": "token"},
+    "fp8, x of codes without scales": {**FP8, **CODES, "x_scale": "none"},
+    "fp8 and x in blocks": {**FP8, **CODES, "scale_block": (128, 128), "x_scale": "block"},
     "nvfp4": {"weight_format": "nvfp4", **BYTES, "scale_block": (1, 16), "factor": True},
     "mxfp4": {"weight_format": "mxfp4", **BYTES, "scale_block": (1, 32)},
     "nf4": {"weight_format": "nf4", **TABLE},
@@ -105,9 +110,9 @@ def check_dots(case: AttentionCase, config: DotsConfig) -> None:
     ids=str,
 )
 def test_formats(name: str, dtype: torch.dtype) -> None:
-    """With bfloat16 x is normed, too; float16 has no range for that, and reads words of each kind
-    as bfloat16 does."""
-    norm = "rms" if dtype == torch.bfloat16 else ""
+    """With bfloat16 x is normed, too, unless it has codes; float16 has no range for that, and reads
+    words of each kind as bfloat16 does."""
+    norm = "rms" if dtype == torch.bfloat16 and "codes" not in FORMATS[name] else ""
     case = replace(ONE, dtype=dtype, input_norm=norm, **FORMATS[name])
     turn = list(FORMATS).index(name) + (dtype == torch.float16)
     check_dots(case, list(CONFIGS.values())[turn % len(CONFIGS)])
@@ -155,6 +160,13 @@ def test_one_token_takes_it_whatever_the_table_says_of_the_other(fmt: str) -> No
     assert choose(few(fmt), 2, SM90).name == "swapped"
 
 
+@pytest.mark.parametrize(("fmt", "x_scale"), [("fp8", "token"), ("fp8 block", "block")])
+def test_codes_of_x_are_multiplied_by_it(fmt: str, x_scale: str) -> None:
+    problem = few(fmt, codes=True, x_scale=x_scale)
+    assert problem.coded_x
+    assert [choose(problem, tokens, SM90).name for tokens in (1, 2)] == ["dots", "swapped"]
+
+
 def test_a_measured_row_of_it_is_taken() -> None:
     config = dots_config(few(), 1, SM90)
     assert read_config(write_config(config)) == config
@@ -195,10 +207,6 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "bytes": ({**INT4, **BYTES, "nibble_order": (1, 0)}, "bytes that are no words"),
     "scales": ({**INT8, "scale_block": (1, 24), "hidden": 240}, "scales of 24 columns"),
     "columns": ({**INT8, "scale_block": (1, 254), "hidden": 254}, "254 columns are no whole words"),
-    "x of codes": (
-        {"weight_format": "fp8", "scale_block": (1, 256), "codes": True, "x_scale": "token"},
-        "x has codes",
-    ),
 }
 
 

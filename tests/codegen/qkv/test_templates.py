@@ -315,6 +315,31 @@ def test_swapped(case: AttentionCase, config: SwappedConfig) -> None:
     check(qkv_cache.OP, qkv_cache.OP.sample_inputs(case), lambda a: run_fused(a, config))
 
 
+BY_KERNEL: dict[str, Any] = {
+    "swapped": lambda a: run_fused(a, SWAPPED["whole heads"]),
+    "tiled": lambda a: run_fused(a, TILED["one head"]),
+    "epilogue": run_epilogue,
+}
+
+
+@pytest.mark.parametrize("kernel", BY_KERNEL)
+@pytest.mark.parametrize("alone", "qkv")
+def test_one_projection_alone_has_a_bias(alone: str, kernel: str) -> None:
+    """Whisper's keys have none; the two others do."""
+    a = qkv_cache.OP.sample_inputs(replace(LLAMA, bias=True))
+    a = replace(a, **{f"{letter}_bias": None for letter in "qkv" if letter != alone})
+    check(qkv_cache.OP, a, BY_KERNEL[kernel])
+
+
+@pytest.mark.parametrize("kernel", BY_KERNEL)
+@pytest.mark.parametrize("wide", "qkv")
+def test_one_bias_is_of_another_dtype(wide: str, kernel: str) -> None:
+    """The three are not read by one load."""
+    a = qkv_cache.OP.sample_inputs(replace(LLAMA, bias=True))
+    a = replace(a, **{f"{wide}_bias": getattr(a, f"{wide}_bias").float()})
+    check(qkv_cache.OP, a, BY_KERNEL[kernel])
+
+
 NORMS_OF_X: dict[str, dict[str, Any]] = {
     "rms": {"input_norm": "rms", "num_tokens": 37, "bias": True, "delta": True, "hidden": 200},
     "weightless": {"input_norm": "weightless", "projection": "n_major"},

@@ -114,6 +114,13 @@ def test_a_chunk_with_a_gap_is_named():
     )
 
 
+def test_offsets_of_fewer_chunks_are_named():
+    a = BRANCH.sample_inputs(BranchCase("chunks", buffer_size=8))
+    assert_refused(
+        BRANCH, replace(a, cache_offsets=a.cache_offsets[:1]), "cache_offsets", r"\[C, B \+ 1\]"
+    )
+
+
 PREFILL_CHANGES = {
     "keys without latents": (
         {"latent": None, "k_rope": None, "slots": "none", "keys": "given", "lookup_table": None},
@@ -146,6 +153,12 @@ def test_a_prefill_refuses(changes, argument):
         for name, value in changes.items()
     }
     assert_refused(PREFILL, replace(a, **made), argument, "expected")
+
+
+def test_codes_of_the_up_projection_need_scales():
+    samples = (PREFILL.sample_inputs(case) for case in PREFILL.cases)
+    a = next(a for a in samples if a.kv_b_scale is not None)
+    assert_refused(PREFILL, replace(a, kv_b_scale=None), "kv_b_scale", "kv_b_weight has codes")
 
 
 def test_values_that_do_not_fit_are_named():

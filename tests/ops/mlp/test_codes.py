@@ -4,6 +4,7 @@ arguments that say nothing sensible."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -296,3 +297,14 @@ def test_bad_arguments_are_named(change, argument):
     with pytest.raises(ArgumentError) as raised:
         linear_activation.OP.call(replace(a, **change))
     assert raised.value.argument == argument
+
+
+def test_bytes_that_fill_no_words_are_not_dotted():
+    """Codes in words of eight do not ask where bytes begin."""
+    for per_int32, whole, said in (
+        *((4, False, "bytes that are no words"), (4, True, None)),
+        *((8, False, None), (8, True, None)),
+    ):
+        codes = SimpleNamespace(per_int32=per_int32, dot_obstacle=lambda k: None)
+        problem = SimpleNamespace(quantization=codes, norm=None, k_major=True, k=64)
+        assert dot_obstacle(problem, 1, whole) == said

@@ -10,6 +10,7 @@ import torch
 from tests.interpreted import interpret
 from tilewright.codegen.targets import SM89, SM90, SM100
 from tilewright.ops.checks import ArgumentError
+from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.mlp import scaled_linear
 from tilewright.ops.mlp.cases import SCALED_CASES, ScaledCase
 from tilewright.ops.runtime import scaled_products
@@ -132,6 +133,41 @@ def test_codes_at_any_address_are_given_from_whole_16_bytes_on(argument, name, m
     made = interpret(OP, a).outcome.result
     assert [one.data_ptr() % 16 for one in given] == [0, 0]
     assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
+
+
+SCALE_BLOCKS = {
+    "one": (384, 256),
+    "rows": (1, 256),
+    "blocks of rows": (128, 256),
+    "blocks": (128, 128),
+}
+
+
+def with_scales(name, dtype):
+    """A call whose weight has scales of `dtype`, 384 rows and, by blocks, two blocks of columns."""
+    block = SCALE_BLOCKS[name]
+    x_scale = ("tokens", "blocks" if name == "blocks" else 1) if name != "one" else (1, 1)
+    case = replace(BY_NAME["rows"], n=384, k=256, scale_block=block, x_scale=x_scale)
+    a = OP.sample_inputs(replace(case, num_tokens=8))
+    return replace(a, weight_scale=a.weight_scale.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SCALE_BLOCKS)
+def test_one_kernel_widens_the_scales_of_a_weight(name, dtype, monkeypatch):
+    a, given = with_scales(name, dtype), []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, scale_b, **options: given.append(scale_b))
+    program = interpret(OP, a)
+    kernels = [spec.kernel for spec in program.specs]
+    stored = dtype == torch.float32 and name in ("one", "rows")
+    assert kernels == ([] if stored or dtype == torch.float64 else ["widen_scales"])
+    if name == "blocks":
+        assert OP.tolerances[a.out_dtype].problem(program.outcome.result, exact(a)) is None
+        return
+    (scale,) = given
+    assert (scale.data_ptr() == a.weight_scale.data_ptr()) == stored
+    each = expand_blocks(a.weight_scale.float(), (384, 1), a.scale_block)
+    assert torch.equal(scale.flatten(), each.flatten()[: scale.numel()])
 
 
 def test_blocks_want_a_torch_that_reads_their_strides(monkeypatch):

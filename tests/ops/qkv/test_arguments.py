@@ -84,6 +84,7 @@ BOTH = [
     (FLAT, lambda a: {"cos": a.cos[:, :20], "sin": a.sin[:, :20]}, "cos", r"T_rope, 32\] or"),
     (FLAT, lambda a: {"cos": a.cos.double()}, "cos", "torch.bfloat16 or torch.float32"),
     (FLAT, lambda a: {"cos": a.cos.T.contiguous().T}, "cos", "last dimension"),
+    (FLAT, lambda a: {"sin": a.sin.T.contiguous().T}, "sin", "last dimension"),
     (FLAT, lambda a: {"rotary_dim": 31}, "rotary_dim", "even number from 2 to head_dim = 32"),
     (FLAT, lambda a: {"rotary_dim": 34}, "rotary_dim", "got 34"),
     (FLAT, lambda a: {"rotary_dim": 0}, "rotary_dim", "even number"),

@@ -184,6 +184,7 @@ QKV_METADATA = [
     (INT8, just(factors=torch.ones(2)), "factors", r"= \[3\], got shape \[2\]"),
     (INT8, just(factors=torch.ones(3).double()), "factors", "dtype torch.float32"),
     (INT8, just(factors=torch.ones(())), "factors", "got shape"),
+    (INT8, just(factors=torch.ones(6)[::2]), "factors", "contiguous"),
     (CODES, just(out_dtype=None), "out_dtype", "torch.bfloat16 or .*, got None"),
     (CODES, just(out_dtype=torch.float64), "out_dtype", "got torch.float64"),
     (CODES, just(weight_format="int8"), "weight_format", "'fp8', since x has codes"),

@@ -286,6 +286,18 @@ def test_logits_changed_by_item_that_stay(attend, code, words):
     assert words in miss.message
 
 
+def test_a_sum_over_two_dimensions_is_not_read():
+    """The near miss of `einsum`: the width of a head in two dimensions."""
+
+    def attend(q, k, v, mask, *_):
+        q, k = (x.unflatten(-1, (2, -1)) for x in (q, repeat_kv(k)))
+        logits = torch.einsum("bhqde,bhkde->bhqk", q, k) * 0.3
+        return weighted(logits.masked_fill(~mask, HIDDEN), v)
+
+    (miss,) = misses_of(run(attend, inputs()), "attention")
+    assert miss.code == "ATTENTION_FORM"
+
+
 def test_keys_whose_numbers_lie_apart_are_not_read():
     """The control of `keys_of_pairs`: a key's numbers lie a row of tokens apart."""
 

@@ -34,6 +34,7 @@ MISSED = {
 #: idiom -> what the mask was proven to be
 MASKS = {
     "attention_causal": "causal",
+    "attention_causal_later": "causal",
     "no_context": "causal",
     "attention_unmasked": "none",
     "attention_masked_float": "tensor",
@@ -93,6 +94,11 @@ def test_every_idiom_is_fused_and_no_worse_than_eager(name):
     assert misses_of(found, "mla", "qkv") == []
     (site,) = matches_of(found, attention)
     assert site.shapes["mask"] == MASKS.get(name, "causal by position")
+
+
+@ROW_SCALES
+def test_later_rows_of_coded_latents_have_the_scales_of_those_rows():
+    check_fused("kv_b_fp8_product", [STORE, PREFILL], attention="causal_later")
 
 
 @pytest.mark.parametrize("name", MISSED)

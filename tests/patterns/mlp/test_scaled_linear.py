@@ -15,10 +15,12 @@ from tests.agreement import assert_no_worse
 from tests.found import codes_of, matches_of, patterns_in
 from tests.scaled_products import ROW_SCALES
 from tilewright.compiler import lower, prepare, reports
-from tilewright.ops.mlp.gains import MOST_GATED_TOKENS
+from tilewright.ops.mlp.gains import MOST_TOKENS, slower
 
 K, N, MANY = 256, 384, 200
 E4M3 = torch.float8_e4m3fn
+#: Patterns of products; `round_rows` may come beside each of them.
+LINEARS = ("linear_activation", "linear_residual", "scaled_linear")
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -127,7 +129,7 @@ def compiled(module, x):
 def test_codes_of_x_and_of_the_weight_are_multiplied(rounds, options, count):
     columns = options.get("shape", (N, K))[1]
     report = compiled(Linear(rounds, **options), tokens(count, columns))
-    (site,) = matches_of(report, "mlp")
+    (site,) = matches_of(report, *LINEARS)
     assert site.pattern == "scaled_linear"
     assert site.shapes["x"] == f"float8_e4m3fn[{count},{columns}]"
     assert site.shapes["bias"] == ("yes" if options.get("bias") else "no")
@@ -141,7 +143,7 @@ def test_a_number_of_tokens_that_is_a_symbol():
             x = tokens(count)
             assert_no_worse(run(x), module(x), module.exact(x), str(count))
     assert len(reports()) == 1
-    assert patterns_in(reports()[-1], "mlp") == ["scaled_linear"]
+    assert patterns_in(reports()[-1], *LINEARS) == ["scaled_linear"]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +163,35 @@ def test_linears_that_round_one_activation_read_the_same_codes(rounds, options):
     assert sum("amax" in str(n.target) for n in graph.nodes) == 1
 
 
+def test_the_library_reads_scales_of_blocks_in_place():
+    """It wants a stride of one from row to row, as `round_rows` writes them."""
+    with torch.no_grad():
+        found = lower(
+            Gated(by_block, block=(128, 128)), (tokens(100),), target="sm90", dynamic=False
+        )
+    nodes = found.graphs[0].after.graph.nodes
+    scales = [n.kwargs["x_scale"] for n in nodes if "scaled_linear" in str(n.target)]
+    made = [scale.meta["example_value"] for scale in scales]
+    assert [(one.shape, one.stride()) for one in made] == [((100, K // 128), (1, 100))] * 2
+
+
 def test_few_tokens_go_to_the_kernels_that_do_more():
     with torch.no_grad():
-        few, more = (lower(Gated(by_token), (tokens(n),)) for n in (3, MOST_GATED_TOKENS + 1))
-    assert patterns_in(few, "mlp") == ["linear_activation"]
-    assert patterns_in(more, "mlp") == ["scaled_linear", "scaled_linear"]
+        *few, more = (
+            lower(Gated(by_token), (tokens(n),), dynamic=False)
+            for n in (3, MOST_TOKENS, MOST_TOKENS + 1)
+        )
+    assert [patterns_in(one, *LINEARS) for one in few] == [["linear_activation"]] * 2
+    assert patterns_in(more, *LINEARS) == ["scaled_linear", "scaled_linear"]
+
+
+@pytest.mark.parametrize("weights", [1, 2])
+def test_codes_of_x_lower_the_bound_of_codes_of_weights(weights):
+    most = {"tokens": MOST_TOKENS, "weights": weights, "coded": True}
+    assert slower(**most, rounded=True) is None
+    more = most | {"tokens": MOST_TOKENS + 1}
+    assert slower(**more) is None
+    assert "library's GEMM" in slower(**more, rounded=True)
 
 
 def test_another_reader_of_the_rounded_rows_still_has_them():
@@ -180,16 +206,16 @@ def test_another_reader_of_the_rounded_rows_still_has_them():
             rows = codes.double() * scale.double()
             return F.linear(rows, self.decoded(torch.float64)) + rows[..., :1]
 
-    assert patterns_in(compiled(Both(by_token), tokens()), "mlp") == ["scaled_linear"]
+    assert patterns_in(compiled(Both(by_token), tokens()), *LINEARS) == ["scaled_linear"]
 
 
 def test_blocks_on_hopper_alone():
     module = Linear(by_block, block=(128, 128))
     with torch.no_grad():
         on = {name: lower(module, (tokens(),), target=name) for name in ("sm90", "sm100", "sm89")}
-    assert patterns_in(on["sm90"], "mlp") == ["scaled_linear"]
+    assert patterns_in(on["sm90"], *LINEARS) == ["scaled_linear"]
     for name in ("sm100", "sm89"):
-        assert patterns_in(on[name], "mlp") == []
+        assert patterns_in(on[name], *LINEARS) == []
         (miss,) = [m for m in on[name].misses if m.pattern == "scaled_linear"]
         assert (miss.code, miss.weight) == ("NO_KERNELS", "advice")
         assert "on Hopper alone" in miss.message
@@ -199,7 +225,7 @@ def test_rows_on_every_chip_with_float8():
     with torch.no_grad():
         for name, wanted in (("sm89", 1), ("sm100", 1), ("sm120", 1), ("sm80", 0)):
             found = lower(Linear(by_token), (tokens(),), target=name)
-            assert len(patterns_in(found, "mlp")) == wanted, name
+            assert len(patterns_in(found, *LINEARS)) == wanted, name
 
 
 # --- near misses ----------------------------------------------------------------------------------
@@ -239,7 +265,7 @@ class ScaledTwice(Linear):
 def test_other_roundings_are_told(module, why):
     with torch.no_grad():
         found = lower(module, (tokens(),))
-    assert patterns_in(found, "mlp") == []
+    assert patterns_in(found, *LINEARS) == []
     (miss,) = [m for m in found.misses if m.pattern == "scaled_linear"]
     assert (miss.code, miss.weight) == ("ACTIVATION_FORMAT", "advice")
     assert why in miss.message
@@ -264,15 +290,15 @@ class NotRounded(Linear):
 def test_what_is_no_product_of_float8_codes_is_left_alone(kind):
     with torch.no_grad():
         found = lower(kind(by_token), (tokens(),))
-    assert patterns_in(found, "mlp") == []
-    assert "ACTIVATION_FORMAT" not in codes_of(found, "mlp")
+    assert patterns_in(found, *LINEARS) == []
+    assert "ACTIVATION_FORMAT" not in codes_of(found, *LINEARS)
 
 
 def test_float32_results_are_told():
     with torch.no_grad():
         found = lower(Linear(by_token), (tokens().float(),))
-    assert patterns_in(found, "mlp") == []
-    assert "DTYPE" in codes_of(found, "mlp")
+    assert patterns_in(found, *LINEARS) == []
+    assert "DTYPE" in codes_of(found, *LINEARS)
 
 
 @ROW_SCALES
@@ -289,7 +315,7 @@ def test_the_graphs_own_scaled_product_stays():
             )
 
     with torch.no_grad():
-        assert patterns_in(lower(Own(by_token), (tokens(),)), "mlp") == []
+        assert patterns_in(lower(Own(by_token), (tokens(),)), *LINEARS) == []
 
 
 # --- models as libraries load them ----------------------------------------------------------------
@@ -315,7 +341,7 @@ def test_prompts_of_quantised_models(name):
     with torch.no_grad():
         found = lower(model, (), given | {"use_cache": True}, target="sm90")
     layers = model.config.num_hidden_layers
-    assert patterns_in(found, "mlp") == ["scaled_linear"] * 4 * layers
+    assert patterns_in(found, *LINEARS) == ["scaled_linear"] * 4 * layers
     projections = matches_of(found, "qkv")
     assert [site.op for site in projections] == ["fused_qkv_paged"] * layers
     assert all(site.shapes["x"] == f"float8_e4m3fn[{MANY},256]" for site in projections)

@@ -1,0 +1,137 @@
+"""Rounds rows to float8 codes with scales computed from them, after a norm or an activation."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.activation import activate
+from tilewright.codegen.templates.rounding import rounded
+from tilewright.codegen.templates.rows import load_factors
+from tilewright.codegen.templates.streaming import prefetch_rows
+
+
+@triton.jit
+def load_numbers(
+    x_ptr, up_ptr, columns, K: tl.constexpr, ACTIVATION: tl.constexpr
+):  # fmt: skip
+    """Loads numbers of a row as fp32: x, or activation(x) * up rounded to x's dtype; zero past the
+    last."""
+    there = columns < K
+    x = tl.load(x_ptr + columns, mask=there, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        if up_ptr is None:
+            x = activate(x, x, ACTIVATION, 1.0, 0.0, False)
+        else:
+            up = tl.load(up_ptr + columns, mask=there, other=0.0).to(tl.float32)
+            x = activate(x, up, ACTIVATION, 1.0, 0.0, True)
+        x = tl.where(there, x, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def largest_of_groups(x, GROUP: tl.constexpr):
+    """Returns the largest magnitude of each run of GROUP numbers of fp32 x; NaN if one is NaN."""
+    # Compare as integers: a maximum of floats ignores NaN.
+    sizes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(tl.reshape(sizes, (x.shape[0] // GROUP, GROUP)), axis=1)
+    return largest.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(
+    largest, DTYPE: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """Returns the scales for the largest magnitudes of groups."""
+    if LEAST > 0.0:
+        largest = tl.maximum(largest, LEAST, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.math.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+    if ROUNDED:
+        scale = scale.to(DTYPE).to(tl.float32)
+    if ZERO_SCALE > 0.0:
+        scale = tl.where(scale == 0.0, ZERO_SCALE, scale)
+    return scale
+
+
+@triton.jit
+def round_rows(
+    x_ptr, up_ptr, norm_weight_ptr, given_scale_ptr, out_ptr, scale_ptr,
+    K: tl.constexpr, X_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
+    NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_EPS: tl.constexpr,
+    NORM_OFFSET: tl.constexpr, NORM_LINE: tl.constexpr, ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr, LEAST: tl.constexpr,
+    LEAST_DIVISOR: tl.constexpr, DECODED: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """Rounds rows [T, K] to codes, or to the numbers that codes stand for (DECODED), with fp32
+    scales [K / GROUP, T] or, if GROUP is 0, [1, T]; [1, 1] for a given scale.
+
+    Grid (T, cdiv(K, WIDTH)). A program rounds WIDTH columns of a row; if their norm or scale
+    depends on the whole row, it reads all columns, in one block of ROW. NORM_LINE: numbers of the
+    norm's weight in 128 bytes, which are prefetched; 0 for none. ROUNDED: scales and quotients are
+    rounded to x's dtype. The other options are those of the op.
+    """
+    COMPUTED: tl.constexpr = given_scale_ptr is None
+    WHOLE: tl.constexpr = NORM or (GROUP == 0 and COMPUTED)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    # A program with a row of its own loads it once.
+    ALONE: tl.constexpr = WIDTH == ROW
+    own = tl.arange(0, WIDTH)
+    if not ALONE:
+        own += tl.program_id(1) * WIDTH
+    row_columns = tl.arange(0, ROW)
+    if LAUNCH_PDL:
+        # The kernel after this one only asks for its weights before it waits.
+        tl.extra.cuda.gdc_launch_dependents()
+        if norm_weight_ptr is not None and NORM_LINE > 0:
+            LINES: tl.constexpr = ROW // NORM_LINE
+            prefetch_rows(norm_weight_ptr + tl.arange(0, 1), 0, K, LINES, NORM_LINE)
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * X_STRIDE
+    up_row = None
+    if up_ptr is not None:
+        up_row = up_ptr + row * UP_STRIDE
+    x = load_numbers(x_row, up_row, own, K, ACTIVATION)
+    whole = x
+    if WHOLE and not ALONE:
+        whole = load_numbers(x_row, up_row, row_columns, K, ACTIVATION)
+    if NORM:
+        # Load the factors before the sum, which waits for all threads.
+        factors = load_factors(norm_weight_ptr, own, K, NORM_STRIDE, NORM_OFFSET)
+        row_factors = factors
+        if GROUP == 0 and COMPUTED and not ALONE:
+            row_factors = load_factors(norm_weight_ptr, row_columns, K, NORM_STRIDE, NORM_OFFSET)
+        inverse = tl.rsqrt(tl.sum(whole * whole, axis=0) / K + NORM_EPS)
+        x = (x * inverse * factors).to(DTYPE).to(tl.float32)
+        if ALONE:
+            whole = x
+        elif GROUP == 0 and COMPUTED:
+            whole = (whole * inverse * row_factors).to(DTYPE).to(tl.float32)
+    RUN: tl.constexpr = WIDTH if GROUP == 0 else GROUP
+    if not COMPUTED:
+        scale = tl.load(given_scale_ptr + tl.arange(0, 1)).to(tl.float32)
+    elif GROUP == 0:
+        scale = scale_of(largest_of_groups(whole, ROW), DTYPE, ROUNDED, ZERO_SCALE, LEAST)
+    else:
+        scale = scale_of(largest_of_groups(x, GROUP), DTYPE, ROUNDED, ZERO_SCALE, LEAST)
+    divisor = scale
+    if LEAST_DIVISOR > 0.0:
+        divisor = tl.maximum(scale, LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
+    numbers = tl.reshape(x, (WIDTH // RUN, RUN))
+    quotient = tl.math.div_rn(numbers, tl.broadcast_to(divisor[:, None], numbers.shape))
+    if ROUNDED:
+        quotient = quotient.to(DTYPE).to(tl.float32)
+    codes = rounded(quotient, tl.float8e4nv)
+    made = codes.to(tl.float32) * scale[:, None] if DECODED else codes
+    out = tl.reshape(made, (WIDTH,)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * K + own, out, mask=own < K)
+    groups = tl.program_id(1) * (WIDTH // RUN) + tl.arange(0, WIDTH // RUN)
+    if not COMPUTED:
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        tl.store(scale_ptr + tl.arange(0, 1), scale, mask=first)
+    elif GROUP == 0:
+        tl.store(scale_ptr + row + tl.arange(0, 1), scale, mask=tl.program_id(1) == 0)
+    else:
+        COUNT: tl.constexpr = K // GROUP
+        places = groups.to(tl.int64) * tl.num_programs(0) + row
+        tl.store(scale_ptr + places, scale, mask=groups < COUNT)

@@ -1,0 +1,68 @@
+"""Which entries of a list of blocks a program visits, beside a loop over the list in Python."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.codegen.attention.templates.block_list import listed_range
+from tilewright.codegen.build.interpreter import interpret
+
+
+@triton.jit
+def found(entries, out, count, first_block, whole_block, num_whole, num_blocks):
+    first, whole, num_listed, number, block = listed_range(
+        entries, count, first_block, whole_block, num_whole, num_blocks
+    )
+    tl.store(out, first)
+    tl.store(out + 1, whole)
+    tl.store(out + 2, num_listed)
+    tl.store(out + 3, number)
+    tl.store(out + 4, block)
+
+
+def expected(entries, first_block, whole_block, num_whole, num_blocks):
+    """(place of the first entry, of the first whole one, whole ones in a row, all, block of the
+    first whole one); without a whole one, the place and the block say nothing."""
+    blocks = [entry >> 1 for entry in entries]
+    within = [at for at, b in enumerate(blocks) if first_block <= b < first_block + num_blocks]
+    first = sum(b < first_block for b in blocks)
+    free = [
+        at
+        for at in within
+        if entries[at] & 1 and whole_block <= blocks[at] < whole_block + num_whole
+    ]
+    run = 0
+    while run < len(free) and free[run] - free[0] == blocks[free[run]] - blocks[free[0]] == run:
+        run += 1
+    return first, (free or [first])[0], run, len(within), blocks[free[0]] if free else None
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 255, 256, 257, 600])
+def test_the_run_of_whole_blocks_is_the_first_in_list_and_memory(count):
+    draw = random.Random(count)
+    runs = set()
+    for _ in range(24):
+        most = count + draw.choice((0, 1, count // 8 + 1))  # lists with and without gaps
+        blocks = sorted(draw.sample(range(most), count))
+        often = draw.choice((0.2, 0.9, 1.0))
+        entries = [2 * block + (draw.random() < often) for block in blocks]
+        first_block = draw.randrange(most + 1)
+        num_blocks = draw.randrange(most + 2 - first_block)
+        whole_block = first_block + draw.randrange(num_blocks + 1)
+        num_whole = draw.randrange(first_block + num_blocks - whole_block + 1)
+        ranges = (first_block, whole_block, num_whole, num_blocks)
+        out = torch.full((5,), -1, dtype=torch.int32)
+        listed = torch.tensor([*entries, -1], dtype=torch.int32)
+        interpret(found)[(1,)](listed, out, count, *ranges)
+        *told, block = out.tolist()
+        *places, named = expected(entries, *ranges)
+        assert told == places, (entries, ranges)
+        assert named in (None, block), (entries, ranges)
+        runs.add((min(told[2], 2), told[1] > told[0]))
+    if count > 1:
+        assert {(0, False), (2, True)} <= runs

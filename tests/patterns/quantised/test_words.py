@@ -1,0 +1,113 @@
+"""Which bits of a word an expression holds, beside what PyTorch computes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.compiler.flow_check import returned, selected
+from tilewright.patterns.quantised.words import bits_of
+
+DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def words(dtype):
+    """Numbers of all sizes and both signs, as the dtype holds them."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator)
+    return whole.to(dtype)
+
+
+def told(bits, held):
+    """The numbers that the bits of these words are."""
+    mask = (1 << bits.width) - 1
+    size = bits.word.value.dtype.itemsize * 8
+    numbers = [(n % 2**size >> bits.shift) & mask for n in held.flatten().tolist()]
+    half = 1 << (bits.width - 1) if bits.signed else 1 << bits.width
+    return [n - (1 << bits.width) if n >= half else n for n in numbers]
+
+
+def assert_right(expression, dtype):
+    """Whether the bits are known; they must be right where they are."""
+    held = words(dtype)
+    view, expected = returned(expression, held), expression(held)
+    bits = bits_of(view)
+    if bits is None or bits.word.value.op != "input":
+        return False
+    assert bits.word.value.dtype == dtype
+    assert told(bits, selected(bits.word.effect, held)) == expected.tolist()
+    return True
+
+
+KNOWN = {
+    "the word": lambda w: w[3:],
+    "shifted": lambda w: w >> 3,
+    "floored": lambda w: w // 8,
+    "masked": lambda w: w & 7,
+    "masked by a number before it": lambda w: 7 & w,
+    "the rest": lambda w: w % 16,
+    "one bit": lambda w: w & 1,
+    "shifted and masked": lambda w: (w >> 4) & 3,
+    "masked and shifted": lambda w: (w & 63) >> 2,
+    "a wider number": lambda w: (w & 15).to(torch.int64),
+    "a narrower number": lambda w: (w & 15).to(torch.uint8),
+    "all bits below the sign": lambda w: w & torch.iinfo(w.dtype).max,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KNOWN)
+def test_bits_are_those_of_the_word(name, dtype):
+    assert assert_right(KNOWN[name], dtype)
+
+
+UNKNOWN = {
+    "not a power of two": lambda w: w // 6,
+    "a rest by no power": lambda w: w % 6,
+    "a number modulo a word": lambda w: 16 % (w | 1),
+    "holes": lambda w: w & 5,
+    "nothing": lambda w: w & 0,
+    "a sum": lambda w: w + 1,
+    "by words": lambda w: w >> (w & 1),
+    "no integer": lambda w: (w & 7).float(),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_no_field_of_bits(name):
+    assert not assert_right(UNKNOWN[name], torch.int32)
+
+
+def test_a_negative_number_in_a_wider_unsigned_one_is_no_field():
+    assert not assert_right(lambda w: (w >> 28).to(torch.uint8), torch.int32)
+    assert assert_right(lambda w: (w >> 28).to(torch.int8), torch.int32)
+
+
+def random_step(rng):
+    n = rng.randrange(1, 9)
+    return rng.choice(
+        (
+            lambda w: w >> n,
+            lambda w: w // 2 ** min(n, 6),
+            lambda w: w & (2 ** min(n, 7) - 1),
+            lambda w: w % 2 ** min(n, 6),
+            lambda w: w.to(DTYPES[n % len(DTYPES)]),
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_chains(dtype):
+    rng, known = random.Random(str(dtype)), 0
+    for _ in range(25):
+        steps = [random_step(rng) for _ in range(rng.randrange(1, 5))]
+
+        def chain(w, steps=tuple(steps)):
+            for step in steps:
+                w = step(w)
+            return w
+
+        known += assert_right(chain, dtype)
+    assert known > 5
