@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import logits_process, utils
 from transformers.generation import stopping_criteria as criteria
 
@@ -87,7 +88,9 @@ def defer_stop_check(model: nn.Module) -> bool:
     with a check at every step. After an EOS or a stop string the model runs once more, and what
     that run wrote is removed; a stop at `max_length` costs nothing. A streamer gets each token one
     step later. The check is not deferred with processors or stopping criteria of the caller,
-    `synced_gpus`, a returned cache that cannot be cropped, beams, or assisted decoding.
+    `synced_gpus`, beams, or assisted decoding. Calls that can end before `max_length` are also
+    checked at every step if they give back a cache from which a step cannot be removed, such as a
+    `StaticCache` with sliding windows.
 
     Changes the class of the model to a subclass of it, so a compiled model compiles again. Copies
     and pickles have the original class. `undefer_stop_check` undoes it.
@@ -136,6 +139,7 @@ def _deferring(sample: Any, library: Any) -> Any:
     """Returns a method `_sample` that defers the check. `generate()` looks `_sample` up on the
     class."""
     check = _check_for_cuda(library)
+    check_of_length = _check_of_length(check)
 
     @functools.wraps(sample)
     def _sample(
@@ -148,13 +152,14 @@ def _deferring(sample: Any, library: Any) -> Any:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        chosen = sample
-        if (
-            not synced_gpus
-            and _without_memory([*logits_processor, *stopping_criteria])
-            and _takes_one_more(self, input_ids, stopping_criteria, generation_config, model_kwargs)
-        ):
-            chosen = _with_global(sample, "DeferredStopCheck", check)
+        used = library
+        if synced_gpus or not _without_memory([*logits_processor, *stopping_criteria]):
+            pass
+        elif _ends_by_length(stopping_criteria):
+            used = check_of_length
+        elif _takes_one_more(self, input_ids, stopping_criteria, generation_config, model_kwargs):
+            used = check
+        chosen = sample if used is library else _with_global(sample, "DeferredStopCheck", used)
         return chosen(
             self,
             input_ids,
@@ -183,6 +188,11 @@ def _without_memory(called: Iterable[Any]) -> bool:
     return all(type(one) in WITHOUT_MEMORY for one in called)
 
 
+def _ends_by_length(stopping: Any) -> bool:
+    """Whether only `max_length`, which the host knows, ends the call."""
+    return [type(one) for one in stopping] == [criteria.MaxLengthCriteria]
+
+
 def _takes_one_more(
     model: Any, input_ids: torch.Tensor, stopping: Any, config: Any, model_kwargs: dict[str, Any]
 ) -> bool:
@@ -196,22 +206,58 @@ def _takes_one_more(
     embeds = model_kwargs.get("inputs_embeds")
     tokens = math.inf if stopping.max_length is None else stopping.max_length - 1
     tokens += 0 if embeds is None else embeds.shape[1]
-    most_tokens = getattr(model_kwargs.get("past_key_values"), "most_tokens", None)
     limits = (
         getattr(text, "max_position_embeddings", None),
-        None if most_tokens is None else most_tokens(input_ids.shape[0]),
+        _most_tokens(model_kwargs.get("past_key_values"), input_ids.shape[0]),
     )
     return all(limit is None or tokens <= limit for limit in limits)
+
+
+def _most_tokens(cache: Any, batch_size: int) -> int | None:
+    """Returns the most tokens of a sequence that the cache may hold; None if it has no limit."""
+    if _is_static(cache):
+        return min(layer.max_cache_len for layer in cache.layers)
+    most_tokens = getattr(cache, "most_tokens", None)
+    return None if most_tokens is None else most_tokens(batch_size)
+
+
+def _is_static(cache: Any) -> bool:
+    """Whether `_remove_last` can remove a step from this cache: a static one without windows, all
+    of it on the GPU."""
+    return (
+        type(cache) is StaticCache
+        and not getattr(cache, "offloading", False)
+        and all(type(layer) is StaticLayer for layer in cache.layers)
+    )
+
+
+def _remove_last(cache: StaticCache) -> None:
+    """Removes the last token of a cache with static layers. Its place holds zeros again."""
+    for layer in cache.layers:
+        layer.cumulative_length.sub_(1)
+        last = layer.cumulative_length.view(1)
+        layer.keys.index_fill_(2, last, 0)
+        layer.values.index_fill_(2, last, 0)
 
 
 def _check_for_cuda(library: Any) -> Any:
     """Returns a subclass of transformers' deferred check that also works on CUDA."""
 
     class DeferredStopCheck(library):
-        """Also undoes the random draws of the step after the last one."""
+        """Also undoes the random draws of the step after the last one, and what it wrote to a
+        static cache."""
 
-        def __init__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            super().__init__(input_ids, *args, **kwargs)
+        def __init__(
+            self,
+            input_ids: torch.Tensor,
+            max_length: int,
+            cache: Any,
+            cache_is_returned: bool,
+            streamer: Any = None,
+        ) -> None:
+            self._static = cache if cache_is_returned and _is_static(cache) else None
+            cache_is_returned = cache_is_returned and self._static is None
+            super().__init__(input_ids, max_length, cache, cache_is_returned, streamer)
             self._generator = _generator(input_ids.device)
             self._states: deque[torch.Tensor] = deque(maxlen=2)
 
@@ -221,7 +267,7 @@ def _check_for_cuda(library: Any) -> Any:
         ) -> bool:
             if device.type not in DEVICES:
                 return library.is_supported(device, cache, cache_is_returned, is_assistant)
-            if not cache_is_returned:  # a dropped cache can be of any kind
+            if not cache_is_returned or _is_static(cache):  # a dropped cache can be of any kind
                 cache = None
             elif cache is not None and not hasattr(cache, "layers"):  # `finish` reads the layers
                 return False
@@ -238,7 +284,38 @@ def _check_for_cuda(library: Any) -> Any:
             steps = super().finish()
             if steps and self._generator is not None:
                 self._generator.set_state(self._states[-1 - steps])
+            if steps and self._static is not None:
+                _remove_last(self._static)
             return steps
+
+    return DeferredStopCheck
+
+
+def _check_of_length(check: Any) -> Any:
+    """Returns a subclass of the check for CUDA, for calls that only `max_length` ends. They run no
+    step more, so their cache can be of any kind."""
+
+    class DeferredStopCheck(check):
+        """Undoes nothing."""
+
+        def __init__(
+            self,
+            input_ids: torch.Tensor,
+            max_length: int,
+            cache: Any,
+            cache_is_returned: bool,
+            streamer: Any = None,
+        ) -> None:
+            super().__init__(input_ids, max_length, None, False, streamer)
+            self._generator = None
+
+        @staticmethod
+        def is_supported(
+            device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
+        ) -> bool:
+            if device.type in DEVICES:
+                cache_is_returned = False
+            return bool(check.is_supported(device, cache, cache_is_returned, is_assistant))
 
     return DeferredStopCheck
 

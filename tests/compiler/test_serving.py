@@ -279,19 +279,79 @@ def test_pages_are_cropped_by_nothing_without_a_wait(monkeypatch):
     assert int(cache.get_seq_length()) == PROMPT - 1
 
 
-def test_a_static_cache_of_the_caller_s_is_checked_at_every_step(on_cpu):
-    model = built()
+def with_static_cache(model, **how) -> dict[str, object]:
     cache = transformers.StaticCache(model.config, max_cache_len=PROMPT + NEW)
+    return {"past_key_values": cache, "disable_compile": True, **how}
+
+
+def test_a_static_cache_of_the_caller_loses_what_one_more_step_wrote(on_cpu):
+    model = built()
     eos = ends(model, 3, 9, 8)
-    how = {"eos_token_id": eos, "past_key_values": cache, "disable_compile": True}
-    want = generated(model, **how)
-    cache.reset()
-    defer_stop_check(model)
+    how, other = (with_static_cache(model, eos_token_id=eos) for _ in range(2))
     calls = Calls(model)
-    found, steps = calls.during(generated, model, **how)
+    want, steps = calls.during(generated, model, **how)
+    defer_stop_check(model)
+    found, deferred = calls.during(generated, model, **other)
+    assert want.shape[1] < PROMPT + NEW
     assert torch.equal(found, want)
-    assert int(cache.get_seq_length()) == want.shape[1] - 1
-    assert steps == want.shape[1] - PROMPT
+    assert deferred == steps + 1
+    caches = other["past_key_values"], how["past_key_values"]
+    assert int(caches[0].get_seq_length()) == want.shape[1] - 1
+    assert_same_cache(*caches)
+    kept = [layer.keys.data_ptr() for layer in caches[0].layers]
+    follow = torch.cat([want, prompts()["input_ids"][:, :2]], dim=1)
+    mask = torch.cat([prompts()["attention_mask"], follow.new_ones(3, follow.shape[1] - PROMPT)], 1)
+    inputs = {"input_ids": follow, "attention_mask": mask, "disable_compile": True}
+    one, two = (
+        generated(model, max_new_tokens=2, past_key_values=cache, **inputs) for cache in caches
+    )
+    assert torch.equal(one, two)
+    assert kept == [layer.keys.data_ptr() for layer in caches[0].layers]
+
+
+def test_a_static_cache_with_windows_is_checked_at_every_step(on_cpu):
+    model = built("Gemma2")
+    eos = ends(model, 3, 9, 8)
+    how, other = (with_static_cache(model, eos_token_id=eos) for _ in range(2))
+    calls = Calls(model)
+    want, steps = calls.during(generated, model, **how)
+    defer_stop_check(model)
+    found, deferred = calls.during(generated, model, **other)
+    assert want.shape[1] < PROMPT + NEW
+    assert torch.equal(found, want)
+    assert deferred == steps
+    assert_same_cache(other["past_key_values"], how["past_key_values"])
+
+
+class Checks:
+    """How often `generate()` reads at once whether to stop."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.count = 0
+        call = utils.StopCheck.__call__
+
+        def counted(check, *args, **kwargs):
+            self.count += 1
+            return call(check, *args, **kwargs)
+
+        monkeypatch.setattr(utils.StopCheck, "__call__", counted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_call_that_only_its_length_ends_waits_for_nothing_with_any_cache(
+    on_cpu, monkeypatch, name
+):
+    model = built(name)
+    how, other = (with_static_cache(model) for _ in range(2))
+    checks, calls = Checks(monkeypatch), Calls(model)
+    want, steps = calls.during(generated, model, **how)
+    assert checks.count == NEW
+    defer_stop_check(model)
+    found, deferred = calls.during(generated, model, **other)
+    assert checks.count == NEW
+    assert torch.equal(found, want)
+    assert deferred == steps
+    assert_same_cache(other["past_key_values"], how["past_key_values"])
 
 
 def test_an_encoder_s_cache_is_given_back_the_same(on_cpu):
@@ -456,6 +516,7 @@ ROOM = {
     "max_position_embeddings": (PROMPT + NEW - 2, PROMPT + NEW - 1),
     "max_cache_len": (PROMPT + NEW - 2, PROMPT + NEW - 1),
     "max_pages": (14, 15),
+    "static": (PROMPT + NEW - 2, PROMPT + NEW - 1),
 }
 
 
@@ -470,6 +531,9 @@ def test_a_step_is_added_only_where_it_fits(on_cpu, what, enough):
     limit = {what: ROOM[what][enough]}
     if what in ("max_cache_len", "max_pages"):
         how["past_key_values"] = PagedCache(model.config, page_size=4, **limit)
+    elif what == "static":
+        cache = transformers.StaticCache(model.config, max_cache_len=ROOM[what][enough])
+        how |= {"past_key_values": cache, "disable_compile": True}
     elif what == "max_position_embeddings":
         model.config.max_position_embeddings = limit[what]
     else:
@@ -610,17 +674,21 @@ def test_where_transformers_has_changed_the_model_stays_as_it_is(monkeypatch, ca
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_on_a_gpu_tokens_and_random_numbers_are_the_same(do_sample):
+@pytest.mark.parametrize("static", [False, True])
+def test_on_a_gpu_tokens_and_random_numbers_are_the_same(do_sample, static):
     model = built().cuda()
     calls = Calls(model)
     inputs = {name: tensor.cuda() for name, tensor in prompts().items()}
     tokens = generated(model, do_sample=do_sample, **inputs)
     eos = [int(tokens[b, PROMPT + step]) for b, step in enumerate((3, 7, 5))]
     how = {"do_sample": do_sample, "eos_token_id": eos, **inputs}
-    want, steps = calls.during(generated, model, **how)
+    caches = [with_static_cache(model) if static else {} for _ in range(2)]
+    want, steps = calls.during(generated, model, **how, **caches[0])
     state = torch.cuda.get_rng_state()
     defer_stop_check(model)
-    found, deferred = calls.during(generated, model, **how)
+    found, deferred = calls.during(generated, model, **how, **caches[1])
     assert torch.equal(found, want)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert deferred == steps + 1
+    if static:
+        assert_same_cache(*(one["past_key_values"] for one in caches))

@@ -346,6 +346,23 @@ def test_keys_of_two_layers_are_no_pair(between):
     assert not any(miss.is_lost for miss in unlike)
 
 
+def test_a_stack_whose_dimension_is_the_cache_s_last_stays_one_write():
+    """Keys and values that alternate are no two writes of heads, whose numbers lie side by side."""
+
+    def in_turn(m, x, k_cache, v_cache, slots):
+        q, k, v = m.qkv(x)
+        pairs = k_cache.view(-1, *k.shape[1:-1], k.shape[-1] // 2, 2)
+        pairs[slots] = torch.stack((k, v), -1)[..., ::2, :]
+        return q * 2
+
+    ours, eager = (tuple(a.clone() for a in make_args()) for _ in range(2))
+    layer = Layer(in_turn)
+    torch.testing.assert_close(run(layer, *ours), layer(*eager), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[1], eager[1], rtol=1e-4, atol=1e-5)
+    assert patterns() == []
+    assert {miss.code for miss in misses_of(reports()[-1], "qkv_cache")} == {"CACHE_LAYOUT"}
+
+
 # --- one storage --------------------------------------------------------------------------------
 
 
