@@ -92,5 +92,5 @@ def compile_without_dead_barriers(
         return compiled
     again = triton.compile(str(keep(mended)), target=target, options=options)
     note(again)
-    again.asm["ttir"] = compiled.asm["ttir"]
+    again.asm["ttir"] = compiled.asm.get("ttir", "")
     return again

@@ -8,6 +8,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -131,6 +132,10 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
 _WARNED: set[Miss | str] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
+if not entry_points(group="torch_dynamo_backends", name="tilewright"):
+    # The sources are on Python's path and not installed. Dynamo itself registers what is installed,
+    # and refuses a name that it has.
+    torch._dynamo.register_backend(tilewright)
 
 
 def reports() -> tuple[GraphReport, ...]:

@@ -193,7 +193,7 @@ def _attempt(
 
         while True:
             with clock.phase("view"):
-                flow = build_view(graph)
+                flow = build_view(graph, planned)
                 modes = modes_of(graph, torch.is_grad_enabled())
                 if not inputs:
                     inputs.append(input_memory(flow))

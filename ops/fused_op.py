@@ -115,6 +115,9 @@ class FusedOp:
         that writes an argument, because no other argument may share memory with that one.
     slower: slower(**sizes), with the sizes of a call by name, says why PyTorch's own calls are
         faster there; None where the op is faster, and for symbolic sizes. Patterns call it.
+    slower_on: slower_on(arguments, target, varies) says why the graph is faster on a chip than such
+        a call, though kernels take it; None where the call is. varies: a size of its tensors is a
+        symbol. The rewrite asks for matches that need a kernel.
     chip_obstacle: chip_obstacle(arguments, target) says why a chip cannot compute such a call,
         though it can compute others; None where it can. Without it, support does not depend on
         the arguments.
@@ -143,6 +146,7 @@ class FusedOp:
     moving: frozenset[str] = frozenset()
     without_writes: str = ""
     slower: Callable[..., str | None] = lambda **sizes: None
+    slower_on: Callable[[Any, Target, bool], str | None] = lambda a, target, varies: None
     chip_obstacle: Callable[[Any, Target], str | None] | None = None
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import fx
 
+from tilewright.codegen.targets import Target
 from tilewright.patterns import effects
 from tilewright.patterns.effects import Dim, Effect, Size
 
@@ -369,7 +370,8 @@ class Dataflow:
     read, each with the reason; they count as reading and writing anything. storage_of: the number
     of a fake tensor's storage, equal for tensors that may share memory. reshaped: storages of
     tensors whose shape, strides or storage change in place (`set_`). same_size: whether two sizes
-    are equal; for symbols this adds a guard to the compiled code.
+    are equal; for symbols this adds a guard to the compiled code. target: the chip that the graph
+    is compiled for; None if it is unknown.
     """
 
     graph: fx.Graph
@@ -388,6 +390,7 @@ class Dataflow:
     reshaped: frozenset[int]
     failed: Sequence[tuple[fx.Node, Exception]]
     opaque: Sequence[fx.Node] = ()
+    target: Target | None = None
 
     def downstream(
         self,

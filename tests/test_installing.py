@@ -115,3 +115,29 @@ def test_the_wheel_is_installed_into_an_empty_environment_and_starts(published, 
 def installed_here() -> list[str]:
     """The folders of installed packages; a checkout that is installed editable is not followed."""
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+
+
+UNINSTALLED = """
+import {module}
+import torch
+from importlib.metadata import entry_points
+
+assert not entry_points(group="torch_dynamo_backends", name="tilewright")
+function = torch.compile(lambda x: x + 1, backend="tilewright", options={{"inner": "eager"}})
+print(function(torch.zeros(1)).item())
+"""
+
+
+@pytest.mark.parametrize("module", ["backend", "serving.batching"])
+def test_the_backend_has_its_name_where_the_sources_are_only_on_the_path(tmp_path, module):
+    """No entry point names it to Dynamo."""
+    if module == "serving.batching":
+        pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    for folder in installed_here():
+        for path in Path(folder).iterdir():
+            link = tmp_path / path.name
+            if "tilewright" not in path.name and not link.exists():
+                link.symlink_to(path)
+    (tmp_path / "tilewright").symlink_to(ROOT / "src" / "tilewright")
+    code = UNINSTALLED.format(module=f"tilewright.compiler.{module}")
+    assert run(sys.executable, "-S", "-c", code, cwd=tmp_path, path=tmp_path) == "1.0\n"

@@ -60,12 +60,24 @@ def attributes(signature: Mapping[str, str], divisible16: Sequence[str]) -> dict
     }
 
 
+def source_of(function: Any, signature: Mapping[str, str], divisible16: Sequence[str]) -> Any:
+    """Returns the source of a kernel without constants, for `triton.compile`."""
+    from triton.compiler import ASTSource
+
+    made: Any = ASTSource
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        made = GluonASTSource
+    attrs = attributes(signature, divisible16)
+    return made(fn=function, signature=dict(signature), constexprs={}, attrs=attrs)
+
+
 def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     """Compiles the requested file and writes the results. Returns the metadata, which it also
     writes."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.runtime import cache
 
     # Triton's own function hashes all of Triton, half a gigabyte, to name a cache entry that
@@ -80,12 +92,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
         options["launch_pdl"] = True
     options["enable_fp_fusion"] = True  # the default of triton 3.9 differs from that of 3.6
     options.update(request.get("options", {}))
-    source = ASTSource(
-        fn=getattr(module, module.KERNEL),
-        signature=dict(module.SIGNATURE),
-        constexprs={},
-        attrs=attributes(module.SIGNATURE, module.DIVISIBLE16),
-    )
+    source = source_of(getattr(module, module.KERNEL), module.SIGNATURE, module.DIVISIBLE16)
 
     def keep(ttgir: str) -> Path:
         path = out / "mended.ttgir"
@@ -96,7 +103,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     mend = load_source(str(Path(__file__).parents[1] / "dead_barriers.py"))
     compiled = mend.compile_without_dead_barriers(source, target, options, keep)
     for stage in STAGES:
-        code = compiled.asm[stage]
+        code = compiled.asm.get(stage, "")  # a Gluon kernel begins as TTGIR
         data = code if isinstance(code, bytes) else str(code).encode()
         (out / f"kernel.{stage}").write_bytes(data)
     metadata = {name: getattr(compiled.metadata, name, None) for name in METADATA}

@@ -13,6 +13,7 @@ import textwrap
 from functools import cache
 from pathlib import Path
 
+from tilewright.codegen.emit import gluon
 from tilewright.codegen.emit import source as template_source
 from tilewright.codegen.emit.evaluator import PartialEvaluator
 from tilewright.codegen.emit.layout import unparse
@@ -59,6 +60,8 @@ def _emit(spec: KernelSpec) -> str:
             f"it has {sorted(module.functions)}"
         )
     function = JitFunction(module, module.functions[spec.kernel])
+    if function.is_gluon:
+        return "\n".join([*_preamble(spec, function, []), gluon.body(spec, function)])
     evaluator = PartialEvaluator(spec, library)
     parameters, body = evaluator.kernel(function)
     helpers = [_standalone(kept) for _, kept in sorted(evaluator.kept.items())]
@@ -138,13 +141,18 @@ def _extra_imports(externals: set[str]) -> list[str]:
 def _assemble(
     spec: KernelSpec, function: JitFunction, nodes: list[ast.FunctionDef], imports: list[str]
 ) -> str:
-    lines = [
+    lines = _preamble(spec, function, ["import triton", "import triton.language as tl", *imports])
+    for node in nodes:
+        lines += ["", "", unparse(node)]
+    return "\n".join(lines) + "\n"
+
+
+def _preamble(spec: KernelSpec, function: JitFunction, imports: list[str]) -> list[str]:
+    """Returns the first lines of an emitted file, which say how to compile it."""
+    return [
         f'"""{_header(spec, function)}"""',
         "",
-        "import triton",
-        "import triton.language as tl",
-        *imports,
-        "",
+        *([*imports, ""] if imports else []),
         f"KERNEL = {_quoted(spec.name)}",
         "SIGNATURE = {",
         *(f"    {_quoted(name)}: {_quoted(type_)}," for name, type_ in spec.signature),
@@ -158,9 +166,6 @@ def _assemble(
         f"LAUNCH_PDL = {spec.launch_pdl}",
         f"TARGET = {_quoted(spec.target)}",
     ]
-    for node in nodes:
-        lines += ["", "", unparse(node)]
-    return "\n".join(lines) + "\n"
 
 
 def _quoted(text: str) -> str:

@@ -26,10 +26,14 @@ class EmitError(ValueError):
 
 @dataclass(frozen=True)
 class JitFunction:
-    """One `@triton.jit` function of a template module."""
+    """One `@triton.jit` or `@gluon.jit` function of a template module."""
 
     module: TemplateModule
     node: ast.FunctionDef
+
+    @property
+    def is_gluon(self) -> bool:
+        return "gluon.jit" in _decorators(self.node)
 
     @property
     def name(self) -> str:
@@ -161,10 +165,11 @@ def parse_module(name: str, text: str) -> TemplateModule:
 
 
 def _is_jit(node: ast.FunctionDef) -> bool:
-    return any(
-        ast.unparse(d.func if isinstance(d, ast.Call) else d) in ("triton.jit", "jit")
-        for d in node.decorator_list
-    )
+    return any(name in ("triton.jit", "jit", "gluon.jit") for name in _decorators(node))
+
+
+def _decorators(node: ast.FunctionDef) -> list[str]:
+    return [ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
 
 
 def _imports(module: str, node: ast.Import | ast.ImportFrom) -> dict[str, External | Imported]:

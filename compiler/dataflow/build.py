@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow import spelling
 from tilewright.compiler.dataflow.access import Access, access_of, given
@@ -41,22 +42,25 @@ from tilewright.patterns.dataflow import (
 from tilewright.patterns.effects import Effect, InexpressibleError
 
 
-def build_view(graph: fx.Graph) -> Dataflow:
+def build_view(graph: fx.Graph, target: Target | None = None) -> Dataflow:
     """Returns the dataflow view of a Dynamo graph.
 
     graph: the graph that a `torch.compile` backend receives; nodes carry `meta["example_value"]`.
+    target: the chip that it is compiled for, if that is known.
+
     Returns a :class:`Dataflow`. An unknown operation becomes an opaque value and is listed in
     `unknown`; it raises nothing.
     """
-    builder = _Builder(graph)
+    builder = _Builder(graph, target)
     for position, node in enumerate(graph.nodes):
         builder.visit(position, node)
     return builder.finish()
 
 
 class _Builder:
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, target: Target | None) -> None:
         self.graph = graph
+        self.target = target
         self.memory = MemoryMap(Storages(graph))
         self.values: list[Value] = []
         self.users: dict[Value, list[Value]] = defaultdict(list)
@@ -541,6 +545,7 @@ class _Builder:
             opaque=tuple(self.opaque),
             reshaped=frozenset(self.reshaped),
             failed=tuple(self.failed),
+            target=self.target,
         )
 
 

@@ -104,6 +104,9 @@ def _rewrite(
             if chip is not None and (obstacle := _target_obstacle(before, last, chip)):
                 _erase_between(graph, before, last)
                 return _miss(match, "NO_KERNELS", Stage.CAPABILITY, obstacle, last)
+            if chip is not None and (why := _slower(op, match, node, chip)):
+                _erase_between(graph, before, last)
+                return _miss(match, "NO_KERNELS", Stage.CAPABILITY, f"{op.name}: {why}", last)
             if match.needs_kernel and (without := _no_kernel(op, node, chip)):
                 if match.anchor.dtype is torch.float64:
                     _erase_between(graph, before, last)
@@ -220,6 +223,16 @@ def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | No
             if obstacle := op.target_obstacle(arguments_of(op, called), target):
                 return f"{op.name}: {obstacle}"
     return None
+
+
+def _slower(op: FusedOp, match: Match, node: fx.Node, chip: Target) -> str | None:
+    """Why the graph is faster than this call of the op on a chip; None where nothing says so."""
+    if not match.needs_kernel:
+        return None
+    held = [given.meta["example_value"] for given in node.all_input_nodes]
+    shapes = [shape_of(one) for one in held if isinstance(one, torch.Tensor)]
+    varies = any(not isinstance(size, int) for shape in shapes for size in shape)
+    return op.slower_on(arguments_of(op, node), chip, varies)
 
 
 def _no_kernel(op: FusedOp, node: fx.Node, chip: Target | None) -> str:

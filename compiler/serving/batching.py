@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import CompileConfig, ContinuousBatchingConfig
 
+import tilewright.compiler.backend  # noqa: F401  registers it where the package is not installed
+
 #: Attributes that a copy in use has in addition to its settings.
 _TABLES, _COLUMNS = "_keeps_tables", "_wanted_columns"
 

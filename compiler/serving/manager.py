@@ -39,13 +39,22 @@ class Manager(ContinuousBatchingManager):
 
 @torch.no_grad()
 def _warm_other_sizes(runner: ModelRunner, model: Any) -> None:
-    """Runs varlen steps of two small sizes. transformers' warm-up runs one of the largest size,
-    whose graph is for that size alone; Dynamo compiles a graph for all sizes at the second size, or
-    at the third if decode steps are static."""
+    """Runs varlen steps of small sizes. transformers' warm-up runs one of the largest size, whose
+    graph is for that size alone; Dynamo compiles a graph for all sizes at the second size, or at
+    the third if decode steps are static.
+
+    The number of keys changes too: an engine may pad all steps to one number of tokens. The first
+    size has more tokens than requests, where that is possible: a graph made for as many is only for
+    steps with as many.
+    """
     config, cache = runner.cb_config, runner.cache
     if config.varlen_compile_config is None:
         return
-    for tokens in (config.q_padding_interval_size, 2 * config.q_padding_interval_size):
-        if tokens < cache.max_batch_tokens:
-            runner.run_one_warmup(model=model, num_q_tokens=tokens, max_kv_read=config.page_size)
+    interval, most = config.q_padding_interval_size, cache.max_batch_tokens
+    for times, tokens in enumerate((config.max_requests_per_batch + 1, interval, 2 * interval), 1):
+        runner.run_one_warmup(
+            model=model,
+            num_q_tokens=max(1, min(tokens, most)),
+            max_kv_read=min(times * config.kv_padding_interval_size, cache.max_tokens_read),
+        )
     cache.reset()

@@ -47,6 +47,8 @@ _TABLE: dict[str, Any] = {
 }
 _OFFSET: dict[str, Any] = {"weight_format": "int4_k_offset", "words": torch.uint8,
                            "zeros": "float", "zero_point": 8}  # fmt: skip
+# More tokens than streaming is for, and rows and columns that fill no tile.
+_MOST: dict[str, Any] = {"num_tokens": 140, "k": 288, "n": 136}
 _AWQ: dict[str, Any] = {"weight_format": "int4_n", "zeros": "packed", "nibble_order": AWQ_ORDER}
 # Formats as checkpoints store them, and each one that has a kernel path of its own.
 CODED: dict[str, dict[str, Any]] = {
@@ -126,6 +128,8 @@ ACTIVATION_CASES = (
     LinearCase("coded_plain", weight_format="int8", scale_block=(1, 64), activation="gelu"),
     LinearCase("coded_many", num_tokens=70, layout="separate", weight_format="fp8",
                scale_block=(1, 64)),
+    LinearCase("coded_most", layout="halves", norm="rms", bias=True, weight_format="int4_k",
+               scale_block=(1, 32), zero_point=8, **_MOST),
 )  # fmt: skip
 RESIDUAL_CASES = (
     LinearCase("plain"),
@@ -144,6 +148,7 @@ RESIDUAL_CASES = (
     LinearCase("normed_codes", num_tokens=1, norm="rms", weight_format="int8", scale_block=(1, 64)),
     *_coded("plain"),
     LinearCase("coded_many", num_tokens=70, weight_format="fp8", scale_block=(1, 64), scale=0.22),
+    LinearCase("coded_most", **_MOST, **_NVFP4, factor=True, bias=True, scale=0.22),
     LinearCase("coded_double", dtype=torch.float64, weight_format="int8", scale_block=(1, 64)),
 )
 

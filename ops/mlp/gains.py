@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.codegen.mlp.mixed import decodes_codes, most_decoded
 from tilewright.codegen.mlp.plan import MOST_CODED_TOKENS as MOST_CODED_TOKENS
 from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS as MOST_GATED_TOKENS
 from tilewright.codegen.mlp.plan import MOST_TOKENS as MOST_TOKENS
 from tilewright.codegen.mlp.plan import most_tokens, takes_norm
+from tilewright.codegen.targets import Target
+from tilewright.ops.mlp.arguments import LinearArguments
+from tilewright.ops.mlp.mixed import decoding_obstacle, quantization_of_call
 
 
 def slower(
@@ -18,16 +22,37 @@ def slower(
     columns: int = 0,
     coded: bool = False,
     rounded: bool = False,
+    target: Target | None = None,
 ) -> str | None:
     """Returns why PyTorch's own calls are faster for `tokens` rows; None if the kernel is.
 
     weights: 2 for a gate and its up projection. norm: the kind of norm of rows of `columns` numbers
     that the kernel would compute first; empty for none. coded: the weights are quantised. rounded:
-    x is decoded from codes, which a library's GEMM can multiply with those of the weights.
+    x is decoded from codes, which a library's GEMM can multiply with those of the weights. target:
+    the chip, where it may have a kernel for any number of tokens; `slower_on` then says more.
     """
+    if coded and not rounded and target is not None and decodes_codes(target):
+        return None
     most = most_tokens(weights, coded, rounded)
+    if coded and not isinstance(tokens, int):
+        return f"a number of tokens that is a symbol, and may be more than {most}"
     if isinstance(tokens, int) and tokens > most:
         return f"more than {most} tokens: the library's GEMM is the faster one"
     if norm and not takes_norm(norm, tokens, columns):
         return f"{norm} norm of {tokens} tokens: a kernel of its own is the faster one"
+    return None
+
+
+def slower_on(a: LinearArguments, target: Target, varies: bool) -> str | None:
+    """Returns why PyTorch's own calls are faster than a call on a chip, if its weights are codes;
+    None if a kernel is. varies: the number of tokens is a symbol. Reads metadata only."""
+    tokens = a.x.shape[0]
+    if a.weight_format == "dense" or (tokens <= MOST_CODED_TOKENS and not varies):
+        return None
+    more = "perhaps more than" if varies else "more than"
+    if (obstacle := decoding_obstacle(a, target)) is not None:
+        return f"{more} {MOST_CODED_TOKENS} tokens, {obstacle}: the library's GEMM is faster"
+    most = most_decoded(quantization_of_call(a), a.linear.shape[1])
+    if most is not None and (varies or tokens > most):
+        return f"{more} {most} tokens of such codes: the library's GEMM is the faster one"
     return None

@@ -49,6 +49,7 @@ from tilewright.ops.mlp.arguments import (
     LinearResidualArguments,
     ScaledLinearArguments,
 )
+from tilewright.ops.mlp.mixed import decodes_many, decoding_product
 from tilewright.ops.mlp.operands import activation_problem, residual_problem, scaled_operands
 from tilewright.ops.reference.norm import RowNorm
 from tilewright.ops.runtime.kernels import launch
@@ -107,6 +108,8 @@ def linear_activation_steps(
     a: LinearActivationArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
     """Runs the steps of a `linear_activation` call. config: the tiles; None: the plan chooses."""
+    if config is None and decodes_many(a, target):
+        return (yield from _activation_by_decoding(a, target))
     call = _Call(activation_problem(a), a, target, config)
     if config is None and call.problem.norm is not None and not _norms_x(call):
         bare = replace(a, **without_norm(a.x, a.norm))
@@ -126,6 +129,9 @@ def linear_residual_steps(
     call = _Call(residual_problem(a), a, target, config)
     if config is None and _are_many(call.problem, call.num_tokens):
         return (yield from _residual_by_library(a))
+    if config is None and decodes_many(a, target):
+        out, tiles = yield from decoding_product(call.problem, a, 0, target)
+        return Outcome(out, "decoding kernel", tiles)
     x = yield from _x(call)
     return (yield from _streamed(call, x))
 
@@ -275,6 +281,20 @@ def _activation_by_library(call: _Call, x: torch.Tensor) -> Steps:
         up = yield from linear(x, a.up_weight, a.up_bias)
     yield _activated(call, out, up, out)
     return Outcome(out, "library", _MANY)
+
+
+def _activation_by_decoding(a: LinearActivationArguments, target: Target) -> Steps:
+    """Multiplies the weights one after the other, each by a kernel that decodes it."""
+    if a.norm.kind:
+        x = yield from normed(a.x, a.norm, target)
+        a = replace(a, **without_norm(x, a.norm))
+    call = _Call(activation_problem(a), a, target)
+    out, tiles = yield from decoding_product(call.problem, a, 0, target)
+    up = None
+    if a.up_weight is not None:
+        up, _ = yield from decoding_product(call.problem, a, 1, target)
+    yield _activated(call, out, up, out)
+    return Outcome(out, "decoding kernel", tiles)
 
 
 def _add_scaled(out: torch.Tensor, start: torch.Tensor, bias: torch.Tensor, scale: float) -> None:

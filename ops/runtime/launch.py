@@ -17,7 +17,7 @@ from tilewright.codegen.build import (
     load_jit,
 )
 from tilewright.codegen.build.travel import note_triton
-from tilewright.codegen.build.worker import attributes
+from tilewright.codegen.build.worker import source_of
 from tilewright.codegen.dead_barriers import compile_without_dead_barriers
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
@@ -134,17 +134,10 @@ def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
     by 16, and would inspect every argument at every launch.
     """
     import triton
-    from triton.compiler import ASTSource
 
     launchable = load_jit(spec)
     find_triton_a_cache()
-    signature = dict(spec.signature)
-    source = ASTSource(
-        fn=launchable.function,
-        signature=signature,
-        constexprs={},
-        attrs=attributes(signature, spec.divisible16),
-    )
+    source = source_of(launchable.function, dict(spec.signature), spec.divisible16)
     target = triton.runtime.driver.active.get_current_target()
     options = dict(launchable.options)
     return compile_without_dead_barriers(source, target, options, keep_ttgir, note_triton)

@@ -5,7 +5,8 @@
 
 Gated or not; the weights of gate and up are separate or rows of one tensor. If the graph
 dequantises a weight, the op reads its codes. The norm is absorbed if no other value reads its
-result; a layer norm, for one token only.
+result; a layer norm, for one token only. Weights of codes are matched for many or symbolically many
+tokens on a chip with a kernel that decodes them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tilewright.ops.mlp.gains import MOST_CODED_TOKENS, MOST_TOKENS
+from tilewright.ops.mlp.gains import MOST_TOKENS
 from tilewright.ops.mlp.linear_activation import OP
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.collective.sums import unless_summed
@@ -46,7 +47,7 @@ class LinearActivation:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's products compute the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"activations of linears of at most {MOST_TOKENS} tokens ({MOST_CODED_TOKENS} by codes), "
+        f"activations of linears of at most {MOST_TOKENS} tokens (of codes also more), "
         "or of two linears and their gate",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
         before=frozenset({"product"}),
@@ -58,13 +59,13 @@ class LinearActivation:
         inside: set[Value] = set()
         for value in reversed(flow.values):
             activation = None if value in inside else _activation(value)
-            linears = None if activation is None else _linears(value, activation)
+            linears = None if activation is None else _linears(value, activation, flow)
             if activation is None:
                 continue
             if linears is not None:
                 inside.update(activation.absorbed)
-                tokens, codes = linears[0].x.shape[0], linears[0].codes
-                if OP.slower(tokens=tokens, weights=len(linears), **codes) is None:
+                sizes = {"tokens": linears[0].x.shape[0], "weights": len(linears)}
+                if OP.slower(**sizes, **linears[0].codes, target=flow.target) is None:
                     yield value, *(linear.product for linear in linears)
                     yield from norms_before(linears[0])
             elif (unlike := _unlike(activation)) is not None:
@@ -74,7 +75,7 @@ class LinearActivation:
         anchor = anchored[0]
         activation = _activation(anchor)
         assert activation is not None
-        linears = _linears(anchor, activation)
+        linears = _linears(anchor, activation, flow)
         assert linears is not None
         check_linears(linears, (), anchor)
         gate, up = linears[0], linears[1] if len(linears) == 2 else None
@@ -117,10 +118,11 @@ def _activation(value: Value) -> Activation | None:
     return activation if known else None
 
 
-def _linears(value: Value, activation: Activation) -> tuple[FewTokens, ...] | None:
+def _linears(value: Value, activation: Activation, flow: Dataflow) -> tuple[FewTokens, ...] | None:
     """Returns the linears of an activation, gate first; None if the op cannot take them."""
     views = _entering(activation)
-    linears = tuple(one for view in views if (one := match_few_tokens(view)) is not None)
+    found = (match_few_tokens(view, target=flow.target) for view in views)
+    linears = tuple(one for one in found if one is not None)
     if len(linears) != len(views) or any(not linears[0].reads_as(one) for one in linears):
         return None
     # Scales of codes may be float32, and so may their products.

@@ -5,7 +5,8 @@ of an MLP.
     out = residual + scale * rms_norm(linear(x, weight))   ⇒   linear_residual(.., rms_norm=True)
 
 The first form matches any shape in which a token's columns are contiguous, the second a number of
-tokens that is not symbolic.
+tokens that is not symbolic. Weights of codes are matched for many or symbolically many tokens on a
+chip with a kernel that decodes them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tilewright.ops.mlp.gains import MOST_CODED_TOKENS, MOST_TOKENS
+from tilewright.ops.mlp.gains import MOST_TOKENS
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import (
     Match,
@@ -73,7 +74,7 @@ class LinearResidual:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"linears of at most {MOST_TOKENS} tokens ({MOST_CODED_TOKENS} by codes) with a residual "
+        f"linears of at most {MOST_TOKENS} tokens (of codes also more) with a residual "
         "sum behind them",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
@@ -149,7 +150,7 @@ def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
     for product, residual in value.either_way:
         if product.shape != value.shape or residual.shape != value.shape:
             continue
-        found = _match_normed(product, residual) or _match_scaled(product, residual)
+        found = _match_normed(product, residual) or _match_scaled(product, residual, flow)
         if found is not None and _is_read_here_alone(found, value, flow):
             yield found
 
@@ -189,9 +190,9 @@ def _summed_over_ranks(value: Value) -> Value | None:
     return None
 
 
-def _match_scaled(product: View, residual: View) -> Sum | None:
+def _match_scaled(product: View, residual: View, flow: Dataflow) -> Sum | None:
     inner, scale, values = weighed(product, strip=True)
-    linear = match_few_tokens(inner, by_head=True)
+    linear = match_few_tokens(inner, by_head=True, target=flow.target)
     if linear is None:
         return None
     return Sum(linear, residual, scale, None, (*values, *linear.absorbed))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.targets import Target
 from tilewright.ops.checks import HALVES
 from tilewright.ops.mlp.linear_residual import OP
 from tilewright.patterns import effects
@@ -98,11 +99,14 @@ class FewTokens:
 
 
 @once
-def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
+def match_few_tokens(
+    view: View, by_head: bool = False, target: Target | None = None
+) -> FewTokens | None:
     """Returns the linear that a view [tokens..., N] is, or whose columns it is; None for another
     view, and if there are certainly too many tokens for the op.
 
     by_head: the view may have its columns in several dimensions, such as [tokens..., heads, width].
+    target: the chip, which may have a kernel for any number of tokens.
     """
     value = value_before_casts(view.value)
     # In a sum of two tensors of its own shape, a residual, neither is a bias, so there is no linear
@@ -132,10 +136,9 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
         return None
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in weight.shape):
         return None
-    # With codes, the library's GEMM would need dequantised weights, so the op is for few tokens
-    # only.
+    # Where x has no codes, the library's GEMM would need dequantised weights.
     rounded = coded and (linear.gemm.x_scale is not None or _is_rounded(x))
-    if not _few(x.shape[0], coded, rounded) or (coded and not isinstance(x.shape[0], int)):
+    if not _few(x.shape[0], coded, rounded, target):
         return None
     if not coded and (not _is_kept(weight.value) or len(weight.value.shape) != 2):
         return None
@@ -306,10 +309,12 @@ def is_stored_as_is(codes: Value) -> bool:
     return (codes.operands[0].value if codes.op == "bitcast" else codes).op in STORED
 
 
-def _few(tokens: Any, coded: bool = False, rounded: bool = False) -> bool:
+def _few(
+    tokens: Any, coded: bool = False, rounded: bool = False, target: Target | None = None
+) -> bool:
     """Whether there are few enough tokens. A size that depends on data does not count: it belongs
     to a mixture."""
-    slow = OP.slower(tokens=tokens, coded=coded, rounded=rounded)
+    slow = OP.slower(tokens=tokens, coded=coded, rounded=rounded, target=target)
     return slow is None and not effects.only_data_tell(tokens)
 
 

@@ -65,6 +65,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "Mistral": ("Mistral", {"sliding_window": WINDOW}, "sdpa"),  # no layer sees all keys
 }
+#: Sizes of models with the smallest tiles of the kernels.
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
 #: Lengths of prompts: one token, whole pages, a page and one, several chunks, longer than a table.
 LENGTHS = (5, 1, 40, 16, 150, 3, 17, 64, 9, 70)
 
@@ -126,6 +138,8 @@ SMALL = {
     "q_padding_interval_size": 48,
     "kv_padding_interval_size": 64,
 }
+#: A page for each tile of keys; the memory holds 640 tokens, as in the tests on a CPU.
+ENGINE = SMALL | {"page_size": 16, "num_blocks": 40, "max_blocks_per_request": 8}
 
 
 def plain(**settings: Any) -> BatchingConfig:

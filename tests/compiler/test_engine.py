@@ -34,6 +34,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 
 from tests.compiler.engine_models import (
+    ENGINE,
     LENGTHS,
     MODELS,
     NEW,
@@ -41,13 +42,16 @@ from tests.compiler.engine_models import (
     SIZES,
     SMALL,
     VOCABULARY,
+    WIDE,
     WINDOW,
     built,
     generated,
     greedy,
+    made,
     plain,
     prompts,
 )
+from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import get_target
 from tilewright.compiler import backend, reports
 from tilewright.compiler.serving import (
@@ -61,6 +65,7 @@ from tilewright.compiler.serving import (
 )
 from tilewright.compiler.serving import relied_on as relied
 from tilewright.compiler.serving.steps import in_engine
+from tilewright.ops import calls
 
 
 @pytest.fixture
@@ -783,13 +788,25 @@ def _compiled(name: str) -> tuple[list[Any], list[list[int]]]:
     return graphs, found
 
 
-@pytest.mark.parametrize("dynamic", [None, False])
-def test_nothing_is_compiled_after_the_warm_up(enabled, fresh_dynamo, dynamic):
+#: Engines with several graphs: settings, whether decode steps are dynamic, whether steps are
+#: replayed as by CUDA graphs, and the fewest graphs.
+STEPS_OF_64 = {"max_batch_tokens": 64, "max_requests_per_batch": 64, "q_padding_interval_size": 16}
+WARMED = {
+    "numbers of tokens": (STEPS_OF_64, None, False, 4),
+    "numbers of tokens, static": (STEPS_OF_64, False, False, 9),
+    "numbers of keys alone": ({}, None, True, 4),
+    "numbers of keys alone, static": ({}, False, True, 5),
+    "more tokens than requests": (STEPS_OF_64 | {"max_requests_per_batch": 40}, None, True, 4),
+}
+
+
+@pytest.mark.parametrize("engine", WARMED)
+def test_nothing_is_compiled_after_the_warm_up(enabled, fresh_dynamo, request, engine):
     """Static decode steps have a graph for each power of two, more than Dynamo keeps by default."""
-    config = BatchingConfig(
-        **SMALL | {"max_batch_tokens": 64, "max_requests_per_batch": 64, "num_blocks": 200}
-        | {"q_padding_interval_size": 16}, options={"inner": "eager"},
-    )  # fmt: skip
+    settings, dynamic, replays, fewest = WARMED[engine]
+    if replays:
+        request.getfixturevalue("replayed")
+    config = BatchingConfig(**SMALL | {"num_blocks": 200} | settings, options={"inner": "eager"})
     config.decode_compile_config.dynamic = dynamic
     with enabled("Llama").continuous_batching_context_manager(
         generation_config=greedy(), continuous_batching_config=config
@@ -805,7 +822,8 @@ def test_nothing_is_compiled_after_the_warm_up(enabled, fresh_dynamo, dynamic):
                 left -= {result.request_id}
             found.append(len(reports()))
     assert found == [warm] * 3
-    assert warm >= (4 if dynamic is None else 9)
+    assert warm >= fewest
+    assert (Replayed.count > 10) == replays
     frames = torch._dynamo.utils.counters["frames"]
     assert frames["total"] == frames["ok"]
 
@@ -829,6 +847,33 @@ def test_kernels_of_attention_take_halves(enabled, name):
     assert relied.kernel_obstacle(config, torch.bfloat16, target) is None
     reason = relied.kernel_obstacle(config, torch.float32, target)
     assert "no kernel for torch.float32" in reason
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3"])
+def test_every_call_of_a_step_has_a_kernel(fresh_dynamo, replayed, monkeypatch, name):
+    """A CUDA graph cannot record the reference. The kernels that merge parts are compiled too."""
+    found: dict[str, set[str]] = {}
+    merges = set()
+    perform = calls.Calls._performed
+
+    def performed(self, kind, arguments, *rest):
+        report = self.op.plan_for(arguments, "sm90")
+        found.setdefault(self.op.name, set()).add(report.name)
+        merges.update(spec for spec in report.specs if spec.kernel == "attention_merge")
+        return perform(self, kind, arguments, *rest)
+
+    monkeypatch.setattr(calls.Calls, "_performed", performed)
+    model = made(name, WIDE).to(torch.bfloat16)
+    assert enable(model)
+    batch(model, BatchingConfig(**ENGINE, options={"inner": "eager"}), warmup=True)
+    disable(model)
+    assert Replayed.count > 10
+    assert not {op for op, names in found.items() if "reference" in names}
+    attention = {"mla_decode", "mla_latent_store"} if name == "DeepseekV3" else {"cache_attention"}
+    assert attention < found.keys()
+    assert merges or name != "DeepseekV3"
+    for spec in merges:
+        compile_for(spec)
 
 
 #: Prompts of one step, and then four tokens a step.

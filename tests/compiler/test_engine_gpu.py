@@ -22,8 +22,9 @@ pytest.importorskip("transformers.generation.continuous_batching.cache_allocator
 from transformers import ContinuousBatchingConfig
 
 from tests.compiler.engine_models import (
+    ENGINE,
     NEW,
-    SMALL,
+    WIDE,
     greedy,
     made,
     prompts,
@@ -39,20 +40,6 @@ GPU = pytest.param(
     ],
 )
 MODELS = ("Llama", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3")
-#: Sizes of models with the smallest tiles of the kernels.
-WIDE = {
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "head_dim": 32,
-    "moe_intermediate_size": 64,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 48,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-}
-#: A page for each tile of keys; the memory holds 640 tokens, as in the tests on a CPU.
-ENGINE = SMALL | {"page_size": 16, "num_blocks": 40, "max_blocks_per_request": 8}
 
 
 @dataclass

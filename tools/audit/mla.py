@@ -46,6 +46,7 @@ DECODES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("mask tensor", 1, {"mask": "none"}),
     ("pages", 1, {"page_size": 64}),
     ("4 tokens", 4, {}),
+    ("pages, an engine's step", 4, {"page_size": 256, "ragged": True}),
 )
 # ptxas spills addresses of shared memory that are constant in loops, because it runs out of
 # registers.
@@ -161,9 +162,10 @@ def _decode_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _decode_call(
-    model: Latents, tokens: int, *, mask: str = "causal", page_size: int = 0
+    model: Latents, tokens: int, *, mask: str = "causal", page_size: int = 0, ragged: bool = False
 ) -> MlaDecodeArguments:
-    """Returns a step of four sequences with 4096 keys each, on meta tensors."""
+    """Returns a step of four sequences with room for 4096 keys each, on meta tensors. ragged: they
+    have different numbers of tokens, and `tokens` on average."""
     batch, keys, width = 4, 4096, model.nope + model.rope
     pages, rows = (batch * keys // page_size, page_size) if page_size else (batch, keys)
     entries = meta(pages, rows, model.rank + model.rope)
@@ -172,6 +174,11 @@ def _decode_call(
         given = {"mask": mask, "attn_mask": meta(batch, 1, tokens, keys, dtype=torch.bool)}
     if page_size:
         given["block_table"] = meta(batch, keys // page_size, dtype=torch.int32)
+    if ragged:
+        given["row_offsets"] = meta(batch + 1, dtype=torch.int32)
+        given["key_lengths"] = meta(batch, dtype=torch.int32)
+    else:
+        given["num_sequences"] = batch
     return MlaDecodeArguments(
         meta(batch * tokens, model.num_heads, width),
         entries[..., : model.rank],
@@ -179,7 +186,6 @@ def _decode_call(
         meta(model.num_heads * (model.nope + model.v_dim), model.rank),
         v_dim=model.v_dim,
         scale=width**-0.5,
-        num_sequences=batch,
         **given,
     )
 

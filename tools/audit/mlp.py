@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from tilewright.codegen.audit import Expectations
+from tilewright.codegen.mlp.mixed import MIXED
 from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
 from tilewright.ops.mlp import linear_activation, linear_residual, round_rows, scaled_linear
 from tilewright.ops.mlp.cases import LinearCase, RoundCase, ScaledCase
+from tilewright.ops.mlp.mixed import decodes_many
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, audited, distinct, meta
 from tilewright.tools.audit.qkv import FORMATS
@@ -27,6 +29,8 @@ MODELS = {
 LAYER_NORMED = {"StarCoder2-7B": (4608, 18432), "Bloom-176B": (14336, 57344)}
 TOKEN_COUNTS = (1, 32, 64)
 CODED_COUNTS = (1, 64, 128)
+# Tokens of a product that decodes a weight: tiles that programs share, and whole ones.
+DECODED_COUNTS = (256, 1024)
 # Stack bytes on SM100 for group scales and zeros, where K is contiguous in the weight's rows.
 CODES_STACK = 16
 # Stack bytes of tiles of 128 tokens, which are the fastest nevertheless.
@@ -80,6 +84,12 @@ def _coded_cases(target: Target) -> Iterator[AuditCase]:
             ):
                 some = replace(case, num_tokens=tokens)
                 yield from _cases(f"Llama-3-8B {name} {what} T={tokens}", op, some, target)
+        for tokens in DECODED_COUNTS:
+            some = replace(down, num_tokens=tokens)
+            if decodes_many(linear_residual.sample_inputs(some, "meta"), target):
+                yield from _cases(
+                    f"Llama-3-8B {name} down T={tokens}", linear_residual.OP, some, target
+                )
 
 
 def _rounding_cases(target: Target) -> Iterator[AuditCase]:
@@ -138,12 +148,16 @@ def _cases(
         grouped = constants.get("SCALE_COLUMNS", a.x.shape[1]) < a.x.shape[1]
         grouped &= "SCALED" not in constants
         stack = CODES_STACK_FOR_MOST if constants.get("BLOCK_T") == 128 else CODES_STACK
-        # With many tokens, a library computes the products.
-        streamed = spec.kernel.startswith("streamed")
+        stack = stack if "PER" in constants else 0
+        # With many tokens, a library computes the products, or a kernel that decodes the weight.
+        streamed, decodes = spec.kernel.startswith("streamed"), spec.kernel == MIXED.name
         claims = Expectations(
-            mma=TRITON_TYPES[case.dtype] if streamed else None,
+            mma=TRITON_TYPES[case.dtype] if streamed or decodes else None,
             memory_bound=streamed,
-            stack_bytes=stack if "PER" in constants else 0,
+            tma_loads=decodes,
+            tma_stores=decodes,
+            warp_specialized=decodes,
+            stack_bytes=0 if decodes else stack,
             fresh_sums_reason=SCALED_SUMS_REASON if grouped else "",
         )
         yield AuditCase(f"mlp {name}{f', {spec.kernel}' if number else ''}", spec, claims)

@@ -25,6 +25,8 @@ TERMS = (
     Term("graph", "place", r"graph\b", "code outside of every module: the model's own forward"),
     Term("swapped", "lowering|reason", r"swapped\b",
          "the kernel for few tokens: the weight's rows are the tensor core's M side, tokens N"),
+    Term("decoding kernel", "lowering", r"decoding kernel\b",
+         "a product of many tokens by weights of codes, which the kernel decodes on the way"),
     Term("streaming kernel", "lowering", r"streaming kernel\b",
          "the kernel of linears for few tokens: it reads the weights once, as they are stored"),
     Term("library", "lowering", r"library\b",

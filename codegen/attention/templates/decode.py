@@ -393,15 +393,15 @@ def attention_merge(
     if (row < TOKENS * TILE_HEADS) & (query < own) & (within < GROUP):
         splits = tl.arange(0, SPLIT_BLOCK)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        there = splits < SPLITS
+        is_part = splits < SPLITS
         parts = workspace_ptr + tile.to(tl.int64) * (SPLITS * REAL * (V_BLOCK + 2))
         own_rows = splits * REAL + row
         numbers = parts + SPLITS * REAL * V_BLOCK + own_rows
-        tops = tl.load(numbers, mask=there, other=float("-inf"))
-        totals = tl.load(numbers + SPLITS * REAL, mask=there, other=0.0)
+        tops = tl.load(numbers, mask=is_part, other=float("-inf"))
+        totals = tl.load(numbers + SPLITS * REAL, mask=is_part, other=0.0)
         # All values are loaded: it is not yet known which parts were not stored.
         values = tl.load(
-            parts + own_rows[:, None] * V_BLOCK + columns[None, :], mask=there[:, None], other=0.0
+            parts + own_rows[:, None] * V_BLOCK + columns[None, :], mask=is_part[:, None], other=0.0
         )
         top = tl.max(tops, axis=0)
         weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))

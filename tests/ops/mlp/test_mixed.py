@@ -1,0 +1,386 @@
+"""Linears of many tokens whose weights are codes: which of them a product decodes, its kernel's
+machine code, and on a GPU its numbers."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from tests.agreement import in_float64, relative_error
+from tilewright.codegen.audit import Expectations, check
+from tilewright.codegen.build import compile_for
+from tilewright.codegen.emit.source import find_module
+from tilewright.codegen.mlp.mixed import mixed_config
+from tilewright.codegen.targets import SM90, TARGETS
+from tilewright.ops.formats import fp4
+from tilewright.ops.formats.quantized_weight import AWQ_ORDER
+from tilewright.ops.mlp import linear_activation, linear_residual
+from tilewright.ops.mlp.cases import LinearCase
+from tilewright.ops.mlp.mixed import decoding_obstacle
+
+INT4 = {"weight_format": "int4_k", "scale_block": (1, 128), "zero_point": 8}
+PACKED = {**INT4, "zeros": "packed", "zero_point": 0}
+HALVES = {"scale_dtype": torch.float16}
+FP4 = {"words": torch.uint8}
+CASES = {
+    "int4": INT4,
+    "int4 bytes": {**INT4, "words": torch.uint8, "nibble_order": (1, 0)},
+    "int4 rows": {**INT4, "scale_block": (1, 1 << 20)},
+    "int4 groups of 32": {**INT4, "scale_block": (1, 32)},
+    "int4 groups of 64": {**INT4, "scale_block": (1, 64), **HALVES},
+    "gptq": {**PACKED, **HALVES},
+    "gptq v1": {**PACKED, "zero_point": 1},
+    "awq": {**PACKED, **HALVES, "nibble_order": AWQ_ORDER},
+    "int4 zeros": {**INT4, "zeros": "int", "zero_point": 0, "scale_block": (1, 32)},
+    "int4 floats": {**INT4, "scale_dtype": torch.float32},
+    "int8": {"weight_format": "int8", "scale_block": (1, 1 << 20)},
+    "int8 groups": {"weight_format": "int8", "scale_block": (1, 128), "factor": True},
+    "uint8": {"weight_format": "int8", "words": torch.uint8, "scale_block": (1, 64),
+              "zero_point": 128},
+    "fp8 rows": {"weight_format": "fp8", "scale_block": (1, 1 << 20)},
+    "fp8 blocks": {"weight_format": "fp8", "scale_block": (128, 128)},
+    "nvfp4": {"weight_format": "nvfp4", "scale_block": (1, 16), "factor": True, **FP4},
+    "mxfp4": {"weight_format": "mxfp4", "scale_block": (1, 32), **FP4},
+}  # fmt: skip
+OPS = {"residual": linear_residual, "activation": linear_activation}
+
+
+def case_of(name: str, tokens: int, n: int, k: int, **options) -> LinearCase:
+    given = {**CASES[name], **options}
+    rows, columns = given["scale_block"]
+    return LinearCase(
+        name, tokens, k, n, **given | {"scale_block": (min(rows, n), min(columns, k))}
+    )
+
+
+def planned(case: LinearCase, op=linear_residual, target: str = "sm90"):
+    return op.OP.plan_for(op.sample_inputs(case, "meta"), target)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_format_has_a_kernel(name):
+    few, many = (planned(case_of(name, tokens, 512, 1024)) for tokens in (128, 129))
+    assert many.name == "decoding kernel", many.reason
+    assert [spec.kernel for spec in many.specs] == ["mixed_linear"]
+    assert few.specs[-1].kernel == "streamed_linear"
+
+
+def test_both_weights_of_a_gate_are_decoded_after_a_norm():
+    case = case_of("int4", 1000, 512, 1024, layout="separate", norm="rms")
+    found = planned(case, linear_activation)
+    names = [spec.kernel for spec in found.specs]
+    assert names == ["norm_x", "mixed_linear", "mixed_linear", "activate_products"]
+    assert found.specs[1] == found.specs[2]
+
+
+NEAR = {
+    "x is fp16": {"dtype": torch.float16},
+    "a norm": {"norm": "rms"},
+    "rows lie": {"layout": "plain_n_major"},
+    "scales of 24 columns": {"weight_format": "int8", "scale_block": (1, 24), "k": 960,
+                             "zero_point": 0},
+    "not whole 16 bytes": {"n": 260},
+    "no whole numbers": {"zeros": "float", "zero_point": 0},
+    "added": {"weight_format": "int4_k_offset", "zeros": "float"},
+    "table nf4": {"weight_format": "nf4", "words": torch.uint8, "zero_point": 0,
+                  "scale_dtype": torch.float32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", NEAR)
+def test_another_call_is_not_decoded(why):
+    case = replace(case_of("int4", 200, 256, 1024), **NEAR[why])
+    a = linear_residual.sample_inputs(case, "meta")
+    assert why in decoding_obstacle(a, SM90)
+    assert linear_residual.OP.plan_for(a, "sm90").name != "decoding kernel"
+
+
+@pytest.mark.parametrize("target", [name for name, chip in TARGETS.items() if chip.is_gpu])
+def test_other_chips_keep_what_they_had(target):
+    found = planned(case_of("int4", 200, 256, 1024), target=target)
+    assert (found.name == "decoding kernel") == TARGETS[target].has("wgmma")
+
+
+def test_rows_that_tma_cannot_step_over_are_not_decoded():
+    a = linear_residual.sample_inputs(case_of("int4", 200, 256, 1024), "meta")
+    x = torch.empty(200, 1028, dtype=a.x.dtype, device="meta")[:, :1024]
+    assert decoding_obstacle(a, SM90) is None
+    assert decoding_obstacle(replace(a, x=x), SM90).startswith("x: rows")
+
+
+# (n, k, tokens) of Llama-3-8B -> the tiles that were the fastest on an H100.
+FASTEST = {
+    (4096, 14336, 256): (256, True),
+    (14336, 4096, 256): (256, False),
+    (4096, 4096, 256): (128, True),
+    (6144, 4096, 256): (128, False),
+    (4096, 14336, 1024): (256, False),
+    (14336, 4096, 1024): (256, True),
+    (4096, 4096, 1024): (256, False),
+    (4096, 14336, 4096): (256, False),
+    (4096, 4096, 8192): (256, False),
+}
+
+
+@pytest.mark.parametrize("sizes", FASTEST, ids=str)
+def test_the_plan_takes_the_tiles_that_were_measured_to_be_fastest(sizes):
+    config = mixed_config(*sizes, SM90)
+    assert (config.block_t, config.split) == FASTEST[sizes]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("int4", 1024), ("awq", 256), ("int8", 1000), ("nvfp4", 256)]
+)
+def test_machine_code(name, tokens):
+    """Compiled for Hopper: no spills, products of the tensor core and loads and stores by TMA."""
+    (spec,) = planned(case_of(name, tokens, 6144, 4096)).specs
+    expected = Expectations("bf16", tma_loads=True, tma_stores=True, warp_specialized=True)
+    assert check(compile_for(spec).audit, SM90, expected) == []
+
+
+# --- the arithmetic of the template's inline assembly ---------------------------------------------
+
+TEMPLATE = Path(find_module("tilewright.codegen.mlp.templates.mixed_gemm")).read_text("utf-8")
+ASSEMBLY = [
+    text.strip().strip("{}") for text in re.findall(r'"""(\{.*?\})"""', TEMPLATE, flags=re.DOTALL)
+]
+
+
+def bf16(half: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", half << 16))[0]
+
+
+def halves(word: int) -> tuple[int, int]:
+    return word & 0xFFFF, word >> 16
+
+
+def bits(number: float) -> int:
+    made = torch.tensor(number, dtype=torch.float64).bfloat16()
+    return made.view(torch.int16).item() & 0xFFFF
+
+
+def by_halves(of, *words: int) -> int:
+    low, high = (bits(of(*map(bf16, some))) for some in zip(*map(halves, words), strict=True))
+    return low | high << 16
+
+
+def selected(a: int, b: int, places: int) -> int:
+    all_bytes = a | b << 32
+    return sum((all_bytes >> 8 * (places >> 4 * n & 7) & 0xFF) << 8 * n for n in range(4))
+
+
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "prmt.b32": selected,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "shr.b32": lambda a, b: a >> b,
+    "mul.rn.bf16x2": lambda a, b: by_halves(lambda x, y: x * y, a, b),
+    "fma.rn.bf16x2": lambda a, b, c: by_halves(lambda x, y, z: x * y + z, a, b, c),
+}
+
+
+def executed(text: str, **operands: int) -> int:
+    """The result of inline assembly. operands: by number, as `_1`."""
+    registers = {name.replace("_", "$"): value for name, value in operands.items()}
+    for line in filter(None, map(str.strip, text.split(";"))):
+        if line.startswith(".reg"):
+            continue
+        name, _, rest = line.partition(" ")
+        out, *given = [one.strip() for one in rest.split(",")]
+        values = [registers[one] if one in registers else int(one, 0) for one in given]
+        registers[out] = INSTRUCTIONS[name](*values)
+    return registers["$0"]
+
+
+def pair(even: float, odd: float) -> int:
+    return bits(even) | bits(odd) << 16
+
+
+def assembly(*needed: str) -> str:
+    """The only inline assembly of the template that has all of these parts."""
+    (found,) = [text for text in ASSEMBLY if all(part in text for part in needed)]
+    return found
+
+
+def numbers(word: int, unit: float) -> tuple[float, ...]:
+    return tuple(bf16(half) / unit for half in halves(word))
+
+
+@pytest.mark.parametrize("zero", [0, 8, 15])
+def test_nibbles_become_their_distances_from_the_zero(zero):
+    text = assembly("0x00F0000F")
+    for low in range(16):
+        word = (low | (15 - low) << 4) << 16
+        made = executed(text, _1=word, _3=0x4242, _5=pair(-zero / 64, -zero / 64))
+        assert numbers(made, 1 / 64) == (low - zero, 15 - low - zero)
+
+
+def test_nibbles_in_another_order():
+    """The pair of AWQ's nibbles 1 and 5."""
+    text = assembly("and.b32 p, p, $5", "$9")
+    for code in range(16):
+        word = code << 4 | (15 - code) << 20
+        made = executed(text, _1=word, _3=0x4240, _5=0x00F000F0, _7=0x7D007D00, _9=pair(0, -1 / 64))
+        assert numbers(made, 1 / 64) == (code, 15 - code - 1)
+
+
+def test_bytes_become_their_distances_from_the_zero():
+    (text,) = [one for one in ASSEMBLY if "0x7F007F00" in one]
+    for code in range(-128, 128):
+        word = ((code & 0xFF) << 8 | (~code & 0xFF)) ^ 0x80808080
+        made = executed(text, _1=word, _3=0x4041, _5=pair(-2, -2))
+        assert numbers(made, 1 / 64) == (code, ~code)
+
+
+def test_floats_of_eight_bits():
+    text = assembly("0x07F007F0")
+    for code in range(256):
+        if code & 0x7F == 0x7F:  # NaN
+            continue
+        (number,) = torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn).tolist()
+        made = executed(text, _1=code << 24 | 0x3800, _3=0x4341)
+        assert numbers(made, 1) == (1.0, number)
+
+
+def test_floats_of_four_bits():
+    text = assembly("0x01C001C0")
+    known = fp4.decode(torch.arange(16), torch.float32).tolist()
+    for code in range(16):
+        # The even code in the low nibble: byte 4 is that of the shifted word.
+        made = executed(text, _1=code | (15 - code) << 4, _3=0x0040)
+        assert numbers(made, 1) == (known[code], known[15 - code])
+
+
+def test_a_scale_of_more_digits_is_rounded_once():
+    """The product with a scale that two numbers of bfloat16 make up."""
+    text = assembly("mul.rn.bf16x2 p, $1, $3")
+    for digits in range(1024, 2048, 7):
+        scale = digits / 2**14
+        high = bf16(bits(scale))
+        for code in range(-8, 8):
+            given = (pair(code / 64, 0), pair(64 * high, 0), pair(64 * (scale - high), 0))
+            made = executed(text, **dict(zip(("_1", "_2", "_3"), given, strict=True)))
+            assert halves(made)[0] == bits(code * scale)
+
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+# Rows, columns and tokens: whole tiles, parts of each, a tile that programs share, many waves.
+SHAPES = [
+    (512, 1024, 256),
+    (264, 1056, 131),
+    (1032, 2080, 517),
+    (128, 8192, 129),
+    (4096, 512, 1500),
+]
+
+
+def on_gpu(op, case, seed=0):
+    a = op.sample_inputs(case, device="cuda", seed=seed)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this chip has no such kernel")
+    assert decoding_obstacle(a, SM90) is None
+    return a
+
+
+def roundings(op, a):
+    """The number of values that are rounded to bfloat16 on the way to an element of the result:
+    of each product the weight, the normed x and, before an activation, the product; and the
+    result."""
+    products = sum(weight is not None for weight in a.weights)
+    return 1 + products * (1 + bool(a.norm.kind) + (op is linear_activation))
+
+
+def assert_near(op, a, made):
+    """The result is as near to float64 as the graph that rounds its weight to bfloat16, or to one
+    that does not round it. Roundings are independent, and each errs by 2^-9 at most."""
+    exact = op.reference(in_float64(a))
+    assert made.isfinite().all()
+    error, most = relative_error(made, exact), roundings(op, a) ** 0.5 * 2.0**-9
+    assert error < most, f"off by {error:.2e}, not {most:.2e}"
+    if op is linear_residual:
+        weight = a.linear.dequantize(torch.float32).bfloat16().double()
+        rounded = linear(a.x.double(), weight)
+        if a.bias is not None:
+            rounded += a.bias.double()
+        rounded = a.residual.double() + a.scale * rounded
+        error = min(error, relative_error(made, rounded))
+        assert error < 1.5 * 2.0**-9, f"off by {error:.2e} from the product of rounded weights"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "bias"),
+    [
+        pytest.param(name, SHAPES[(number + more) % 3], bool(more), id=f"{name}-{more}")
+        for number, name in enumerate(CASES)
+        for more in range(2)
+    ],
+)
+class TestFormatsOnGpu:
+    pytestmark = GPU
+
+    def test_residual(self, name, shape, bias):
+        n, k, tokens = shape
+        columns = CASES[name]["scale_block"][1]
+        if columns < k and k % columns:
+            k = k // columns * columns
+        case = case_of(name, tokens, n, k, bias=bias, scale=0.5 if bias else 1.0)
+        a = on_gpu(linear_residual, case)
+        assert_near(linear_residual, a, linear_residual.OP.call(a))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+class TestShapesOnGpu:
+    pytestmark = GPU
+
+    def test_residual(self, shape):
+        n, k, tokens = shape
+        a = on_gpu(linear_residual, case_of("int4 groups of 32", tokens, n, k))
+        first = linear_residual.OP.call(a)
+        assert_near(linear_residual, a, first)
+        assert torch.equal(first, linear_residual.OP.call(a))
+
+    @pytest.mark.parametrize("layout", ["separate", "halves"])
+    def test_activation(self, shape, layout):
+        n, k, tokens = shape
+        norm = "rms" if layout == "halves" else ""
+        a = on_gpu(
+            linear_activation,
+            case_of("int4 groups of 32", tokens, n, k, layout=layout, norm=norm),
+        )
+        assert_near(linear_activation, a, linear_activation.OP.call(a))
+
+
+@pytest.mark.parametrize("tokens", [256, 1024])
+class TestReplaysOnGpu:
+    pytestmark = GPU
+
+    def test_graph(self, tokens):
+        """A captured call gives the same numbers at each replay, with other activations too."""
+        a = on_gpu(linear_residual, case_of("int4", tokens, 6144, 4096))
+        expected = linear_residual.OP.call(a)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            linear_residual.OP.call(a)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = linear_residual.OP.call(a)
+        for _ in range(3):
+            made.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(made, expected)
+        a.x.mul_(2)
+        graph.replay()
+        assert_near(linear_residual, a, made)
