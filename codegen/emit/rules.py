@@ -70,7 +70,7 @@ class Call:
     ) -> Call:
         """Drops a mask that is true everywhere or None, and the arguments that only a mask needs.
 
-        Of a mask `a & b`, a part that is always true is dropped, if the other part still broadcasts
+        A part of a mask `a & b` that is always true is dropped if the other part still broadcasts
         to the pointers as both did.
         """
         mask = self.argument(position, "mask")

@@ -35,8 +35,8 @@ NORM_ROWS = Kernel(
 )
 # Applies the activation to products that a library computed.
 ACTIVATE = Kernel("mlp.linear", "activate_products", types={"num_elements": "i64"})
-# Rounds rows to float8 codes. It lets the next kernel start early, which asks for its weights
-# before it waits.
+# Rounds rows to float8 codes. It lets the next kernel start early, to prefetch weights before it
+# waits.
 ROUND = Kernel(
     "mlp.rounding",
     "round_rows",

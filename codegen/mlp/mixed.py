@@ -137,6 +137,8 @@ def _storage_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
 
 def _blocks_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     columns = q.block[1]
+    if columns >= problem.k and any(one is not None and one.dtype == "u8" for one in q.scales):
+        return "scales of whole rows that are exponents"
     if columns < problem.k and columns % BLOCK_K and (BLOCK_K % columns or columns < LEAST_GROUP):
         return f"scales of {columns} columns"
     if q.format.added_zeros:

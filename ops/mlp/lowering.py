@@ -202,8 +202,8 @@ def _apart(call: _Call, x: torch.Tensor) -> Steps:
     )
     results = []
     for one in (alone, second):
-        part = replace(call, problem=activation_problem(one), a=one)
-        results.append((yield from _streamed(part, x, torch.float32)))
+        part = _Call(activation_problem(one), replace(one, x=x), call.target)
+        results.append((yield from _streamed(part, (yield from _x(part)), torch.float32)))
     gate, up = (each.result for each in results)
     assert isinstance(gate, torch.Tensor)
     assert isinstance(up, torch.Tensor)

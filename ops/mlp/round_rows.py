@@ -53,7 +53,7 @@ def validate(a: RoundRowsArguments) -> None:
         check_absent(NAME, a, ("up",), "activation is empty")
     a.norm.check(NAME, a.x, "[K]", a.x.shape[1])
     if a.scale is not None:
-        dtypes = (a.x.dtype, torch.float32)
+        dtypes = (a.x.dtype,) if a.rounded else (a.x.dtype, torch.float32)
         check_operand(NAME, "scale", a.scale, "[1]", (1,), dtypes, a.x.device)
         computed = [name for name in ("group", "zero_scale", "least") if getattr(a, name)]
         if computed:

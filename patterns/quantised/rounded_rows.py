@@ -81,7 +81,8 @@ def match_rounded_rows(codes: Value) -> RoundedRows:
     (ACTIVATION_FORMAT) for one in another form."""
     found = _Walk(codes)
     quotient = found.whole(codes.args[0], "the codes")
-    if (bounds := clamp_bounds(quotient)) is not None:
+    bounds = clamp_bounds(quotient)
+    if bounds is not None:
         if [given_number(bound) for bound in bounds] != [-E4M3_MAX, E4M3_MAX]:
             found.refuse(quotient, f"are clamped to {bounds}")
         found.take(quotient)
@@ -100,8 +101,11 @@ def match_rounded_rows(codes: Value) -> RoundedRows:
     if is_given_scale(divisor):
         scale = divisor.value
         options = {"scale": divisor.reshape(1), "rounded": dtype == x.value.dtype}
-        if scale.dtype not in (x.value.dtype, torch.float32):
+        # Where x's dtype divides, a scalar in float32 would be rounded first.
+        if scale.dtype not in (x.value.dtype, dtype):
             found.refuse(scale, f"have a scale in {dtype_name(scale.dtype)}")
+        if bounds is None:  # a quotient out of range gives NaN, not the largest code
+            found.refuse(quotient, "have a given scale and no clamp")
         return RoundedRows(x, codes, scale, options, tuple(dict.fromkeys(found.taken)))
     scale, options = _scale_of(found, divisor, x, dtype)
     if (*numbers.shape[:-1], 1) != scale.shape:

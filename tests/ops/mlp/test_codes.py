@@ -191,6 +191,18 @@ def test_codes_of_several_rows_are_multiplied_by_each_weight_alone():
     assert problem is None, problem
 
 
+def test_a_gate_with_contiguous_rows_leaves_the_order_of_x_to_its_up_projection():
+    case = coded_case(ACTIVATION_CASES, "int8")
+    a = linear_activation.sample_inputs(replace(case, num_tokens=MOST_GATED_TOKENS + 1))
+    a = replace(a, weight=a.weight.t().contiguous().t())
+    program = interpret(linear_activation.OP, a)
+    kernels = [spec.kernel for spec in program.specs]
+    assert kernels == ["streamed_linear", "order_x", "streamed_linear", "activate_products"]
+    tolerance = linear_activation.OP.tolerances[a.x.dtype]
+    problem = tolerance.problem(program.outcome.result, linear_activation.reference(a))
+    assert problem is None, problem
+
+
 @pytest.mark.parametrize("name", ["nvfp4_factor", "int8_factor", "mxfp4"])
 def test_a_factor_is_that_of_all_scales(name):
     """A weight with a factor, and one with all its scales multiplied by it: a power of two, which

@@ -88,6 +88,8 @@ NEAR = {
     "not whole 16 bytes": {"n": 260},
     "no whole numbers": {"zeros": "float", "zero_point": 0},
     "added": {"weight_format": "int4_k_offset", "zeros": "float"},
+    "exponents": {"weight_format": "mxfp4", "words": torch.uint8, "zero_point": 0, "k": 32,
+                  "scale_block": (1, 32)},
     "table nf4": {"weight_format": "nf4", "words": torch.uint8, "zero_point": 0,
                   "scale_dtype": torch.float32},
 }  # fmt: skip

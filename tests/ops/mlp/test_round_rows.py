@@ -155,6 +155,7 @@ def test_a_call_made_again_rounds_other_rows():
         ({"activation": "tanh"}, "activation"),
         ({"zero_scale": -1.0}, "zero_scale"),
         ({"scale": torch.ones(2)}, "scale"),
+        ({"scale": torch.ones(1), "rounded": True}, "scale"),
         ({"scale": torch.ones(1), "least": 1e-6}, "least"),
     ],
 )

@@ -171,6 +171,28 @@ def test_a_given_scale():
     assert torch.equal(made, compiled(layer, x, patterns=["-round_rows"])[0])
 
 
+@pytest.mark.parametrize(("shape", "clamps"), [((), True), ((1,), False)])
+def test_a_given_scale_whose_codes_may_be_others_stays(shape, clamps):
+    """A scalar in float32 would be rounded before it divides; without a clamp, large numbers give
+    NaN."""
+
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = Linear(rows=K)
+            by = torch.full(shape, 0.02, dtype=torch.float32 if clamps else torch.bfloat16)
+            self.by = nn.Parameter(by, requires_grad=False)
+
+        def forward(self, x):
+            quotient = x / self.by
+            codes = (quotient.clamp(-448, 448) if clamps else quotient).to(E4M3)
+            return x + self.linear((codes.to(x.dtype) * self.by).to(x.dtype))
+
+    _, report = compiled(Given(), tokens())
+    assert sites(report) == []
+    assert codes_of(report, "round_rows") == {"ACTIVATION_FORMAT"}
+
+
 class Projected(nn.Module):
     def __init__(self, rounds, more=None):
         super().__init__()
