@@ -20,6 +20,9 @@ once; the eager variant makes a new dynamic cache for each call. Each batch is a
 compile side by side, then each has the GPU to itself. There each variant warms up before it is
 timed.
 
+No call has an end token, so only its length ends it: the deferred variants do not time the one
+more step that calls with an end token run.
+
 tokens: new tokens of the batch per second of whole calls, prompt included. steps: new tokens per
 second after the prompt. same: the share of new tokens that equal eager's; with random weights the
 scores of two tokens are sometimes nearly equal, and all tokens after such a choice differ.

@@ -146,8 +146,7 @@ def _quantised_rows() -> Iterator[Row]:
 
 
 def _step_rows() -> Iterator[Row]:
-    path = RESULTS / STEPS
-    kept = json.loads(path.read_text("utf-8")) if path.exists() else {"rows": []}
+    kept = json.loads((RESULTS / STEPS).read_text("utf-8"))
     for r in kept["rows"]:
         if "tilewright" in r:
             case = Case(r["batch"], r["tokens"], r["start"], r["capacity"])

@@ -123,7 +123,7 @@ class Workload:
         return [draw.randint(self.shortest, self.longest) for _ in range(self.requests)]
 
     def prompts(self, vocabulary: int, turn: int) -> list[list[int]]:
-        """Returns random prompts. Those of another turn have the same lengths, and share no
+        """Returns random prompts. Prompts of another turn have the same lengths, and share no
         prefix."""
         draw = random.Random(100 + turn)
         return [draw.choices(range(1, vocabulary), k=length) for length in self.lengths()]

@@ -6,7 +6,7 @@ were written down before any row was measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import transformers
 
 VOCABULARY = 8192
-#: The names of the columns of `_DIMS` in most config classes.
+#: The names of `Widths.dims` in most config classes.
 _COLUMNS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
@@ -324,9 +324,3 @@ def _fill(model: Any) -> None:
     for name, parameter in model.named_parameters():
         is_norm = parameter.dim() == 1 and name.endswith("weight")
         parameter.normal_(mean=1.0 if is_norm else 0.0, std=0.02)
-
-
-def held_out_share(rows: Sequence[tuple[str, Case]]) -> float:
-    """The share of rows that are held out."""
-    held = sum(is_held_out(name, case.batch, case.tokens) for name, case in rows)
-    return held / len(rows)

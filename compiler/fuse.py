@@ -232,7 +232,7 @@ def _attempt(
         if not wanted:
             return []
         with clock.phase("view"):
-            flow = build_view(graph)
+            flow = build_view(graph, planned)
             modes = modes_of(graph, torch.is_grad_enabled())
 
         def check(match: Match, flow: Dataflow) -> Miss | None:

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler.report import Lowered
 from tilewright.compiler.report.bars import Bar, bar_of, class_of
-from tilewright.compiler.report.times import spent_of
+from tilewright.compiler.report.times import Spent, spent_of
 from tilewright.compiler.report.traffic import Unit, units_of
 
 Kind = Literal["fused", "library", "inductor"]
@@ -35,7 +35,7 @@ LIBRARY: Kind = "library"
 #: Nodes for which Inductor generates kernels.
 INDUCTOR: Kind = "inductor"
 KINDS: tuple[Kind, ...] = (FUSED, LIBRARY, INDUCTOR)
-#: The causes of a time in words, by field of `Amounts`.
+#: The causes of a time in words, by field of `Spent`.
 SPENT = {
     "weights_us": "reading weights",
     "caches_us": "reading caches",
@@ -61,7 +61,7 @@ class Summed:
 
 
 @dataclass(frozen=True)
-class Amounts(Summed):
+class Amounts(Summed, Spent):
     """Sums over parts: times in microseconds, counts, and bytes.
 
     weights: parameters and buffers in use, each once; for a mixture, the experts that tokens reach
@@ -69,8 +69,8 @@ class Amounts(Summed):
     cache_capacity: full caches. activations: tensors that cross between parts, other inputs of the
     graph, and its outputs; each is written once and read by every reader. nodes: the number of
     nodes that compute, without views. launches: the number of kernels; a library's product counts
-    as one. floor_us, modelled_us: see the top of this file. The other times are the causes of the
-    modelled time (`compiler/report/times.py` `Spent`).
+    as one. floor_us, modelled_us: see the top of this file. The times of `Spent` are the causes of
+    the modelled time.
     """
 
     weights: int = 0
@@ -81,12 +81,6 @@ class Amounts(Summed):
     launches: int = 0
     floor_us: float = 0.0
     modelled_us: float = 0.0
-    weights_us: float = 0.0
-    caches_us: float = 0.0
-    between_us: float = 0.0
-    products_us: float = 0.0
-    attention_us: float = 0.0
-    starts_us: float = 0.0
 
     @property
     def bound(self) -> str:

@@ -28,8 +28,8 @@ FILL_S = 1.1e-6
 
 #: The share of a copy's rate at which parts move bytes.
 MEMORY_SHARE = 0.98
-#: How many times faster than memory the L2 cache is: an assumption. Of the bytes that cross between
-#: parts, those that fit into it are still there for the next part. The prompts of the same steps
+#: How many times faster than memory the L2 cache is: an assumption. Bytes that cross between parts
+#: and fit into it are still there for the next part. The prompts of the same steps
 #: bear it out (all errors' root mean square falls from 4.7 to 4.3 %), but do not tell 2 from 3.
 L2_SPEED = 2.0
 #: The share for weights as codes: linears_quantized.json, int4 and fp8, one token.
@@ -77,7 +77,7 @@ class Spent:
 
     @property
     def us(self) -> float:
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(getattr(self, one.name) for one in fields(Spent))
 
 
 def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Spent:

@@ -3,7 +3,8 @@
 The same tests run on a CPU, without graphs. There the model has float32, and each token must be the
 best one. On a GPU it has bfloat16, whose rounding may choose another of two nearly equal tokens;
 then the tokens are judged by the scores of the same weights in float32: none may be far from the
-best, and on average they may not be further from it than those of transformers' own engine.
+best, and on average they may be at most about twice as far from it as those of transformers' own
+engine.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def varying(count):
 
 
 def refused(report):
-    """What each miss of a linear says after the op's name; all are advice."""
+    """Returns the text of each miss of a linear after the op's name; all are advice."""
     misses = misses_of(report, "mlp")
     assert {(miss.code, miss.is_lost) for miss in misses} <= {("NO_KERNELS", False)}
     return [miss.message.partition(": ")[2] for miss in misses]
