@@ -22,8 +22,8 @@ ROWS = BLOCK_N // 2
 UNIT = 128
 # Tiles of rows that follow each other, for the same tokens.
 GROUP = 8
-# Columns of the narrowest group of columns with a scale.
-LEAST_GROUP = 16
+# Fewest columns that share a scale.
+LEAST_SCALED = 16
 #: The dtypes of zeros that are whole numbers, and of scales that bfloat16 holds exactly.
 WHOLE = ("u8", "i8", "i32", "i64")
 EXACT = ("bf16", "u8", "fp8e4nv")
@@ -139,7 +139,7 @@ def _blocks_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     columns = q.block[1]
     if columns >= problem.k and any(one is not None and one.dtype == "u8" for one in q.scales):
         return "scales of whole rows that are exponents"
-    if columns < problem.k and columns % BLOCK_K and (BLOCK_K % columns or columns < LEAST_GROUP):
+    if columns < problem.k and columns % BLOCK_K and (BLOCK_K % columns or columns < LEAST_SCALED):
         return f"scales of {columns} columns"
     if q.format.added_zeros:
         return "zeros that are added"
