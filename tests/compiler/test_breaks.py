@@ -313,7 +313,7 @@ def test_an_error_before_any_graph_is_the_models():
 def test_what_our_pass_cannot_read_is_a_miss_of_lower(monkeypatch):
     from tilewright.compiler import fuse
 
-    def broken(graph):
+    def broken(graph, target):
         raise ArithmeticError("injected")
 
     monkeypatch.setattr(fuse, "build_view", broken)

@@ -749,12 +749,12 @@ def compiled():
     A graph: how often each op is called in it, how many plain writes change the engine's memory,
     and the codes of its misses.
     """
-    made: dict[str, tuple[list[Any], list[list[int]]]] = {}
+    kept: dict[str, tuple[list[Any], list[list[int]]]] = {}
 
     def compile_once(name: str) -> tuple[list[Any], list[list[int]]]:
-        if name not in made:
-            made[name] = _compiled(name)
-        return made[name]
+        if name not in kept:
+            kept[name] = _compiled(name)
+        return kept[name]
 
     yield compile_once
     torch._dynamo.reset()

@@ -39,7 +39,8 @@ def allowed(op, program, dtype):
         for step, _ in program.steps
     )
     constants = [dict(spec.constants) for spec in program.specs]
-    norms_x = any("INPUT_NORM_EPS" in given for given in constants)
+    norms_x = any(spec.kernel == "norm_x" for spec in program.specs)
+    norms_x |= any("INPUT_NORM_EPS" in given for given in constants)
     # Numbers of a table are rounded to 16 bits, as a library rounds the weights made of them.
     rounds_numbers = any(isinstance(given.get("NUMBER"), tuple) for given in constants)
     if (by_library or norms_x or rounds_numbers) and op.name in ROUND_BETWEEN:
