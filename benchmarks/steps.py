@@ -153,14 +153,14 @@ def run_model(given: argparse.Namespace) -> None:
             return
         rows = [one.timed() if isinstance(one, Measured) else one for one in found]
         kernels = [
-            {"model": given.model, **asdict_of(one.facts), "kernels": one.kernels()}
+            {"model": given.model, **case_fields(one.facts), "kernels": one.kernels()}
             for one in found
             if given.profile and isinstance(one, Measured)
         ]
     print(json.dumps({"rows": rows, "kernels": kernels}), flush=True)
 
 
-def asdict_of(facts: dict[str, Any]) -> dict[str, Any]:
+def case_fields(facts: dict[str, Any]) -> dict[str, Any]:
     """The fields of a row that name its case."""
     return {name: facts[name] for name in ("batch", "tokens", "start", "capacity")}
 

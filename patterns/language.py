@@ -316,8 +316,9 @@ class Pattern(Protocol):
     patterns that would otherwise take its anchors. With a true attribute `asked_last`, it comes
     after all patterns without one. With a true attribute `optional`, the graph as it is computes as
     well: each match `needs_kernel`, and each miss is advice.
-    One with a method `asked_afterwards` looks at the graph that all others have rewritten, if that
-    method accepts the Dataflow from before: its anchors are what fused ops read or return.
+    A pattern with a method `asked_afterwards` is asked after all others have rewritten the graph,
+    if the method returns True for the Dataflow of the graph before that. Its anchors are the
+    tensors that fused ops read or return.
     `speaks_for` names patterns that match nothing where this one misses: `strict` raises for its
     misses where it names one of these.
     """

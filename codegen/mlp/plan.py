@@ -30,7 +30,8 @@ MOST_CODED_TOKENS = 128
 MOST_LAYER_NORMED_TOKENS = 1
 # Most tokens of a tile that decodes two weights of codes beside its sums: more would spill.
 MOST_CODED_TILE = 32
-# Fewest columns of a scale of floats of four bits for which a tile of more tokens does not spill.
+# Fewest columns of a scale of floats of four bits for which a tile of more tokens does not spill on
+# sm90 (audit of 64 tokens, groups of 16: three spills in the loop).
 LEAST_GROUP = 32
 # Most tokens of such a tile if the codes are floats of four bits.
 MOST_GATED_FLOATS = 16
@@ -308,7 +309,8 @@ MOST_ROUNDED_COLUMNS = 32768
 # Most rows for which one kernel that rounds them, between kernels that start early, is expected to
 # be faster than the graph's.
 MOST_ROUNDED_TOKENS = 128
-# Fewest columns of a program that rounds rows, and most programs that each read a whole row.
+# Fewest columns of a program that rounds rows, and most programs that each read a whole row. Chosen
+# by the audit of registers, not measured against other numbers.
 LEAST_ROUNDED_WIDTH = 512
 MOST_READERS_OF_ROW = 8
 # Numbers of a thread, unless that takes more than 16 warps.
