@@ -27,7 +27,7 @@ ERROR_MODEL = (
     "dequantises the weight. This errs in each of the K terms of a sum."
 )
 TOLERANCES = tolerances.TOLERANCES | {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-7),
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-8),
     torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-11),
 }
 

@@ -16,6 +16,9 @@ from tests.ops.opcheck_samples import eight_bits, failures
 from tests.ops.qkv import plain
 from tilewright.ops import ArgumentError, contract
 from tilewright.ops.fused_op import loaded
+from tilewright.ops.mlp.arguments import LinearActivationArguments, LinearResidualArguments
+from tilewright.ops.mlp.mixed import decodes_many
+from tilewright.ops.runtime.device import target_of
 
 OPS = {op.name: op for op in contract.all_ops()}
 CASES = [
@@ -93,10 +96,14 @@ def test_error_against_float64_stays_within_the_declared_tolerance(op, case, dev
     tolerances = plain.LIBRARY if rounded else op.tolerances
     x = getattr(arguments, "x", None)
     narrow = device == "cuda" and x is not None and x.dtype.itemsize == 1
+    is_linear = isinstance(arguments, LinearActivationArguments | LinearResidualArguments)
+    decoded = device == "cuda" and is_linear and decodes_many(arguments, target_of(x.device))
     for name, tensor in actual.items():
         tolerance = tolerances[tensor.dtype]
         if narrow:
             tolerance = replace(tolerance, of_rms=tolerance.of_rms + EIGHT_BIT_SUMS)
+        if decoded:
+            tolerance = replace(tolerance, of_rms=2 * tolerance.of_rms)  # the weight is rounded too
         problem = tolerance.problem(tensor, exact[name])
         assert problem is None, f"{name}: {problem}"
 
