@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, LINE_BYTES, cdiv
 from tilewright.codegen.kernel import Kernel, Stride
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.row_norm import squares_a_row
@@ -147,7 +147,7 @@ def linear_constants(
     norm, q = problem.norm, problem.quantization
     made: dict[str, Constant] = {
         **_shared_constants(problem),
-        "LINE": 128 // int(ELEMENT_BYTES[problem.weight]),
+        "LINE": LINE_BYTES // int(ELEMENT_BYTES[problem.weight]),
         "PREFETCH": config.prefetch if problem.k_major else 0,
         # The operands of both products come from registers.
         "APART": _makes_x(problem, config) and target.tmem_columns > 0,

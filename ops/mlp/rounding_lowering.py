@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tilewright.codegen.arithmetic import LINE_BYTES
 from tilewright.codegen.mlp.kernels import ROUND, RoundConfig, round_grid
 from tilewright.codegen.mlp.plan import round_config
 from tilewright.codegen.spec import Constant
@@ -10,9 +11,6 @@ from tilewright.ops.mlp.arguments import RoundRowsArguments
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.program import Buffer, Outcome, Steps
-
-# Bytes that a norm's weight is prefetched by.
-_LINE_BYTES = 128
 
 
 def round_rows_steps(
@@ -46,7 +44,7 @@ def _constants(a: RoundRowsArguments) -> dict[str, Constant]:
         "NORM": norm is not None,
         "NORM_EPS": a.norm_eps if norm else 0.0,
         "NORM_OFFSET": a.norm_offset if norm else 0.0,
-        "NORM_LINE": _LINE_BYTES // weight.element_size() if weight is not None and dense else 0,
+        "NORM_LINE": LINE_BYTES // weight.element_size() if weight is not None and dense else 0,
         "ACTIVATION": a.activation,
         "GROUP": a.group,
         "ROUNDED": a.rounded,
