@@ -304,6 +304,8 @@ IDIOMS |= {
     "absorbed_with_head": {"attention": "absorbed", "write": "with_head", "gather": "index_select"},
     "chunked": {"attention": "chunked"},
 }
+#: A name for each module: some idioms name what "plain" has.
+MODULES = list({MlaAxes(**axes): name for name, axes in reversed(IDIOMS.items())}.values())
 
 
 def build(name: str, **changes: Any):

@@ -357,6 +357,9 @@ IDIOMS |= {
     "quantised_batched": {"quantised": "nvfp4_table", "inner": 64, "gemm": "batched"},
 }  # fmt: skip
 
+#: A name for each module: some idioms name what "plain" has.
+MODULES = list({MoeAxes(**axes): name for name, axes in reversed(IDIOMS.items())}.values())
+
 
 def bincount(ids, ids_sorted, n):
     return torch.bincount(ids, minlength=n).cumsum(0).to(torch.int32)
