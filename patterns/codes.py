@@ -10,7 +10,7 @@ from typing import Literal, get_args
 #: `lost`: a fusion that the model is written for is missing. `advice`: nothing is lost.
 Weight = Literal["lost", "advice"]
 
-# A code, its meaning, its marks, its hint.
+# One entry of the page: a code, its meaning, its marks, its hint.
 _ENTRY = re.compile(r"^### ([A-Z0-9_]+)\n\*(.+)\*(?: \((.+)\))?\n\n> (.+)\n", re.MULTILINE)
 _ENTRIES = _ENTRY.findall(Path(__file__).with_name("miss-codes.md").read_text("utf-8"))
 

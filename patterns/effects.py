@@ -29,7 +29,7 @@ class InexpressibleError(ValueError):
 class Atom(NamedTuple):
     """`length` indices along base axis `axis`, `step` apart; `axis` None repeats one element.
 
-    A step is a symbol only if tokens are split by one, e.g. [B*S] -> [B, S].
+    A step is symbolic only where tokens are split by a symbol, e.g. [B*S] -> [B, S].
     """
 
     axis: int | None
@@ -300,8 +300,8 @@ def compose(outer: Effect, inner: Effect) -> Effect:
 
 
 def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, list[Atom]] | None:
-    """Returns, by the atom's id, the digits of a merged dimension that every atom of the outer
-    effect walks; adds to `start`. None if sizes are symbols, or if an index would carry over."""
+    """Returns the digits of a merged dimension that each atom of the outer effect walks, by the
+    atom's id; adds to `start`. None if sizes are symbols, or if an index would carry over."""
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
     first = outer.start[axis]
     numbers = [first, *(n for a in (*dim, *taken) for n in (a.length, a.step))]

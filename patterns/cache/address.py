@@ -38,9 +38,11 @@ _Pages = tuple[Size, Size, Size, Size]
 class Address:
     """The address of a write's tokens.
 
-    window: on the cache tensor. source: the written heads, [tokens..., H, D], before the cache's
-    scale and rounding. token_rank: how many dimensions of source are tokens. absorbed: values
-    between source and cache.
+    window: the place of pages and slots in the cache tensor. slots: each token's slot. source: the
+    written heads, [tokens..., H, D], before the cache's scale and rounding. token_rank: how many
+    dimensions of source are tokens. dtype: the cache's. scale: as the op takes it;
+    scale_multiplies: whether values are multiplied by it, rather than divided. saturates: see
+    :func:`saturates`. absorbed: values between source and cache.
     """
 
     window: CacheWindow

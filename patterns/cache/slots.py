@@ -43,7 +43,7 @@ class Slots:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The slots by the argument names of every op with a paged cache."""
+        """The slots by the argument names that every op with a paged cache has."""
         named = dict(zip(SLOT_FORMS[self.form], self.tensors, strict=True))
         indexing = "torch" if self.wraps else "exact"
         return {"slots": self.form, "indexing": indexing, "slot_mapping": None, **named}
@@ -84,8 +84,8 @@ def paged_slot(
 
 
 def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> Slots | None:
-    """Returns the table from which a page is looked up for an offset; None if it is not looked up
-    that way."""
+    """Returns the block table in which `pages` are looked up by the positions that `offsets` are
+    computed from; else None."""
     positions = _position_of(offsets, page_size)
     found = _lookup(strip_integer_casts(pages))
     if positions is None or found is None:
@@ -100,7 +100,8 @@ def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> 
 
 
 def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
-    """Returns the table of slots that are computed as page * page_size + offset; else None."""
+    """Returns the block table of slots that are page * page_size + offset, with pages that are
+    looked up in it; else None."""
     value = slots.value
     if value.op != "aten.add" or len(value.operands) != 2 or value.kwargs:
         return None

@@ -31,8 +31,9 @@ CACHE_WRITES = Sought(
 class CacheWrite:
     """One K or V write; `written` is None if the stored value is not known.
 
-    stores: one, or one for each row of a dimension that the model writes row by row. record: the
-    combined write. along: see :class:`Store`.
+    stores: the in-place writes; several if the model writes a dimension row by row. record: the
+    write that all of them are together. target, index, along: as in :class:`Store`, for this part
+    of the record.
     """
 
     stores: tuple[Value, ...]
@@ -110,8 +111,8 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
 def _may_be_cache(value: Value, flow: Dataflow, fused: set[str]) -> bool:
     """Whether a write goes into an input of rank three or more, and may be of keys or values.
 
-    fused: names of the ops that write caches themselves: the user called one, or an earlier round
-    rewrote a site to it.
+    fused: names of the ops that write caches themselves. A graph has such an op if the user called
+    it, or if an earlier round rewrote a site to it.
     """
     store = value.store
     assert store is not None
@@ -209,8 +210,8 @@ def _written(store: Store) -> Written | None:
 
 
 def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
-    """Splits a write of both: `cache[page, :, slot] = stack([k, v], 1)`, or `cat` along the
-    heads."""
+    """Splits a write of K and V, `cache[page, :, slot] = stack([k, v], 1)`, or `cat` along the
+    heads. Yields any other write as it is."""
     written = write.written
     if written is None or written.view.value.op != "aten.cat":
         yield write
@@ -232,9 +233,9 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
 
 
 def joined_features(write: CacheWrite) -> Value | None:
-    """Returns the cat along the features of two projections of equal width, if that is what a write
-    stores: keys and values in a row. None for anything else, such as the parts of a rotated head.
-    """
+    """Returns the cat that a write stores, if it joins two projections of equal width along the
+    features: keys and values in one row. None for anything else, such as the parts of a rotated
+    head."""
     value = None if write.written is None else write.written.view.value
     if value is None or value.op != "aten.cat" or len(value.args[0]) != 2:
         return None
@@ -246,8 +247,8 @@ def joined_features(write: CacheWrite) -> Value | None:
 
 
 def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> CacheWrite:
-    """Returns one of the two pieces. at: the source's dimension that tells them apart; dim: the
-    target's. A stack loses that dimension."""
+    """Returns the write of one of the two pieces. at: the source's dimension that tells them apart;
+    dim: the target's. A stack loses that dimension."""
     pieces, axis = written.view.value.args
     length = pieces[0].shape[axis]
 
@@ -347,10 +348,10 @@ _NEAR = 4
 
 
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
-    """Pairs writes of the same shape at the same slots.
+    """Yields pairs of writes of the same shape at the same slots, and writes without a partner.
 
-    A write's partner is a write to the same place of another cache that projects the same
-    activation; without one, the next write. The two parts of one store are partners.
+    A write's partner is a write to the same place of another cache, of a projection of the same
+    activation. If there is none, it is the next write. The two parts of one store are partners.
     """
     writes = list(cache_writes(flow))
     projected = [_projected(write) for write in writes]
@@ -407,8 +408,8 @@ def _is_twin(a: CacheWrite, b: CacheWrite) -> bool:
 
 
 def _of_one_input(one: set[Value], other: set[Value]) -> bool:
-    """Whether two writes may project one activation. Caches of different layers hold projections of
-    different activations."""
+    """Whether two writes may store projections of one activation. Caches of different layers hold
+    projections of different activations."""
     return not one or not other or not one.isdisjoint(other)
 
 

@@ -1,10 +1,11 @@
-"""The keys and values of multi-head latent attention: from attention's operands back to latents.
+"""Traces the keys and values of multi-head latent attention back to the latents.
 
     kv = linear(latents, kv_b)                         [K, H, N + V]
     k  = cat(kv[..., :N], rope_keys for every head)    [K, H, N + R]
     v  = kv[..., N:]
 
-K is assembled by `cat`, or by writes into slices of fresh memory. Dimension letters: B sequences, K
+The graph assembles k by `cat`, or by writes into slices of fresh memory. Dimension letters: B
+sequences, K
 keys of each, H heads, N width of the projected part of a key, R of its rope part, V of the values,
 L latent rank.
 """
@@ -56,10 +57,10 @@ class Assembled:
 class LatentKeys:
     """latents [B, K, L], rope_keys [B, K, R]; weight [H * (N + V), L].
 
-    row_scale: [H * (N + V), 1], by which the graph multiplies the sums of the weight's rows, which
-    are codes. scales: the op's arguments for latents and weight that are 8-bit codes, if the graph
-    itself multiplies codes; else empty. dtype: of the product. absorbed, scratch: the values that
-    compute K and V from these.
+    row_scale: [H * (N + V), 1], by which the graph multiplies the product if the weight is codes.
+    scales: the op's arguments for latents and weight that are 8-bit codes, if the graph multiplies
+    the codes themselves; else empty. dtype: the product's. absorbed, scratch: the values that
+    compute K and V from latents, rope keys and weight.
     """
 
     latents: View
@@ -179,7 +180,8 @@ def _only_scales(linear: Linear) -> bool:
 
 
 def _row_scale(k: Linear, v: Linear) -> View | None:
-    """Returns the scale [N, 1] of the weight's sums, by rows; None without one. Raises Reject."""
+    """Returns the scale [N, 1] of the product by rows of the weight; None without one. Raises
+    Reject."""
     if k.scale is None and v.scale is None:
         return None
     rows = k.gemm.shape[-1]
@@ -212,7 +214,8 @@ def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
 
 
 def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
-    """Returns the scales of latents and weight that are multiplied as codes; raises Reject."""
+    """Returns the op's arguments for the scales of latents and weight that are multiplied as codes;
+    empty for others. Raises Reject."""
     if k.x_scale is None or k.weight_scale is None:
         return {}
     if k.value is not v.value or k.weight.value.dtype != torch.float8_e4m3fn:
@@ -299,7 +302,8 @@ def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
 
 
 def _fresh_memory(cat: Value, flow: Dataflow) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """Returns (the allocation, the writes) of a concatenation that was written slice by slice."""
+    """Returns (the allocation, the writes) of a concatenation that was written slice by slice;
+    empty for another."""
     home = flow.home(cat)
     if home is cat.node:
         return (), ()

@@ -5,8 +5,9 @@ up-projection.
     o_latent = attention([q_latent, q_rope], [latents, rope_keys], latents)
     out      = o_latent @ W_UV[h]^T
 
-Latents and rope keys are columns of one cache or two caches, sequence by sequence or on pages of a
-table; there are one or two products of them with the query. Dimension letters: as in
+Latents and rope keys are columns of one cache or of two caches, sequence by sequence or on pages of
+a table. The query is multiplied with both in one product, or with each in its own. Dimension
+letters: as in
 `patterns/mla/keys.py`; S queries of each sequence, T = B * S.
 """
 
@@ -212,7 +213,8 @@ def _arguments(
 
 
 def _keys(columns: Columns) -> dict[str, Any]:
-    """Returns latents and rope keys in place, on pages if the graph gathers those."""
+    """Returns the op's arguments for latents and rope keys: the caches themselves, with the block
+    table if the graph gathers pages."""
     latents, rope_keys = columns.latents, columns.rope_keys
     paged = same_pages(latents.unsqueeze(2), rope_keys.unsqueeze(2))
     if paged is None:

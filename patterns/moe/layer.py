@@ -49,10 +49,10 @@ class Layer:
             refuse_rows(self.down.x)
 
     def check_kernels(self, x: View, anchor: Value, arguments: Mapping[str, Any]) -> None:
-        """Raises Reject (DTYPE) for dtypes without kernels. arguments: those of the weights.
+        """Raises Reject (DTYPE) for dtypes without kernels. arguments: the op's, of the weights.
 
-        A GEMM may widen rows and weights to fp32, in which kernels sum, if bfloat16 can hold all
-        numbers of the weights' format.
+        The graph may widen rows and weights to fp32 for a GEMM if bfloat16 can hold all numbers of
+        the weights' format: kernels sum in fp32, too.
         """
         dtype, dtypes = x.value.dtype, {x.value.dtype, self.down.x.value.dtype}
         exact = dtype == torch.bfloat16 and _has_powers_of_two(arguments)
@@ -134,8 +134,8 @@ def _adds_in_rows(value: Value) -> bool:
 def first_gemm(
     part: View, name: str, gemms_of: Callable[[Value], Iterable[ExpertGemm]]
 ) -> ExpertGemm:
-    """Returns the GEMM of which `part` is the gate or up half, with the weight and bias of that
-    half. Raises Reject.
+    """Returns the GEMM whose gate or up half is `part`, with the weight and bias of that half.
+    Raises Reject.
 
     gemms_of: returns the GEMMs that a value may be, each with the bias that follows it.
     """
@@ -150,15 +150,15 @@ def first_gemm(
 
 
 def _rows(view: View, columns: Columns) -> View:
-    """Returns the rows (dimension 1) of a weight or bias [E, N, ...] for some columns."""
+    """Returns the rows (dimension 1) of a weight or bias [E, N, ...] that make some columns."""
     return view.narrow(1, *columns)
 
 
 def sum_of_experts(
     flow: Dataflow, end: Value, dtype: torch.dtype, absorbed: Collection[Value]
 ) -> tuple[tuple[Value, ...], View | None]:
-    """Returns (the experts' sum `end` and, if any, its cast to the tokens' `dtype`; the tensor that
-    it is added to, for `Result`).
+    """Returns (ends, added). ends: the experts' sum `end` and, if there is one, its cast to the
+    tokens' `dtype`. added: the tensor that the sum is added to, as in :class:`Result`.
 
     absorbed: the values that the op replaces. Raises Reject (EXPERT_COMBINE).
     """

@@ -129,8 +129,8 @@ _CALLS = 2
 
 
 def _of_experts(value: Value) -> bool:
-    """Whether the user's code, its file or its module has "expert" or "moe" in its names, which is
-    enough for a message."""
+    """Whether a name in the user's code, of the file or of the module contains "expert" or "moe".
+    This guess is enough for a message."""
     named = calls_of(value.node.meta.get("stack_trace") or "")[-_CALLS:]
     words = " ".join((*named, value.scope)).lower()
     return "expert" in words or "moe" in words

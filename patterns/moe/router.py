@@ -60,9 +60,11 @@ class MoeRouter:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
-        """Yields the last choice after a product (a choice of groups comes before it), and misses
-        for experts that the routes are sorted by and that come from no choice. (A rank's own
-        experts, renumbered, do come from one.)"""
+        """Yields the last choice after each product, as a choice of groups may come before it.
+
+        Also yields misses for experts that sort the routes but come from no choice. The experts of
+        one rank, renumbered, do come from a choice.
+        """
         made = (v for v in flow.values if is_choice(v) and _of_experts(v) and _is_used(v, flow))
         choices = {v: set(_before(v)) for v in made}
         within = {one for before in choices.values() for one in before}
@@ -134,8 +136,8 @@ def _is_product(value: Value) -> bool:
 
 
 def _is_projection(value: Value) -> bool:
-    """Whether a value is a product with a weight, which shares no input with its activation, unlike
-    the scores of tokens with each other."""
+    """Whether a value is a product with a weight. The weight shares no input with its activation,
+    unlike the two sides of the scores of tokens with each other."""
     gemm = match_gemm(value)
     if gemm is None:
         return False
@@ -158,7 +160,7 @@ def _before(choice: Value) -> Iterable[Value]:
 
 
 def _softmaxes(ids: Value, flow: Dataflow) -> Iterator[Value]:
-    """Yields the softmaxes of the scores that experts were chosen by: a number for each expert."""
+    """Yields the softmaxes of the scores by which experts were chosen: a number for each expert."""
     for product in filter(_is_product, upstream(ids, _REACH, lambda v: not _is_product(v))):
         yield from (v for v in _of_width(product, flow) if v.op == "aten.softmax")
 
@@ -181,8 +183,8 @@ def _shaped_like(flow: Dataflow, absorbed: set[Value]) -> set[Value]:
 def _logits(
     flow: Dataflow, choice: Choice, absorbed: set[Value]
 ) -> tuple[View, View | None, View | None, tuple[Value, ...]]:
-    """Returns (x, weight, bias, values absorbed). Without a weight, x is the logits, which other
-    values read."""
+    """Returns (x, weight, bias, values absorbed). If the product of the logits cannot be absorbed,
+    for example because other values read it, x is the logits and the weight is None."""
     logits, casts = strip_casts(choice.logits)
     gemm = match_gemm(logits.value)
     steps = (*casts, logits.value)
@@ -235,8 +237,8 @@ def _check(
 
 
 def _result(value: Value, output: int) -> Result | Parts:
-    """Returns the value as that output of the op. One of several values of a node is replaced at
-    its readers."""
+    """Returns the replacement of a value by an output of the op. One of several values of a node is
+    replaced at its readers."""
     if "output" in value.kwargs:
         return Parts(value, lambda effect: effect, output)
     return Result(value, effects.identity(value.shape), output)

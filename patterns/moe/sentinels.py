@@ -1,5 +1,5 @@
-"""Routes to experts on other devices (expert parallelism): their ids are E or larger, so that they
-sort after all others, and their rows are filled with zeros.
+"""Recognises routes to experts on other devices (expert parallelism). Their ids are E or larger, so
+that they sort after all others, and their rows are filled with zeros.
 
     foreign = (sorted_ids >= E)[:, None]
     rows    = rows.masked_fill(foreign, 0)
@@ -40,7 +40,7 @@ def foreign_experts(value: Value) -> tuple[View, Size] | None:
 
 
 def unmasked(view: View) -> tuple[View, tuple[Value, ...]]:
-    """Returns a view of rows before such masks, and the masked values."""
+    """Returns (rows before masks of experts on other devices, the masked values)."""
     return strip_while(view, is_row_mask)
 
 

@@ -22,13 +22,13 @@ from tilewright.patterns.quantised.signs import never_negative
 
 @dataclass(frozen=True)
 class DequantizedExperts:
-    """codes * scale * expert factors, in one of the formats of `ops/formats/expert_weight.py`.
+    """A weight codes * scale * expert factors, in a format of `ops/formats/expert_weight.py`.
 
-    data: codes as stored, [E, N, K / per byte], for activations [M, K / 2]. shape: (E, N, K).
-    scale: one number per element, [E, N, K] with repetitions; None: only the expert's factors.
-    steps: applied to the scale after it is cut to blocks. unsigned: then without its sign. factors:
-    fp32 factors by expert, views [E] (activations: by row, [M]); those of `divisors` divide;
-    number: a factor for all.
+    data: the codes as stored, [E, N, K / per byte], for activations [M, K / 2]. shape: (E, N, K).
+    scale: [E, N, K], one number per element with repetitions; None if there are only factors.
+    steps: applied to the scale after it is cut to blocks. unsigned: whether the scale's sign is
+    then removed. factors, divisors: fp32 numbers by expert, views [E] (for activations by row,
+    [M]), to multiply and divide by. number: a factor for all.
     """
 
     data: View | Computed
@@ -53,8 +53,8 @@ class DequantizedExperts:
         return self.unsigned or (self.scale is not None and never_negative(self.scale))
 
     def expert_scale(self) -> Computed | None:
-        """Returns the product of all factors per expert (or row): fp32, contiguous; None for
-        none."""
+        """Returns the product of all factors per expert (or row), fp32 and contiguous; None without
+        factors."""
         parts = (self.factors, self.divisors, self.number)
         if parts == ((), (), 1) and self.scale is not None:
             return None
@@ -120,7 +120,7 @@ def _common_block(weights: Sequence[DequantizedExperts]) -> tuple[int, int]:
 
 
 def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
-    """Returns one number per block [E, N/bn, K/bk]; for activations [M, K/bk]."""
+    """Returns the scale as one number per block, [E, N/bn, K/bk]; for activations [M, K/bk]."""
     if weight.scale is None:
         counts = [-(-n // b) for n, b in zip(weight.shape[1:], block, strict=True)]
         options = (("dtype", torch.float32), ("device", weight.device))
