@@ -66,8 +66,8 @@ class CacheAttention:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields the model's own calls of the op, attentions with keys that no query sees or that
-        are read more than once, and softmaxes of such keys that the pattern cannot read."""
+        """Yields the model's own calls of the op; attentions that read keys more than once, or keys
+        that no query sees; and softmaxes that look like such attentions but cannot be read."""
         for value in flow.values:
             if is_call(value):
                 yield value

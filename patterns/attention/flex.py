@@ -21,7 +21,8 @@ _HINT = (
 
 
 def unread_calls(flow: Dataflow) -> Iterator[Value]:
-    """Yields the results of these calls, or their softmax."""
+    """Yields results of calls that were not spelled out, and softmaxes that are no known attention
+    of calls that were."""
     for value in flow.values:
         if (UNREAD in value.node.meta and value.kwargs.get("output", 0) == 0) or (
             SPELLED in value.node.meta and sketch_of(value) is None

@@ -1,5 +1,7 @@
-"""Tells attention whose keys come from a cache outside of the graph from attention whose keys are
-new. If the op cannot take the former, the whole cache is read where the op would read a part."""
+"""Distinguishes attention to a cache from outside of the graph from attention to new keys.
+
+A miss of the former is lost: the graph reads the whole cache where the op would read a part.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tilewright.patterns.recognise.masks import visible_by
 
 
 def visible_keys(attention: Attention) -> dict[str, Any]:
-    """Returns the mask's arguments; raises Reject (ATTENTION_FORM)."""
+    """Returns the op's arguments for the mask of an attention; raises Reject (ATTENTION_FORM)."""
     if attention.row_offsets is not None:
         return _ragged(attention)
     mask, added = attention.mask, attention.added

@@ -81,7 +81,8 @@ class AllReduceResidualNorm:
 
 
 def _norm_of(end: Value, flow: Dataflow) -> tuple[Value, Norm] | None:
-    """Returns the norm of a value, with its result; of nested norms, the outermost."""
+    """Returns (result, norm) of the norm that reads a value; of nested norms, the outermost. None
+    if there is none."""
     norms = [
         (value, norm)
         for value in flow.downstream(end, _REACH)

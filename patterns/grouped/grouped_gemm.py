@@ -4,9 +4,9 @@
     grouped_mm of x and weight both in NVFP4             ⇒   grouped_matmul_dynamic_scaled_nvfp4
 
 The weight is dense, stored or computed, or dequantised in the graph. x counts as NVFP4 if the graph
-decodes it from codes and e4m3 scales, inputs or its own results: the op reads these, so the graph's
-rounding is kept. The NVFP4 op ignores the signs of block scales, as the tensor core does, so it is
-used only if the graph shows that no scale is negative.
+decodes it from codes and e4m3 scales, which may be inputs or results of the graph: the op reads
+these, so the graph's rounding is kept. The NVFP4 op ignores the signs of block scales, as the
+tensor core does, so it is used only if the graph shows that no scale is negative.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _check_gain(gemm: ExpertGemm) -> None:
 def _both_quantised(
     gemm: ExpertGemm, weight: DequantizedExperts, rows: DequantizedExperts
 ) -> dict[str, Any] | None:
-    """Returns the arguments of the NVFP4 op; None if it cannot take the rows or the signs."""
+    """Returns the arguments of the NVFP4 op; None if it cannot take the rows, or if scales may be
+    negative."""
     factor = _factors_of(weight, rows)
     if factor is None or not (weight.has_natural_scale and rows.has_natural_scale):
         return None
@@ -250,8 +251,8 @@ class SignedScales:
 
 
 def _signed_in(anchor: Value) -> str:
-    """Returns the operands whose scales may be negative, in words, if everything else suits the
-    NVFP4 op."""
+    """Returns the operands whose scales may be negative, in words; "" if there are none, or if the
+    NVFP4 op cannot take the product for another reason."""
     gemm = match_grouped(anchor)
     assert gemm is not None
     try:

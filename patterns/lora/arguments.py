@@ -1,4 +1,4 @@
-"""The arguments of the LoRA ops for the deltas of q, k and v, as nested calls.
+"""Builds the arguments of the LoRA ops for the deltas of q, k and v, as nested calls.
 
 Dimension letters: T rows, G adapters, R rank, W columns, H heads, D head_dim.
 """
@@ -38,7 +38,7 @@ def has_kernels(delta: LoraDelta) -> bool:
     """Whether the LoRA ops have kernels for an adapter on its device that are faster than the
     graph.
 
-    In fp32, without tensor cores, only for a few rows: for many rows cuBLAS is faster.
+    In fp32 there are no tensor cores, so kernels serve only a few rows: for many, cuBLAS is faster.
     """
     dtype = delta.shrink.value.dtype
     if delta.x.value.device.type != "cuda":
@@ -153,8 +153,8 @@ def zeros(rows: Size, columns: Size, like: Value) -> Computed:
 
 
 def fact(parts: Sequence[Sequence[LoraDelta]], *, own: bool = False) -> dict[str, Any]:
-    """Returns the adapters in the words of reports: their projections, rank and number. own: the
-    graph computes them."""
+    """Returns what reports say about adapters: their projections, rank and number. own: whether the
+    graph computes the deltas."""
     given = [delta for deltas in parts for delta in deltas]
     if not given:
         return {}

@@ -23,7 +23,7 @@ from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_
 
 @dataclass(frozen=True)
 class RowMask:
-    """The rows that have an adapter: those where view [T or B] bool is true, or false with
+    """The rows that have an adapter. view [T or B], bool: true for these rows, or false for them if
     `hides`."""
 
     view: View
@@ -124,7 +124,7 @@ def _factor(view: View, found: Found) -> Factors | None:
 
 
 def _by_row(step: Factors, factor: View, view: View) -> Factors | None:
-    """Returns a factor table[index], or a mask, with one number for each row."""
+    """Returns the step with one factor for each row, table[index] or a mask; None for others."""
     rows = _rows_of(factor, view)
     if rows is None:
         return None

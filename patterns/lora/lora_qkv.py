@@ -37,7 +37,7 @@ from tilewright.patterns.recognise.routing import GATHERS, RESCALED, TAKEN, gath
 
 @dataclass(frozen=True)
 class Sum:
-    """value = base + delta, all of it; base [T, W]."""
+    """A sum value = base + delta of whole tensors; base [T, W]."""
 
     value: Value
     base: View
@@ -133,7 +133,7 @@ class LoraQkv:
 
 
 def match_sum(value: Value) -> Sum | None:
-    """Returns a tensor and the delta of an adapter added to it; None for another value."""
+    """Returns a value as the sum of a tensor and an adapter's delta; None for another value."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1 or len(value.operands) != 2:
         return None
     if len(value.shape) < 2 or len(value.args) != 2:
@@ -205,9 +205,8 @@ def _rescaled(sums: Value) -> list[Value]:
 
 
 def _resembles_sum(value: Value) -> bool:
-    """Whether a value adds two consecutive products with stacks of matrices to something that is
-    not a parameter or a part of one. A bias is added to other things (Mamba's time steps, experts'
-    results)."""
+    """Whether a value adds two consecutive products with stacks of matrices to something other than
+    a parameter or a part of one, which is a bias (of Mamba's time steps, of experts' results)."""
     return any(
         _stacked_products(delta.value) > 1 and not _is_bias(base)
         for base, delta in (value.either_way if value.op == "aten.add" else ())

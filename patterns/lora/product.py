@@ -41,7 +41,7 @@ class Product:
 
 
 def match_product(view: View) -> Product | None:
-    """Returns the product of which `view` [..., N] has all rows, in order; else None."""
+    """Returns the product whose rows `view` [..., N] holds, all and in order; else None."""
     try:
         return _of_one(view) or _by_index(view) or _of_groups(view)
     except effects.InexpressibleError:
@@ -88,8 +88,8 @@ def _by_index(view: View) -> Product | None:
 
 
 def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product | None:
-    """Returns x times weight[index], given both operands with named dimensions and the names of the
-    result's."""
+    """Returns x times weight[index] as a product; else None. result: the names of its dimensions,
+    as those of the operands."""
     matrices = weight.view
     taken = gathered(matrices.value.whole)
     if taken is None or not is_index(taken[1]):
@@ -140,8 +140,8 @@ def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
 
 
 def _cut(stack: View, features: Sequence[str], result: str, columns: Effect) -> Effect:
-    """Returns columns of a result, on its axes, as an effect on stack [G, features..., K]: [G, N,
-    K]."""
+    """Returns an effect [G, N, K] on stack [G, features..., K] that takes the features of a
+    result's columns, given on the result's axes."""
     place = {result.index(name): 1 + at for at, name in enumerate(features)}
     (dim,) = columns.dims
     taken = tuple(Atom(place[a.axis], a.step, a.length) for a in dim if a.axis is not None)

@@ -4,9 +4,9 @@ of an MLP.
     out = residual + scale * linear(x, weight)     ⇒   linear_residual(x, weight, residual)
     out = residual + scale * rms_norm(linear(x, weight))   ⇒   linear_residual(.., rms_norm=True)
 
-The first form matches any shape in which a token's columns are contiguous, the second a number of
-tokens that is not symbolic. Weights of codes are matched for many or symbolically many tokens on a
-chip with a kernel that decodes them.
+The first form matches any shape in which a token's columns are contiguous; the second requires a
+number of tokens that is not symbolic. Weights of codes are also matched for many tokens, or a
+symbolic number of them, on a chip with a kernel that decodes them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_argumen
 @dataclass(frozen=True)
 class Sum:
     """residual + scale * linear, or residual + scale * norm(linear). absorbed: includes the
-    products by the number, and the norm."""
+    products with `scale`, and the norm."""
 
     linear: FewTokens
     residual: View
@@ -80,8 +80,8 @@ class LinearResidual:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Anchor | Missed]:
-        """Yields sums of linears for few tokens, those that the op can take and similar ones. Also
-        yields norms before such linears that the op cannot take."""
+        """Yields sums with linears for few tokens, also sums that the op cannot take: they become
+        misses. Also yields norms before such linears that the op cannot take."""
         for value in flow.values:
             if value.op != "aten.add":
                 continue
@@ -116,7 +116,8 @@ class LinearResidual:
         raise refused[0]
 
     def _of(self, anchor: Value, found: Sum) -> Match:
-        """Returns the match that gives a sum to one of its sides; raises Reject."""
+        """Returns the match of a sum, of which one side is the linear and the other the residual;
+        raises Reject."""
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
         weights = match_codes([linear], [WEIGHT_NAMES])
@@ -143,8 +144,8 @@ class LinearResidual:
 
 
 def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
-    """Yields the sums of a residual and a linear for few tokens, read only here, that an addition
-    is."""
+    """Yields an addition as residual and linear, for each side that is a linear for few tokens and
+    that nothing else reads."""
     if value.kwargs.get("alpha", 1) != 1:
         return
     for product, residual in value.either_way:

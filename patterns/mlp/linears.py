@@ -39,7 +39,7 @@ _REACH = 64
 STORED = ("constant", "input")
 # A product with fewer columns or rows is a factor of an adapter, or a gate.
 LEAST_COLUMNS = 64
-#: The argument names of the ops for the weight that each has.
+#: The ops' argument names for their weight, or for the first of two weights.
 WEIGHT_NAMES = ("weight", "weight_scale", "weight_zero", "weight_factor")
 
 
@@ -48,8 +48,9 @@ class FewTokens:
     """x @ weight^T + bias: x [T, K], weight [N, K], bias [N] or None.
 
     coded: the weight is computed from codes. rounded: x is decoded from codes, which a library's
-    GEMM can multiply with the weight's. sums_scale [N]: multiplies the sums of codes. x_scale [T or
-    1, K / block or 1], weight_scale [N, K]: of an x and a weight that are multiplied as codes.
+    GEMM can multiply with the weight's. sums_scale [N]: multiplies a product of codes. x_scale [T
+    or 1, K / block or 1], weight_scale [N, K]: the scales of an x and a weight that are multiplied
+    as codes.
     """
 
     x: View
@@ -109,8 +110,9 @@ def match_few_tokens(
     target: the chip, which may have a kernel for any number of tokens.
     """
     value = value_before_casts(view.value)
-    # In a sum of two tensors of its own shape, a residual, neither is a bias, so there is no linear
-    # to find.
+    # A sum of two tensors of its own shape adds a residual. Neither tensor is a bias, so there is
+    # no
+    # linear to find.
     by_column = value.op in ("aten.add", "aten.mul") and any(
         v.shape != value.shape for v in value.operands
     )
@@ -176,15 +178,15 @@ _WEIGHED = tensor("x", strip=lambda view: (view, ())) * number("factor")
 
 
 def bare_product(value: Value) -> Value | None:
-    """Returns the product that a value is, ignoring casts, numbers, stored tensors and inputs; None
-    for another value."""
+    """Returns the product that a value is, ignoring casts and arithmetic with numbers, stored
+    tensors and inputs; None for another value."""
     before = _passed(value, lambda other: _is_stored(other) or other.op in STORED)
     return next((passed for passed in before if match_gemm(passed) is not None), None)
 
 
 def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
-    """Yields a value and the values before it, as long as each combines one of them with casts,
-    numbers and values that `holds` accepts."""
+    """Yields a value and the values before it, as long as each is computed from one value of its
+    own shape by a cast, or with numbers and values that `holds` accepts."""
     for _ in range(_STEPS):
         yield value
         wide = [v.value for v in value.operands if v.shape == value.shape]
@@ -195,8 +197,8 @@ def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
 
 
 def match_unlike(view: View) -> Missed | None:
-    """Returns the product that a view is, ignoring casts and vectors, if :func:`match_few_tokens`
-    refuses it because of its weight; None for another view."""
+    """Returns the miss of a view that is a product, ignoring casts and vectors, if
+    :func:`match_few_tokens` refuses it because of its weight; None for another view."""
     scaled = None
     for value in _passed(view.value, _is_stored):
         gemm = match_gemm(value)
@@ -209,8 +211,8 @@ def match_unlike(view: View) -> Missed | None:
 
 
 def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
-    """Returns the miss of a product. scaled: the product or quotient by a number or a vector after
-    it."""
+    """Returns the miss of a product; None if it is not to be reported. scaled: the multiplication
+    or division after it, by a number or a vector."""
     x, weight = gemm.flat_x, gemm.weight
     rows, columns = weight.shape
     if not _few(x.shape[0]) or weight.value.projected:
@@ -312,8 +314,8 @@ def is_stored_as_is(codes: Value) -> bool:
 def _few(
     tokens: Any, coded: bool = False, rounded: bool = False, target: Target | None = None
 ) -> bool:
-    """Whether there are few enough tokens. A size that depends on data does not count: it belongs
-    to a mixture."""
+    """Whether there are few enough tokens for the op. A size that depends on data does not count:
+    it belongs to a mixture."""
     slow = OP.slower(tokens=tokens, coded=coded, rounded=rounded, target=target)
     return slow is None and not effects.only_data_tell(tokens)
 
@@ -339,8 +341,8 @@ def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, A
 
 
 def _cast_fact(linear: FewTokens) -> dict[str, Any]:
-    """Returns the dtype that a weight is cast from in every call. Stored in the activation's dtype,
-    a step would read and write less."""
+    """Returns the dtype that a weight is cast from in every call, as a fact. A weight stored in the
+    activation's dtype would save memory traffic."""
     weight = linear.weight.value
     if not is_float_cast(weight):
         return {}

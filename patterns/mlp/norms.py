@@ -17,7 +17,8 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_of
 
 
 def norms_before(linear: FewTokens) -> Iterator[Missed]:
-    """Yields the norm that a linear reads, gated or of parts of rows, if no op supports it."""
+    """Yields the miss of the norm that a linear reads, if it is gated or of parts of rows, and no
+    op supports it."""
     normed = linear.x.value
     norm = norm_of(normed.whole)
     described = None if norm is None else _described(norm)
@@ -27,7 +28,7 @@ def norms_before(linear: FewTokens) -> Iterator[Missed]:
 
 
 def norms_between(end: Value) -> Iterator[Missed]:
-    """Yields the norms between the sides of an addition and their linears."""
+    """Yields the misses of norms between the sides of an addition and their linears."""
     for side in end.operands:
         norm = norm_of(weighed(side)[0]) if side.shape == end.shape else None
         product = None if norm is None else bare_product(norm.x.value)

@@ -129,7 +129,7 @@ def _holds_keys(value: Value, store: Store, flow: Dataflow) -> bool:
 
 
 def _is_scratch(anchor: AbsentCache, flow: Dataflow) -> bool:
-    """Whether all are slices of memory that is not returned: it may be padding."""
+    """Whether all values write slices of memory that is not returned: it may be padding."""
     stores = [value.store for value in anchor.values]
     return anchor.code == "FRESH_CACHE" and all(
         store is not None and not store.index and not _is_returned(store.memory, flow)

@@ -5,7 +5,8 @@ RMS norm and rotation, with K and V written into a cache by slot. Gates of q's l
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
     x ─ linear ─ [+bias] ──────────────────▶ v ─▶ cache[slots] = v
 
-Includes the RMS or layer norm that made x, if tokens are few and no other value reads its result.
+The match includes the RMS or layer norm that made x, if tokens are few and no other value reads its
+result.
 
 Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
 """
@@ -155,8 +156,8 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
 
 
 def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Stored]:
-    """Returns K and V. K is the one that is rotated or normalised, else the first. Raises
-    Reject."""
+    """Returns K and V. K is the write that is rotated or normalised; if neither is, the first.
+    Raises Reject."""
     first, second = writes
     try:
         k = match_heads(first[0].source, _KEYS, factors=True)
@@ -255,8 +256,9 @@ def _arguments(q: Heads, keys: Stored, values: Stored) -> dict[str, Any]:
 
 
 def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -> Norm | None:
-    """Returns the norm that made x, if the kernel for few tokens takes it: with dense weights,
-    whose tiles leave room for the norm of a head. place: where the op will stand."""
+    """Returns the norm that made x, if the kernel for few tokens computes it; else None. Its tiles
+    have no room for that with quantised weights, or with a norm over all heads. place: where the op
+    will stand."""
     by_row = any(h.norm is not None and h.norm.width == "row" for h in heads)
     if by_row or any(h.quantized is not None for h in heads):
         return None
@@ -311,7 +313,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     if len(weights) != len(found):
         refuse(weights[0].codes, "not those of all three projections")
     arguments = weight_arguments(weights)
-    if k.x_scale is not None:  # x is k's, too: what rounded q's then has no readers
+    if k.x_scale is not None:  # q shares k's codes of x, so those made for q have no readers
         return arguments | {"x": k.x, "x_scale": k.x_scale, "out_dtype": k.product.dtype}
     rows = _coded_x(k, arguments)
     if rows is None:
