@@ -1,6 +1,6 @@
-"""Kernels and tuned times among torch's cache artifacts.
+"""Adds kernels and tuned times to torch's cache artifacts.
 
-`torch.compiler.save_cache_artifacts()` takes those that this process has used, and
+`torch.compiler.save_cache_artifacts()` saves the artifacts that this process has used, and
 `load_cache_artifacts` puts them into the caches of another process. The backend imports this
 module. A process that loads artifacts must import it first: torch refuses a whole bundle if it does
 not know the type of one artifact in it.

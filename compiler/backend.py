@@ -133,8 +133,9 @@ _WARNED: set[Miss | str] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
 if not entry_points(group="torch_dynamo_backends", name="tilewright"):
-    # The sources are on Python's path and not installed. Dynamo itself registers what is installed,
-    # and refuses a name that it has.
+    # The sources are on Python's path but not installed. Dynamo registers installed backends
+    # itself,
+    # and refuses a name that it already has.
     torch._dynamo.register_backend(tilewright)
 
 

@@ -163,16 +163,19 @@ def _attempt(
     rounds: list[Round],
     kept: dict[str, Miss | None],
 ) -> _Attempt | None:
-    """Rewrites a copy of the graph. Returns None where the copy cannot be used: a rewrite failed
-    half-way, or the plan of an op failed, and the next copy refuses that site; or calls turned out
-    to be better left as they are. rounds: the results of each pass over the patterns are appended
-    here. kept: the calls not to spell out; such calls are added here."""
+    """Rewrites a copy of the graph. rounds: the results of each pass over the patterns are appended
+    here. kept: the calls not to spell out; such calls are added here.
+
+    Returns None if the copy cannot be used and another is to be made. Either a rewrite failed
+    half-way, or the plan of an op failed: the next copy refuses that site. Or some calls turned out
+    to be better left as they are.
+    """
     with clock.phase("copy"):
         after = _copy(gm)
     rewritten: list[Rewritten] = []
     misses: list[Miss] = []
     inputs: list[InputMemory] = []
-    scopes: Counter[str] = Counter()  # all matches of each module
+    scopes: Counter[str] = Counter()  # the number of matches in each module
     told_of: list[str] = []
 
     patterns, afterwards = _in_two(registered(options.patterns))
@@ -227,7 +230,8 @@ def _attempt(
                 return
 
     def ask_afterwards(graph: fx.Graph) -> list[Miss]:
-        """Rewrites what patterns find that look at the graph after all others; returns misses."""
+        """Tries the patterns that look at the graph after all others, and rewrites their
+        matches. Returns the misses."""
         wanted = [one for one in afterwards if one.asked_afterwards(rounds[0].flow)]
         if not wanted:
             return []
@@ -362,7 +366,8 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
-    """Returns the matches in conflict to give up, each with a kept match that it conflicts with."""
+    """Returns the numbers of the matches to give up, each with a kept match that it conflicts
+    with."""
     compatible = nx.complement(conflicts)
     for i in compatible:
         compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)

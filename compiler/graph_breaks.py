@@ -47,7 +47,8 @@ _NUMBER = (
     f"mask by torch.arange(length) <= positions[:, None]; or {_IN_PYTHON}",
 )
 
-# The beginnings of Dynamo's reasons, each with our words and hint: Dynamo's own name its settings.
+# Our words and hint for each reason of Dynamo, by the reason's beginning. Dynamo's own hints name
+# settings of Dynamo.
 _REASONS = {
     "generic_jump": _BRANCH,
     "Data-dependent branching": _BRANCH,
@@ -253,7 +254,7 @@ def _filled(words: str, reason: str) -> str:
 
 
 def _is_among_experts(stack: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether names in the user's code there contain "expert" or "moe": enough for a hint."""
+    """Whether names in the user's code at a break contain "expert" or "moe": enough for a hint."""
     words = " ".join(f"{os.path.basename(f.filename)} {f.name} {f.line}" for f in stack).lower()
     return "expert" in words or "moe" in words
 

@@ -1,8 +1,8 @@
 """Collects every private or version-dependent torch import.
 
-Those for tensors, sizes and nodes are in this file; those for trials of calls, autocast, Inductor
-and the surroundings of a compilation have their own files. Names imported `as` themselves are used
-by other modules of the compiler.
+Imports for tensors, sizes and nodes are in this file. Imports for trials of calls, autocast,
+Inductor and the surroundings of a compilation have files of their own. Names imported `as`
+themselves are used by other modules of the compiler.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached(value: Any) -> Any:
-    """Returns a fake tensor on the memory of the given one, whose own shape stays if the result is
-    reshaped in place. Returns anything else as it is."""
+    """Returns a fake tensor on the memory of the given one, which keeps its own shape if the result
+    is reshaped in place. Returns anything but a tensor as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
@@ -326,7 +326,7 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
     replace some arguments."""
     if instead is None and _is_quick(node):
         source = cast(fx.Node, node.args[0]).meta["example_value"]
-        # `reshape` would ask for the device, which a fake tensor answers in Python, that is slowly.
+        # `reshape` would ask for the device, which a fake tensor answers slowly, in Python.
         method = "view" if node.target == "reshape" else cast(str, node.target)
         with torch.no_grad(), in_kernel_invocation_manager(source.fake_mode):
             made = call(method, (source, *node.args[1:]), {})

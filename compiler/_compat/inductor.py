@@ -22,7 +22,7 @@ def modes() -> list[str]:
 
 
 def option_problem(options: Mapping[str, Any]) -> str | None:
-    """Names the first option that Inductor does not have, or that has another type, and the fault;
+    """Returns the fault of the first option that Inductor does not have, or that has another type;
     None if all are good."""
     from torch._inductor import config
 

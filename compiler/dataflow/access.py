@@ -1,6 +1,6 @@
 """Finds which tensors a node of a graph writes.
 
-The name of a function does not tell. An operator's schema says what it writes; torch analyses a
+The name of a function does not tell what it writes. An operator's schema says it; torch analyses a
 user's Triton kernel; the bodies of a higher-order operator are read. Any other callable runs on
 fake tensors that stand in for its arguments, as AOTAutograd would trace it. If it cannot run, it is
 assumed to write all its tensors and, unless it is torch's own, any other tensor.
@@ -136,7 +136,7 @@ def attribute_of(node: fx.Node) -> Any:
 
 # A test compares both tables with the schemas of the operators of those names.
 _WRITES_ITS_FIRST = spelling.IN_PLACE_ARITHMETIC | frozenset(WRITES)
-# They write only if `out=` or `inplace=` is given. `embedding` may renormalise its weight.
+# Calls that write only if `out=` or `inplace=` is given. `embedding` may renormalise its weight.
 _PURE = spelling.LISTED - {"embedding"}
 
 
@@ -226,7 +226,7 @@ def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places
 
 
 def has_unbacked(node: fx.Node) -> bool:
-    """Whether a node's input is a number that only data decide, or has such a number in its shape.
+    """Whether a node's input is a number that depends on data, or has such a number in its shape.
     Other symbols are safe: Dynamo has run the call with them already, and guards on the branch it
     took."""
     values = [source.meta.get("example_value") for source in node.all_input_nodes]

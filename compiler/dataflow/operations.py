@@ -225,8 +225,7 @@ def _number_or_view(view: View) -> Any:
 
 
 def meets_subclasses(node: fx.Node) -> bool:
-    """Whether a tensor class outside torch (DTensor, quantised weights) decides what a node
-    does."""
+    """Whether a tensor subclass (DTensor, quantised weights) decides what a node does."""
     return any(map(_compat.is_subclass, _compat.tensors_of(node, *node.all_input_nodes)))
 
 

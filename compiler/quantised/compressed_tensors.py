@@ -360,8 +360,8 @@ def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _rounds_keys_and_values(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A hook that runs before an attention. Leaves a cache that stores eight bits
-    (`PagedLayer.stored`) alone: it rounds itself, and each number is to be rounded once."""
+    """Rounds keys and values in a hook that runs before an attention. Leaves a cache alone that
+    stores eight bits (`PagedLayer.stored`): it rounds itself, and a number is rounded only once."""
     cache, rounding = kwargs.get("past_key_values"), keys_and_values_of(module)
     if cache is None or rounding is None:
         return args, kwargs

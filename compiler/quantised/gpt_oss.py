@@ -1,6 +1,6 @@
 """Reads mixtures of gpt-oss in MXFP4, as transformers gives them to the hub's Triton kernels.
 
-The weights are objects of the hub and no tensors, and the hub's routing breaks the graph for every
+The weights are objects of the hub, not tensors, and the hub's routing breaks the graph for every
 backend. Arithmetic: transformers `integrations/mxfp4.py`, and `matmul_ogs` of the hub's
 `gpt-oss-triton-kernels`, which adds biases and applies the activation in fp32.
 

@@ -24,8 +24,8 @@ Shape = tuple[int, ...]
 
 
 class Float8(CodedLinear):
-    """A linear of weight [N, K] e4m3 and weight_scale [1, 1]; activations in steps of input_scale
-    [].
+    """A linear of weight [N, K] e4m3 and weight_scale [1, 1]. Activations are rounded in steps of
+    input_scale [].
 
     stored: the dtype of codes. needed: the tensors that a file must have.
     """
@@ -43,7 +43,7 @@ class Float8(CodedLinear):
         return {"weight": (rows, columns), "weight_scale": (1, 1)}
 
     def settle(self) -> None:
-        """Reshapes the tensors to those shapes: files may have other dimensions of size one."""
+        """Reshapes the tensors to :meth:`shapes`: files may have other dimensions of size one."""
         for name, shape in self.shapes(self.out_features, self.in_features).items():
             tensor = self._parameters[name]
             assert tensor is not None

@@ -1,4 +1,5 @@
-"""Meanings, in plain PyTorch, of quantisation libraries' operators that are declared by default.
+"""States in plain PyTorch what operators of quantisation libraries compute. These operators are
+declared by default.
 
     y = finegrained_fp8::w8a8_block_dynamic_fp8_matmul(x, codes, scales, [128, 128], bfloat16)
     ⇒   y = _scaled_mm(e4m3(x / s), codes.t(), s, scales.t(), out_dtype=bfloat16)
@@ -150,8 +151,8 @@ def block_batched(
     block_size: Sequence[int],
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiplies each row by its expert's weight. For experts from E on the operator leaves its
-    rows alone; here such rows get the last expert."""
+    """Multiplies each row by its expert's weight. The operator leaves rows of experts from E on as
+    they are; here such rows get the last expert."""
     own = _experts(B, Bs, block_size, A.dtype)[expert_ids.clamp(0, len(B) - 1)]
     y = torch.bmm(own, _rows(A, block_size[1]).unsqueeze(-1)).squeeze(-1)
     return y.to(output_dtype or A.dtype)
@@ -237,10 +238,11 @@ def gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """Decodes two codes to a byte, the first in the high nibble; blocks of the flattened weight.
+    """Decodes a weight of two codes to a byte, the first in the high nibble, with a scale for each
+    block of the flattened weight.
 
-    Scales that are codes too would need a kernel of their own in each call. It would write an
-    eighth of the codes' bytes, which the op would read again.
+    Refuses scales that are codes too. Decoding them would need a kernel of its own in each call,
+    which would write an eighth of the codes' bytes for the op to read again.
     """
     if absmax_8bit is not None:
         raise UnfitError(

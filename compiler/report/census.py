@@ -45,7 +45,7 @@ ACCOUNTS: tuple[Account, ...] = ("match", "miss", "no interest", "unaccounted")
 @dataclass(frozen=True)
 class Round:
     """The outcome of one pass of the patterns over a graph. matches: the rewritten ones. misses:
-    those of the last pass; empty for a pass that another follows."""
+    those of the pass; empty if another pass follows."""
 
     flow: Dataflow
     matches: tuple[Match, ...]

@@ -95,5 +95,5 @@ class Failures:
 
 
 def _key(match: Match) -> tuple[str, str]:
-    """Returns a key of names, which are the same in every copy of a graph, as nodes are not."""
+    """Returns a key of names: unlike nodes, names are the same in every copy of a graph."""
     return match.pattern, match.anchor.node.name

@@ -206,7 +206,7 @@ def _is_returned(value: Value, graph: Graph) -> bool:
 
 
 def _only_counts(value: Value, graph: Graph) -> bool:
-    """Whether the graph returns the input of a choice or softmax: then it chooses no experts."""
+    """Whether a value is a choice or a softmax that no product reads: it chooses no experts."""
     read = behind(value, graph)
     return graph.kind(value) in ("top-k", "softmax") and not any(
         graph.kind(v) == "product" for v in read.ends

@@ -86,7 +86,7 @@ class Unread:
 class Savings:
     """The savings of a model's step with weights in codes. tokens: the tokens of the step; None if
     their number is symbolic. times: those of the whole step. rounds: whether activations are
-    rounded to codes; both times include it. breaks: the number of graph breaks."""
+    rounded to codes, in both steps. breaks: the number of graph breaks."""
 
     target: str
     tokens: int | None

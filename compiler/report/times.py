@@ -108,8 +108,8 @@ def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Sp
 
 
 def _beyond_l2(size: int, target: Target) -> float:
-    """Returns the bytes that take memory as long as `size` bytes between parts take, as far as
-    they fit from the L2 cache."""
+    """Returns the bytes that memory moves in the time that `size` bytes between parts take. Bytes
+    that fit into the L2 cache come from there, and so count less."""
     near = min(size, target.l2_bytes)
     return size - near + near / L2_SPEED
 

@@ -69,6 +69,6 @@ def share_of_experts(site: Site) -> float:
 
 
 def reached(draws: int, share: float) -> float:
-    """Returns the share of experts that at least one of `draws` reaches, if each reaches
-    `share`."""
+    """Returns the share of experts that at least one of `draws` tokens reaches, if each token
+    reaches `share` of them."""
     return 1.0 - (1.0 - min(share, 1.0)) ** draws

@@ -169,7 +169,8 @@ def _put_in_place(
 def _moved_and_written(
     replacements: Sequence[tuple[fx.Node, fx.Node]], flow: Dataflow
 ) -> fx.Node | None:
-    """A replaced node that is written in place and whose replacement has other strides.
+    """Returns a replaced node that is written in place and whose replacement has other strides;
+    None if there is none.
 
     Strides decide whether `flatten` and `reshape` return views or copies, and therefore whether a
     write changes the original.
@@ -183,8 +184,8 @@ def _moved_and_written(
 
 
 def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node:
-    """The replacement of a node, or a copy of it where the graph could tell its strides from the
-    node's."""
+    """Returns the replacement of a node or, if the graph could tell its strides from the node's, a
+    copy that has the node's strides."""
     held, now = (node.meta["example_value"] for node in (old, new))
     if same_steps(held, now) or not strides_matter(old, now, materialiser.flow):
         return new

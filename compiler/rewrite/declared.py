@@ -1,4 +1,4 @@
-"""Keeps what users declare that libraries' operators compute, and spells out their calls.
+"""Keeps declarations of what libraries' operators compute, and spells out the operators' calls.
 
     declare("somebodys::op", meaning)
 

@@ -23,8 +23,8 @@ _PLACED_ANEW = ("redistribute", "full_tensor")
 
 
 def make_dtensors_plain(graph: fx.Graph) -> None:
-    """Replaces linears and sums over ranks whose DTensor results are only unwrapped by the same
-    calls on local tensors."""
+    """Replaces linears, and sums over ranks, by the same calls on local tensors, if their DTensor
+    results are only unwrapped."""
     for node in calls_of(graph, _PLACED_ANEW):
         if (group := _summed_by(node)) is not None:
             _sum_locally(node, group)

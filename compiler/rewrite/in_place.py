@@ -1,4 +1,5 @@
-"""Turns changes in place into the same arithmetic out of place, where the graph cannot tell.
+"""Turns changes in place into the same arithmetic out of place, if no reader can tell the
+difference.
 
 `q.mul_(s)`, `q *= s`, `scores.masked_fill_(mask, -inf)`, `F.relu(x, inplace=True)`, `q[:] = other`,
 `out.index_add_(0, rows, y)`, `out.index_put_((rows,), y)`: such a call becomes one that returns a
@@ -73,7 +74,7 @@ class _Call:
 
 
 def make_arithmetic_new(graph: fx.Graph) -> int:
-    """Replaces such calls of `graph` by calls out of place; returns how many there were."""
+    """Replaces such changes in `graph` by calls out of place; returns how many there were."""
     writing = {called for called in {node.target for node in graph.nodes} if _may_write(called)}
     if not any(node.target in writing and _out_of_place(node) for node in graph.nodes):
         return 0
@@ -297,7 +298,7 @@ class _Rewriter:
         if made is None:
             old.put_into(node)
             return False
-        # Views of it that come later lay in the storage of the first node that it replaces.
+        # Later views of the node lay in the storage of the first node that it replaces.
         self.moved[node] = self.moved.get(base, set()) | set(_compat.storages_of(base))
         if base in self.stepped or not same_steps(made, base.meta["example_value"]):
             self.stepped.add(node)

@@ -1,4 +1,5 @@
-"""Advances the lengths that a cache's layers count for themselves in one call at a graph's end.
+"""Advances the lengths of a cache's layers, which each layer counts itself, in one call at a
+graph's end.
 
 Each layer of transformers' StaticCache holds its length as a tensor, computes positions from it,
 and adds the number of new tokens: on a GPU that is a small kernel in each layer, between two fused
@@ -32,7 +33,7 @@ class _Length:
 
 
 def advance_lengths_last(graph: fx.Graph) -> int:
-    """Moves the additions of constants to lengths behind everything else; returns how many.
+    """Moves additions of constants to lengths to the graph's end; returns how many.
 
     graph: the rewritten graph, in which fused ops read the positions.
     """

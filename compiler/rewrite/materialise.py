@@ -269,11 +269,10 @@ class Materialiser:
         return node
 
     def _result(self, node: fx.Node) -> Any:
-        """Returns a node's fake result. Does not run its fake again if it has run for an equal
-        call.
+        """Returns a node's fake result. For equal calls, the fake implementation runs once.
 
         The result of one of our ops is then a copy of the earlier one in new memory, since its fake
-        reads nothing but the parts of `call_key`; the result of a reshape of equal layout is an
+        reads nothing but the parts of `call_key`. The result of a reshape of equal layout is an
         equal view.
         """
         called = node.target

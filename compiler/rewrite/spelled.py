@@ -1,4 +1,4 @@
-"""Spells calls out while patterns look, and puts back those of which no rewrite took a part.
+"""Spells calls out while patterns look, and puts back the calls of which no rewrite took a part.
 
     y = somebodys::op(x, w)      ⇒   y = linear(rms_norm(x), w)   ⇒   a fused op, or the call again
 

@@ -150,7 +150,7 @@ def _changed(
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter. Those are not copied: they are most of the memory, and
+    """Whether a tensor is a parameter. Parameters are not copied: they are most of the memory, and
     inference writes none."""
     return isinstance(tensor, torch.nn.Parameter)
 
