@@ -22,7 +22,7 @@ TYPE = "tilewright"
 def _register() -> None:
     record = inductor.register_artifacts(TYPE, travel.deliver)
     if record is None:
-        log.info("this torch takes no cache artifacts of others: kernels are made anew elsewhere")
+        log.info("this torch saves no kernels of tilewright with its cache artifacts")
         return
     for name, data in travel.parcels().items():
         record(name, data)

@@ -71,7 +71,7 @@ _REASONS = {
     "Attempted to call function marked as skipped": (
         "Dynamo cannot trace {called}",
         "call it outside of what is compiled; a computation in C or C++ can be made an operator by "
-        "torch.library.custom_op; where an earlier break is told of this line, mend that one",
+        "torch.library.custom_op; if an earlier break names this line, mend that one",
     ),
 }
 # For the words in braces above, the pattern that finds their values in Dynamo's text.

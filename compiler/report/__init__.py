@@ -236,8 +236,8 @@ NO_GRAPH = Miss(
     "NO_GRAPH",
     Stage.ANCHORED,
     "Nothing was captured: Dynamo met no tensor operation that it could trace",
-    hint="see that neither the model nor what it calls is under torch.compiler.disable, is "
-    "compiled by itself already, or is a generator; TORCH_LOGS=graph_breaks,dynamo says more",
+    hint="check that neither the model nor a function it calls is under torch.compiler.disable, is "
+    "already compiled by itself, or is a generator; TORCH_LOGS=graph_breaks,dynamo says more",
 )
 
 

@@ -175,8 +175,8 @@ def _has_many_tokens(value: Value, graph: Graph) -> bool:
 
 @rule(
     "product",
-    why=f"one of two that are multiplied, of more than {MOST_GATED_TOKENS} tokens: the library's "
-    "GEMM is the faster one",
+    why=f"one of two products multiplied with each other, for more than {MOST_GATED_TOKENS} "
+    "tokens: the library's GEMM is the faster one",
 )
 def _is_gated_for_many(value: Value, graph: Graph) -> bool:
     if linear_activation.OP.slower(tokens=_tokens(value), weights=2) is None:

@@ -237,7 +237,7 @@ def _own_index(write: CacheWrite, written: Written) -> Address:
     ((slot_dim, slots),) = write.index.items()
     page, head, element, at = _roles(write, written, write.index, None)
     if page is not None or len(slots.shape) != 2:
-        _refuse("CACHE_LAYOUT", "pages, slots and one dimension more", write.store)
+        _refuse("CACHE_LAYOUT", "a dimension beside pages, slots, heads and head_dim", write.store)
     num_pages, page_stride = _stride(write, write.along)
     page_size, slot_stride = _stride(write, slot_dim)
     found = Slots("flat", (own_slots(slots, num_pages, page_size, _device(write)),))
@@ -257,7 +257,7 @@ def _two_indices(
     tokens = written.view.shape[: len(lead)]
     (page_dim, pages), (slot_dim, offsets) = sorted(_flattened(index, tokens).items())
     if page is not None:
-        _refuse("CACHE_LAYOUT", "pages, slots and one dimension more", write.store)
+        _refuse("CACHE_LAYOUT", "a dimension beside pages, slots, heads and head_dim", write.store)
     num_pages, page_stride = _stride(write, page_dim)
     page_size, slot_stride = _stride(write, slot_dim)
     found = block_table(flow, pages, offsets, page_size)

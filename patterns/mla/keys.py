@@ -146,7 +146,7 @@ def _refuse(why: str, culprit: View) -> NoReturn:
         Stage.K_PATH,
         why,
         culprit,
-        hint="known are keys [up-projected part, rope part], the rope part the same for every head",
+        hint="known form: keys [up-projected part, rope part], where all heads share the rope part",
     )
 
 

@@ -50,8 +50,8 @@ from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_nam
 from tilewright.patterns.recognise.gemm import piece_of
 
 _HINT = (
-    "known are queries [q_nope @ W_UK, q_rope], in one tensor or with a product for each part, and "
-    "keys [latents, rope keys] that all heads share"
+    "known forms: queries [q_nope @ W_UK, q_rope], in one tensor or with a product for each part, "
+    "and keys [latents, rope keys] that all heads share"
 )
 
 

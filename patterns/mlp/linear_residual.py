@@ -99,7 +99,7 @@ class LinearResidual:
         if not taken:
             if sums:
                 product = sums[0].linear.product
-                message = f"{product}: a norm reads it, and its number of tokens is a symbol; of "
+                message = f"{product}: a norm reads it, and its number of tokens is a symbol; for "
                 message += f"more than {MOST_TOKENS}, the graph's own product and norm are faster"
                 hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
                 reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)

@@ -41,7 +41,7 @@ from tilewright.patterns.quantised.weights import DequantizedWeight, match_scale
 from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 
-_HINT = "known are float8_e4m3fn codes with one scale, or one for each token, or for 128 columns"
+_HINT = "known format: float8_e4m3fn codes with one scale in all, per token, or per 128 columns"
 _ARGUMENTS = ("weight", "weight_scale", "scale_block", "weight_format")
 # Most tokens for which a quantisation library's own operator stays if no other pattern takes it.
 _MOST_OF_OPERATOR = 16

@@ -149,8 +149,8 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
     else:
         message = "this write has no twin at the same slots: K and V are written in pairs"
         hint = (
-            "what is cached alone is written by an op of its own; keys and values by the "
-            "same index, in one module"
+            "write keys and values by the same index, in one module; this op does not write a "
+            "tensor that is cached alone"
         )
     reject(code, Stage.ANCHORED, message, *culprits, hint=hint, weight=weight)
 

@@ -279,7 +279,7 @@ def _refuse(weight: View) -> NoReturn:
         reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
     message = f"{weight.value} is dequantised from codes, in a format that the op does not have"
     hint = (
-        "known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "
-        "float8_e4m3fn and nibbles from -8 to 7, with scales by blocks"
+        "known formats: NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (an e8m0 scale per 32 "
+        "columns), and float8_e4m3fn or nibbles from -8 to 7 with scales by blocks"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)

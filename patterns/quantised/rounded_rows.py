@@ -38,8 +38,8 @@ from tilewright.patterns.quantised.activations import DECODED_ROWS
 from tilewright.patterns.recognise.dtypes import dtype_name
 
 _HINT = (
-    "known are amax / 448 of a token, or of 128 columns, computed in the activation's dtype or in "
-    "float32, as compressed-tensors and finegrained-fp8 do"
+    "known scales: amax / 448 of a token, or of 128 columns, computed in the activation's dtype or "
+    "in float32, as compressed-tensors and finegrained-fp8 do"
 )
 
 

@@ -141,9 +141,9 @@ def refuse(weight: View, why: str) -> NoReturn:
     """Rejects with WEIGHT_FORMAT."""
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
-        "known are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight nibbles "
-        "in a word of uint8 or int32; code * scale + offset with nibbles along K; NVFP4, MXFP4, "
-        "and bitsandbytes' NF4 and FP4"
+        "known formats: (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight "
+        "nibbles in a word of uint8 or int32; code * scale + offset with nibbles along K; NVFP4, "
+        "MXFP4, and bitsandbytes' NF4 and FP4"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
 
