@@ -134,8 +134,7 @@ tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
 if not entry_points(group="torch_dynamo_backends", name="tilewright"):
     # The sources are on Python's path but not installed. Dynamo registers installed backends
-    # itself,
-    # and refuses a name that it already has.
+    # itself, and refuses a name that it already has.
     torch._dynamo.register_backend(tilewright)
 
 

@@ -230,8 +230,8 @@ def _attempt(
                 return
 
     def ask_afterwards(graph: fx.Graph) -> list[Miss]:
-        """Tries the patterns that look at the graph after all others, and rewrites their
-        matches. Returns the misses."""
+        """Tries the patterns that look at the graph after all others, and rewrites their matches.
+        Returns the misses."""
         wanted = [one for one in afterwards if one.asked_afterwards(rounds[0].flow)]
         if not wanted:
             return []

@@ -28,7 +28,7 @@ def register_code(code: str, meaning: str, weight: Weight | None = None) -> None
     """Adds a miss code of a user's pattern. Raises ValueError if the code already has another
     meaning or weight.
 
-    weight: of its misses, `lost` (also the default) or `advice`; see :class:`Miss`.
+    weight: the weight of its misses, `lost` (the default) or `advice`; see :class:`Miss`.
     """
     if CODES.setdefault(code, meaning) != meaning:
         raise ValueError(f"code: {code!r} already means {CODES[code]!r}, got {meaning!r}")

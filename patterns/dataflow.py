@@ -38,7 +38,7 @@ class Value:
     """One tensor, computed once.
 
     op: `input` and `constant` (placeholders; a constant is a Parameter), `store` (an in-place
-        write), `cast`, an ATen name such as `aten.linear`, or `opaque:<target>` for the unknown.
+        write), `cast`, an ATen name such as `aten.linear`, or `opaque:<target>` for other calls.
     args: operands in ATen's order: views, numbers, strings, None, or tuples of them.
     shape, dtype, device: of the result; sizes are ints or sympy expressions.
     node: the graph's node that computes it. position: its place in program order.
@@ -119,9 +119,11 @@ def remembering() -> Iterator[None]:
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
-    """Caches a function of values and views that reads only what these are computed from.
+    """Caches a function of values and views. The function must read only its arguments and the
+    values that they are computed from.
 
-    Results are kept within :func:`remembering`, not on the values, which would then be kept alive.
+    Results are kept while :func:`remembering` lasts. They are not kept on the values, because that
+    would keep the values alive.
     """
 
     @wraps(function)
@@ -162,7 +164,7 @@ class View:
             return False
 
     def through(self, effect: Effect) -> View:
-        """Returns the view of this view that `effect` describes."""
+        """Returns the part of this view that `effect` selects."""
         return View(self.value, effects.compose(effect, self.effect))
 
     @property
@@ -197,7 +199,7 @@ class View:
         """Returns the part of an element-wise value's operand that this view of the value
         corresponds to.
 
-        Raises InexpressibleError if it does not broadcast to the value's shape.
+        Raises InexpressibleError if the operand does not broadcast to the value's shape.
         """
         wide = operand.expand(*self.value.shape)
         return wide if self.is_whole else wide.through(self.effect)
@@ -346,8 +348,8 @@ def iter_views(args: Any) -> Iterator[View]:
 def upstream(
     value: Value, reach: int, through: Callable[[Value], bool] = lambda value: True
 ) -> Iterator[Value]:
-    """Yields `value` and the values that it is computed from, nearest first, each once, at most
-    `reach`. Does not go past values that `through` refuses."""
+    """Yields `value` and the values that it is computed from, nearest first, each once. Yields at
+    most `reach` values, and does not go past values that `through` refuses."""
     found, seen = [value], {value}
     for count, item in enumerate(found):  # grows in the loop
         if count == reach:
@@ -399,7 +401,8 @@ class Dataflow:
         through: Callable[[Value], bool] = lambda value: True,
     ) -> list[Value]:
         """Returns `value` and the values computed from it through values that `through` accepts,
-        nearest first: at most `reach`, None for all. Refused values are left out."""
+        nearest first. Leaves out refused values. reach: the maximum number of values; None for
+        all."""
         found, seen = [value], {value}
         for item in found:  # grows in the loop
             for user in self.users.get(item, ()):
@@ -409,7 +412,7 @@ class Dataflow:
         return found
 
     def only_user(self, value: Value) -> Value | None:
-        """Returns the only value that reads another; None if several do, or if the graph returns
+        """Returns the only value that reads `value`; None if several do, or if the graph returns
         it."""
         users = dict.fromkeys(self.users.get(value, ()))
         return next(iter(users)) if len(users) == 1 and value not in self.output_values else None
@@ -466,8 +469,8 @@ class Dataflow:
         return found
 
     def written_back(self, value: Value) -> Iterator[Value]:
-        """Yields the in-place writes whose source is exactly this value, such as the end of
-        `x[...] += y` and `dist.all_reduce(x)`."""
+        """Yields the in-place writes whose source is exactly this value, such as the end of `x[...]
+        += y` and `dist.all_reduce(x)`."""
         for user in self.users.get(value, ()):
             if user.store is not None and user.store.source == value.whole:
                 yield user

@@ -72,12 +72,13 @@ class Place:
 class Miss:
     """The reason why an anchor did not become a match.
 
-    code: a stable identifier, see :data:`CODES`. message: expected and found, in the user's terms.
-    nodes: the nodes of the graph that caused the miss. hint: what the user can do; by default the
-    hint of the code (`patterns/hints.py`). count: the number of anchors that the miss stands for.
-    weight: `lost` or `advice`; None for the default of the code, see :data:`WEIGHTS`. Under
-    `strict`, and for warnings, only `lost` counts. covers: the nodes of the anchors, or of the
-    match that was refused; :func:`find` adds them, and a census starts from them (:class:`Sought`).
+    code: a stable identifier, see :data:`CODES`. message: what was expected and what was found, in
+    the user's terms. nodes: the nodes of the graph that caused the miss. hint: what the user can
+    do; by default the hint of the code (`patterns/hints.py`). count: the number of anchors that the
+    miss stands for. weight: `lost` or `advice`; None for the default of the code, see
+    :data:`WEIGHTS`. Under `strict`, and for warnings, only `lost` counts. covers: the nodes of the
+    anchors, or of the match that was refused; :func:`find` adds them, and a census starts from them
+    (:class:`Sought`).
     """
 
     pattern: str
@@ -118,8 +119,7 @@ class Miss:
 
     def without_graph(self) -> Miss:
         """Returns a copy that keeps no graph: each of `nodes` becomes a :class:`Place`, and
-        `covers`
-        is empty."""
+        `covers` is empty."""
         places = tuple(Place(n.name, scope_of(n), source_of(n)) for n in self.nodes)
         made = copy(self)  # a new Miss would look for hints again, which needs nodes
         object.__setattr__(made, "nodes", places)
@@ -265,8 +265,8 @@ def _node(culprit: Value | View | fx.Node) -> fx.Node:
 
 @contextmanager
 def as_advice(*culprits: Value | View | fx.Node) -> Iterator[None]:
-    """Turns every miss that is raised in the context into advice. For places where fusing would
-    gain nothing, or whose purpose is unknown.
+    """Turns every miss that is raised in the context into advice. Patterns use it where fusing
+    would gain nothing, or where the purpose of the nodes is unknown.
 
     culprits: the nodes that the miss names if the cause is a layout that no view expresses.
     """
@@ -290,11 +290,11 @@ class Sought:
     """Describes a pattern's anchors to readers, and lists the operations that its misses account
     for.
 
-    what: one line. near: the operations that come nearest if there is no anchor, by the names of
-    `patterns.dataflow`; an in-place write is a "store". before, behind: besides the anchor's own
-    nodes, a miss accounts for the first operations of these kinds upstream and downstream of it.
-    depth: how many consecutive products upstream it accounts for. beside: it also accounts for
-    other products of the same activation.
+    what: a description in one line. near: the operations that come nearest if there is no anchor,
+    by the names of `patterns.dataflow`; an in-place write is a "store". before, behind: a miss
+    accounts for its anchor's nodes, and also for the first operations of these kinds upstream and
+    downstream of them. depth: how many consecutive products upstream it accounts for. beside:
+    whether it also accounts for other products of the same activation.
     """
 
     what: str = ""
@@ -320,6 +320,7 @@ class Pattern(Protocol):
     graph is good enough where the op has no kernel: each match `needs_kernel`, and each miss is
     advice. `speaks_for`: the names of patterns that match nothing where this one misses; `strict`
     with one of these names raises for this pattern's misses.
+
     A pattern may also have a method `asked_afterwards`, which takes the Dataflow of the graph. If
     it returns True, the pattern is tried after all others have rewritten the graph. Its anchors are
     the tensors that fused ops read or return.
@@ -341,7 +342,8 @@ class Pattern(Protocol):
 
 
 def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
-    """Tries one pattern at one anchor."""
+    """Returns the match of one pattern at one anchor, or the miss that explains why there is
+    none."""
     if isinstance(anchor, Missed):
         return replace(anchor.miss, pattern=pattern.name)
     answer = _attempt(pattern, anchor, flow)
@@ -372,8 +374,7 @@ def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
 
 @dataclass(frozen=True)
 class Missed:
-    """An anchor that a pattern knows to be a miss before it matches; :func:`attempt` returns that
-    miss.
+    """An anchor that is already known to be a miss. :func:`attempt` returns that miss.
 
     stores: the writes that a match would take. values, products: other values that the miss
     accounts for.
@@ -391,7 +392,7 @@ class PatternError(RuntimeError):
 
 
 def _checked(pattern: Pattern, answer: Any) -> Match:
-    """Checks the contract of a match; raises PatternError if it is broken."""
+    """Returns the answer if it keeps the contract of a match; raises PatternError otherwise."""
     if not isinstance(answer, Match):
         raise PatternError(
             f"pattern {pattern.name!r}: match returned {answer!r}; return a Match or reject(...)"
@@ -520,12 +521,12 @@ def find(
 
     An unexpected exception costs only that anchor: `failed` makes a miss of it.
 
-    A store goes to the first pattern that matches it and passes `check`. If a later pattern takes
-    what an earlier one missed, the earlier miss is kept, since it is more informative, unless the
-    later one also absorbs the written value: then nothing of the site is lost. A miss whose anchors
-    are all absorbed by matches is dropped for the same reason. A pattern with a true attribute
-    `takes_leftovers` is not tried at values that a match absorbs; its own matches do not absorb
-    anchors of other patterns, and drop only misses of patterns with its op.
+    A store goes to the first pattern that matches it and passes `check`. If a later pattern takes a
+    store that an earlier one missed, the earlier miss is kept, since it is more informative. It is
+    dropped if the later match also absorbs the written value, since nothing of the site is then
+    lost. For the same reason, a miss is dropped if matches absorb all its anchors. A pattern with a
+    true attribute `takes_leftovers` is not tried at values that a match absorbs. Its own matches do
+    not absorb anchors of other patterns, and drop only misses of patterns with its op.
     """
     found = Findings()
     taken: set[Value] = set()
@@ -577,8 +578,8 @@ def find(
 def _outdone(
     miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage], fused: Sequence[Set[Value]]
 ) -> bool:
-    """Whether a miss can be dropped: matches have fused its whole site, or it saw only the write
-    and another pattern got further at that write."""
+    """Whether a miss can be dropped: matches have fused its whole site, or the miss is only about a
+    write at which another pattern got further."""
     inside = all(any(store in values for values in fused) for store in stores)
     if stores and inside and miss.code != "INTERNAL":
         return True
@@ -622,14 +623,13 @@ def _is_empty(node: fx.Node) -> bool:
 
 
 def anchored_stores(anchor: Any) -> Iterator[Value]:
-    """Returns the in-place writes that an anchor starts from."""
+    """Yields the in-place writes that an anchor starts from."""
     items = anchor if isinstance(anchor, tuple) else getattr(anchor, "stores", (anchor,))
     return (v for v in items if isinstance(v, Value))
 
 
 def anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
-    """Returns the nodes of an anchor: its own, and those of its writes, `values` and
-    `products`."""
+    """Returns the nodes of an anchor: its own, and those of its writes, `values` and `products`."""
     lists = (getattr(anchor, name, ()) for name in ("values", "products"))
     values = (*anchored_stores(anchor), *(value for listed in lists for value in listed))
     return tuple(dict.fromkeys((*_anchor_nodes(anchor), *(value.node for value in values))))

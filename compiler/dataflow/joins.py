@@ -21,8 +21,8 @@ def piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View
 
 def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | None, ...]:
     """Returns the pieces of a concatenation without the empty slices of tensors that have elements,
-    such as the unrotated part of a head that is rotated as a whole. Returns all pieces if only
-    such slices are left."""
+    such as the unrotated part of a head that is rotated as a whole. Returns all pieces if only such
+    slices are left."""
     kept = [p for p in pieces if p is None or p.shape[dim] != 0 or 0 in p.value.shape]
     kept_dtypes = {p.value.dtype for p in kept if p is not None}
     plain = all(p is None or p.value.dtype in kept_dtypes for p in pieces)  # they promote, too

@@ -17,8 +17,8 @@ _TABLES, _COLUMNS = "_keeps_tables", "_wanted_columns"
 def compile_config(options: dict[str, Any] | None = None) -> CompileConfig:
     """Returns the configuration with which tilewright compiles a step of the engine.
 
-    options: the options of the backend, as in
-    `torch.compile(..., backend="tilewright", options=options)`.
+    options: the options of the backend, as in `torch.compile(..., backend="tilewright",
+    options=options)`.
 
     The mode is None and options are always set, so that transformers captures its own CUDA graphs
     of the compiled steps. With its default mode, "reduce-overhead", transformers would capture

@@ -6,10 +6,10 @@
     found.bound["x"], found.bound["alpha"], found.absorbed
 
 Factors and summands match in either order. Matching ignores casts between floating types, and
-layout (`view`, `transpose`, slices, `expand`) between two steps. A named tensor is bound with the
-dimensions of the matched view; it may have fewer, and broadcast, if all values in between are read
-whole. Formulas are closures: the view's signature, its last operation and those of its arguments,
-tells which of them can match.
+layout (`view`, `transpose`, slices, `expand`) between two steps. A named tensor is bound as a view
+with the dimensions of the matched view. If all values in between are read whole, the bound view may
+have fewer dimensions and broadcast. Formulas are closures. A view's signature, that is its last
+operation and the last operations of its arguments, tells which formulas can match.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ def reduction(
 ) -> Formula:
     """Matches a reduction `op` of each run of numbers along the last dimension.
 
-    operand: matches the input, viewed such that each number is at the place of its run's result.
-    width: the name of the length of a run. holds: a further condition on the value.
+    operand: matches the input, in a view that has each number of a run at the index of the run's
+    result. width: the name of the length of a run. holds: a further condition on the value.
     """
     name = f"aten.{op}"
 
@@ -360,8 +360,8 @@ def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
 
 
 def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Returns the parts of an element-wise value's operands that a view of the value corresponds
-    to."""
+    """Returns, for a view of an element-wise value, the corresponding parts of the value's
+    operands."""
     try:
         return tuple(view.of_operand(one) if isinstance(one, View) else one for one in items)
     except InexpressibleError:
@@ -379,9 +379,9 @@ def _runs_of(view: View) -> View | None:
 
 
 def _in_run(view: View, runs: View) -> View | None:
-    """Returns the input of a reduction, each number at the place where the view has the result of
-    its run: [..., n] for [..., 1], or for a view whose last dimension repeats every result n times.
-    None for another view."""
+    """Returns the input of a reduction as a view that has each number of a run where `view` has the
+    run's result: [..., n] for [..., 1], or for a view whose last dimension repeats every result n
+    times. None for another view."""
     *lead, last = view.effect.dims or ((),)
     axis, length = len(runs.shape) - 1, runs.shape[-1]
     if last and (last[-1].axis is not None or last[-1].length != length):

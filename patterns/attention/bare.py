@@ -1,5 +1,5 @@
 """Finds queries, keys and values as stored in memory: before casts to a wider type and products
-with a number. The op computes both after it has read them."""
+with a number. The op computes these casts and products after it has read the tensors."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Decoded:
         return replace(self, codes=once(self.codes, group), scale=scale)
 
     def scale_argument(self) -> View | Computed | None:
-        """Returns the scale as the op takes it: fp32, [] or [H]; None for 1."""
+        """Returns the scale in the form that the op takes: fp32, [] or [H]; None for 1."""
         if self.scale is None:
             return None
         made = scale_of_heads(self.scale, self.codes.value.device)

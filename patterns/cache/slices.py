@@ -1,5 +1,4 @@
-"""Reads slices of a cache as runs of slots: the meaning of each dimension of `cache[:B, s : s +
-n]`.
+"""Finds the meaning of each dimension of a written slice of a cache, `cache[:B, s : s + n]`.
 
 No index tensor tells which dimension of a slice holds the slots: it is the dimension that is cut.
 """
@@ -14,8 +13,8 @@ from tilewright.patterns.effects import Dim, Effect, Size
 
 @dataclass(frozen=True)
 class Slots:
-    """The roles of a slice's dimensions. page: None for a single page. axis: the memory's axis of
-    the slots. A single head may have no axis in the memory."""
+    """The roles of a slice's dimensions. page: None if there is a single page. axis: the axis of
+    the memory that the slots lie on. A single head may have no axis in the memory."""
 
     page: int | None
     slot: int
@@ -25,8 +24,8 @@ class Slots:
 
 
 def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
-    """Returns the dimensions of a slice `target` of a memory of `shape`; or, in words, why they are
-    not known."""
+    """Returns the roles of the dimensions of a slice `target` of a memory of `shape`, or a message
+    that says why they are not known."""
     axes = _axes(target.dims, len(shape))
     if axes is None or len(axes) not in (3, 4):
         return "its dimensions are not pages, slots, heads and head_dim"
@@ -51,8 +50,8 @@ def _axes(dims: Sequence[Dim], rank: int) -> list[int | None] | None:
     """Returns the memory's axis of every dimension; None if they are not known.
 
     A dimension of length one does not name its axis. It gets an unused axis between its neighbours'
-    axes, if these are not more than the dimensions that need one. If they are fewer, the last
-    dimensions get none.
+    axes, provided that there are not more such axes than dimensions without one. If there are
+    fewer, the last dimensions get none.
     """
     known: list[int | None] = []
     for dim in dims:

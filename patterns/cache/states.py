@@ -38,11 +38,11 @@ def continues(value: Value, memory: Memory) -> bool:
 
 
 def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
-    """Whether `axes` of a value are a single axis of tokens, as a state [batch, channels, width]
-    has in the end.
+    """Whether a value has a single axis in `axes`, which runs over tokens, as the last axis of a
+    convolution's state [batch, channels, width] does.
 
-    Either the value is joined to earlier tokens along that axis, or the axis is another than the
-    features of a projection.
+    An axis runs over tokens if the value is concatenated with earlier tokens along it, or if it is
+    not the axis of a projection's features.
     """
     for _ in range(_REACH):
         if len(axes) != 1 or value.op not in _BY_ELEMENT:

@@ -66,8 +66,8 @@ def delta_calls(
     bases: Sequence[View | Computed | None],
     packed: bool,
 ) -> Computed:
-    """Returns `lora_expand_add` of `shrink_qkv_permute_3mn`, for deltas of q, k and v that share a
-    shrink.
+    """Returns `lora_expand_add` of `shrink_qkv_permute_3mn`, for deltas of q, k and v that share
+    one shrink call.
 
     expands: B [G, W, R] of each; bases: the tensors that each delta is added to.
     """
@@ -93,7 +93,8 @@ def delta_calls(
 def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
     """Returns the sum of all deltas of q, k and v, their columns side by side: [T, Wq + Wk + Wv].
 
-    Deltas that share a shrink are one call; the next call adds to its result.
+    Deltas that share a shrink call also share an expand call; the next expand call adds to its
+    result.
     """
     total: Computed | None = None
     for layer in _layers(parts):
@@ -117,7 +118,8 @@ def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
 
 
 def _layers(parts: Sequence[Placed]) -> list[list[tuple[LoraDelta, View] | None]]:
-    """Groups the deltas that share a shrink, with at most one of each projection in a group."""
+    """Returns groups of deltas that share a shrink call. A group has at most one delta of each
+    projection."""
     layers: list[list[tuple[LoraDelta, View] | None]] = []
     for place, items in enumerate(parts):
         for item in items:
@@ -134,7 +136,7 @@ def _has_room(layer: Sequence[tuple[LoraDelta, View] | None], place: int, delta:
 
 
 def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Computed:
-    """Returns the deltas as the graph computes them, views [T, W], in the form of
+    """Returns the deltas [T, W] that the graph itself computes, in the layout of
     `packed_deltas`."""
     first = next(view for views in parts for view in views)
     columns: list[View | Computed] = []

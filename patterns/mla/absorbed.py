@@ -210,7 +210,8 @@ def query_of(product: PerHead, latent: View) -> View:
 class Taken:
     """The columns of an attention's result that the product behind it reads.
 
-    columns: the first of the L columns. layout: the product's dimensions on the axes [B, S, H, V].
+    columns: the index of the first of these columns. layout: the product's dimensions on the axes
+    [B, S, H, V].
     """
 
     columns: Size

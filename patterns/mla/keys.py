@@ -5,9 +5,8 @@
     v  = kv[..., N:]
 
 The graph assembles k by `cat`, or by writes into slices of fresh memory. Dimension letters: B
-sequences, K
-keys of each, H heads, N width of the projected part of a key, R of its rope part, V of the values,
-L latent rank.
+sequences, K keys of each, H heads, N width of the projected part of a key, R of its rope part, V of
+the values, L latent rank.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class LatentKeys:
 
     row_scale: [H * (N + V), 1], by which the graph multiplies the product if the weight is codes.
     scales: the op's arguments for latents and weight that are 8-bit codes, if the graph multiplies
-    the codes themselves; else empty. dtype: the product's. absorbed, scratch: the values that
-    compute K and V from latents, rope keys and weight.
+    the codes themselves; else empty. dtype: the dtype of the product. absorbed, scratch: the values
+    that compute K and V from latents, rope keys and weight.
     """
 
     latents: View
@@ -154,8 +153,8 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 
 
 def _projection(view: View, who: str) -> tuple[Linear, Rows, View]:
-    """Returns (linear, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of its
-    result."""
+    """Returns, for a view [B, K, H, D] of a linear's result, the linear, the rows of its weight
+    that are these heads, and its input, the latents [B, K, L]."""
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
     columns = match_columns(view)
     if columns is not None and _only_scales(columns.linear):
@@ -180,8 +179,8 @@ def _only_scales(linear: Linear) -> bool:
 
 
 def _row_scale(k: Linear, v: Linear) -> View | None:
-    """Returns the scale [N, 1] of the product by rows of the weight; None without one. Raises
-    Reject."""
+    """Returns the scale [N, 1] that multiplies the product for each row of the weight; None if
+    there is none. Raises Reject."""
     if k.scale is None and v.scale is None:
         return None
     rows = k.gemm.shape[-1]
@@ -208,7 +207,8 @@ def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
             f"{v_rows.first} on, of weights with {k.weight.shape[0]} and {v.weight.shape[0]} rows",
             k.value,
             v.value,
-            hint="one weight [heads * (nope + v), rank], of each head K's rows first",
+            hint="use one weight [heads * (nope + v), rank] in which each head's rows for K "
+            "come before its rows for V",
         )
     return k.weight
 
@@ -302,8 +302,8 @@ def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
 
 
 def _fresh_memory(cat: Value, flow: Dataflow) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """Returns (the allocation, the writes) of a concatenation that was written slice by slice;
-    empty for another."""
+    """Returns (the allocation, the writes) of a concatenation that was written slice by slice; two
+    empty tuples for any other value."""
     home = flow.home(cat)
     if home is cat.node:
         return (), ()

@@ -7,8 +7,7 @@ up-projection.
 
 Latents and rope keys are columns of one cache or of two caches, sequence by sequence or on pages of
 a table. The query is multiplied with both in one product, or with each in its own. Dimension
-letters: as in
-`patterns/mla/keys.py`; S queries of each sequence, T = B * S.
+letters: as in `patterns/mla/keys.py`; S queries of each sequence, T = B * S.
 """
 
 from __future__ import annotations
@@ -225,7 +224,7 @@ def _keys(columns: Columns) -> dict[str, Any]:
 
 
 def _result(product: PerHead, attention: Attention, layout: Effect) -> Result:
-    """Returns the product's result in terms of an output [T, H, V]."""
+    """Returns the Result that puts the op's output [T, H, V] in the place of the product."""
     batch, queries, heads = attention.queries
     sizes = (heads, product.sizes[2])
     flat = effects.identity((effects.product((batch, queries)), *sizes))

@@ -18,8 +18,9 @@ from tilewright.patterns.quantised.weights import match_weight
 
 
 def weight_arguments(keys: View, values: View, flow: Dataflow) -> dict[str, Any]:
-    """Returns the op's arguments for W_UK [H, N, L] and W_UV [H, L, V], given as the graph
-    multiplies them: one weight, dense or quantised, if both are rows of it; else two weights."""
+    """Returns the op's arguments for W_UK [H, N, L] and W_UV [H, L, V], which are given as the
+    graph multiplies them. If both are rows of one weight, passes that weight, dense or quantised;
+    else passes two weights."""
     values = values.permute(0, 2, 1)
     whole = _joined(keys, values)
     if whole is not None:

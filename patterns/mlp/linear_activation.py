@@ -5,8 +5,8 @@
 
 The MLP may be gated or not; the weights of gate and up are separate, or rows of one tensor. If the
 graph dequantises a weight, the op reads its codes. The norm is absorbed if no other value reads its
-result, a layer norm only for a single token. Weights of codes are also matched for many tokens, or
-a symbolic number of them, on a chip with a kernel that decodes them.
+result, a layer norm only for a single token. On a chip with a kernel that decodes quantised
+weights, these are also matched for many tokens, or a symbolic number of them.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class LinearActivation:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's products compute the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"activations of linears of at most {MOST_TOKENS} tokens (of codes also more), "
+        f"activations of linears of at most {MOST_TOKENS} tokens (more with quantised weights), "
         "or of two linears and their gate",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
         before=frozenset({"product"}),
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...] | Missed]:
-        """Yields activations of linears for few tokens, with the linears, but no activation inside
-        another one. Also yields norms before such linears that the op cannot take."""
+        """Yields activations of linears for few tokens, each with its linears, except activations
+        inside another one. Also yields norms before such linears that the op cannot take."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             activation = None if value in inside else _activation(value)

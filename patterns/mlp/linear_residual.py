@@ -5,8 +5,8 @@ of an MLP.
     out = residual + scale * rms_norm(linear(x, weight))   ⇒   linear_residual(.., rms_norm=True)
 
 The first form matches any shape in which a token's columns are contiguous; the second requires a
-number of tokens that is not symbolic. Weights of codes are also matched for many tokens, or a
-symbolic number of them, on a chip with a kernel that decodes them.
+number of tokens that is not symbolic. On a chip with a kernel that decodes quantised weights, these
+are also matched for many tokens, or a symbolic number of them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LinearResidual:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"linears of at most {MOST_TOKENS} tokens (of codes also more) with a residual "
+        f"linears of at most {MOST_TOKENS} tokens (more with quantised weights) with a residual "
         "sum behind them",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
@@ -144,8 +144,8 @@ class LinearResidual:
 
 
 def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
-    """Yields an addition as residual and linear, for each side that is a linear for few tokens and
-    that nothing else reads."""
+    """Yields a Sum for each side of an addition that is a linear for few tokens and that nothing
+    else reads."""
     if value.kwargs.get("alpha", 1) != 1:
         return
     for product, residual in value.either_way:

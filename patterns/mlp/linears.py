@@ -48,9 +48,9 @@ class FewTokens:
     """x @ weight^T + bias: x [T, K], weight [N, K], bias [N] or None.
 
     coded: the weight is computed from codes. rounded: x is decoded from codes, which a library's
-    GEMM can multiply with the weight's. sums_scale [N]: multiplies a product of codes. x_scale [T
-    or 1, K / block or 1], weight_scale [N, K]: the scales of an x and a weight that are multiplied
-    as codes.
+    GEMM can multiply with the weight's codes. sums_scale [N]: multiplies a product of codes.
+    x_scale [T or 1, K / block or 1], weight_scale [N, K]: the scales of x and weight if their codes
+    are multiplied.
     """
 
     x: View
@@ -70,7 +70,7 @@ class FewTokens:
 
     @property
     def rows(self) -> View | Computed:
-        """x as the op takes it: decoded, if it has codes."""
+        """x in the form that the op takes: decoded, if it has codes."""
         if self.x_scale is None:
             return self.x
         return Computed(decoded_rows, (self.x, self.x_scale), (("dtype", self.product.dtype),))
@@ -88,7 +88,7 @@ class FewTokens:
 
     @property
     def codes(self) -> dict[str, bool]:
-        """Which operands are codes, as the op's `slower` takes it."""
+        """Which operands are codes, in the form that the op's `slower` takes."""
         return {"coded": self.coded, "rounded": self.rounded}
 
     @property
@@ -103,16 +103,15 @@ class FewTokens:
 def match_few_tokens(
     view: View, by_head: bool = False, target: Target | None = None
 ) -> FewTokens | None:
-    """Returns the linear that a view [tokens..., N] is, or whose columns it is; None for another
-    view, and if there are certainly too many tokens for the op.
+    """Returns the linear whose result, or some of whose columns, a view [tokens..., N] is. None for
+    another view, and if there are certainly too many tokens for the op.
 
     by_head: the view may have its columns in several dimensions, such as [tokens..., heads, width].
     target: the chip, which may have a kernel for any number of tokens.
     """
     value = value_before_casts(view.value)
     # A sum of two tensors of its own shape adds a residual. Neither tensor is a bias, so there is
-    # no
-    # linear to find.
+    # no linear to find.
     by_column = value.op in ("aten.add", "aten.mul") and any(
         v.shape != value.shape for v in value.operands
     )
@@ -268,8 +267,8 @@ def _unread(value: Value, x: View) -> Missed | None:
 
 
 def _is_kept(weight: Value) -> bool:
-    """Whether a weight is a stored tensor, or a cast of one to the activation's dtype, which stays
-    in the graph."""
+    """Whether a weight is a stored tensor, or a cast of one to the activation's dtype. The cast
+    stays in the graph."""
     return (weight.operands[0].value if is_float_cast(weight) else weight).op in STORED
 
 
@@ -314,8 +313,8 @@ def is_stored_as_is(codes: Value) -> bool:
 def _few(
     tokens: Any, coded: bool = False, rounded: bool = False, target: Target | None = None
 ) -> bool:
-    """Whether there are few enough tokens for the op. A size that depends on data does not count:
-    it belongs to a mixture."""
+    """Whether there are few enough tokens for the op. A number that depends on data never counts as
+    few, because it belongs to a mixture of experts."""
     slow = OP.slower(tokens=tokens, coded=coded, rounded=rounded, target=target)
     return slow is None and not effects.only_data_tell(tokens)
 
@@ -331,7 +330,7 @@ def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Val
 
 
 def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the facts of a linear for reports. arguments: the op's."""
+    """Returns the facts of a linear for reports. arguments: the arguments of the op."""
     tokens, columns = linear.x.shape
     return {
         "x": rows_fact(linear.x.value.dtype, tokens, columns),

@@ -5,7 +5,8 @@
 
 The pattern is tried after all others, and for few tokens. In the graph that the others have
 rewritten, some linears read codes and scales, and other linears read the numbers that these stand
-for. One kernel, which lets the next one start early, replaces the kernels that Inductor would make.
+for. One kernel replaces the kernels that Inductor would make, and lets the kernel after it start
+early.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def _group_of(rows: RoundedRows, made: tuple[Size, Size]) -> int:
 
 
 def _scales(rows: RoundedRows, made: Sequence[Any], flow: Dataflow) -> Iterator[Result]:
-    """Yields the results that hold scales in float32. Raises Reject (ESCAPES) if others read
-    them."""
+    """Yields the results that hold scales in float32. Raises Reject (ESCAPES) if other values read
+    the scales."""
     tokens, columns = made
     own = {rows.codes, *rows.absorbed}
     if rows.is_given:

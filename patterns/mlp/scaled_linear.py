@@ -3,10 +3,10 @@
     x   = (e4m3 codes) * x_scale, rounded; weight = (e4m3 codes) * weight_scale, rounded
     out = linear(x, weight, bias)     ⇒   scaled_linear(codes, codes, weight_scale, x_scale, ...)
 
-It takes any number of tokens and any rounding of x. The codes and the scale of x stay in the graph,
-where Inductor computes them in one kernel with the operations before them. A library's operator
-that multiplies such codes (`compiler/quantised/operators.py`) becomes the op too, for many tokens;
-a scaled product of the graph itself stays.
+The pattern takes any number of tokens and any rounding of x. The codes and the scale of x stay in
+the graph, where Inductor computes them in one kernel with the operations before them. For many
+tokens, a library's operator that multiplies such codes (`compiler/quantised/operators.py`) becomes
+the op too. A scaled product that the graph calls itself stays.
 """
 
 from __future__ import annotations

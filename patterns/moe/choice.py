@@ -197,9 +197,9 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
     """Returns (ids of groups, number of groups, values absorbed) of a mask [T, E] over experts;
     else None.
 
-    The mask repeats each element of a mask [T, G] over the group's experts. The latter is zeros
-    into which ones were scattered at the ids. stays: whether the mask is True for kept experts,
-    rather than for removed ones.
+    The mask repeats each element of a mask [T, G] over the group's experts. That mask of groups is
+    zeros, into which ones are scattered at the ids. stays: whether the mask is True for kept
+    experts, rather than for removed ones.
     """
     absorbed: list[Value] = []
     while True:

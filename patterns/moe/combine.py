@@ -106,8 +106,8 @@ def _keeps_rows(user: Value, value: Value) -> bool:
 
 
 def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | None:
-    """Returns the weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product;
-    else None.
+    """Returns the weights [T, S] if a product computes einsum("ts, tsh -> th", weights, value) in
+    any spelling; else None.
 
     last: (S, H).
     """

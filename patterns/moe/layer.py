@@ -27,8 +27,8 @@ from tilewright.patterns.recognise.routing import rows_added_to
 
 @dataclass(frozen=True)
 class Layer:
-    """down(activation(gate(x), up(x))). up None: not gated; gate and up may be parts of one
-    GEMM."""
+    """The MLP down(activation(gate(x), up(x))). up: None if the MLP is not gated. gate and up may
+    be parts of one GEMM."""
 
     gate: ExpertGemm
     up: ExpertGemm | None
@@ -49,7 +49,8 @@ class Layer:
             refuse_rows(self.down.x)
 
     def check_kernels(self, x: View, anchor: Value, arguments: Mapping[str, Any]) -> None:
-        """Raises Reject (DTYPE) for dtypes without kernels. arguments: the op's, of the weights.
+        """Raises Reject (DTYPE) for dtypes without kernels. arguments: the op's arguments for the
+        weights.
 
         The graph may widen rows and weights to fp32 for a GEMM if bfloat16 can hold all numbers of
         the weights' format: kernels sum in fp32, too.
@@ -74,7 +75,8 @@ class Layer:
         return {**weights, **biases, "activation": activation.name, **numbers}
 
     def facts(self, x: View, num_slots: Any, weights: str, **own: Any) -> dict[str, Any]:
-        """Returns the facts of the layer for reports. own: facts of one pattern."""
+        """Returns the facts of the layer for reports. own: further facts, which the calling pattern
+        adds."""
         experts, hidden, inner = self.down.weight.shape
         return {
             "experts": experts,
@@ -205,11 +207,11 @@ def _added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) ->
 
 
 def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
-    """Returns the op's arguments for weights by name (gate, up, down), views [E, N, K]: all dense
-    as stored, or all of one format.
+    """Returns the op's arguments for weights by name (gate, up, down), views [E, N, K]. They must
+    be all dense and stored as they are, or all of one format.
 
-    Raises Reject. EXPERT_WEIGHT: computed, but not from codes. WEIGHT_FORMAT, SCALE_BLOCK: codes
-    that the op cannot take together.
+    Raises Reject (EXPERT_WEIGHT) for weights that are computed, but not from codes. Raises Reject
+    (WEIGHT_FORMAT, SCALE_BLOCK) for codes that the op cannot take together.
     """
     found = {name: _codes_of(view) for name, view in views.items()}
     quantised = {name: weight for name, weight in found.items() if weight is not None}

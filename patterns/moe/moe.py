@@ -142,7 +142,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class _Weighed:
-    """An input of the last GEMM whose rows are weighted: rows * factor, one factor for each row."""
+    """A weighted input of the last GEMM: rows * factor, with one factor for each row."""
 
     rows: View
     factor: View
@@ -257,8 +257,8 @@ def _expert_ids(
     ids: View, order: Order, absorbed: Iterable[Value], gemms: Sequence[ExpertGemm]
 ) -> Any:
     """Returns the expert_ids argument. Ids of experts on other devices become -1 if the graph masks
-    their rows, or clamps their ids for the biases: these rows, after the last end, are
-    undefined."""
+    their rows. They also become -1 if the graph clamps them for the biases, because their rows come
+    after the last end and are undefined."""
     num_experts = gemms[-1].weight.shape[0]
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]
     for value, found in masks:
@@ -290,8 +290,8 @@ def _outside(gemms: Sequence[ExpertGemm], order: Order) -> Outside | None:
 
 
 def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
-    """Returns the expert_weights argument: the combine's weights or, if rows were weighted before,
-    its factor in every place."""
+    """Returns the expert_weights argument: the combine's weights or, if rows were weighted before
+    the experts, a tensor filled with the combine's factor."""
     if combine.weights is not None:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))

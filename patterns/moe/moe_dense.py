@@ -11,8 +11,7 @@ The scores must be zero outside of a router's choice, which the graph must show:
 
 The op skips experts that were not chosen. If their results are finite, they do not change the sum;
 infinite results would make it NaN. Scores may also multiply the input (Llama-4), for one expert per
-token. Dimension letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K
-inputs.
+token. Dimension letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -165,8 +164,8 @@ def _is_by_expert(weight: View) -> bool:
 
 
 def _is_second(gemm: ExpertGemm) -> bool:
-    """Whether rows differ by expert, and a few element-wise steps, at least one, lead back to
-    another such GEMM."""
+    """Whether a GEMM's rows differ by expert and come from another such GEMM through a few
+    element-wise steps, at least one."""
     activated = gemm.x.value
     if _repeats(gemm.x)[0]:
         return False

@@ -72,8 +72,8 @@ def rows_in_order(gemm: ExpertGemm) -> RouteRows:
 
 
 def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
-    """Returns the rows with their weights, numbers by route that multiply the rows before the
-    experts. Raises Reject."""
+    """Returns the rows with their weights. by_route: the numbers, one for each sorted route, that
+    multiply the rows before the experts. Raises Reject."""
     taken = gathered(by_route)
     one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
     one_each &= rows.order.cells is None

@@ -54,7 +54,7 @@ def unclamped(ids: View, num_experts: Size) -> View:
 
 
 def clamps(flow: Dataflow, order: Order, num_experts: Size) -> list[Value]:
-    """Returns the values that the sorted experts are clamped to in place."""
+    """Returns the clamped values of in-place clamps of the sorted expert ids."""
     stores = (store.store for store in flow.stores if store.store is not None)
     sources = [s.source for s in stores if s.kind in ("clamp_", "clamp_max_") and s.source]
     return [

@@ -1,4 +1,5 @@
-"""Follows the scores of the chosen experts to their weights: normalised, scaled, in any spelling.
+"""Follows the scores of the chosen experts to their weights, which may be normalised and scaled, in
+any spelling.
 
     w = topk(scores, S)[0], or scores.gather(1, ids)
     w = softmax(w)                                       of chosen logits
@@ -146,7 +147,7 @@ def _made(
     scores, eps, least = named.get("scores"), named.get("eps", 0.0), named.get("least")
     if named["chosen"] != start.whole or end.shape != start.shape:
         return None
-    if is_float_cast(end):  # it stays: readers that compute wider may omit it
+    if is_float_cast(end):  # the cast stays: readers in a wider dtype may omit it
         return None
     if scores is not None and choice.scores != "logits":
         return None

@@ -22,8 +22,9 @@ from tilewright.patterns.recognise.rope_terms import joined_axes, summed_axis
 class HeadEpilogue:
     """Norm and rotation of heads.
 
-    head: their input, with dimensions like the matched view's. head_weights: the norm's weight [D]
-    of each head, if heads have their own. factor: multiplies the heads before the rotation.
+    head: the input of the norm and rotation, with the dimensions of the matched view. head_weights:
+    the norm's weight [D] of each head, if heads have their own. factor: multiplies the heads before
+    the rotation.
     """
 
     head: View
@@ -118,9 +119,10 @@ def _is_delta(view: View) -> bool:
 def head_norm(
     epilogue: HeadEpilogue, layout: Effect, feature: int, rows: Rows, stage: Stage
 ) -> HeadNorm:
-    """Returns the norm of an epilogue, given the layout of its x on the product's axes.
+    """Returns the norm of an epilogue.
 
-    feature: the axis of the product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
+    layout: the dimensions of the epilogue's input on the product's axes. feature: the axis of the
+    product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
     """
     norm = epilogue.norm
     assert norm is not None

@@ -34,7 +34,7 @@ from tilewright.patterns.recognise.rope import Rope, Table, table_argument
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of Q, K or V: `rope(norm(linear))` or `norm(rope(linear))`, all but the product
+    """Heads of Q, K or V: `rope(norm(linear))` or `norm(rope(linear))`, where norm and rope are
     optional.
 
     path: codes and words for misses. linear: product, bias, clamp. rows: which of the product's

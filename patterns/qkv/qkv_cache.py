@@ -323,7 +323,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
 
 def _coded_x(k: Heads, weights: Mapping[str, Any]) -> CodedRows | None:
     """Returns the codes that the graph decodes the activation from, if the op multiplies them with
-    those of the weights; else None. weights: the op's arguments for these."""
+    the codes of the weights; else None. weights: the op's arguments for the weights."""
     rows = match_coded_rows(k.x) if weights["weight_format"] == "fp8" else None
     whole = weights["scale_block"][1] in (ACTIVATION_BLOCK, k.x.shape[1])
     return rows if whole and isinstance(rows, CodedRows) else None

@@ -1,8 +1,8 @@
 """Finds the query projection that belongs to a K and a V projection.
 
-If K is rotated, Q is rotated with the same cos and sin. Otherwise Q is the rest of the product that
-K or V is a part of, or another product of the same activation: the one that meets the written cache
-in attention.
+If K is rotated, Q is rotated with the same cos and sin. Otherwise Q is the projection of the same
+activation that meets the written cache in attention. It may be the rest of the product that K or V
+is a part of, or another product.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _mirrors(q: Heads, k: Heads) -> bool:
 
 
 def _keeps_range(q: Heads) -> bool:
-    """Whether the heads stay in the range of their dtype without their factor, too."""
+    """Whether the heads stay in the range of their dtype if their factor is left out."""
     return abs(q.factor) >= 1 or q.end.dtype != torch.float16
 
 

@@ -35,7 +35,7 @@ _OPTIONS = {"alpha", "rounding_mode", "min", "max"}
 
 @dataclass(frozen=True, eq=False)
 class ByteFunction:
-    """A view whose every element is `table[byte]`, of the byte at the same place of `leaf`.
+    """A view in which every element is `table[byte]` for the byte at the same place in `leaf`.
 
     leaf: a view of stored (or computed) bytes, with the view's own shape; its dtype may be an 8-bit
     float's. table: [256], or [16] if only bytes below 16 can be looked up.
@@ -88,8 +88,8 @@ class _Trial:
         return _Numbers(stored, frozenset((view,)))
 
     def _computed(self, view: View) -> _Numbers | None:
-        """Evaluates the operation; None if it mixes bytes, in which case its result may itself be a
-        stored byte."""
+        """Returns the operation's results for every byte; None if it mixes bytes. The view itself
+        may then be a byte that the table is indexed by."""
         value = view.value
         if value.op in ("input", "constant", "store"):
             return None
@@ -139,7 +139,8 @@ class _Trial:
         return part and _Numbers(part.numbers.contiguous().view(view.value.dtype), part.leaves)
 
     def look_up(self, view: View) -> _Numbers | None:
-        """Evaluates table[index], if the graph computes the table from constants."""
+        """Returns the results of table[index] for every byte, if the graph computes the table from
+        constants; else None."""
         table, index = _table_and_index(view.value)
         if table is None or len(table.shape) != 1:
             return None

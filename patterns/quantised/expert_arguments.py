@@ -88,7 +88,8 @@ def expert_arguments(weights: Mapping[Names, DequantizedExperts]) -> dict[str, A
     """Returns the arguments of an op that takes these weights together: codes, scales [E, N/bn,
     K/bk], and factors [E] for weights that have any.
 
-    Raises Reject. WEIGHT_FORMAT: different formats. SCALE_BLOCK: blocks of no common size.
+    Raises Reject (WEIGHT_FORMAT) for different formats, and Reject (SCALE_BLOCK) for blocks of no
+    common size.
     """
     first = next(iter(weights.values()))
     anchor = first.data if isinstance(first.data, View) else first.data.operands[0]

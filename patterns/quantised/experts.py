@@ -8,8 +8,7 @@ first and last codes of E8M0 follow that format: 0 is 2^-127, 255 is NaN. NVFP4'
 sign if the graph's decoder keeps it.
 
 Also matches activations [M, K] that the graph decodes from NVFP4 codes and scales. Dimension
-letters: E
-experts, N rows, K columns.
+letters: E experts, N rows, K columns.
 """
 
 from __future__ import annotations
@@ -198,8 +197,8 @@ def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
 
 
 def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
-    """Returns (name, unit) of the first format whose numbers, times the unit, are the table's;
-    else None."""
+    """Returns (name, unit) of the first format whose numbers, times the unit, are the table's; else
+    None."""
     for name, numbers in _NUMBERS.items():
         unit = multiple(table, numbers)
         if unit is not None:

@@ -37,7 +37,8 @@ _E8M0 = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 12
 @dataclass(frozen=True)
 class Factor:
     """A factor of a decoded weight, one number per element. kind: "times", "over", "exponent" (of
-    two), or "nan_where" (a condition under which the product is NaN). casts: applied to it."""
+    two), or "nan_where" (a condition under which the product is NaN). casts: the casts that the
+    graph applies to the factor."""
 
     view: View
     kind: str = "times"
@@ -162,7 +163,8 @@ def is_factor(item: Any, tensor: bool = False) -> bool:
 
 
 def with_factor(found: Factors, factor: Factor) -> Factors | None:
-    """Adds one factor, split into its own factors as far as possible; None for an unknown one."""
+    """Returns `found` with one more factor, which is split into its own factors as far as possible;
+    None for an unknown one."""
     view = follow(factor.view)
     value = view.value
     if factor.kind == "nan_where":
@@ -198,7 +200,7 @@ def _is_constant_within(effect: Effect) -> bool:
 
 
 def _with_constant(found: Factors, view: View, factor: Factor) -> Factors | None:
-    """Adds a constant factor, which stays as the graph computes it."""
+    """Returns `found` with a constant factor, which stays as the graph computes it."""
     if not view.value.dtype.is_floating_point or view.value.dtype.itemsize == 1:
         return None
     if factor.casts:
@@ -216,7 +218,7 @@ def _with_block(found: Factors, block: BlockScale, unit: float = 1.0) -> Factors
 
 
 def _before_cast(view: View, factor: Factor) -> Factor:
-    """Returns the factor before a cast, which is recorded if it rounds."""
+    """Returns the factor before a cast. If the cast rounds, it is recorded in `casts`."""
     (operand,) = view.value.operands
     to = view.value.dtype
     rounds = torch.promote_types(operand.value.dtype, to) != to
@@ -225,8 +227,8 @@ def _before_cast(view: View, factor: Factor) -> Factor:
 
 
 def _with_product(found: Factors, view: View) -> Factors | None:
-    """Adds each part of a product or quotient separately, as rounding them together would be less
-    exact."""
+    """Returns `found` with each part of a product or quotient as a factor. Rounding the parts
+    together would be less exact."""
     value: Value = view.value
     kinds = ("times", "over" if value.op == "aten.div" else "times")
     more: Factors | None = found

@@ -104,7 +104,7 @@ def match_rounded_rows(codes: Value) -> RoundedRows:
     if is_given_scale(divisor):
         scale = divisor.value
         options = {"scale": divisor.reshape(1), "rounded": dtype == x.value.dtype}
-        # Where x's dtype divides, a scalar in float32 would be rounded first.
+        # If the division is in x's dtype, a scalar in float32 would be rounded first.
         if scale.dtype not in (x.value.dtype, dtype):
             found.refuse(scale, f"have a scale in {dtype_name(scale.dtype)}")
         if bounds is None:  # a quotient out of range gives NaN, not the largest code
@@ -135,8 +135,8 @@ class _Walk:
         reject("ACTIVATION_FORMAT", Stage.GUARDS, message, value, hint=_HINT, weight="advice")
 
     def whole(self, item: Any, what: str) -> Value:
-        """Returns a view's value. Refuses the rounding if the view is only a part; what: its
-        name."""
+        """Returns a view's value. Refuses the rounding if the view is only a part of it. what: the
+        name of the view in the message."""
         if not isinstance(item, View) or not item.is_whole:
             self.refuse(self.codes, f"read a part of {what}")
         return item.value

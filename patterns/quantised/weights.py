@@ -327,8 +327,8 @@ def _has_room(difference: Value) -> bool:
 
 
 def _bare(view: View) -> View:
-    """Returns a scale or zero point before gathers and before casts. fp32 arithmetic may omit
-    these casts."""
+    """Returns a scale or zero point before gathers and before casts. fp32 arithmetic may omit these
+    casts."""
     view = follow(view)
     while is_float_cast(view.value):
         view = follow(view.of_operand(view.value.operands[0]))

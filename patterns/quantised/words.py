@@ -1,4 +1,4 @@
-"""Finds the bits of stored words that the elements of unpacked integer weights are.
+"""Finds which bits of stored words the elements of unpacked integer weights consist of.
 
 Unpacking is masks, shifts and layout in any order. A view that takes one element of every word is
 followed down to the words; the result is the first bit and the number of bits.
@@ -198,8 +198,8 @@ def _integers(value: Value) -> tuple[int, int]:
 
 
 def _held(item: Any) -> tuple[int, int]:
-    """Returns the least and the largest element of a view, or a number twice; the limits of the
-    dtype if some may have wrapped around."""
+    """Returns the least and the largest element of a view (of a number, the number twice); the
+    limits of the dtype if some may have wrapped around."""
     if not isinstance(item, View) or item.value.dtype not in _WORDS:
         return (item, item) if isinstance(item, int) else (-(2**63), 2**63)
     limits, found = torch.iinfo(item.value.dtype), _integers(item.value)
@@ -210,10 +210,11 @@ def _held(item: Any) -> tuple[int, int]:
 
 
 def _before_store(view: View) -> View | None:
-    """Returns a view of memory after one write, as a view of the written data or of the memory
-    before.
+    """Returns a view of memory after one write, as a view of either the written data or the memory
+    before the write.
 
-    None if it takes both. The write must be a plain one into the graph's own memory.
+    None if the view takes elements of both. The write must be a plain one into the graph's own
+    memory.
     """
     store = view.value.store
     before = view.value.args[0]

@@ -13,10 +13,11 @@ _DEFAULT_ALPHA = 1.702
 
 @dataclass(frozen=True)
 class Activation:
-    """`name(gate, up)`; see ops.moe.ACTIVATIONS. up None: not gated.
+    """`name(gate, up)`; see ops.moe.ACTIVATIONS.
 
-    gate, up: the inputs. alpha: the factor in clamped_swiglu's sigmoid. limit: of gated
-    activations: gate is clamped to at most limit, and up to -limit .. limit; 0: no clamp.
+    gate, up: the inputs. up: None if the activation is not gated. alpha: the factor in
+    clamped_swiglu's sigmoid. limit: a gated activation clamps gate to at most limit, and up to
+    -limit .. limit; 0 means no clamp.
     """
 
     name: str

@@ -126,8 +126,8 @@ def is_of_shared_keys(value: Value) -> bool:
     """Whether a softmax that :func:`logits_of` cannot read looks like attention that the op would
     make faster.
 
-    Its product reads a cached tensor or repeated heads, or it is masked; a softmax that is spelled
-    out may be of any product.
+    This is so if its product reads a cached tensor or repeated heads, if it is masked, or if the
+    softmax is spelled out.
     """
     if len(value.shape) > 2 and is_spelled_softmax(value):
         return bool(_products_above(value))

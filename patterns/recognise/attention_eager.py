@@ -47,10 +47,10 @@ class Logits:
 
     mask: over the softmax's dimensions; a key is seen where it equals `sees`. finite: the mask
     hides logits by a large number instead of minus infinity. added: numbers added to the scaled
-    products, or subtracted from them if `subtracted`. softcap c: the logits before the mask are c *
-    tanh(scaled products / c); 0: no cap. sinks [H]. roles: which of the softmax's dimensions are B
-    (or none), H (two if groups of heads have their own), S (or none, if heads_of says which are the
-    heads) and K. unread: the operation that could not be read.
+    products, or subtracted from them if `subtracted`. softcap c: the logits before the mask are
+    `c * tanh(scaled products / c)`; 0: no cap. sinks [H]. roles: which of the softmax's dimensions
+    are B (or none), H (two dimensions if heads come in groups), S (or none, if heads_of says which
+    are the heads) and K. unread: the operation that could not be read.
     """
 
     scale: float = 1.0
@@ -100,8 +100,8 @@ def unread_step(softmax: Value) -> Value | None:
 
 
 def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
-    """Returns the product with values that alone reads a softmax's result, without the sinks. Only
-    casts may come between; else None."""
+    """Returns the product with values, if it is the only reader of a softmax's result without the
+    sinks, and only casts come between; else None."""
     value, absorbed = softmax, []
     shape = (*softmax.shape[:-1], softmax.shape[-1] - int(logits.sinks is not None))
     while True:
@@ -365,8 +365,8 @@ def _roles_in(
     """Returns which of the softmax's dimensions are B, H, S and K; () if the product does not tell.
 
     Each head or group of heads must have its own keys, unless heads_of says which dimension is the
-    heads. The first of several dimensions is that of sequences, unless sinks vary along it: then it
-    is the heads'.
+    heads. If several dimensions could be B, the first one is, unless sinks vary along it; then it
+    is H.
     """
     of_q = [n for n in dims[:-1] if n is not None and n in q.names]
     own = [n for n in of_q if n not in k_names]

@@ -134,8 +134,8 @@ def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) ->
 
 
 def _rotated(terms: Sequence[Term], first: int, head_dim: int) -> int:
-    """Returns the number of rotated elements. Raises _Unknown unless they are the first ones of
-    the head, and each is a sum of two products."""
+    """Returns the number of rotated elements. Raises _Unknown unless they are the first ones of the
+    head, and each is a sum of two products."""
     products, passed = np.zeros(head_dim, dtype=int), np.zeros(head_dim, dtype=bool)
     for term in terms:
         if len(term.leaves) == 2:
