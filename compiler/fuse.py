@@ -130,7 +130,7 @@ def _counted(
     rounds: Sequence[Round], options: Options, failures: Failures
 ) -> tuple[tuple[Point, ...], list[Miss]]:
     """Returns the census of a graph, and a miss for each point that no match or miss accounts for.
-    No such misses if the options leave patterns or sites out."""
+    Returns no such misses if the options leave patterns or sites out."""
     try:
         points = census_of(rounds, registered(options.patterns))
     except Exception as error:
@@ -143,8 +143,8 @@ def _counted(
 class _Attempt:
     """A rewritten copy of the graph. inputs: which of its inputs share memory.
 
-    It keeps no reference to the Dataflow: that is freed before the collector runs again, which
-    would walk it.
+    It keeps no reference to the Dataflow, so that the Dataflow is freed before the collector runs
+    again and walks it.
     """
 
     after: fx.GraphModule
@@ -163,12 +163,12 @@ def _attempt(
     rounds: list[Round],
     kept: dict[str, Miss | None],
 ) -> _Attempt | None:
-    """Rewrites a copy of the graph. rounds: the results of each pass over the patterns are appended
-    here. kept: the calls not to spell out; such calls are added here.
+    """Rewrites a copy of the graph. Appends the results of each pass over the patterns to `rounds`.
+    kept: the calls not to spell out, to which the function adds.
 
-    Returns None if the copy cannot be used and another is to be made. Either a rewrite failed
-    half-way, or the plan of an op failed: the next copy refuses that site. Or some calls turned out
-    to be better left as they are.
+    Returns None if the copy cannot be used and another must be made. The reason may be that a
+    rewrite failed half-way, or that the plan of an op failed; the next copy then refuses that site.
+    It may also be that some spelled-out calls are better left as they are.
     """
     with clock.phase("copy"):
         after = _copy(gm)
@@ -329,7 +329,7 @@ def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[s
 
 
 def target_name(options: Options) -> str:
-    """The target that the options name, else the GPU at hand, else sm100."""
+    """Returns the target that the options name, else the GPU at hand, else sm100."""
     if options.target is not None:
         return options.target
     present = detect_target()
@@ -450,7 +450,8 @@ def _site(done: Rewritten, target: str, plans: _Plans) -> Site:
 
 
 def _intermediate_bytes(match: Match) -> int:
-    """Bytes of the values that the rewrite removes from the graph; 0 where a size is a symbol."""
+    """Returns the bytes of the values that the rewrite removes from the graph; 0 where a size is a
+    symbol."""
     kept = {result.replaced for result in match.results}
     gone = [v for v in match.absorbed if v not in kept and v.op != "store"]
     sizes = [(*value.shape, value.dtype.itemsize) for value in gone]
@@ -459,7 +460,8 @@ def _intermediate_bytes(match: Match) -> int:
 
 
 def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
-    """Other nodes of our ops, with their names, that the rewrite added as inputs of `node`."""
+    """Returns other nodes of our ops, with their names, that the rewrite added as inputs of
+    `node`."""
     found: list[tuple[fx.Node, str]] = []
     for source in node.all_input_nodes:
         called = source.target
@@ -473,7 +475,7 @@ def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
 
 
 def _lowering(node: fx.Node, name: str, target: str, plans: _Plans) -> LoweringReport:
-    """The plan of an op at the shapes of one node."""
+    """Returns the plan of an op at the shapes of one node."""
     key = call_key(node)
     if key not in plans:
         op = get_op(name)

@@ -116,7 +116,7 @@ _latest: Any = None
 
 
 def why_graph_ended(gm: fx.GraphModule) -> list[str]:
-    """The text of the break that ends a Dynamo graph; an empty list if no break does."""
+    """Returns the text of the break that ends a Dynamo graph; an empty list if no break does."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return []
@@ -202,7 +202,8 @@ def _report_breaks() -> None:
 
 
 def _listener_of_frame() -> tuple[Listener | None, Mapping[str, Any], Mapping[str, Any]]:
-    """(listener, the backend's options, Dynamo's variables) of the compilation that is ending."""
+    """Returns (listener, the backend's options, Dynamo's variables) of the compilation that is
+    ending."""
     place: FrameType | None = sys._getframe()
     while place is not None:
         if place.f_code.co_filename == convert_frame.__file__ and "compiler_fn" in place.f_locals:
@@ -265,7 +266,7 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _library(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The package below `site-packages` in which the break lies; empty for other code."""
+    """Returns the package below `site-packages` in which the break lies; empty for other code."""
     found = _innermost(stack)
     _, _, inside = (found[0] if found else "").rpartition(f"site-packages{os.sep}")
     return inside.partition(os.sep)[0]

@@ -200,8 +200,8 @@ def is_plain(value: Any) -> bool:
 
 
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
-    """Returns a test whether two sizes (ints or sympy expressions) are equal; it guards on
-    symbols."""
+    """Returns a function that tests whether two sizes (ints or sympy expressions) are equal. The
+    test adds guards on symbols."""
     environment = next((e for e in map(_shape_env, inputs) if e is not None), None)
 
     def same(a: Any, b: Any) -> bool:
@@ -235,7 +235,7 @@ def _shape_env(value: Any) -> Any:
 
 
 def fake_mode_of(tensors: Iterable[Any]) -> Any:
-    """The fake mode of the first tensor that has one, or None."""
+    """Returns the fake mode of the first tensor that has one, or None."""
     modes = (getattr(tensor, "fake_mode", None) for tensor in tensors)
     return next((mode for mode in modes if mode is not None), None)
 
@@ -247,8 +247,8 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached(value: Any) -> Any:
-    """Returns a fake tensor on the memory of the given one, which keeps its own shape if the result
-    is reshaped in place. Returns anything but a tensor as it is."""
+    """Returns a fake tensor on the memory of the given one. If the result is reshaped in place, the
+    given tensor keeps its shape. Returns anything but a tensor as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
@@ -284,8 +284,8 @@ def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def made_again(value: Any) -> Any:
-    """Copies the layout of a fake tensor, or of each in a tuple, into a fake tensor in new memory.
-    The sizes must be numbers."""
+    """Returns a fake tensor in new memory with the layout of the given one, or a tuple of them for
+    a tuple. The sizes must be numbers."""
     return _strided_again(value) if type(value) is FakeTensor else tree_map(_strided_again, value)
 
 

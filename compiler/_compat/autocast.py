@@ -12,8 +12,8 @@ from torch.amp.autocast_mode import _enter_autocast
 
 
 def autocast_in_force(node: fx.Node) -> dict[str, torch.dtype | None]:
-    """Returns the dtype of autocast at a node (None: off) by device type, for the types for which
-    the graph itself sets another dtype than the current one."""
+    """Returns the dtype of autocast at a node (None: off) by device type. Leaves out the types for
+    which the graph itself does not change the current dtype."""
     found: dict[str, torch.dtype | None] = {}
     for entry in node.graph.find_nodes(op="call_function", target=_enter_autocast):
         # The only user of an enter node is the exit node that takes it.

@@ -12,12 +12,13 @@ from torch._logging import trace_structured
 
 
 def mode_patches(mode: str | None) -> dict[str, Any] | None:
-    """Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown one."""
+    """Returns Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown
+    one."""
     return torch._inductor.list_mode_options(mode) if mode else None
 
 
 def modes() -> list[str]:
-    """The names of `torch.compile`'s modes."""
+    """Returns the names of `torch.compile`'s modes."""
     return list(torch._inductor.list_mode_options())
 
 

@@ -104,7 +104,7 @@ def _written_by_schema(node: fx.Node, target: Any) -> Access:
 
 
 def _overloads(node: fx.Node, packet: Any) -> list[Any]:
-    """The overloads of a packet that take the keywords of a call."""
+    """Returns the overloads of a packet that take the keywords of a call."""
     return [
         overload
         for overload in (getattr(packet, name) for name in packet.overloads())
@@ -148,7 +148,7 @@ def asked_in_place(node: fx.Node) -> bool:
 
 @cache
 def inplace_position(function: Callable[..., Any]) -> int | None:
-    """The position of a function's parameter `inplace`, or None."""
+    """Returns the position of a function's parameter `inplace`, or None."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # many built-in functions have no signature
@@ -207,8 +207,8 @@ def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
 
 
 def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places | None:
-    """The positions of the `tensors` that a call writes, and of those whose shape, strides or
-    storage it changes; None if the call cannot be tried."""
+    """Returns the positions of the `tensors` that a call writes, and of those whose shape, strides
+    or storage it changes; None if the call cannot be tried."""
     if not torchs and has_unbacked(node):
         return None  # another size may take another branch of the user's code
     try:

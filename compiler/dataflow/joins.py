@@ -30,7 +30,7 @@ def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | Non
 
 
 def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View | None:
-    """Returns the only piece of a concatenation, which then is a copy of it; None for other
+    """Returns the only piece of a concatenation that copies a single piece; None for other
     cases."""
     (piece, *others) = pieces or (None,)
     if others or piece is None or piece.value.dtype != result.dtype:

@@ -73,15 +73,15 @@ class CompressedLinear(CodedLinear):
         return f"{super().extra_repr()}, {self.strategy}, {self.rounding or 'x as it is'}"
 
     def codes(self) -> torch.Tensor:
-        """The codes [N, K], in the dtype of the scales."""
+        """Returns the codes [N, K], in the dtype of the scales."""
         return self.weight.to(self.scales().dtype)
 
     def scales(self) -> torch.Tensor:
-        """The scales as they are stored: [1], [N, 1], [N, K / group] or by blocks."""
+        """Returns the scales as they are stored: [1], [N, 1], [N, K / group] or by blocks."""
         return self.weight_scale
 
     def zeros(self) -> torch.Tensor | None:
-        """The zero points, in the shape of the scales."""
+        """Returns the zero points, in the shape of the scales."""
         return getattr(self, "weight_zero_point", None)
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:

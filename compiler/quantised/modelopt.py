@@ -204,7 +204,8 @@ def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
 
 
 def _experts_of(name: str) -> str:
-    """The path of the experts, if a tensor is the scale of an expert's weight; "" for others."""
+    """Returns the path of the experts, if a tensor is the scale of an expert's weight; "" for
+    others."""
     path, _, own = name.rpartition(".")
     parts = path.rsplit(".", 2)
     return parts[0] if own == "weight_scale" and len(parts) == 3 and parts[1].isdigit() else ""

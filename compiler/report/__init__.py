@@ -213,7 +213,7 @@ class Lowered:
         return json.dumps(self.as_dict(), indent=2)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready data."""
+        """Returns the report as JSON-ready data."""
         return {
             "target": self.target,
             "graphs": [

@@ -92,7 +92,7 @@ class Census:
         return Census(tuple(points))
 
     def counts(self) -> dict[tuple[Kind, Account, str], int]:
-        """The number of points by (kind, account, reason)."""
+        """Returns the number of points by (kind, account, reason)."""
         return dict(Counter((p.kind, p.account, p.why) for p in self.points))
 
     def as_dict(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class Failures:
 
     @contextmanager
     def of_the_graph(self) -> Iterator[None]:
-        """Writes a repro file also for an exception in the block, which belongs to no single
+        """Writes a repro file for an exception in the block. Such an exception belongs to no single
         site."""
         try:
             yield

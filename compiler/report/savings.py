@@ -110,7 +110,7 @@ class Savings:
         return tuple(sorted(size, key=lambda form: -size[form]))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Returns JSON-ready data."""
         return {
             "target": self.target,
             "tokens": self.tokens,

@@ -55,8 +55,8 @@ def _new(like: fx.Node, held: Any, target: Any, *args: Any, **kwargs: Any) -> fx
 
 
 def _summed_by(node: fx.Node) -> str | None:
-    """The group over which a node sums a DTensor and replicates the sum; None for other nodes and
-    for meshes of more than one dimension."""
+    """Returns the group over which a node sums a DTensor and replicates the sum; None for other
+    nodes and for meshes of more than one dimension."""
     source = node.args[0] if node.args else None
     held = source.meta.get("example_value") if isinstance(source, fx.Node) else None
     placements: tuple[Any, ...] = getattr(held, "placements", ())
@@ -120,8 +120,8 @@ def _multiply_locally(node: fx.Node) -> None:
 
 
 def _unwrapping(node: fx.Node) -> list[fx.Node]:
-    """A node and all that reads its DTensor until plain tensors are left, in program order. Empty
-    if any of them does more than unwrap, or the graph returns the DTensor."""
+    """Returns a node and all that reads its DTensor until plain tensors are left, in program order.
+    Empty if any of them does more than unwrap, or the graph returns the DTensor."""
     found = [node]
     for wrapper in found:  # grows in the loop
         if _is_dtensor(wrapper):
@@ -140,7 +140,7 @@ def _holds(user: fx.Node, source: fx.Node) -> bool:
 
 
 def _plain_source(node: fx.Node) -> fx.Node | None:
-    """The plain tensor that `DTensor.from_local` wraps, if it does so without a check over
+    """Returns the plain tensor that `DTensor.from_local` wraps, if it does so without a check over
     ranks."""
     if name_of(node) != "from_local" or argument(node, 3, "run_check", False):
         return None
@@ -173,7 +173,7 @@ def _is_local(node: fx.Node) -> bool:
 
 
 def _calls(graph: fx.Graph) -> list[Any]:
-    """A graph's nodes, each as its target and the positions of the nodes that it reads."""
+    """Returns a graph's nodes, each as its target and the positions of the nodes that it reads."""
     at: Mapping[fx.Node, Any] = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     return [
         (node.op, str(node.target), repr(with_inputs(node, at)))

@@ -86,7 +86,7 @@ def _call_of(node: fx.Node) -> _Call:
 
 
 def _first_result(node: fx.Node) -> fx.Node:
-    """The node of a call's first result; raises _Unreadable if its log-sum-exp is used."""
+    """Returns the node of a call's first result; raises _Unreadable if its log-sum-exp is used."""
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(parts) != len(node.users) or set(parts) != {0}:
         raise _Unreadable("its log-sum-exp, or its largest score, is used")
@@ -174,7 +174,7 @@ def _applied(
 
 
 def _wide(write: Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """An operand with all four dimensions, so that type promotion is that of the scores."""
+    """Returns an operand with all four dimensions, so that type promotion is that of the scores."""
     item = known[node]
     if not is_tensor_node(item) or item.meta["example_value"].dim() == 4:
         return item
@@ -197,6 +197,6 @@ def _looked_up(node: fx.Node, tables: set[fx.Node]) -> tuple[fx.Node, list[Any]]
 
 
 def _rank_of(node: fx.Node) -> int | None:
-    """How many dimensions a node's tensor has; None if it has no tensor."""
+    """Returns how many dimensions a node's tensor has; None if it has no tensor."""
     held = node.meta.get("example_value")
     return held.dim() if isinstance(held, torch.Tensor) else None

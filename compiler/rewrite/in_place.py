@@ -86,7 +86,8 @@ def make_arithmetic_new(graph: fx.Graph) -> int:
 
 
 def _out_of_place(node: fx.Node) -> _Call | None:
-    """The equivalent call out of place of a node that writes in place; None for any other node."""
+    """Returns the equivalent call out of place of a node that writes in place; None for any other
+    node."""
     if not _is_call(node):
         return None
     base = node.args[0] if node.args else None
@@ -146,7 +147,8 @@ def _copied(source: Any) -> _Call | None:
 
 
 def _assigned(node: fx.Node) -> _Call | None:
-    """The call that makes the new tensor of `x[:] = y`, `x[mask] = number` or `x[rows] = y`."""
+    """Returns the call that makes the new tensor of `x[:] = y`, `x[mask] = number` or
+    `x[rows] = y`."""
     base, index, value = node.args
     items = index if isinstance(index, tuple) else (index,)
     sizes = base.meta["example_value"].shape  # type: ignore[union-attr]
@@ -176,7 +178,7 @@ def _takes_all(part: slice, size: Any) -> bool:
 
 
 def _put(base: Any, indices: Any, value: Any) -> _Call | None:
-    """The call that puts rows into zeros, for `x.index_put_((rows,), y)`."""
+    """Returns the call that puts rows into zeros, for `x.index_put_((rows,), y)`."""
     if len(indices) != 1 or not is_tensor_node(indices[0]) or not is_tensor_node(value):
         return None
     at, held, put = (n.meta["example_value"] for n in (indices[0], base, value))
@@ -359,8 +361,8 @@ class _Rewriter:
         )
 
     def _read_behind(self, name: fx.Node, node: fx.Node) -> list[torch.Tensor]:
-        """The tensors of `name` that may be read behind a node. If `name` has several, only those
-        that are taken from it there."""
+        """Returns the tensors of `name` that may be read behind a node. If `name` has several, only
+        those that are taken from it there."""
         behind = [user for user in name.users if node < user]
         several = not isinstance(name.meta["example_value"], torch.Tensor)
         if several and all(user.target is operator.getitem for user in behind):
@@ -398,7 +400,7 @@ def _meets_itself(tensor: torch.Tensor) -> bool:
 
 
 def _axes(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
-    """(stride, size) of each axis that may have more than one element."""
+    """Returns (stride, size) of each axis that may have more than one element."""
     axes = zip(tensor.stride(), tensor.shape, strict=True)
     return [(stride, size) for stride, size in axes if not proven(size == 1)]
 

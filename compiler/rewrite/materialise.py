@@ -215,7 +215,7 @@ class Materialiser:
         raise InexpressibleError(self._unknown(symbol))
 
     def _unknown(self, symbol: sympy.Expr) -> str:
-        """Why no node in front of the fused op gives a size."""
+        """Returns why no node in front of the fused op gives a size."""
         for node, _ in self._symbols.get(symbol, ()):
             place = source_of(node)
             where = f" ({place})" if place else ""

@@ -103,7 +103,7 @@ def _has_new_sizes(node: fx.Node) -> bool:
 
 
 def unbacked(node: fx.Node) -> set[str]:
-    """The unbacked symbols in a node's shapes: sizes that only data decide."""
+    """Returns the unbacked symbols in a node's shapes: sizes that only data decide."""
     sizes = [size for t in _compat.tensors_of(node) for size in shape_of(t)]
     symbols = {str(s) for n in sizes if not isinstance(n, int) for s in n.free_symbols}
     return {name for name in symbols if name.startswith("u")}

@@ -60,7 +60,7 @@ class RankSums:
         return f"{self.place}/{self.life}/{self.compiled}"
 
     def alive(self, rank: int) -> str:
-        """The key at which a rank counts up while it still compiles."""
+        """Returns the key at which a rank counts up while it still compiles."""
         return f"{self.now}/alive/{rank}"
 
 

@@ -162,7 +162,7 @@ def _agreed(found: Sequence[Difference]) -> str:
 
 
 def _plain(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The plain tensors among inputs; for a subclass, the tensors inside it."""
+    """Returns the plain tensors among inputs; for a subclass, the tensors inside it."""
     return [part for tensor in tensors_in(inputs) for part in _compat.parts_of(tensor)]
 
 

@@ -55,7 +55,7 @@ def widen(value: Any) -> Any:
 
 
 def _widened(items: Any) -> Any:
-    """Nested arguments in float64: the tensors, and the dtypes that a call asks for."""
+    """Returns nested arguments in float64: the tensors, and the dtypes that a call asks for."""
     if isinstance(items, torch.Tensor):
         return widen(items)
     if isinstance(items, dict):

@@ -131,7 +131,7 @@ def _run(
 
 
 def _written(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The inputs that a run may have written, such as caches."""
+    """Returns the inputs that a run may have written, such as caches."""
     return [t for t in _compat.tensors_in(inputs) if t.is_floating_point() and not _is_weight(t)]
 
 
@@ -179,7 +179,7 @@ def _worst(
 
 
 def _share(errors: tuple[float, float, float]) -> float:
-    """The fused error as a share of what is allowed."""
+    """Returns the fused error as a share of what is allowed."""
     _, fused, allowed = errors
     return fused / allowed if allowed else float("inf" if fused else 0)
 

@@ -299,8 +299,8 @@ def is_weight(view: View) -> bool:
     return view.value.op == "constant"
 
 
-# A product that sums fewer numbers is not one with a weight, such as positions times frequencies,
-# which are angles.
+# A product that sums fewer numbers is not a product with a weight. For example, positions times
+# frequencies give angles.
 _LEAST_SUMMED = 16
 _NO_OPERATIONS = ("input", "constant", "store", "cast", "bitcast")
 _KNOWN = ("aten.", "tilewright::", "opaque:tilewright::")
@@ -415,7 +415,8 @@ def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | Non
 def layout_on(
     axes: Sequence[Sequence[str]], dims: Sequence[Sequence[str]], sizes: Mapping[str, Size]
 ) -> Effect:
-    """Returns the effect whose dimensions `dims` walk `axes`; both list names, outermost first."""
+    """Returns the effect on `axes` whose dimensions are `dims`. Both are lists of names, outermost
+    first, for each axis or dimension."""
     atoms: dict[str, Atom] = {}
     for axis, names in enumerate(axes):
         step: Size = 1

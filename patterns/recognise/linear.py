@@ -37,11 +37,11 @@ from tilewright.patterns.recognise.ranks import collective_of
 
 @dataclass(frozen=True)
 class Path:
-    """Codes and words of a pattern's misses about the path from a linear to its reader.
+    """The codes and words of a pattern's misses about the path from a linear to its reader.
 
-    code: for a path without a linear. masked: for a boolean mask that selects rows on the path; ""
-    for `code`. reader: the reader of the result, in words. hint: for misses that have none of their
-    own.
+    code: the code for a path without a linear. masked: the code for a boolean mask that selects
+    rows on the path; "" to use `code`. reader: the reader of the linear's result, in words. hint:
+    the hint for misses that have none of their own.
     """
 
     code: str
@@ -60,7 +60,7 @@ MatchDelta = Callable[[View], Any]
 
 @dataclass(frozen=True)
 class Linear:
-    """clamp(x @ weight^T * scale + bias + deltas, -clip, clip), all but the product optional.
+    """clamp(x @ weight^T * scale + bias + deltas, -clip, clip), where only the product is required.
 
     value: the graph's tensor after the last of these steps. layout: the dimensions of `value` on
     the gemm's axes [tokens..., N]. bias, scale: [n], for the columns from `bias_first` or

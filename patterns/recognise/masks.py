@@ -56,7 +56,7 @@ class Visible:
 
 @dataclass
 class _Terms:
-    """The terms whose conjunction a mask is; j is a key's index.
+    """The terms of a mask, which shows a key if all terms do; j is the key's index.
 
     upper: pairs (numbers, shift): j <= numbers + shift, with a number for each query; None stands
     for query i's index i. lower: pairs (numbers, shift): j >= numbers + shift. chunks: pairs
@@ -164,7 +164,7 @@ _OR = {"aten.bitwise_or", "aten.logical_or"}
 
 
 def _collect(view: View, sees: bool, terms: _Terms) -> None:
-    """Adds the terms whose conjunction is the mask, or its negation unless `sees`."""
+    """Adds the terms whose conjunction is the mask if `sees`, or the mask's negation if not."""
     value = view.value
     if is_of_bits(value):
         terms.whole = False
@@ -367,8 +367,8 @@ def _add_part(view: View, found: _Triangle, sees: bool, first: Size, terms: _Ter
 def _add_limit(
     numbers: View | None, shift: Size, found: _Triangle, sees: bool, terms: _Terms
 ) -> None:
-    """Adds the limit of a triangle, j <= row + diagonal or j >= row + diagonal, or its negation
-    unless `sees`. The row of a query is numbers + shift."""
+    """Adds the limit of a triangle, j <= row + diagonal or j >= row + diagonal; its negation unless
+    `sees`. The row of a query is numbers + shift."""
     if found.lower == sees:
         terms.upper.append((numbers, shift + found.diagonal - (0 if sees else 1)))
     else:
@@ -408,8 +408,8 @@ def _add_rows(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _triangles(table: Value, sees: bool) -> list[_Triangle]:
-    """Returns triangles of True whose intersection is the matrix, or whose union is it unless
-    `sees`; empty if there are none."""
+    """Returns triangles of True. The matrix is their intersection if `sees`, or their union if not.
+    Returns an empty list if there are no such triangles."""
     found = _triangle(table)
     if found is not None:
         return [found] if found.number == 1 else []

@@ -1,8 +1,8 @@
-"""Adapts ids that name no expert or adapter to the op: it takes -1 for no expert, and refuses other
-numbers out of range.
+"""Adapts ids that name no expert or adapter to the op. The op takes -1 for no expert, and refuses
+other numbers out of range.
 
-A graph's lookup may treat such numbers in another way. :func:`experts_argument` changes them such
-that the op treats them like that lookup.
+A graph's lookup may treat such numbers in another way. :func:`experts_argument` changes them so
+that the op treats them as that lookup does.
 """
 
 from __future__ import annotations

@@ -310,7 +310,8 @@ def _side_by_side(table: Table, first: View, second: View) -> Computed:
 
 
 def same_table(a: Any, b: Any) -> bool:
-    """Whether two such arguments hold the same numbers, even if computed twice."""
+    """Whether two results of :func:`table_argument` hold the same numbers, even if computed
+    twice."""
     if isinstance(a, View) and isinstance(b, View):
         return equal_values(a, b)
     if isinstance(a, Computed) and isinstance(b, Computed):
@@ -364,8 +365,8 @@ def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], sta
 
 
 def _split_tokens(place: tuple[Atom, ...], dim: tuple[Atom, ...]) -> dict[int, tuple[Atom, ...]]:
-    """Returns the table's atoms per token axis, for a dimension that merges the same token axes as
-    `place`, the head's."""
+    """Returns, by token axis, the atoms of a table's dimension `dim`, which merges the same token
+    axes as the head's dimension `place`."""
     flat = Effect((dim,), (0,) * (1 + max(a.axis or 0 for a in dim)))
     apart = effects.reshape(flat, [a.length for a in place])
     return {a.axis: d for a, d in zip(place, apart.dims, strict=True) if a.axis is not None}

@@ -188,7 +188,7 @@ def _opened(view: View, axis: int, others: Mapping[int, int]) -> tuple[Leaf, int
     """Returns the view as a leaf, with `axis` of its last dimension open, and its start on that
     axis. Raises NotRotation.
 
-    others: by further axis that the last dimension walks, the place to fix on it.
+    others: further axes that the last dimension walks, each with the place to fix on it.
     """
     start = list(view.effect.start)
     first, start[axis] = start[axis], 0

@@ -439,8 +439,8 @@ def _marked(inner: View) -> tuple[View, Size] | None:
     """Returns (experts by route, E) of a sum over tokens of a mask [T, E] that marks each token's
     experts with ones; else None.
 
-    The experts must be the indices of a topk: a mask would count an expert only once that a token
-    names twice.
+    The experts must be the indices of a topk: if a token named an expert twice, a mask would count
+    that expert only once.
     """
     inner, _ = strip_while(inner, lambda value: value.op == "cast")  # ones are ones in any type
     ids = scattered_ones(inner.value)
