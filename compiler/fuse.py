@@ -93,7 +93,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
-    """Fuses the patterns' matches in a copy of `gm`; `gm` itself does not change.
+    """Fuses the patterns' matches in a copy of `gm`, and returns the report. `gm` does not change.
 
     gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. Where a pattern or an op
     raises at a site, that site stays as written, and a miss INTERNAL says so. Raises StrictError
@@ -274,7 +274,8 @@ def _attempt(
 
 
 def _in_two(patterns: Sequence[Pattern]) -> tuple[list[Pattern], list[Any]]:
-    """Separates the patterns that look at the graph after all others have rewritten it."""
+    """Returns (the other patterns, the patterns that look at the graph after all others have
+    rewritten it)."""
     later = [one for one in patterns if hasattr(one, "asked_afterwards")]
     return [one for one in patterns if one not in later], later
 

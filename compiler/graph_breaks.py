@@ -245,7 +245,7 @@ def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _filled(words: str, reason: str) -> str:
-    """Fills the braces in the words with the values from Dynamo's text."""
+    """Returns the words with the values from Dynamo's text in place of the braces."""
     for place, named in _NAMED.items():
         if place in words:
             found = named.search(reason)

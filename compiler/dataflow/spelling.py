@@ -383,7 +383,8 @@ def _end(index: Size, length: Size) -> Size:
 
 
 def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) -> Effect:
-    """Slices dimension `dim` by `item`. length: the result's size, if its shape is known."""
+    """Returns the effect with dimension `dim` sliced by `item`. length: the result's size, if its
+    shape is known."""
     size = effect.shape[dim]
     start = 0 if item.start is None else _end(size_of(item.start), size)
     step = 1 if item.step is None else size_of(item.step)
@@ -480,7 +481,7 @@ def _apply_item(
 
 
 def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
-    """Selects a list of positions that ascend evenly, as a slice."""
+    """Returns the effect that selects a list of positions, which must ascend evenly, as a slice."""
     if not item or not all(isinstance(i, int) and not isinstance(i, bool) for i in item):
         raise InexpressibleError("an index list that is not of numbers")
     at = [_offset(i, effect.shape[dim]) for i in item]

@@ -70,7 +70,7 @@ _TURNED_ROWS = 1024
 
 
 def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Transposes words [A, B / 8] of eight codes along B to words [B, A / 8] of the codes along A.
+    """Transposes words [A, B / 8] of eight codes along B, and returns words [B, A / 8] along A.
 
     words: int32; A and B are multiples of 8. order: for each code of a word, the nibble that holds
     it, in the given words and in the result. A second call undoes the first. The result is
@@ -112,7 +112,8 @@ def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Rounds to the nearest E2M1 number, and halfway to the even code; NaN stays NaN."""
+    """Returns x rounded to the nearest E2M1 number or, halfway between two, to the one with the
+    even code. NaN stays NaN."""
     size, rounded = x.abs(), torch.zeros_like(x)
     for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
         middle = (below + above) / 2

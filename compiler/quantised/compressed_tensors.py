@@ -98,7 +98,7 @@ class CompressedLinear(CodedLinear):
         return (codes * scales).reshape(self.out_features, self.in_features).to(dtype)
 
     def _of_blocks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Repeats a number for each block to one for each weight."""
+        """Returns numbers, one for each block, repeated to one for each element of the weight."""
         rows, columns = self.block
         spread = numbers.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return spread[: self.out_features, : self.in_features]
@@ -144,16 +144,17 @@ class CompressedLinear(CodedLinear):
 
 
 def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
-    """Clamps x, which is in units of its scale, and rounds it to the format's numbers, in x's
-    dtype."""
+    """Returns x, which is in units of its scale, clamped and rounded to the format's numbers, in
+    x's dtype."""
     if (how.kind, how.bits) == ("float", 4):
         return nearest_e2m1(x)
     return x.round() if how.kind == "int" else x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
-    """Returns MX scales of groups with these largest magnitudes: each rounded down to a power of
-    two, or up from 1.75 times that power on, and divided by the power of two below `most`."""
+    """Returns the MX scales of groups, given their largest magnitudes. A magnitude is rounded down
+    to a power of two, or up if it is at least 1.75 times that power, and divided by the power of
+    two below `most`."""
     digits = -math.frexp(torch.finfo(largest.dtype).eps)[1] + 1
     bits = largest.view(torch.int32 if digits > 16 else torch.int16).to(torch.int32)
     exponent = (bits + (1 << (digits - 2))) >> digits

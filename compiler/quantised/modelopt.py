@@ -158,8 +158,8 @@ class ModelOptQuantizer(HfQuantizer):
                 model.set_submodule(path, experts.together())
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
-        """Leaves out the conversions that join experts into one tensor, where the model has them
-        apart."""
+        """Leaves out the conversions that join experts into one tensor, where the model keeps
+        experts apart."""
         apart = any(isinstance(module, ExpertsApart) for module in model.modules())
         merging = ("experts.gate_up_proj", "experts.down_proj")
         kept = [

@@ -161,7 +161,7 @@ class ModelOptExperts(CodedExperts):
 def _product(
     linears: Float8, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
 ) -> torch.Tensor:
-    """Rounds rows as the format does, and multiplies rows, sorted by expert, by that expert's
+    """Returns rows, sorted by expert and rounded as the format rounds them, times their expert's
     weight."""
     scale = linears._parameters.get("input_scale")
     x = linears.rounded_by(x, None if scale is None else scale.view(-1, 1)[expert])

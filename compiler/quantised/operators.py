@@ -41,8 +41,8 @@ class UnfitError(Exception):
 def _product(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiplies codes [M, K] and [N, K] to [M, N]; scales by blocks, [M, K / block] and [N /
-    block, ...]."""
+    """Returns the product [M, N] of codes [M, K] and [N, K] with scales by blocks, [M, K / block]
+    and [N / block, ...]."""
     groups, columns = scale.shape[1], codes.shape[1]
     if groups not in (1, -(-columns // BLOCK)):
         raise UnfitError(f"which has no form for {groups} scales along {columns} columns")
@@ -103,7 +103,7 @@ def block_static(
 
 
 def _rows(x: Tensor, block: int) -> Tensor:
-    """Rounds rows [M, K] to the numbers that their codes stand for."""
+    """Returns rows [M, K] rounded to the numbers that their codes stand for."""
     codes, scale = _rounded(x, block)
     return (codes.float() * scale).flatten(-2).to(x.dtype)
 
@@ -151,7 +151,7 @@ def block_batched(
     block_size: Sequence[int],
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiplies each row by its expert's weight. The operator leaves rows of experts from E on as
+    """Returns each row times its expert's weight. The operator leaves rows of experts from E on as
     they are; here such rows get the last expert."""
     own = _experts(B, Bs, block_size, A.dtype)[expert_ids.clamp(0, len(B) - 1)]
     y = torch.bmm(own, _rows(A, block_size[1]).unsqueeze(-1)).squeeze(-1)
@@ -181,7 +181,7 @@ def mx(**_: Any) -> None:
 def by_rows(
     XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None, **_: Any
 ) -> Tensor:
-    """Multiplies e4m3 by e4m3, with a scale for each row of both."""
+    """Returns the product of e4m3 codes with e4m3 codes, both with a scale for each row."""
     codes = XQ.reshape(-1, XQ.shape[-1])
     y = _product(codes, x_scale.reshape(-1, 1), WQ, w_scale.reshape(-1, 1), torch.bfloat16)
     y = y if bias is None else (y + bias).to(torch.bfloat16)
@@ -238,8 +238,8 @@ def gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """Decodes a weight of two codes to a byte, the first in the high nibble, with a scale for each
-    block of the flattened weight.
+    """Returns the product of A with a weight that has two codes to a byte, the first in the high
+    nibble, and a scale for each block of the flattened weight.
 
     Refuses scales that are codes too. Decoding them would need a kernel of its own in each call,
     which would write an eighth of the codes' bytes for the op to read again.

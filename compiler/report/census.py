@@ -107,7 +107,7 @@ class Census:
 
 
 def census_of(rounds: Sequence[Round], patterns: Iterable[Pattern]) -> tuple[Point, ...]:
-    """Returns the points of one graph, as its first round found it."""
+    """Returns the points of one graph, as they were in the first round."""
     matches = [match for one in rounds for match in one.matches]
     matched = {node: match.pattern for match in matches for node in match.nodes}
     missed = _spoken_for(rounds[-1], {pattern.name: pattern for pattern in patterns})

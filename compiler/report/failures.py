@@ -1,4 +1,5 @@
-"""Turns exceptions inside a pattern, an op or a rewrite into misses: they cost one site each."""
+"""Turns exceptions inside a pattern, an op or a rewrite into misses, so that each costs one
+site."""
 
 from __future__ import annotations
 

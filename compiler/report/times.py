@@ -29,10 +29,10 @@ FILL_S = 1.1e-6
 #: The share of a copy's rate at which parts move bytes.
 MEMORY_SHARE = 0.98
 #: How many times faster than memory the L2 cache is: an assumption. Bytes that cross between parts
-#: and fit into it are still there for the next part. The prompts of the same steps
-#: bear it out (all errors' root mean square falls from 4.7 to 4.3 %), but do not tell 2 from 3.
+#: and fit into it are still there for the next part. The prompts of the same steps support this:
+#: the root mean square of all errors falls from 4.7 to 4.3 %. They do not tell 2 from 3.
 L2_SPEED = 2.0
-#: The share for weights as codes: linears_quantized.json, int4 and fp8, one token.
+#: The share for weights as codes, from linears_quantized.json (int4 and fp8, one token).
 CODES_MEMORY_SHARE = 0.89
 
 #: Shares of the tensor cores' rate. A library's products of 1024 to 8192 rows reach 680 to 790
@@ -40,7 +40,7 @@ CODES_MEMORY_SHARE = 0.89
 #: 4096 and 8192 tokens), and less with few.
 PRODUCT_SHARE = 0.91
 MIXTURE_SHARE = 0.74
-#: The share for codes that kernels decode: the steps of ct-w4a16 and ct-fp8-dynamic in
+#: The share for codes that kernels decode, from the steps of ct-w4a16 and ct-fp8-dynamic in
 #: quantised_step.json.
 CODES_SHARE = 0.27
 #: 4-bit codes that take long to decode, because they stand for floats or are packed along rows; and
@@ -51,7 +51,7 @@ SLOW_CODES_PER_SM_S = 1.85e10
 SLOW_CODES_PER_SM_S_ALONE = 3.6e10
 #: The bytes of such a code, with its part of the scale that a block of 16 to 128 codes shares.
 SLOW_CODE_BYTES = 0.55
-#: The share for mixtures of codes: moe_quantized.json, fp8, 64 and 1024 tokens.
+#: The share for mixtures of codes, from moe_quantized.json (fp8, 64 and 1024 tokens).
 CODES_MIXTURE_SHARE = 0.40
 
 #: Shares that attention reaches: with many queries under a mask in a tensor (182 to 333 TFLOP/s in

@@ -177,8 +177,8 @@ class _Memory:
     makers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     writes: dict[fx.Node, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     puts: dict[fx.Node, Put] = field(default_factory=dict)
-    # By storage of a view that has one of its own among the fake tensors: the storage of its
-    # source.
+    # For a view that has a storage of its own among the fake tensors: maps that storage to the
+    # storage of the view's source.
     aliases: dict[int, int] = field(default_factory=dict)
 
     @classmethod

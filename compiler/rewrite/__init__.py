@@ -279,7 +279,7 @@ def _check_names(op: FusedOp, match: Match) -> None:
 def _restate(
     result: Result | Parts, node: fx.Node, materialiser: Materialiser
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs each replaced node with the node that selects the same part of the op's output."""
+    """Returns each replaced node with the node that selects the same part of the op's output."""
     node = _output(result, node, materialiser)
     shape = shape_of(node.meta["example_value"])
     if isinstance(result, Result):

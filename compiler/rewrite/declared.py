@@ -175,7 +175,7 @@ class DeclaredCalls:
         return overload is not None and _meaning_of(overload) is not None
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """Returns None for a call that does nothing."""
+        """Returns the spelled-out call; None for a call that does nothing."""
         results = _results(call)
         if not results and not access_of(call):
             return None
@@ -354,8 +354,8 @@ def _laid_out(held: Any) -> str:
 
 
 def _rooms(call: fx.Node, trace: Trace) -> dict[fx.Node, fx.Node]:
-    """Tensors that the graph allocates only for this call to fill, by the input of the trace. Nodes
-    behind the call may read a new tensor instead."""
+    """Returns the tensors that the graph allocates only for this call to fill, by the input of the
+    trace. Nodes behind the call may read a new tensor instead."""
     given = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
     return {taken: given[taken] for taken in trace.copies if _is_room(given[taken], call)}
 

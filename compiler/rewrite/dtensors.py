@@ -43,7 +43,8 @@ def _inside(node: fx.Node) -> torch.Tensor:
 
 
 def _new(like: fx.Node, held: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Adds a call that gives `held` before `like`, with the module and source line of `like`."""
+    """Adds a call before `like`, with the module and source line of `like`, and returns its node.
+    held: the call's fake result."""
     kind = "call_method" if isinstance(target, str) else "call_function"
     with like.graph.inserting_before(like):
         made = like.graph.create_node(kind, target, args, kwargs)

@@ -122,7 +122,8 @@ def _for_each_head(write: Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
 
 
 def _indices(write: Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
-    """Indices b, h, i and j, each a tensor of four dimensions that extends along its own."""
+    """Returns indices b, h, i and j, each a tensor of four dimensions that extends along its
+    own."""
     found = []
     for dim, of in enumerate((q, q, q, k)):
         place = 2 if of is k else dim
@@ -146,8 +147,8 @@ def _hides_nothing(body: fx.Graph) -> bool:
 def _applied(
     write: Writer, body: fx.Graph, captured: Sequence[Any], elements: Sequence[fx.Node]
 ) -> fx.Node:
-    """Applies a function to all elements. captured: the tensors and numbers that it reads
-    besides."""
+    """Returns the result of a function for all elements. captured: the tensors and numbers that the
+    function reads besides the elements."""
     taken = iter((*elements, *captured))
     known: dict[fx.Node, Any] = {n: next(taken) for n in body.find_nodes(op="placeholder")}
     tables = {n for n in known if known[n] in captured and is_tensor_node(known[n])}

@@ -114,7 +114,7 @@ def _is_call(node: Any) -> bool:
 
 
 def _may_write(target: Any) -> bool:
-    """Whether a target may be one of these changes, judged by its name: a quick test, for speed."""
+    """Whether a target may be one of these changes. This is a quick test, by the target's name."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     base, _, _ = name.partition(".")  # an overload's name follows
     return base.endswith("_") or base in _ACTIVATIONS or base in _OPERATOR_NAMES

@@ -29,7 +29,8 @@ class Writes(Protocol):
 
 
 def same_steps(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Compares strides, ignoring dimensions known to have size 1 or less. Adds no guard."""
+    """Whether two tensors have equal strides, ignoring dimensions known to have size 1 or less.
+    Adds no guard."""
     a, b = _steps(one), _steps(two)
     return len(a) == len(b) and all(proven(x == y) for x, y in zip(a, b, strict=True))
 
@@ -51,7 +52,7 @@ def is_packed_as(like: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def packed_as(like: torch.Tensor, node: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
-    """Copies `node` into packed memory, with the dimensions in the order that they have in
+    """Returns a copy of `node` in packed memory, with the dimensions in the order that they have in
     `like`'s.
 
     call: adds a call of a method to the graph.

@@ -83,7 +83,7 @@ def _lowest_hides(attention: Attention) -> bool:
 def _with_numbers(
     seen: View | Computed | None, numbers: View | Computed | None
 ) -> View | Computed | None:
-    """Combines a bool mask (True is seen) and added numbers into one mask."""
+    """Returns one mask for a bool mask (True is seen) and added numbers together."""
     if seen is None or numbers is None:
         return numbers if seen is None else seen
     return Computed("where", (seen, numbers, float("-inf")))

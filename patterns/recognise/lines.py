@@ -224,7 +224,7 @@ def _both(one: Truth, other: Truth) -> Truth:
 
 
 def negated(truth: Truth) -> Truth:
-    """Negates: not (low <= high + slack) is high <= low - slack - 1."""
+    """Returns the negation: not (low <= high + slack) is high <= low - slack - 1."""
     if isinstance(truth, Compared):
         return Compared(truth.high, truth.low, -truth.slack - 1)
     return None if truth is None else not truth

@@ -377,7 +377,8 @@ def _cat(value: Value, walk: _Walk) -> list[Term]:
 
 
 def _interleaved(parts: list[list[Term]]) -> list[Term]:
-    """Interleaves the terms of parts: element i of part k becomes element i * len(parts) + k."""
+    """Returns the terms of parts, interleaved: element i of part k becomes element
+    `i * len(parts) + k`."""
     width = len(parts[0][0].factor)
     if any(len(t.factor) != width for terms in parts for t in terms):
         raise NotRotation
