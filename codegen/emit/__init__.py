@@ -105,8 +105,8 @@ def _indented(docstring: str) -> str:
 
 
 def _standalone(function: JitFunction) -> ast.FunctionDef:
-    """Returns a helper that is passed to tl.reduce or a similar function. Raises EmitError if it
-    reads anything but its arguments."""
+    """Returns the definition of a helper that the kernel passes to tl.reduce or a similar function.
+    Raises EmitError if the helper reads anything but its arguments."""
     node = function.node
     known = {arg.arg for arg in node.args.args} | {"tl"} | set(dir(builtins))
     known |= {n.id for n in nodes_of(node) if isinstance(n, ast.Name) and _is_store(n)}

@@ -107,8 +107,8 @@ class Library:
         return imported
 
     def closure(self, name: str) -> list[TemplateModule]:
-        """Returns a module and all template modules that it imports from, directly or indirectly:
-        itself first, the others by name."""
+        """Returns a module and all template modules that it imports from, directly or indirectly.
+        The module itself comes first; the others are sorted by name."""
         first = self.load(name)
         seen = {name: first}
         waiting = [first]

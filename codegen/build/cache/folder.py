@@ -30,8 +30,8 @@ log = logging.getLogger("tilewright")
 
 _GROUP_AND_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-#: A temporary folder of at least this age (seconds) that no process holds belongs to a killed
-#: process.
+#: If a temporary folder is at least this old (seconds) and no process holds it, the process that
+#: made it was killed.
 STALE_AFTER_S = 3600.0
 
 

@@ -26,8 +26,8 @@ def store_latents(
     pointer, offsets, mask, values,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    # A lane stores eight columns, also of codes, as it loaded them: otherwise values would have to
-    # move between lanes.
+    # A lane stores eight columns, also of codes, because it loaded eight: otherwise values would
+    # have to move between lanes.
     columns = tl.max_contiguous(tl.arange(0, BLOCK_L), 8)
     inside = mask[:, None] & (columns < RANK)[None, :]
     tl.store(pointer + offsets[:, None] + (columns * STRIDE)[None, :], values, mask=inside)
@@ -80,8 +80,8 @@ def store_pairs(
 def through_scalars(values, ROWS: tl.constexpr):
     """Returns integers [ROWS] unchanged, each converted to a scalar and back.
 
-    Triton computes a tensor again for each layout in which it is read (for latents, rope columns
-    and tables), but a scalar once.
+    Triton computes a tensor again for each layout that reads it (here for latents, rope columns and
+    tables), but it computes a scalar once.
     """
     index = tl.arange(0, ROWS)
     result = tl.zeros_like(values)
