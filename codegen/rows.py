@@ -58,7 +58,7 @@ def order_grid(order: ColumnOrder, num_tokens: int) -> tuple[int, int]:
 
 @cache
 def norm_statics(columns: int, order: ColumnOrder | None) -> Statics:
-    """Returns the constants of `norm_x` that say nothing about the norm."""
+    """Returns the constants of `norm_x` that do not depend on the norm."""
     order = order or ColumnOrder(columns, 0, 1, False)
     block_k = next_power_of_2(order.width)
     # A thread holds up to 64 numbers.

@@ -45,11 +45,12 @@ from tilewright.codegen.targets import Target
 # measured.
 MOST_NORMED_TOKENS = 1
 
-# Factor by which the library's products of codes, whose times are modelled, must be faster than a
-# measured kernel.
+# The library's products of codes are chosen only if they are modelled to be faster than a measured
+# kernel by this factor.
 MARGIN = 1.25
 
-# Upper ends of the token counts that share a kernel if the count is known only at run time.
+# The largest token counts of the buckets. All counts of a bucket share a kernel if the count is
+# known only at run time.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 # Sources of the time of a choice, in the order of precedence.

@@ -135,7 +135,8 @@ class HeadEpilogue:
 
     @property
     def norm_halves(self) -> int:
-        """`halves` for the norm's weights: that of the rotation if the norm follows it, else 0."""
+        """`halves` for the norm's weights: that of the rotation if the norm comes after it, else
+        0."""
         return 0 if self.norm_after == "none" else self.halves
 
     @property
@@ -214,7 +215,7 @@ class QkvProblem:
 
     @property
     def after_norm(self) -> QkvProblem:
-        """The problem after x was normed to a separate tensor; the problem itself without a
+        """The problem as it is after a separate kernel normed x; the problem itself without a
         norm."""
         if self.input_norm is None:
             return self

@@ -1,5 +1,5 @@
-"""Kernels that prepare the rows of x for a product: a norm, and the order in which codes of weights
-are decoded along K."""
+"""Kernels that prepare the rows of x for a product: one norms them, and one puts their columns into
+the order in which codes of weights are decoded along K."""
 
 import triton
 import triton.language as tl
