@@ -1,4 +1,4 @@
-"""The kernel that writes the scales of a weight in the layout that a library's scaled GEMM reads."""
+"""The kernel that writes a weight's scales in the layout that a library's scaled GEMM reads."""
 
 from __future__ import annotations
 
