@@ -18,7 +18,7 @@ from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
 
 def unsupported(a: FusedMoeArguments) -> str | None:
-    """Returns why the emitted kernels cannot take a call, or None.
+    """Returns why the emitted kernels cannot take a call; None if they can.
 
     Reads metadata only: the answer is reused for all calls of the same metadata. `address_obstacle`
     checks addresses at each call.
@@ -37,7 +37,8 @@ def unsupported(a: FusedMoeArguments) -> str | None:
 
 
 def _uneven(a: FusedMoeArguments) -> str | None:
-    """Returns a difference between the weights that a problem cannot express, or None."""
+    """Returns a difference between the weights that a problem cannot express; None if there is
+    none."""
     gate, up = a.gate_weight, a.up_weight
     if up is not None and not _same_strides(gate, up):
         return f"up_weight: strides {up.stride()} where gate_weight has {gate.stride()}"

@@ -157,8 +157,8 @@ def sample_inputs(
 
 
 def slower(*, tokens: int, norm: str, columns: int) -> str | None:
-    """Returns why the norm of x is faster in a separate kernel; None if it is faster in the
-    projection's."""
+    """Returns why a separate kernel norms x faster; None if the projection's kernel norms it
+    faster."""
     if takes_norm(norm, tokens, columns):
         return None
     return f"{norm} norm of {tokens} tokens: a kernel of its own is the faster one"
