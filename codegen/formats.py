@@ -358,7 +358,7 @@ class Quantization:
 
     def block_strides(self, index: int) -> tuple[int, ...]:
         """Returns the strides (row, column) of the index-th weight's scales, then of its zeros; 0
-        for absent ones."""
+        for a weight without them."""
         found = (self.scales[index], self.zeros[index])
         return tuple(stride for one in found for stride in (one.strides if one else (0, 0)))
 
@@ -384,7 +384,8 @@ class Quantization:
         return groups > 0 and block_k // groups >= least and pairs
 
     def longest_step(self, columns: int) -> int:
-        """Returns the longest step, up to 128 columns, that covers whole scales or part of one."""
+        """Returns the longest step, up to 128 columns, that covers whole scales or a part of one
+        scale."""
         wide = self.block[1]
         return 128 if wide >= columns or 128 % wide == 0 else wide & -wide
 

@@ -29,8 +29,9 @@ MOST_NORM_COLUMNS = 16384
 class ColumnOrder:
     """The order of x's columns in which a kernel decodes words of codes along K (`x_in_order`).
 
-    width: columns of ordered rows, in whole steps of the kernel. unit: columns that are permuted
-    among themselves. per, interleaved_nibbles: PER and INTERLEAVED_NIBBLES of `x_in_order`.
+    width: columns of ordered rows, in whole steps of the kernel. unit: the number of columns in a
+    run; columns are permuted only within their run. per, interleaved_nibbles: PER and
+    INTERLEAVED_NIBBLES of `x_in_order`.
     """
 
     width: int

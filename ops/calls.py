@@ -92,7 +92,7 @@ class Calls:
         return result
 
     def _chosen(self, arguments: Any) -> Lowering:
-        """Returns the lowering for calls like this one, after checking the call. Raises
+        """Checks a call, and returns the lowering for it and all calls with its metadata. Raises
         ArgumentError."""
         _check_tensors_given(self.op, arguments)
         self.op.validate(arguments)

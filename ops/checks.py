@@ -182,7 +182,7 @@ def check_last_dim_dense(op: str, argument: str, tensor: torch.Tensor) -> None:
 
 
 def first(bad: torch.Tensor) -> int | None:
-    """Returns the index of the first True in a flattened mask, or None."""
+    """Returns the index of the first True in a flattened mask; None if there is no True."""
     flat = bad.flatten()
     if flat.numel() == 0:
         return None

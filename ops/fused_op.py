@@ -113,7 +113,8 @@ class FusedOp:
         says what is measured, and where; may be "module:function".
     moving: arguments whose address may change when a call is repeated (`ops.runtime.replay`): the
         steps of every lowering depend on their addresses only modulo 16. Must be empty for an op
-        that writes an argument, because no other argument may share memory with that one.
+        that writes an argument, because no other argument may share memory with the written
+        argument.
     slower: slower(**sizes), with the sizes of a call by name, returns why PyTorch's own calls are
         faster at these sizes. Returns None if the op is faster, and for symbolic sizes. Patterns
         call it.

@@ -1,7 +1,7 @@
 """Groups of arguments: several arguments of an op that belong together, as one record.
 
-An op's arguments are one flat record, which is its schema. A group is a view of some of them, under
-names that are the same for every op that has such arguments:
+An op's arguments are one flat record, which is its schema. A group is a view of some of these
+arguments, under names that all ops with such arguments share:
 
     @dataclass(frozen=True)
     class MyArguments:

@@ -152,7 +152,7 @@ def _kept_by_type(original: Callable) -> Callable:
     return method
 
 
-#: The most numbers whose blocks a launch caches.
+#: A launch caches the blocks of at most this many numbers.
 _MOST_NUMBERS = 256
 
 

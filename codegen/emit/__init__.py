@@ -88,8 +88,8 @@ def _annotation(type_name: str) -> ast.expr | None:
 
 
 def _jit(spec: KernelSpec) -> ast.expr:
-    """Returns the decorator `@triton.jit`. Its do_not_specialize names the integers for whose
-    values Triton would otherwise compile variants at run time."""
+    """Returns the decorator `@triton.jit`. Its do_not_specialize names the integers. Otherwise
+    Triton would compile variants for their values at run time."""
     decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
     free = [n for n, type_ in spec.signature if is_integer(type_) and n not in spec.divisible16]
     if not free:

@@ -229,7 +229,7 @@ class Expressions:
         extents = iter(value.shape)
         shape = tuple(1 if _is_new_axis(part) else next(extents) for part in parts)
         # Expressions that share a Range object count as equal. The elements now lie along another
-        # axis, so they do not equal those of the old block: they get a copy of the range.
+        # axis, so they do not equal those of the old block: give them a copy of the range.
         known = replace(value.range) if value.range is not None else None
         return replace(value, shape=shape, range=known, runtime=True)
 
@@ -383,7 +383,7 @@ class Expressions:
         rule = METHODS.get(method.attr)
         if rule is None:
             return call.unknown()
-        # The rule of a method is that of the function with the tensor as first argument; the method
+        # A method has the rule of the function that takes the tensor as first argument. The method
         # call is printed unchanged.
         as_function = Call(call.node, call.callee, [operand, *call.args], call.keywords)
         folded = rule(as_function, self)

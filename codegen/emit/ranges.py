@@ -84,7 +84,7 @@ class Range:
         return replace(self, limits=limits)
 
     def _below(self, offset: int) -> dict[Range, int]:
-        """Returns the limits of a value that is at most this one plus `offset`."""
+        """Returns the limits of a value that is at most this value plus `offset`."""
         return {scalar: least + offset for scalar, least in self.limits.items()}
 
     def __add__(self, other: Range) -> Range:

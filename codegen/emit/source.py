@@ -1,7 +1,7 @@
 """Reads templates as text: their jit functions, constants and imports, without importing them.
 
-So an emitted file always belongs to the text that was hashed, even if a template was edited after
-the process imported it.
+An emitted file therefore always belongs to the text that was hashed, even if a template was edited
+after the process imported it.
 """
 
 from __future__ import annotations

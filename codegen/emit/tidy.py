@@ -60,7 +60,7 @@ def _calls_impure(node: ast.AST) -> bool:
 
 
 def tidied(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
-    """Returns the kernel's statements without dead ones and needless copies. Changes nodes in
+    """Returns the kernel's statements without dead statements and needless copies. Changes nodes in
     place."""
     body = _Liveness().needed(body, set())[0]
     _Places(body, set(parameters)).remove_copies()
@@ -72,8 +72,8 @@ def _names(parts: Iterable[ast.AST]) -> list[ast.Name]:
 
 
 def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[ast.AST]]:
-    """Returns the nodes that a statement, or the header of a compound statement, reads, and those
-    that it writes."""
+    """Returns (nodes read, nodes written) of a statement, or of the header of a compound
+    statement."""
     match statement:
         case ast.AugAssign(target, _, value):
             return [target, value], [target]

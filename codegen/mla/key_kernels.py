@@ -124,7 +124,7 @@ class LatentConfig:
 
 
 def latent_grid(problem: LatentProblem, config: LatentConfig, tokens: int, rows: int) -> int:
-    """Returns the number of programs of a launch: those of tokens and those of keys."""
+    """Returns the number of programs of a launch, for tokens and for keys together."""
     block = max(config.checked, config.block_t) if problem.fused else config.block_t
     own = cdiv(tokens, block) if problem.store or problem.keep else 0
     return row_programs(problem, config, rows) + own

@@ -26,7 +26,7 @@ class MoeProblem:
         dtype: dtype of x, of the hidden rows and of the result.
         gate, up: weights [E, inner, hidden]; up is None if the activation is not gated.
         down: weight [E, hidden, inner]. All weights have one format, and biases one dtype.
-        interleaved: whether the rows of up lie between those of gate, in one tensor.
+        interleaved: whether rows of gate and rows of up alternate in one tensor.
         distance: stored elements from gate to up, if not interleaved; None if it is known only at
             the launch, because gate and up are two tensors.
         up_first: whether up lies before gate.

@@ -70,8 +70,8 @@ class LoweringChoice:
         seconds: the expected time.
         source: the source of the time: HERE, TABLE or MODEL.
         norms_x: whether the kernel includes the problem's norm of x.
-        statics: the constants of the fused kernel; for the library, those of the epilogue, then
-            those of `dequantize_weight` for each weight of codes.
+        statics: the constants of the fused kernel; for the library, the constants of the epilogue,
+            and then the constants of `dequantize_weight` for each weight of codes.
     """
 
     name: str
@@ -91,7 +91,7 @@ class LoweringChoice:
 
 @dataclass(frozen=True)
 class LoweringPlan:
-    """Choices in rising order of `max_tokens`; a static problem has one."""
+    """Choices in rising order of `max_tokens`. A static problem has one choice."""
 
     problem: QkvProblem
     target: str

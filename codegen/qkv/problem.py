@@ -103,7 +103,7 @@ class HeadEpilogue:
 
     @property
     def pairs_per_head(self) -> int:
-        """Number of pairs that cover a head; the last ones may extend past it."""
+        """Number of pairs that cover a head; the last pairs may extend past it."""
         return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
 
     @property
@@ -188,7 +188,7 @@ class QkvProblem:
 
     @property
     def number_dtype(self) -> str:
-        """Dtype to which the library lowering decodes codes: that of q, or fp32 if x has codes too,
+        """Dtype to which the library lowering decodes codes: q's dtype, or fp32 if x has codes too,
         because rounding the numbers would lose accuracy."""
         return "fp32" if self.coded_x else self.epilogue.dtype
 

@@ -146,7 +146,7 @@ def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> s
 
 def _sources() -> Iterator[str]:
     """Yields fingerprints of the sources of kernels: templates, emitter, and the modules of this
-    folder and the one above, which make constants of a problem."""
+    folder and of `codegen/`, which turn a problem into constants."""
     yield emit.emitter_fingerprint()
     for kernel in KERNELS:
         yield source.fingerprint(module_of(kernel.template))

@@ -210,8 +210,8 @@ def wide_halves(pair):
 
 @triton.jit
 def sums_unit(NUMBER: tl.constexpr, BYTES: tl.constexpr):
-    """Returns the factor that corrects `code_sums` and `number_sums`. BYTES are those of E2M1,
-    which are twice the numbers."""
+    """Returns the factor that corrects `code_sums` and `number_sums`. BYTES hold the numbers of
+    E2M1 times two."""
     if len(BYTES) > 0:
         return 0.5
     elif NUMBER == "":

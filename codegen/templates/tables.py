@@ -31,7 +31,7 @@ def table_pair(
     words, byte: tl.constexpr, REVERSED: tl.constexpr, DTYPE: tl.constexpr, TABLE: tl.constexpr
 ):  # fmt: skip
     """Returns the numbers of the two codes in a byte of int32 words, as 16-bit floats in the halves
-    of a word. The first is that of the low code or, with REVERSED, of the high one.
+    of a word. The first number belongs to the low code or, with REVERSED, to the high code.
 
     TABLE: the result of `tilewright.codegen.formats.table_words`, whose last numbers are the
     factors by which these numbers are too small.

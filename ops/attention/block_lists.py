@@ -53,9 +53,9 @@ class MaskBlocksArguments:
 
     hide_lowest: numbers of at most -1.75 E also hide, in a tile of 128 queries each of which has a
     number of at least -E / 8. E is the largest power of two of the mask's dtype;
-    `torch.finfo(dtype).min` is almost -2 E. Set it only where such numbers leave no weight beside
-    ordinary ones: logits are at most E / 2, the mask alone decides which keys are seen, and it has
-    as many columns as there are keys. It does not affect boolean masks.
+    `torch.finfo(dtype).min` is almost -2 E. Set it only if such numbers leave no weight beside
+    ordinary numbers: logits are at most E / 2, the mask alone decides which keys are seen, and it
+    has as many columns as there are keys. It does not affect boolean masks.
 
     Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries, the number
     of blocks of 64 keys that some query of it sees, then those blocks in ascending order, then
@@ -212,7 +212,7 @@ def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor |
 def check_mask_blocks_values(
     op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None, *, hide_lowest: bool
 ) -> None:
-    """Checks that a list is the one of its mask, if values may be read: on the CPU, or under
+    """Checks that a list belongs to its mask, if values may be read: on the CPU, or under
     TILEWRIGHT_DEBUG=1. hide_lowest: the list made with hide_lowest is accepted too. Raises
     ArgumentError."""
     if mask is None or blocks is None or not readable((blocks,)):

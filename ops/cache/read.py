@@ -14,10 +14,10 @@ class CacheRead:
 
     names: the arguments that are caches. token_bytes: bytes of one token of one sequence, in all
     caches together. sequences: the number of sequences. capacity: the most tokens that are read of
-    a sequence: those it has room for, or those of a sliding window. whole: whether the call always
-    reads `capacity` tokens, however many are present. queries: number of new tokens of a sequence,
-    which are among those present. pair_flops: FLOPs of one query, in all heads, with one token that
-    it sees.
+    a sequence: the tokens that it has room for, or the tokens of a sliding window. whole: whether
+    the call always reads `capacity` tokens, however many are present. queries: number of new tokens
+    of a sequence, which are among those present. pair_flops: FLOPs of one query, in all heads, with
+    one token that it sees.
     """
 
     names: tuple[str, ...]

@@ -2,8 +2,9 @@
 or the library's collective followed by a kernel.
 
 If the kernel fails on a rank, the op's reference cannot replace it: the reference would sum again,
-or wait for ranks that run the kernel. Such a rank continues with torch's own addition and norm
-after the one collective, or raises.
+or wait for ranks that run the kernel. If the kernel after the library's collective fails, the rank
+continues with torch's own addition and norm. If the kernel in shared memory fails, the rank raises
+RankFailedError.
 """
 
 from __future__ import annotations

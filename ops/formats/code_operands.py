@@ -1,7 +1,7 @@
 """Static data and operands of kernels that read quantised weights.
 
 Kernels read the stored words in place. Bytes of two nibbles are viewed as 32-bit words if they fill
-whole ones.
+whole words.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tilewright.ops.lora.rows import num_groups
 from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.ops.runtime.operands import operand
 
-# The fewest rows of a sequence at which its last tile, which may be partly empty, costs little.
+# The fewest rows of a sequence for which a partly empty last tile costs little.
 LONG_SEQUENCE = 64
 
 

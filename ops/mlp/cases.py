@@ -86,7 +86,7 @@ CODED: dict[str, dict[str, Any]] = {
 
 
 def _coded(layout: str) -> tuple[LinearCase, ...]:
-    """Returns a case of each format, every second one with a norm and the others with a bias."""
+    """Returns a case of each format. Every second case has a norm, and the others have a bias."""
     found = []
     for number, (name, changes) in enumerate(CODED.items()):
         given: dict[str, Any] = {"layout": layout, "bias": number % 2 == 0}

@@ -106,7 +106,7 @@ def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _interleaved(gate: torch.Tensor, distance: int) -> bool:
-    """Whether the rows of the up weight lie between those of the gate weight: two rows of gate
-    leave room for exactly one more, and up's first row is there."""
+    """Whether rows of gate and rows of up alternate: two rows of gate leave room for exactly one
+    more row, and up's first row is there."""
     _, row, column = gate.stride()
     return row == (2 if column != 1 else 2 * gate.shape[2]) and distance == row // 2

@@ -87,7 +87,7 @@ class RowNorm(ArgumentGroup):
     """An optional norm of rows of N numbers.
 
     rms_norm: x is divided by the root of the mean of its squares plus norm_eps, and multiplied by
-    norm_offset + norm_weight [N], if given. layer_norm: the same, but the row's mean is first
+    norm_offset + norm_weight [N], if given. layer_norm: as rms_norm, but the row's mean is first
     subtracted from x, and norm_bias [N], if given, is added at the end. Vectors have x's dtype or
     float32.
     """

@@ -2,11 +2,11 @@
 
 A kernel that waits for another rank cannot see that the rank is gone. For each other rank on this
 host, one thread therefore waits for the end of its process (Linux's pidfd_open(2): free, and
-immediate). After that, the thread checks every few seconds whether this rank waits for the ended
-one. If this rank waits at two checks in a row, or if a check gets no answer, the thread logs a
-message and aborts the process, and the launcher sees it end. PyTorch's watchdog of NCCL ends a rank
-whose collective is lost in the same way (ProcessGroupNCCL.cpp, `terminateProcess`). A rank that
-does not wait is left alone.
+immediate). After that, the thread checks every few seconds whether this rank waits for the rank
+that has ended. If this rank waits at two checks in a row, or if a check gets no answer, the thread
+logs a message and aborts the process, and the launcher sees it end. PyTorch's watchdog of NCCL ends
+a rank whose collective is lost in the same way (ProcessGroupNCCL.cpp, `terminateProcess`). A rank
+that does not wait is left alone.
 
 The threads need Python's lock like any other: a process whose code never releases it is not ended.
 This module does not import torch.
@@ -183,7 +183,8 @@ class Watch:
             os.close(fd)
 
     def _run(self, process: Process, waits: list[Waits], fd: int | None) -> None:
-        """Waits for the end of a process, then ends this process if it waits for that one."""
+        """Waits for the end of another process. Then ends this process if it waits for the other
+        one."""
         if fd is not None:
             ended = select.poll()  # poll takes descriptors of any number, unlike select
             ended.register(fd, select.POLLIN)

@@ -1,8 +1,8 @@
 """The folder of the kernel cache, the rules by which its files are trusted, and the private folder
 that replaces it.
 
-Files from the cache are executed. So the folder and every entry must belong to this user or to
-root, and other users must not be able to write to them. With TILEWRIGHT_CACHE_TRUST=1, all users
+Files from the cache are executed. The folder and every entry must therefore belong to this user or
+to root, and other users must not be able to write to them. With TILEWRIGHT_CACHE_TRUST=1, all users
 who can write to the folder are trusted; a group that shares a cache needs this. docs/soundness.md
 has the threat model.
 """

@@ -8,7 +8,7 @@ again two rows later. By then the other rank has read the slot: it has sent the 
 a rank sends a row only after it has read the row before.
 
 A program waits only for the programs of the same number on other ranks, and a GPU starts programs
-in order. So the first unfinished program runs on every rank, for any number of programs.
+in order. The first unfinished program therefore runs on every rank, for any number of programs.
 """
 
 import triton

@@ -239,7 +239,7 @@ def grouped_gemm(
             expert = tl.sum(tl.where(tl.arange(0, GROUPS) == expert, experts, 0), axis=0)
         accumulator = tile_of_zeros(BLOCK_M, BLOCK_N, SWAPPED)
         for column in range(0, INNER, BLOCK_K):
-            # Rows past the expert's last belong to the next one; they are not stored.
+            # Rows past the expert's last row belong to the next expert; they are not stored.
             x = x_desc.load([first_row, column])
             if N_MAJOR:
                 weight = weight_desc.load([expert, column, tile_n * BLOCK_N])

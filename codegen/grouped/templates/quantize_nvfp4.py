@@ -31,7 +31,7 @@ def e2m1_code(x):
 def group_rows(block, offsets_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr):
     """Returns (first row, one past the last row, group) of a block of 128 rows of the scales.
 
-    Blocks after those of all groups get the rows after the groups, 128 each, and group NUM_GROUPS.
+    Rows after the last group get blocks of their own, after all others, with group NUM_GROUPS.
     """
     groups = tl.arange(0, GROUPS)
     real = groups < NUM_GROUPS

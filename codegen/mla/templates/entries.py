@@ -189,7 +189,8 @@ def pair_angles(
 @triton.jit
 def rotated_by(low, high, low_cos, high_cos, low_sin, high_sin):
     """Rotates the members of pairs, all in fp32."""
-    # The FMAs are explicit: the compiler would fuse one product here and the other one elsewhere.
+    # The FMAs are explicit. Otherwise the compiler could fuse one product in one copy of this
+    # function, and the other product in another copy, which rounds differently.
     turned_low = tl.fma(low, low_cos, -(high * low_sin))
     return turned_low, tl.fma(high, high_cos, low * high_sin)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tilewright.codegen.templates.split_k import arrive
 
-# A key below those of all numbers.
+# A key below the keys of all numbers.
 LOWEST_KEY = tl.constexpr(-(2**31))
 # The key of NaN.
 HIGHEST_KEY = tl.constexpr(2**31 - 1)

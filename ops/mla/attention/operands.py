@@ -48,13 +48,13 @@ class AttentionCall:
     """softmax(scale * [q . k + q_rope . k_rope], masked) @ v, and its log-sum-exp.
 
     q [T, H, N], q_rope [T, H, R], k [K, H, N], v [K, H, V], k_rope [K, R] for ragged sequences;
-    with a batch dimension in front for dense ones. q_rope None: it is q's last R columns. bf16,
-    fp16 or e4m3; q may be wider than 8-bit k and is then divided by q_scale and cast, saturating.
-    Any strides, with contiguous last dimensions; v may be contiguous along its keys instead
-    (fastest for 8 bits).
+    with a batch dimension in front for dense sequences. q_rope None: it is q's last R columns.
+    bf16, fp16 or e4m3; q may be wider than 8-bit k and is then divided by q_scale and cast,
+    saturating. Any strides, with contiguous last dimensions; v may be contiguous along its keys
+    instead (fastest for 8 bits).
 
     scale: positive. tables: rotate q's last columns first.
-    query_offsets, key_offsets: int [B + 1], rows of each sequence; None for dense ones.
+    query_offsets, key_offsets: int [B + 1], rows of each sequence; None for dense sequences.
     query_starts: int [B], the position of a sequence's first query; None: 0.
     query_positions: int [T], [S] or [B, S], replaces query_starts.
     key_starts: int [B], the position of a sequence's first key; None: 0.

@@ -48,8 +48,8 @@ class Chunk:
 @dataclass(frozen=True)
 class Buffers:
     """The tensors that keys are read from: latents (values or codes) [K, >= L], rope columns [K,
-    R], and the codes' scales [groups, >= K] with scale_strides. made: the names of those that the
-    kernel of latents has to fill."""
+    R], and the codes' scales [groups, >= K] with scale_strides. made: the names of the tensors that
+    the kernel of latents has to fill."""
 
     latent: torch.Tensor
     k_rope: torch.Tensor
@@ -72,7 +72,7 @@ def dense_views(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | N
 
 
 def key_buffers(a: MlaPrefillArguments, chunk: Chunk) -> Generator[Buffer, torch.Tensor, Buffers]:
-    """Returns the buffers of a chunk's keys; allocates those that must be computed."""
+    """Returns the buffers of a chunk's keys; allocates the buffers that must be filled."""
     fp8_rope = a.attention_dtype == FP8
     if a.latent_scale is not None:
         strides = (a.latent_scale.stride(1), a.latent_scale.stride(0))

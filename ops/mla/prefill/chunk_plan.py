@@ -42,7 +42,7 @@ class PlanArguments:
     batch without keys).
 
     Keys that do not fit into max_chunks chunks raise ArgumentError if the lengths are on the CPU,
-    and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise the last ones are in no chunk.
+    and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise the last keys are in no chunk.
     """
 
     input_row_offsets: torch.Tensor
