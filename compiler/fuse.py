@@ -164,7 +164,7 @@ def _attempt(
     kept: dict[str, Miss | None],
 ) -> _Attempt | None:
     """Rewrites a copy of the graph. Appends the results of each pass over the patterns to `rounds`.
-    kept: the calls not to spell out, to which the function adds.
+    kept: the calls not to spell out; the function may add calls.
 
     Returns None if the copy cannot be used and another must be made. The reason may be that a
     rewrite failed half-way, or that the plan of an op failed; the next copy then refuses that site.

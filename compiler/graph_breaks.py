@@ -1,9 +1,9 @@
 """Listens for graph breaks: where Dynamo ended a graph or gave up a function, and why.
 
 Dynamo's own counter misses branches on data, and functions that Dynamo gives up as a whole. A break
-leaves two traces: the reason why a graph ended (on the graph, and in `graph_break_reasons`), and
-the exception with which Dynamo gave up a frame, which is still being handled when the frame's
-compilation ends.
+leaves two traces. One is the reason why a graph ended, on the graph and in `graph_break_reasons`.
+The other is the exception with which Dynamo gave up a frame: it is still being handled when the
+frame's compilation ends.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def noting_breaks(backend: Any) -> Iterator[list[str]]:
 
 
 class _Callbacks(list[Any]):
-    """Dynamo's list of callbacks, in which ours survives `torch._dynamo.reset()`, as backends
-    do."""
+    """Dynamo's list of callbacks. Our callback stays in it after `torch._dynamo.reset()`, as
+    backends do."""
 
     def clear(self) -> None:
         self[:] = [callback for callback in self if callback is _frame_ended]

@@ -154,8 +154,8 @@ def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
 
 
 def holds_in_place(outer: torch.Tensor, inner: torch.Tensor) -> bool:
-    """Whether the one tensor of `outer` (inside it, or `outer` itself) is element for element the
-    one of `inner`: of the same dtype, at the same addresses of the same storage."""
+    """Whether `outer` and `inner` hold the same elements: one plain tensor each, with the same
+    dtype, at the same addresses of the same storage."""
     parts = [parts_of(tensor) for tensor in (outer, inner)]
     if not all(len(held) == 1 and storage_keys(held[0]) for held in parts):
         return False

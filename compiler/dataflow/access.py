@@ -250,9 +250,10 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def call_key(node: fx.Node) -> Any:
-    """Returns a key of all that determines a call except the data: the target, the layouts of the
-    tensors (for a subclass also its metadata, such as placements), which of them share memory, and
-    the other arguments. Keys with symbolic sizes may be compared only within one graph."""
+    """Returns a key of all that determines a call except the data. It holds the target, the layouts
+    of the tensors, which tensors share memory, and the other arguments. For a tensor subclass, it
+    also holds the metadata, such as placements. Keys with symbolic sizes may be compared only
+    within one graph."""
     inputs = {source: i for i, source in enumerate(node.all_input_nodes)}
     storages: dict[tuple[int, ...], int] = {}
 

@@ -32,8 +32,8 @@ Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
 class Operations:
     """Reads the operations of one graph.
 
-    operand: converts an argument of a node to what patterns see. unknown: a list, to which the
-    nodes are appended that are in no table and are no single ATen operation.
+    operand: converts an argument of a node to what patterns see. unknown: collects the nodes that
+    are in no table and are no single ATen operation.
     """
 
     def __init__(self, operand: Callable[[Any], Any], unknown: list[fx.Node]) -> None:

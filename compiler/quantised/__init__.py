@@ -80,8 +80,8 @@ class Prepared:
     """The result of `prepare`. model: the model, itself or a copy. replaced, left: its modules.
 
     `undo()` puts the original modules back; a second call does nothing. Codes are in memory only
-    once: if `prepare` worked in place, the original of a GPTQ linear holds the codes of its
-    replacement until `undo()`, and the original of an AWQ linear holds none.
+    once. If `prepare` worked in place, the original of a GPTQ linear shares the codes of its
+    replacement until `undo()`, and the original of an AWQ linear holds no codes.
     """
 
     model: nn.Module

@@ -95,8 +95,8 @@ class ByteLinear(CodedLinear):
 
 
 class OutlierLinear(ByteLinear):
-    """A linear like :class:`ByteLinear`, except that columns of x in which any row has a magnitude
-    of threshold or more are not rounded, in any row."""
+    """A linear like :class:`ByteLinear` that does not round some columns of x: those in which a row
+    has a magnitude of `threshold` or more."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() == 0:

@@ -348,7 +348,7 @@ def keys_and_values_of(attention: nn.Module) -> Rounding | None:
 
 
 def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
-    """Replaces the hooks by which the library rounds keys and values by hooks that a graph shows;
+    """Replaces the library's hooks that round keys and values by hooks that Dynamo can trace;
     returns functions that put the old ones back."""
     undo: list[Callable[[], None]] = []
     for module in model.modules():

@@ -5,10 +5,9 @@ declared by default.
     ⇒   y = _scaled_mm(e4m3(x / s), codes.t(), s, scales.t(), out_dtype=bfloat16)
 
 Each meaning rounds activations by its library's formula. It stands for the call while patterns
-look, and never runs itself. Therefore a product may be written in a narrower dtype than that in
-which the library sums: the fused op that replaces it has the format's own arithmetic. Parameters
-have the names in the operators' schemas. Dimension letters: M rows, K and N of a weight [N, K], E
-experts.
+look, and never runs itself. Therefore a product may be written in a narrower dtype than the library
+sums in. The fused op that replaces it has the format's own arithmetic. Parameters have the names in
+the operators' schemas. Dimension letters: M rows, K and N of a weight [N, K], E experts.
 """
 
 from __future__ import annotations
@@ -238,8 +237,8 @@ def gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """Returns the product of A with a weight that has two codes to a byte, the first in the high
-    nibble, and a scale for each block of the flattened weight.
+    """Returns the product of A with a quantised weight. A byte of the weight has two codes, the
+    first in the high nibble, and each block of the flattened weight has a scale.
 
     Refuses scales that are codes too. Decoding them would need a kernel of its own in each call,
     which would write an eighth of the codes' bytes for the op to read again.

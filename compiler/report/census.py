@@ -77,7 +77,7 @@ class Census:
 
     @property
     def unaccounted(self) -> tuple[Point, ...]:
-        """The points for which no match, miss or rule accounts."""
+        """The points that no match, miss or rule accounts for."""
         return tuple(point for point in self.points if point.account == "unaccounted")
 
     def spoken_for_by(self, miss: Miss) -> Census:
@@ -184,7 +184,7 @@ def _spoken_for(last: Round, patterns: dict[str, Pattern]) -> dict[fx.Node, str]
 
 
 def _reached(start: Sequence[Value], sought: Sought, graph: Graph) -> Iterator[fx.Node]:
-    """Yields the nodes of the points for which a miss at `start` speaks."""
+    """Yields the nodes of the points that a miss at `start` accounts for."""
     for value in start:
         before = _walk(value, sought, graph) if sought.before else []
         yield from (point.node for point in before)

@@ -363,7 +363,8 @@ def _is_weighed(value: Value, graph: Graph) -> bool:
 
 
 def _scales_codes(gate: Value, product: Value, graph: Graph) -> bool:
-    """Whether a product with codes is multiplied by a tensor with fewer elements: its scale."""
+    """Whether a product with codes is multiplied by a tensor with fewer elements, which is then its
+    scale."""
     if not any(holds_codes(view.value) for view in graph.weights(product)):
         return False
     least = min(_count(view.shape) for view in gate.operands)

@@ -72,7 +72,7 @@ class SavingsRow:
 @dataclass(frozen=True)
 class Unread:
     """Equal weights that are not read as codes. scope: their module, with `*` for the layer. bytes:
-    the bytes of them that a step reads. has_codes: whether the model stores them as codes. reason:
+    how many of their bytes a step reads. has_codes: whether the model stores them as codes. reason:
     why."""
 
     scope: str

@@ -20,10 +20,11 @@ from dataclasses import dataclass, fields
 from tilewright.codegen.targets import Target
 from tilewright.compiler.report.traffic import Unit
 
-#: The time of a kernel's first loads and last stores, beside the start of an empty kernel. This
-#: constant, MEMORY_SHARE, PRODUCT_SHARE, MIXTURE_SHARE and PROMPT_ATTENTION_SHARE were fitted
-#: together over the 101 steps in bfloat16 that are not held out: of 20 models on an H100
-#: (steps.json), and of Llama-3-8B, DeepSeek-V2-Lite and MiniCPM3 on an H200 (*_end_to_end.json).
+#: The time of a kernel's first loads and last stores, in addition to the start of an empty kernel.
+#: This constant, MEMORY_SHARE, PRODUCT_SHARE, MIXTURE_SHARE and PROMPT_ATTENTION_SHARE were fitted
+#: together over the 101 steps in bfloat16 that are not held out. These are steps of 20 models on an
+#: H100 (steps.json), and of Llama-3-8B, DeepSeek-V2-Lite and MiniCPM3 on an H200
+#: (*_end_to_end.json).
 FILL_S = 1.1e-6
 
 #: The share of a copy's rate at which parts move bytes.
@@ -54,9 +55,9 @@ SLOW_CODE_BYTES = 0.55
 #: The share for mixtures of codes, from moe_quantized.json (fp8, 64 and 1024 tokens).
 CODES_MIXTURE_SHARE = 0.40
 
-#: Shares that attention reaches: with many queries under a mask in a tensor (182 to 333 TFLOP/s in
-#: cache_attention.json, prefill, "mask"), and with few queries, whose rows fill no tile (the same
-#: file, mla-64x1000-128: 138 TFLOP/s).
+#: Shares that attention reaches. PROMPT_ATTENTION_SHARE is for many queries under a mask in a
+#: tensor (182 to 333 TFLOP/s in cache_attention.json, prefill, "mask"). The other is for few
+#: queries, whose rows fill no tile (138 TFLOP/s in the same file, mla-64x1000-128).
 PROMPT_ATTENTION_SHARE = 0.33
 DECODE_ATTENTION_SHARE = 0.17
 #: The least number of queries of a sequence that fill the rows of a tile.

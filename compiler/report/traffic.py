@@ -225,8 +225,8 @@ class _Memory:
 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes whose result the graph uses in the end, and those that write to memory that
-    it uses or that it does not allocate."""
+    """Returns the nodes whose results the graph's outputs depend on. Also returns the nodes that
+    write to memory which the outputs depend on, or which the graph does not allocate."""
     shared = _shared_storages(graph)
 
     def storages(tensors: Iterable[torch.Tensor]) -> set[int]:

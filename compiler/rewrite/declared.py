@@ -155,8 +155,8 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
 @dataclass(frozen=True)
 class Trace:
     """The trace of a meaning. inputs: the placeholders, one for each node that the call reads.
-    outputs: what the meaning returns, in order. copies: for each input that a `copy_` overwrites as
-    a whole and that nothing else reads or writes, that `copy_`."""
+    outputs: what the meaning returns, in order. copies: maps an input to the `copy_` that
+    overwrites it as a whole, if nothing else reads or writes the input."""
 
     graph: fx.Graph
     inputs: tuple[fx.Node, ...]

@@ -3,9 +3,10 @@ difference.
 
 `q.mul_(s)`, `q *= s`, `scores.masked_fill_(mask, -inf)`, `F.relu(x, inplace=True)`, `q[:] = other`,
 `out.index_add_(0, rows, y)`, `out.index_put_((rows,), y)`: such a call becomes one that returns a
-new tensor if the graph allocated the memory, and if afterwards no other view of what was written is
-read. Readers behind the write then read the new tensor. A view counts only where it overlaps the
-write: one part of a split may change while the others are read on. Patterns then see one spelling.
+new tensor. The graph must have allocated the memory, and no other view of the written elements may
+be read afterwards. Readers behind the write then read the new tensor. A view counts only where it
+overlaps the write: one part of a split may change while the others are read on. Patterns then see
+one spelling.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Advances the lengths of a cache's layers, which each layer counts itself, in one call at a
-graph's end.
+"""Advances the lengths of all layers of a cache in one call at the graph's end. In the captured
+graph, each layer advances its own.
 
 Each layer of transformers' StaticCache holds its length as a tensor, computes positions from it,
-and adds the number of new tokens: on a GPU that is a small kernel in each layer, between two fused
-ones. Where nothing else sees such a length, one call behind everything else advances them all.
+and adds the number of new tokens. On a GPU, that addition is a small kernel in each layer, between
+two fused kernels. If nothing else sees the lengths, one call at the graph's end advances them all.
 Until then, the position of a single new token, `arange(1) + length`, is the length itself.
 """
 

@@ -307,8 +307,8 @@ class Materialiser:
         return made
 
     def _holds(self, made: fx.Node) -> bool:
-        """Whether a node added earlier has the result that an equal call would have here: it writes
-        nothing, and it is a view, or reads memory that nothing wrote before this place."""
+        """Whether a node added earlier has the result that an equal call would have here. The node
+        must write nothing. It must be a view, or read only memory that nothing wrote since."""
         target = made.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             return False

@@ -1,8 +1,8 @@
 """Decides whether a graph can tell from its strides that one tensor stands in another's place.
 
-Strides decide which views are possible, whether `reshape` returns a view or a copy (and therefore
-what a later write changes), what `as_strided` reads, and what a user's Triton kernel does: Dynamo
-has put strides into the kernel's arguments as numbers.
+Strides decide which views are possible, and what `as_strided` reads. They decide whether `reshape`
+returns a view or a copy, and therefore what a later write changes. They also decide what a user's
+Triton kernel does, because Dynamo has put strides into the kernel's arguments as numbers.
 """
 
 from __future__ import annotations

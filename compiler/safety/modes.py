@@ -1,4 +1,5 @@
-"""Finds the modes in which the nodes of a graph run, and refuses sites that modes keep from fusing.
+"""Finds the modes in which the nodes of a graph run, and refuses sites that must not be fused in
+their mode.
 
 A graph may turn grad mode on and off, wrap tensors for vmap, grad or jvp, and make dual tensors. A
 fused op records nothing for a backward pass, and knows neither tangents nor hidden dimensions. A

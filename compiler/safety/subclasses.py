@@ -20,8 +20,8 @@ class _Kind:
 
 # Advice for a weight that holds codes: _CODES if `prepare` reads it, _UNREAD if not.
 _CODES = (
-    "call `tilewright.compiler.prepare(model)` when the model is loaded: it puts linears that "
-    "decode the codes in PyTorch in the place of those with such a weight"
+    "call `tilewright.compiler.prepare(model)` when the model is loaded: it replaces linears with "
+    "such a weight by linears that decode the codes in PyTorch"
 )
 _UNREAD = (
     "quantise the weights alone, by a class that `tilewright.compiler.prepare(model)` reads; or "

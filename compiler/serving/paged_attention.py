@@ -204,9 +204,9 @@ def attention(
 
     query, key, value: `[1, heads, tokens, head dim]`. Returns `[1, tokens, heads, head dim]`, and
     None in place of attention weights. Raises RuntimeError without the engine's memory. Raises
-    ValueError if the keys or values do not have the heads that the memory holds, and for options
-    that are not supported: a mask, a bias, a window wider than the memory's, and, with latents,
-    sinks or a soft cap.
+    ValueError if the keys or values do not have the heads that the memory holds. Also raises it for
+    options that are not supported: a mask, a bias, a window wider than the memory's and, with
+    latents, sinks or a soft cap.
     """
     if not isinstance(cache, PagedAttentionCache) or PLAN not in kwargs:
         raise RuntimeError(

@@ -1,6 +1,6 @@
-"""The keys that a query of an attention sees, as arguments of an op: `mask`, `positions`, `window`,
-`cache_lengths` and, if the graph's mask is not understood, the mask tensor `attn_mask` with the
-list of its blocks, `mask_blocks`.
+"""Describes which keys a query of an attention sees, by the arguments of an op: `mask`,
+`positions`, `window` and `cache_lengths`. If the graph's mask is not understood, the arguments are
+the mask tensor, `attn_mask`, and the list of its blocks, `mask_blocks`.
 
 Dimension letters: as in `patterns/recognise/attention.py`.
 """

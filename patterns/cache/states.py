@@ -1,8 +1,8 @@
 """Recognises writes of states of layers without attention. Their memory looks like a cache but is
 not one.
 
-A state is the inputs that a convolution still needs, or the state of a recurrence. Both are
-replaced as a whole, the latter also head by head.
+Such a state is either the inputs that a convolution still needs, or the state of a recurrence. A
+write replaces it as a whole; the state of a recurrence may also be replaced head by head.
 """
 
 from __future__ import annotations

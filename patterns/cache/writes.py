@@ -296,8 +296,8 @@ def row_by_row(stores: Sequence[Value]) -> Iterator[tuple[tuple[Value, ...], Sto
 
 
 def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | None:
-    """Returns the combination of a group of writes with the write of the next row; None for another
-    write."""
+    """Returns one write that combines a group of writes with the write of the next row; None for
+    another write."""
     first = group[0].store
     assert first is not None
     count, source, more = len(group), first.source, store.source
@@ -354,8 +354,9 @@ _NEAR = 4
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
     """Yields pairs of writes of the same shape at the same slots, and writes without a partner.
 
-    A write's partner is a write to the same place of another cache, of a projection of the same
-    activation. If there is none, it is the next write. The two parts of one store are partners.
+    A write's partner goes to the same place in another cache, and stores a projection of the same
+    activation. If there is no such write, the next write is the partner. The two parts of one store
+    are partners.
     """
     writes = list(cache_writes(flow))
     projected = [_projected(write) for write in writes]

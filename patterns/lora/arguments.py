@@ -149,7 +149,8 @@ def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Compu
 
 
 def zeros(rows: Size, columns: Size, like: Value) -> Computed:
-    """Returns zeros, for a projection without an adapter beside others that have one."""
+    """Returns zeros in place of the delta of a projection that has no adapter, while other
+    projections have one."""
     options = (("dtype", like.dtype), ("device", like.device))
     return Computed("full", ((rows, columns), 0.0), options)
 

@@ -23,8 +23,8 @@ from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_
 
 @dataclass(frozen=True)
 class RowMask:
-    """The rows that have an adapter. view [T or B], bool: true for these rows, or false for them if
-    `hides`."""
+    """The rows that have an adapter. view [T or B], bool: true for these rows, or false if `hides`
+    is set."""
 
     view: View
     hides: bool = False

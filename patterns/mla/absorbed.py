@@ -130,8 +130,8 @@ def _per_head(value: Value) -> PerHead | None:
     if product is None or not product.names_differ:
         return None
     sides = [without_repeats(side, product) for side in product.sides]
-    # The weight is the operand that is a parameter. If none is, it is an operand that does not
-    # depend on a product with a weight, the second if neither does.
+    # The weight is the operand that is a parameter. If neither is one, the weight is the operand
+    # that does not depend on a product with a weight. If neither depends on one, it is the second.
     sides.sort(key=lambda side: (is_weight(side.view), not side.view.value.projected))
     return _with_weight(value, product.result, *sides)
 
@@ -154,8 +154,8 @@ def _with_weight(value: Value, result: str, x: Side, stack: Side) -> PerHead | N
 
 
 def heads_of(product: PerHead, query: Side) -> str | None:
-    """Returns the name of the dimension of a query that holds the heads of a product, if the query
-    or a part of it is that product's result."""
+    """Returns the name of the query's dimension of heads, if the query or a part of it is the
+    result of `product`; else None."""
     for name, dim in query.dims.items():
         if _are_heads(query.view.with_dims(dim), product):
             return name

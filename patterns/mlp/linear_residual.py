@@ -162,8 +162,8 @@ def _is_taken(found: Sum) -> bool:
 
 
 def _products(value: Value, sums: Sequence[Sum]) -> Iterator[Value]:
-    """Yields the linears for few tokens that are sides of an addition: first those of its `sums`,
-    then those that are summed over ranks, in another form, or with a norm that the op does not
+    """Yields the linears for few tokens that are sides of an addition, first the linears of its
+    `sums`. The others are summed over ranks, have another form, or have a norm that the op does not
     take."""
     yield from (found.linear.product for found in sums)
     for near in (*_unlike(value), *norms_between(value)):

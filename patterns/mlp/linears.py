@@ -184,8 +184,8 @@ def bare_product(value: Value) -> Value | None:
 
 
 def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
-    """Yields a value and the values before it, as long as each is computed from one value of its
-    own shape by a cast, or with numbers and values that `holds` accepts."""
+    """Yields a value, and values before it. Continues to an operand while a value is computed from
+    one operand of its own shape, by a cast or with numbers and values that `holds` accepts."""
     for _ in range(_STEPS):
         yield value
         wide = [v.value for v in value.operands if v.shape == value.shape]

@@ -17,8 +17,8 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_of
 
 
 def norms_before(linear: FewTokens) -> Iterator[Missed]:
-    """Yields the miss of the norm that a linear reads, if it is gated or of parts of rows, and no
-    op supports it."""
+    """Yields a miss for the norm that a linear reads, if no op supports the norm because it is
+    gated or runs over parts of rows."""
     normed = linear.x.value
     norm = norm_of(normed.whole)
     described = None if norm is None else _described(norm)

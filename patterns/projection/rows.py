@@ -153,7 +153,8 @@ def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | 
 
 def rest_of(size: int, taken: frozenset[int], head_dim: int) -> Rows | None:
     """Returns the heads in the rest of `size` rows, without the rows `taken`. None if no rows
-    remain, or if they are not runs of whole heads, equally long and equally far apart."""
+    remain, or if the remaining rows are not runs of whole heads that have equal lengths and
+    distances."""
     gone = np.fromiter(taken, dtype=np.int64)
     remain = np.ones(size, dtype=bool)
     remain[gone[(gone >= 0) & (gone < size)]] = False

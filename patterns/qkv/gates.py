@@ -46,7 +46,8 @@ def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Query:
 
 
 def _for_all_heads(norm: HeadNorm) -> bool:
-    """Whether a norm treats all heads alike and separately: gates have no weights."""
+    """Whether a norm runs over single heads and has one weight for all of them. The rows of gates
+    need no weight of their own then."""
     vectors = [vector for vector in (norm.weight, norm.bias) if vector is not None]
     return norm.width == "head" and all(
         isinstance(vector, View) and len(vector.shape) == 1 for vector in vectors

@@ -194,7 +194,7 @@ def _rotated(place: Address) -> Heads | None:
 
 def _check_written(keys: Stored, values: Stored) -> int:
     """Returns the number of cache heads that each head is written to. Raises Reject unless K and V
-    are written and clamped alike."""
+    are written and clamped in the same way."""
     repeats = []
     for stored, who in ((keys, "K"), (values, "V")):
         heads, place = stored.heads, stored.place

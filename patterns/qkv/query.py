@@ -213,7 +213,8 @@ def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
 
 
 def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
-    """Raises Reject with the obstacle if one projection beside K and V might be the query's."""
+    """Raises Reject with the obstacle if a projection other than K's and V's might be the
+    query's."""
     for product in _products_of(flow, k, v):
         for end in _ends(flow, product):
             try:

@@ -255,8 +255,8 @@ def _same(found: _Walk, view: View, x: View) -> bool:
 
 
 def decoded_from(rows: RoundedRows, flow: Dataflow) -> tuple[Value, ...]:
-    """Returns the values that decode the codes, the numbers in x's dtype last; () if some other
-    value reads the codes."""
+    """Returns the values that decode the codes, in order: the last one holds the numbers in x's
+    dtype. Returns () if any other value reads the codes."""
     path: list[Value] = []
     value = flow.only_user(rows.codes)
     if value is not None and value.op == DECODED_ROWS:

@@ -27,7 +27,7 @@ QKV_NAMES: tuple[Names, ...] = tuple(
 def weight_arguments(
     weights: Sequence[DequantizedWeight], names: Sequence[Names] = QKV_NAMES
 ) -> dict[str, Any]:
-    """Returns the op's arguments for its weights, which are quantised alike.
+    """Returns the op's arguments for its weights, which must be quantised in the same way.
 
     names: the arguments of each weight, by default those of q, k and v. Raises Reject
     (WEIGHT_FORMAT) if the weights differ or have no scale, and Reject (SCALE_BLOCK) if their scales
@@ -107,8 +107,8 @@ def _factors(weights: Sequence[DequantizedWeight], names: Sequence[str]) -> dict
 
 
 def _scale(weight: DequantizedWeight, block: Block, apart: bool) -> View | Computed:
-    """Returns the scale with one number per block. It is as stored if there are no other factors,
-    or if these are a separate argument (`apart`); otherwise it is multiplied by them."""
+    """Returns the scale with one number per block. If the weight has other factors, the scale is
+    multiplied by them, unless they are a separate argument (`apart`)."""
     assert weight.scale is not None
     item: View | Computed = _cut(weight.scale, block)
     for function, given in weight.steps:

@@ -2,9 +2,9 @@
 
     w[n, k] = (code[n, k] - zero[n / bn, k / bk]) * scale[n / bn, k / bk]
 
-Each position within a word is examined separately: the view of the elements at that position is
-followed down to the words that hold its bits, and to its zero and scale. The format is given by
-what all positions have in common.
+Each position within a word is examined separately. The view of the elements at a position is
+followed back to the words that hold their bits, and to their zero and scale. All positions together
+give the format.
 
 Dimension letters: N rows (`h * D + d` of one projection), K hidden size, H heads, D head_dim.
 """

@@ -325,8 +325,8 @@ def sums_enough(gemm: Gemm) -> bool:
 
 def unread_product(value: Value) -> tuple[View, View] | None:
     """Returns (x, weight) of an unknown operation, or of a scaled product that cannot be read, if
-    their shapes show a product: x [..., K] and a stored matrix of N * K numbers or codes give [...,
-    N]. The operation may write its result in place."""
+    the shapes show a product: x is [..., K], the result is [..., N], and a stored matrix has N * K
+    numbers or codes. The operation may write its result in place."""
     written = value.op == "store" and value.store is not None and value.store.source is None
     known = value.op in _NO_OPERATIONS or value.op.startswith(_KNOWN)
     known = known and (value.op not in _SCALED or match_gemm(value) is not None)

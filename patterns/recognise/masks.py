@@ -321,7 +321,8 @@ class _Triangle:
 
 
 def _triangle(value: Value) -> _Triangle | None:
-    """Returns the triangle of tril or triu of a matrix of one number; else None."""
+    """Returns the triangle of a value that is tril or triu of a matrix filled with one number; else
+    None."""
     if value.op not in ("aten.tril", "aten.triu") or len(value.shape) != 2:
         return None
     diagonal = value.argument(1, "diagonal", 0)

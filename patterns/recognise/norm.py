@@ -64,7 +64,7 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) ->
             stage,
             "the norm has a bias",
             found.absorbed[0],
-            hint="norms with a weight, or with none, are fused; LayerNorm(bias=False) where it is "
+            hint="a norm without a bias can be fused: use LayerNorm(bias=False) if the bias is "
             "zero",
         )
     return found

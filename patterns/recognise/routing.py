@@ -1,9 +1,9 @@
 """Recognises the routing of a mixture of experts, in any spelling: the order that sorts the routes
 by expert, the rows gathered in that order, the end of each expert's rows, and the inverse order.
 
-The functions look at the tensors that these are computed from, so that a match knows that all
-belong to one choice of experts. T tokens, S slots (top-k) per token; a *route* is one slot of one
-token, and its number is t * S + s.
+Each function looks at the tensors that its argument is computed from. A match thereby knows that
+all parts belong to one choice of experts. T tokens, S slots (top-k) per token; a *route* is one
+slot of one token, and its number is t * S + s.
 """
 
 from __future__ import annotations
