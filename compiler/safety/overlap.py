@@ -99,7 +99,8 @@ class _Watch:
     """Remembers where the inputs of the latest call lay, and the first pair that overlapped, if
     any.
 
-    Only tensors that have moved since then are compared again, because this runs before every call.
+    Only tensors that have moved since then are compared again, because :meth:`look` runs before
+    every call.
     """
 
     memory: InputMemory
@@ -157,7 +158,8 @@ def _place(tensor: torch.Tensor) -> list[int]:
 
 
 def input_memory(flow: Dataflow) -> InputMemory:
-    """Finds which inputs a graph writes, and which overlap. flow: from before any rewrite."""
+    """Returns which inputs a graph writes, and which overlap. flow: the view of the graph before
+    any rewrite."""
     nodes = [node for node in flow.graph.nodes if node.op == "placeholder"]
     memories = {i: flow.memory_of[n] for i, n in enumerate(nodes) if n in flow.memory_of}
     written = {i for i, memory in memories.items() if any(flow.writes_on(memory.storage))}

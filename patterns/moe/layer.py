@@ -52,8 +52,8 @@ class Layer:
         """Raises Reject (DTYPE) for dtypes without kernels. arguments: the op's arguments for the
         weights.
 
-        The graph may widen rows and weights to fp32 for a GEMM if bfloat16 can hold all numbers of
-        the weights' format: kernels sum in fp32, too.
+        The graph may widen rows and weights to fp32 for a GEMM, if bfloat16 can hold all numbers of
+        the weights' format. The kernels sum in fp32 as well.
         """
         dtype, dtypes = x.value.dtype, {x.value.dtype, self.down.x.value.dtype}
         exact = dtype == torch.bfloat16 and _has_powers_of_two(arguments)

@@ -50,8 +50,7 @@ class Rows:
         return _indices(self)
 
     def of(self, view: View, base: int = 0) -> View:
-        """Returns these rows of `view` [N - base, ...], whose first row is row `base`: [H, D,
-        ...]."""
+        """Returns these rows [H, D, ...] of `view` [N - base, ...], which begins at row `base`."""
         dims = [effects.coalesce([Atom(0, step, count)]) for count, step in self.heads or ((1, 0),)]
         dims.append(effects.coalesce([Atom(0, 1, self.head_dim)]))
         return rows_of(view, dims, self.first - base)
