@@ -185,8 +185,9 @@ def _to_shape(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 
 def _to_sizes(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
-    """Regroups to the sizes that the call names. The result's shape would not do: in a shape with
-    symbols, torch may write a number as a quotient of sizes."""
+    """Returns the effect regrouped to the sizes that the call names. They are more reliable than
+    the result's shape: if that has symbols, torch may write a number in it as a quotient of
+    sizes."""
     given = sizes_from(node, 1, "size" if "size" in node.kwargs else "shape")
     return effects.regroup(effect, _as_given(given, shape))
 

@@ -8,8 +8,8 @@
 Factors and summands match in either order. Matching ignores casts between floating types, and
 layout (`view`, `transpose`, slices, `expand`) between two steps. A named tensor is bound as a view
 with the dimensions of the matched view. If all values in between are read whole, the bound view may
-have fewer dimensions and broadcast. Formulas are closures. A view's signature, that is its last
-operation and the last operations of its arguments, tells which formulas can match.
+have fewer dimensions and broadcast. A view's signature, that is its last operation and the last
+operations of its arguments, tells which formulas can match.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def tensor(
 
 
 def number(known: str | float, within: float = 0.0) -> Formula:
-    """Matches any number if `known` is a name, and binds it; otherwise this number. All numbers of
-    one name are equal.
+    """Matches a number. If `known` is a name, matches any number and binds the name to it; all
+    numbers of one name are equal. Otherwise matches only the number `known`.
 
     within: the allowed relative difference.
     """

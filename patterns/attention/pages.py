@@ -33,8 +33,8 @@ class Pages:
 
 @dataclass(frozen=True)
 class SamePages:
-    """Two pools with one table. Entries of the table that are valid negative pages have been made
-    positive."""
+    """Two pools with one table. Valid negative entries of the table, which count from the end, have
+    been made positive."""
 
     pools: tuple[View, View]
     block_table: View | Computed

@@ -28,7 +28,7 @@ class DequantizedExperts:
     scale: [E, N, K], one number per element with repetitions; None if there are only factors.
     steps: applied to the scale after it is cut to blocks. unsigned: whether the scale's sign is
     then removed. factors, divisors: fp32 numbers by expert, views [E] (for activations by row,
-    [M]), to multiply and divide by. number: a factor for all.
+    [M]), to multiply and divide by. number: one more factor, the same for all elements.
     """
 
     data: View | Computed
