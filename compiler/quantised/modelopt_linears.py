@@ -68,7 +68,8 @@ class Float8(CodedLinear):
 
 
 class Float8PerToken(Float8):
-    """A linear with weight_scale [N, 1]; each token's activations are scaled by their largest."""
+    """A linear with weight_scale [N, 1]. The scale of a token's activations follows from the
+    largest of them."""
 
     needed = ("weight", "weight_scale")
 

@@ -205,8 +205,8 @@ def _holds(held: torch.Tensor, value: Any) -> bool:
 
 
 class _Written:
-    """Says that every storage is written: the `Writes` to give :func:`strides_matter` for a check
-    without a Dataflow."""
+    """Stands in for a Dataflow in calls of :func:`strides_matter`, and says that every storage is
+    written."""
 
     def writes_on(self, storage: int) -> Iterator[bool]:
         yield True
@@ -248,7 +248,8 @@ class _Rewriter:
                 self.shared.update((*_compat.storage_keys(tensor), *_compat.storages_of(node)))
 
     def visit(self, node: fx.Node) -> bool:
-        """Updates a node whose inputs moved, and makes it new where that is possible."""
+        """Updates a node whose inputs moved, and replaces it by a call out of place where that is
+        possible. Returns whether it was replaced."""
         if self.result:
             for source in node.all_input_nodes:
                 if source in self.result:

@@ -1,5 +1,5 @@
-"""Norms beside linears for few tokens that no op takes: before a linear, and between a linear and
-the sum after it."""
+"""Finds norms that no op takes, next to linears for few tokens: before a linear, or between a
+linear and the sum after it."""
 
 from __future__ import annotations
 

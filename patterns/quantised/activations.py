@@ -45,8 +45,8 @@ from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 DECODED_ROWS = "opaque:python::decoded_rows"
 # The largest lower bound of a scale that counts as a guard against dividing by zero.
 LARGEST_BOUND = 1e-2
-# The largest bound of the divisor alone. A scale below it divides as the bound, but multiplies as
-# itself.
+# The largest bound if only the divisor is clamped. The graph then divides by the bound if the scale
+# is smaller, but multiplies by the scale.
 LARGEST_DIVISOR_BOUND = 1e-10
 # The relative difference allowed from 448 or 1 / 448, as rounded to fp32.
 CLOSE = 1e-6
@@ -167,7 +167,8 @@ def _taken(found: Found) -> QuantisedRows | None:
 
 
 def _rounds(value: Value) -> bool:
-    """Whether a value is a cast to fewer bits, of anything but magnitudes and decoded codes."""
+    """Whether a value is a cast to fewer bits. Casts of magnitudes and of decoded codes do not
+    count."""
     if not is_float_cast(value) or value.dtype.itemsize >= value.operands[0].value.dtype.itemsize:
         return False
     return value_before_casts(value).op not in ("aten.abs", "cast")
