@@ -185,7 +185,7 @@ def test_a_number_of_rows_that_data_decide_stays():
 
 
 class OldRotaryEmbedding(nn.Module):
-    """The rotary embedding of transformers up to 5.17: a product of matrices."""
+    """The rotary embedding of transformers 5.17: a product of matrices."""
 
     def __init__(self, own: nn.Module) -> None:
         super().__init__()
