@@ -15,7 +15,8 @@ from tilewright.codegen.spec import Constant, KernelSpec, module_of
 from tilewright.codegen.targets import get_target
 
 POINTER_SUFFIX = "_ptr"
-# The constant by which a kernel may start while the one before it ends; the target decides it.
+# The constant that lets a kernel start while the one before it still runs (programmatic dependent
+# launch). The target decides its value.
 LAUNCH_PDL = "LAUNCH_PDL"
 # Triton's compile options, which a record may have as fields.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -77,9 +78,9 @@ class Kernel:
 
     Attributes:
         template, name: `KernelSpec.template` and `KernelSpec.kernel`.
-        strides: constants that are strides unless a launch gives other values, each one dimension
-            or a tuple of several. The stride of an absent tensor is 0. `X_STRIDE` need not be
-            listed: it is the stride of the first dimension of the tensor "x".
+        strides: constants that are strides: one dimension of a tensor, or a tuple of several. A
+            launch may give other values. The stride of an absent tensor is 0. `X_STRIDE` need not
+            be listed: it is the stride of the first dimension of the tensor "x".
         launch_strides: numbers that are strides, of type "i64", each of one dimension. The spec
             records whether 16 divides them. An absent tensor, or a dimension that a tensor lacks,
             has the stride 0.

@@ -56,7 +56,7 @@ def holds(condition: Any) -> bool:
 
 def proven(condition: Any) -> bool:
     """Whether `condition` is known to hold. Like `holds`, it adds no guard. A relation between
-    sympy's symbols is known where it holds for all their values."""
+    sympy's symbols is known to hold if it does for all values of the symbols."""
     if isinstance(condition, torch.SymBool):
         # This import takes a third of torch's own import time, for sympy; with a symbol, sympy is
         # loaded.
@@ -182,7 +182,7 @@ def check_last_dim_dense(op: str, argument: str, tensor: torch.Tensor) -> None:
 
 
 def first(bad: torch.Tensor) -> int | None:
-    """Returns the index of the first True in a flattened mask, or None."""
+    """Returns the index of the first True in a flattened mask; None if there is no True."""
     flat = bad.flatten()
     if flat.numel() == 0:
         return None
@@ -207,7 +207,7 @@ _OFF = frozenset({b"", b"0", b"no", b"off", b"false"})
 
 
 def is_on(variable: str) -> bool:
-    """Returns whether an environment variable's text asks for something; `0`, `no`, `off` and
+    """Returns whether the text of an environment variable turns something on. `0`, `no`, `off` and
     `false` do not."""
     return variable.strip().lower().encode() not in _OFF
 

@@ -3,9 +3,9 @@
 An interpreted operation on a small block takes about 100 microseconds, nearly all of it for the
 types of operands and results: Triton unwraps and checks shapes, formats names and builds tables of
 dtypes. A sum of integers adds a dozen operations that look for an overflow and do not report it.
-The replacements here keep the attributes of a block type by element and shape, those of a tensor by
-type, and the broadcasts of operands by their types. The results of kernels and the errors that
-Triton raises stay as they are.
+The replacements here cache the attributes of a block type by element and shape, the attributes of a
+tensor by type, and the broadcasts of operands by their types. The results of kernels and the errors
+that Triton raises stay as they are.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _kept_by_type(original: Callable) -> Callable:
     return method
 
 
-#: The most numbers whose blocks a launch caches.
+#: A launch caches the blocks of at most this many numbers.
 _MOST_NUMBERS = 256
 
 

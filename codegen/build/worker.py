@@ -90,7 +90,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
         options["maxnreg"] = module.MAXNREG
     if getattr(module, "LAUNCH_PDL", False):
         options["launch_pdl"] = True
-    options["enable_fp_fusion"] = True  # the default of triton 3.9 differs from that of 3.6
+    options["enable_fp_fusion"] = True  # the default differs between triton 3.6 and 3.9
     options.update(request.get("options", {}))
     source = source_of(getattr(module, module.KERNEL), module.SIGNATURE, module.DIVISIBLE16)
 

@@ -123,7 +123,8 @@ def tensor(dtype: str | None, shape: Shape | None, known: Range | None = None) -
 
 
 def tensor_of(value: Value) -> Value:
-    """Returns the value that an assignment makes of a value: Python numbers become tensors."""
+    """Returns the facts about a variable that `value` was assigned to. A Python number has become a
+    tensor."""
     if value.items is not None:
         return Value(items=tuple(map(tensor_of, value.items)))
     if value.weak and isinstance(value.const, tuple):

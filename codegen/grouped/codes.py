@@ -1,4 +1,7 @@
-"""Conditions and constants of GEMMs that stream weights of 4-bit codes, by words of eight."""
+"""Conditions and constants of GEMMs that read weights of 4-bit codes as stored, in words of eight.
+
+A GEMM loads the columns of a step together and multiplies them in parts.
+"""
 
 from __future__ import annotations
 
@@ -56,20 +59,21 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
 
 
 def order_of(weight: WeightOperands, config: GemmConfig) -> tuple[int, int]:
-    """Returns the order in which a GEMM needs the columns of its rows, as (columns of a part,
-    columns that a thread holds in a row), see `rows_in_order`; (0, 0) for the natural order."""
+    """Returns (columns of a part, neighbouring columns in a thread). These two numbers give the
+    order in which a GEMM needs the columns of x (see `rows_in_order`); (0, 0) for the natural
+    order."""
     if not (isinstance(config, CodesConfig) and config.ordered):
         return 0, 0
     return part_columns(weight, config), thread_run(weight, config)
 
 
 def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns the columns that a thread of the tensor core holds in a row, in Triton's layout of an
-    operand made by joins.
+    """Returns how many neighbouring columns of a row a thread of the tensor core holds, in the
+    layout that Triton gives an operand made by joins.
 
-    For the older instruction (mma.sync), these are twice as many as a register holds, or four times
-    as many if the scales of a quarter are one byte. Other numbers would work too, but with
-    exchanges between threads.
+    For the older instruction (mma.sync), this is twice the columns in a register, or four times as
+    many if the scales of a quarter take one byte. Other numbers would work too, but threads would
+    have to exchange values.
     """
     if config.swapped and config.split == 1:
         return 2

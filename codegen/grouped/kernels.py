@@ -37,7 +37,7 @@ GROUPED = {
         "grouped.scaled", "grouped_scaled", {**_WEIGHT, **_CODED_ROWS}, unaligned=_INDICES
     ),
 }
-# The GEMM kernels for rows, scales and ends of groups that the call itself made, contiguous.
+# The GEMM kernels for calls that made rows, scales and ends of groups themselves, contiguous.
 OWN_ROWS = {
     tiles: replace(kernel, strides=_WEIGHT, unaligned=()) for tiles, kernel in GROUPED.items()
 }

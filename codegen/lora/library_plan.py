@@ -17,7 +17,7 @@ ALIGNED = 8
 # Pairs (fewest rows, the fastest way from there on). Before the first pair, and after "kernels",
 # the kernels are the fastest.
 Steps = tuple[tuple[int, str], ...]
-# Steps by the least K and then by the most columns of all planes.
+# Steps for the least K (outer key) and the most columns of all planes (inner key).
 Bounds = dict[int, dict[int, Steps]]
 
 MOST_COLUMNS = 1 << 30

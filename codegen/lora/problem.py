@@ -88,7 +88,8 @@ class ShrinkProblem:
 
     @property
     def constants(self) -> dict[str, Constant]:
-        """The constants of three planes. If there are fewer, those of the last plane repeat."""
+        """The constants of three planes. If there are fewer planes, the constants of the last one
+        repeat."""
         last = self.planes - 1
         strides = [self.weights[min(plane, last)].strides for plane in range(3)]
         adapter, row, column = zip(*strides, strict=True)

@@ -45,11 +45,12 @@ from tilewright.codegen.targets import Target
 # measured.
 MOST_NORMED_TOKENS = 1
 
-# Factor by which the library's products of codes, whose times are modelled, must be faster than a
-# measured kernel.
+# The library's products of codes are chosen only if they are modelled to be faster than a measured
+# kernel by this factor.
 MARGIN = 1.25
 
-# Upper ends of the token counts that share a kernel if the count is known only at run time.
+# The largest token counts of the buckets. All counts of a bucket share a kernel if the count is
+# known only at run time.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 # Sources of the time of a choice, in the order of precedence.
@@ -69,8 +70,8 @@ class LoweringChoice:
         seconds: the expected time.
         source: the source of the time: HERE, TABLE or MODEL.
         norms_x: whether the kernel includes the problem's norm of x.
-        statics: the constants of the fused kernel; for the library, those of the epilogue, then
-            those of `dequantize_weight` for each weight of codes.
+        statics: the constants of the fused kernel; for the library, the constants of the epilogue,
+            and then the constants of `dequantize_weight` for each weight of codes.
     """
 
     name: str
@@ -90,7 +91,7 @@ class LoweringChoice:
 
 @dataclass(frozen=True)
 class LoweringPlan:
-    """Choices in rising order of `max_tokens`; a static problem has one."""
+    """Choices in rising order of `max_tokens`. A static problem has one choice."""
 
     problem: QkvProblem
     target: str

@@ -103,7 +103,7 @@ class HeadEpilogue:
 
     @property
     def pairs_per_head(self) -> int:
-        """Number of pairs that cover a head; the last ones may extend past it."""
+        """Number of pairs that cover a head; the last pairs may extend past it."""
         return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
 
     @property
@@ -135,7 +135,8 @@ class HeadEpilogue:
 
     @property
     def norm_halves(self) -> int:
-        """`halves` for the norm's weights: that of the rotation if the norm follows it, else 0."""
+        """`halves` for the norm's weights: that of the rotation if the norm comes after it, else
+        0."""
         return 0 if self.norm_after == "none" else self.halves
 
     @property
@@ -187,7 +188,7 @@ class QkvProblem:
 
     @property
     def number_dtype(self) -> str:
-        """Dtype to which the library lowering decodes codes: that of q, or fp32 if x has codes too,
+        """Dtype to which the library lowering decodes codes: q's dtype, or fp32 if x has codes too,
         because rounding the numbers would lose accuracy."""
         return "fp32" if self.coded_x else self.epilogue.dtype
 
@@ -214,7 +215,7 @@ class QkvProblem:
 
     @property
     def after_norm(self) -> QkvProblem:
-        """The problem after x was normed to a separate tensor; the problem itself without a
+        """The problem as it is after a separate kernel normed x; the problem itself without a
         norm."""
         if self.input_norm is None:
             return self

@@ -13,8 +13,9 @@ from tilewright.ops.schema import SymInt
 
 @dataclass(frozen=True, kw_only=True)
 class BatchArguments:
-    """Arguments of `cache_attention` and `mla_decode` about the sequences of a batch: where the
-    keys of each are, and which of them its queries see. AttentionArguments explains each field."""
+    """Arguments of `cache_attention` and `mla_decode` that describe the sequences of a batch: where
+    the keys of each sequence lie, and which of these keys its queries see. AttentionArguments
+    explains each field."""
 
     scale: float
     num_sequences: SymInt = 1
@@ -79,14 +80,15 @@ class AttentionArguments(BatchArguments):
 
 
 def as_attention(a: Any, q: torch.Tensor, keys: torch.Tensor) -> AttentionArguments:
-    """Returns the attention of queries q [T, H, ..] to keys [P, S, ..], which all heads share and
-    which are also the values."""
+    """Returns the attention of queries q [T, H, ..] to keys [P, S, ..]. All heads share the keys,
+    and the keys are also the values."""
     k = keys.unsqueeze(2)
     return AttentionArguments(q, k, k, **{name: getattr(a, name) for name in BATCH_NAMES})
 
 
 def cache_read(a: AttentionArguments) -> CacheRead:
-    """Returns the reads of keys and values of a call; queries of a sequence read each once."""
+    """Returns the reads of a call's keys and values. The queries of a sequence share one read of
+    each key."""
     token_bytes = sum(t.shape[2] * t.shape[3] * t.element_size() for t in (a.k, a.v))
     sequences, capacity = present_of(a, a.k)
     queries, pair = a.q.shape[0] // max(sequences, 1), a.k.shape[3] + a.v.shape[3]
@@ -106,7 +108,8 @@ def work(a: AttentionArguments) -> Work:
 
 
 def present_of(a: BatchArguments, keys: torch.Tensor) -> tuple[int, int]:
-    """Returns (number of sequences, the most tokens read of one) for a cache [N, P, ..]."""
+    """Returns (number of sequences, the most tokens that are read of one sequence) for a cache [N,
+    P, ..]."""
     pages, page_size = keys.shape[:2]
     if a.block_table is None:
         sequences, capacity = pages, page_size

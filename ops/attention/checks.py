@@ -151,7 +151,7 @@ def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
 
 
 def attention_obstacle(a: AttentionArguments) -> str | None:
-    """Returns why no kernel takes a call, or None. Reads metadata only."""
+    """Returns why no kernel takes a call; None if one does. Reads metadata only."""
     if not a.scale > 0:  # kernels take the largest product as the largest logit
         return f"no kernel for a scale of {a.scale}"
     width = max(a.q.shape[2], a.v.shape[3])

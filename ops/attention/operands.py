@@ -36,8 +36,8 @@ def cache_sizes(a: AttentionArguments) -> AttentionSizes:
 
 
 def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheProblem:
-    """Returns the problem of a call, without a list of its mask's blocks. rope: the keys' second
-    part, with which v is ignored."""
+    """Returns the problem of a call, without a list of its mask's blocks. rope: the second part of
+    the keys. With it, v is ignored."""
     mask = None if a.attn_mask is None else mask_bytes(a.attn_mask)
     ragged, paged = a.row_offsets is not None, a.block_table is not None
     return CacheProblem(

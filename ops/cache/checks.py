@@ -1,8 +1,8 @@
 """Checks shared by the ops that write a K and V cache. Each raises ArgumentError.
 
-Everything is checked before anything is written. Checks that need real memory are separate from
-those of metadata, which also run on fake tensors while tracing: aliases here, slots in
-`address_checks`.
+Everything is checked before anything is written. Checks of metadata also run on fake tensors while
+a graph is traced. Checks that need real memory are separate: the check of aliases is here, the
+checks of slots are in `address_checks`.
 """
 
 from __future__ import annotations

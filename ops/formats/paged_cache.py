@@ -107,8 +107,8 @@ class CacheWindow:
 
     @property
     def extent(self) -> Any:
-        """Number of elements from the window's first to its last, inclusive, for a window that is
-        not empty."""
+        """Number of elements from the window's first element to its last, inclusive. The window
+        must not be empty."""
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,8 @@ def strided_disjoint(
     reach_b = sum((n - 1) * s for n, s in zip(shape_b, strides_b, strict=True))
     if proven(apart > reach_a) or proven(-apart > reach_b):
         return True
-    # Both arrays' axes by stride, each with the range [low, high] of the difference of two indices.
+    # The strides of both arrays' axes, each with the range [low, high] that the difference of the
+    # two indices may have.
     bounds: dict[Any, tuple[Any, Any]] = {}
     for size, stride in zip(shape_a, strides_a, strict=True):
         low, high = bounds.get(stride, (0, 0))
@@ -165,8 +166,8 @@ _Term = tuple[Any, Any, Any]
 
 
 def _may_meet(terms: list[_Term], target: Any) -> bool:
-    """Whether some choice of steps sums to `target`. Solves a bounded linear equation from the
-    largest stride down; for nested axes each level leaves one or two candidates."""
+    """Whether some choice of steps sums to `target`. Solves a bounded linear equation, beginning
+    with the largest stride. For nested axes, each level leaves one or two candidates."""
     if not isinstance(target, int) or not all(isinstance(term[0], int) for term in terms):
         return True
     ordered = sorted((term for term in terms if term[0] > 0), reverse=True, key=lambda t: t[0])
@@ -196,8 +197,8 @@ def _reachable(terms: list[_Term], target: int, budget: list[int]) -> bool:
 
 
 def axes_nest(window: CacheWindow) -> bool:
-    """Whether different indices always reach different elements, because each stride steps over all
-    of the axes inside it. False only where it is known that they do not."""
+    """Whether different indices always reach different elements: each stride steps over all
+    elements of the axes inside it. False only if it is known that they do not."""
     axes = [
         (stride, size)
         for size, stride in zip(window.shape, window.strides, strict=True)
@@ -214,6 +215,6 @@ def axes_nest(window: CacheWindow) -> bool:
 
 
 def slot_limit(window: CacheWindow, slots: str) -> Any:
-    """Returns the end of the range of slots: of the whole cache for flat slots, of a page per
-    sequence."""
+    """Returns the end of the range of slots. Flat slots count through the whole cache; slots per
+    sequence count within a page."""
     return window.page_size if slots == "per_sequence" else window.capacity

@@ -2,9 +2,9 @@
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
-n counts the rows of one weight; in a weight of heads [H, D], row n is `h * D + d`. A format's
-storage is a row of `codegen.formats.WEIGHT_FORMATS`; `ops.formats.quantized_weight` says how
-nibbles are packed.
+n counts the rows of one weight; in a weight of heads [H, D], row n is `h * D + d`.
+`codegen.formats.WEIGHT_FORMATS` describes how each format is stored;
+`ops.formats.quantized_weight` says how nibbles are packed.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Weight(StoredWeight):
 
     @property
     def has_packed_zeros(self) -> bool:
-        """Whether a word of zeros holds those of eight rows. Valid for a weight that has been
-        checked: unpacked zeros have the shape of the scales."""
+        """Whether one word holds the zeros of eight rows. The weight must have been checked:
+        unpacked zeros have the shape of the scales."""
         zero, scale = self.zero, self.scale
         return zero is not None and scale is not None and zero.shape != scale.shape
 
@@ -268,7 +268,7 @@ def code_numbers(
     stored: torch.Tensor, form: WeightFormat, dtype: torch.dtype, order: Sequence[int] = ()
 ) -> torch.Tensor:
     """Returns the numbers that stored codes stand for, unpacked and in `dtype`, before zeros and
-    scales. order: of the codes in an element (`ops.formats.quantized_weight`)."""
+    scales. order: the order of the codes in an element (`ops.formats.quantized_weight`)."""
     axis = form.packed_axis
     codes = stored if axis is None else unpack_nibbles(stored, axis, order)
     if form.number == "e2m1":

@@ -153,7 +153,7 @@ def validate_values(a: Nvfp4MatmulArguments) -> None:
 
 
 def unsupported(a: Nvfp4MatmulArguments) -> str | None:
-    """Returns why the emitted kernel cannot take a call, or None. Reads metadata only."""
+    """Returns why the emitted kernel cannot take a call; None if it can. Reads metadata only."""
     for name, steps in (("a", a.a.stride()[:-1]), ("b", a.b.stride()[:-1])):
         if any(step % TMA_BYTES for step in steps):
             return f"{name}: strides {list(steps)} are not whole {TMA_BYTES} bytes"
@@ -206,8 +206,8 @@ def grouped_nvfp4_steps(
     *,
     block_scaled: bool | None = None,
 ) -> Steps:
-    """Runs the steps of a call. config: replaces the planner's. block_scaled: whether the tensor
-    core multiplies NVFP4 directly; None: as the target's does."""
+    """Runs the steps of a call. config: tiles to use instead of the planner's. block_scaled:
+    whether the tensor core multiplies NVFP4 directly; None: whether the target's does."""
     a = _aligned(a)
     out = yield Buffer.like(fake(a))
     yield Library(torch.Tensor.zero_, (out,))  # no tile covers rows of no group
@@ -249,8 +249,8 @@ def _aligned(a: Nvfp4MatmulArguments) -> Nvfp4MatmulArguments:
 
 @dataclass(frozen=True)
 class Nvfp4Case:
-    """Rows per group and each group's expert; rows (N) and inner (K) of the weights. spare: rows
-    that belong to no group."""
+    """One setting of the op: the rows of each group and its expert; rows (N) and inner (K) of the
+    weights. spare: rows that belong to no group."""
 
     name: str
     sizes: tuple[int, ...]

@@ -116,7 +116,7 @@ CONFIG = QuantizeConfig()
 def quantize_nvfp4_steps(
     a: QuantizeNvfp4Arguments, target: Target, config: QuantizeConfig = CONFIG
 ) -> Steps:
-    """The steps of a call."""
+    """Runs the steps of a call."""
     packed, scales = fake(a)
     packed = yield Buffer.like(packed)
     scales = yield Buffer.like(scales)
@@ -140,7 +140,8 @@ def quantize_nvfp4_steps(
 
 @dataclass(frozen=True)
 class QuantizeCase:
-    """Rows per group (None: no groups, `spare` rows) and K. scales: tensor scales of the groups."""
+    """One setting of the op: the rows of each group (None: no groups, `spare` rows) and K. scales:
+    tensor scales of the groups."""
 
     name: str
     sizes: tuple[int, ...] | None = None

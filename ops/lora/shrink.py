@@ -38,9 +38,9 @@ class ShrinkArguments:
 
     a [M_a, K], last dimension contiguous, M_a >= M. b [G, 3N, K]: rows of q, then k, then v; or
     instead any of q_weight, k_weight, v_weight [G, R, K], whose ranks may differ. Weights have a's
-    dtype and any strides, so that transposed ones and parts of one stack are views. An adapter of
-    lower rank has zero rows. a_offsets, expert_ids, inclusive_offsets, num_active_experts: the rows
-    of each adapter, see ops.lora.rows. num_rows: M; None: M_a.
+    dtype and any strides, so that transposed weights and parts of one stack are views. An adapter
+    of lower rank has rows of zeros. a_offsets, expert_ids, inclusive_offsets, num_active_experts:
+    the rows of each adapter, see ops.lora.rows. num_rows: M; None: M_a.
 
     Result [P, M, N] of a's dtype: a plane for each weight given, in the order q, k, v. N is the
     largest rank, and the columns past a smaller one are zero. Bad values (offsets that decrease or
@@ -142,7 +142,7 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
 
 def slower(*, rows: Any, columns: int, hidden: Any, dtype: torch.dtype) -> str | None:
     """Returns why cuBLAS is faster for `rows` of `hidden` numbers by factors with `columns` columns
-    in total; None if a kernel is. Symbolic sizes in float32 are taken for many rows."""
+    in total; None if a kernel is. In float32, symbolic sizes count as many rows."""
     known = isinstance(rows, int) and isinstance(hidden, int)
     if dtype != torch.float32 or (known and takes_row_kernel(rows, columns, hidden)):
         return None

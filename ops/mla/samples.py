@@ -205,7 +205,7 @@ def _rope(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _places(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
-    """Returns the same places in every form of addressing."""
+    """Returns the places of new tokens and keys in every form of addressing."""
     if case.pool == "static":
         start, new = case.cached_tokens[0], case.new_tokens[0]
         positions = torch.arange(start, start + new, device=sampler.device)

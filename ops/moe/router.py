@@ -37,8 +37,8 @@ from tilewright.ops.sampling import sampler_of
 NAME = "moe_router"
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "logits")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The most columns of logits that a program holds for each of its tokens, and the most slots, each
-# of which is a search.
+# The most columns of logits that a program holds for each of its tokens; and the most slots, since
+# each slot takes a search.
 MOST_COLUMNS = 1024
 MOST_SLOTS = 32
 ERROR_MODEL = (
@@ -192,7 +192,7 @@ def _kept(a: MoeRouterArguments, choice: torch.Tensor) -> torch.Tensor:
 
 
 def unsupported(a: MoeRouterArguments) -> str | None:
-    """Returns why the emitted kernels cannot take a call, or None. Reads metadata only."""
+    """Returns why the emitted kernels cannot take a call; None if they can. Reads metadata only."""
     tensors = (a.x, a.weight, a.bias, a.correction)
     dtypes = [t.dtype for t in tensors if t is not None]
     wrong = next((d for d in (*dtypes, a.result_dtype) if d not in KERNEL_DTYPES), None)

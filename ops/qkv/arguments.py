@@ -40,11 +40,11 @@ class FusedQkvArguments:
     grouped q [Hkv, G, D]; they and other parameters are values or float32.
 
     gate_run: the Hq heads alternate between gate_run queries and gate_run gates (1 if each query
-    has its gate beside it). Gates are projected and clipped only. 0: all are queries.
+    has its gate beside it). Gates are only projected and clipped. 0: all heads are queries.
 
     weight_format, scale_block, zero_point, nibble_order, and a scale and a zero of each weight: the
-    fields of a Weight. factors: those of q, k and v, in this order: float32 [3], or [2] without
-    v_weight. Dense weights have K or D contiguous, other strides free.
+    fields of a Weight. factors: the factors of q, k and v, in this order: float32 [3], or [2]
+    without v_weight. Dense weights have K or D contiguous, other strides free.
 
     delta [T, N of q, k and v], last dimension contiguous: added to the projections, columns of q,
     then k, then v; the packed result of `lora_expand_add`. Values or float32.

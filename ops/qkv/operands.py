@@ -29,7 +29,7 @@ from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer
 
-# Kernel parameters that calls of one or both ops do not have.
+# Parameters of kernels that have no argument in calls of one or both ops.
 _ABSENT = dict.fromkeys(
     ("q", "x_scale", "q_out", "q_bias", "k_bias", "v_bias", "delta", "q_norm", "k_norm",
      "workspace", "counters", "num_sequences", "lookup_columns", "lookup_stride"),
@@ -200,8 +200,8 @@ def _bias_strides(q: torch.Tensor | None, *others: torch.Tensor | None) -> tuple
 
 
 def _per_head(t: torch.Tensor | None, dims: int = 1) -> int:
-    """Returns the stride between heads of a tensor with `dims` dimensions and a row for each head;
-    0 if the heads share one row, or there is no tensor."""
+    """Returns the stride between heads of a tensor that has `dims` dimensions and a row for each
+    head; 0 if the heads share one row, or if there is no tensor."""
     if t is None or t.dim() != dims or (dims == 1 and t.shape[0] == 1):
         return 0
     return t.stride(0)
@@ -226,8 +226,8 @@ def _in_reach(*weights: torch.Tensor | None) -> bool:
 
 
 def quantization(a: FusedQkvArguments, weights: Projections, words: torch.dtype) -> Quantization:
-    """Returns the static data of quantised arguments, whose kernels read `words`. A property that
-    q, k and v do not share is named in `differs`."""
+    """Returns the static data of quantised arguments, whose kernels read `words`. If q, k and v do
+    not share a property, `differs` names it."""
     per_token = a.x_scale is not None and a.x_scale.shape[1] == 1
     return replace(
         quantization_of(weights, words),

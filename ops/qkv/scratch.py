@@ -1,7 +1,8 @@
-"""Arguments of `fused_qkv_paged` like given ones but on new memory, which tuning runs on.
+"""Makes arguments of `fused_qkv_paged` like given arguments, but on new memory. Tuning runs on
+them.
 
-Shapes, strides and dtypes are those of the given arguments, whose metadata alone is read. The token
-count is free, the numbers are random, and the caches have no more pages than needed.
+Shapes, strides and dtypes are those of the given arguments; only their metadata is read. The number
+of tokens may differ, the numbers are random, and the caches have no more pages than needed.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _shape(a: FusedQkvArguments, name: str, tensor: torch.Tensor, tokens: int) -
 
 
 def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns weights as rows of one tensor, if the given ones are."""
+    """Returns weights as rows of one tensor, if the given weights are rows of one tensor."""
     given = {name: getattr(a, name) for name in made}
     if weight_rows(*given.values()) is None:
         return {}
@@ -124,7 +125,7 @@ def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Returns the number of elements from the first to the last, inclusive."""
+    """Returns the number of elements from the first element to the last, inclusive."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -1,8 +1,8 @@
 """Quantisation to NVFP4: packed codes, and their scales in the layout of the tensor core.
 
-A program takes some columns of a block of 128 rows of the scales, which belong to one group. The
-arithmetic is that of `ops.formats.nvfp4`, operation by operation and with IEEE division, so every
-device gives the same codes.
+The scales are stored in blocks of 128 rows, all of one group. A program takes some columns of a
+block. The arithmetic is that of `ops.formats.nvfp4`, operation by operation and with IEEE division,
+so every device gives the same codes.
 """
 
 import triton
@@ -31,7 +31,7 @@ def e2m1_code(x):
 def group_rows(block, offsets_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr):
     """Returns (first row, one past the last row, group) of a block of 128 rows of the scales.
 
-    Blocks after those of all groups get the rows after the groups, 128 each, and group NUM_GROUPS.
+    Rows after the last group get blocks of their own, after all others, with group NUM_GROUPS.
     """
     groups = tl.arange(0, GROUPS)
     real = groups < NUM_GROUPS

@@ -269,7 +269,7 @@ def grouped_scaled(
         accumulator = tile_of_zeros(BLOCK_M, PART, SWAPPED)
         second = accumulator
         for column in range(0, INNER, BLOCK_K):
-            # Rows past the expert's last belong to the next one; they are not stored.
+            # Rows past the expert's last row belong to the next expert; they are not stored.
             x = x_desc.load([first_row, column])
             x_scales = tl.load(
                 x_scale_rows + column // BLOCK_K * X_SCALE_STRIDES[1], mask=row_mask, other=0.0

@@ -27,8 +27,8 @@ def sequence_places(
     rows, mask, offsets_ptr, num_sequences, run,
     STRIDE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (sequence, place in the sequence, whether the row is valid) of each row: by offsets,
-    or with `run` rows in each sequence."""
+    """Returns (sequence, place in the sequence, whether the row is valid) of each row. Sequences
+    are given by offsets, or have `run` rows each."""
     if offsets_ptr is not None:
         sequence = sequence_of(rows, offsets_ptr, num_sequences, STRIDE, SEARCH_STEPS)
         valid = mask & (sequence < num_sequences)
@@ -48,8 +48,8 @@ def token_positions(
     OFFSETS_STRIDE: tl.constexpr, LENGTHS_STRIDE: tl.constexpr, POSITIONS_STRIDE: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the position of each token: from a tensor, or counted from the number of its
-    sequence's tokens in the cache."""
+    """Returns the position of each token. Positions come from a tensor, or continue after the
+    tokens of the sequence that are in the cache."""
     if token_positions_ptr is not None:
         places = token_positions_ptr + (tokens % token_run) * POSITIONS_STRIDE
         position = tl.load(places, mask=mask, other=0).to(tl.int64)
@@ -162,7 +162,7 @@ def mla_latents(
     tokens that are no keys. BLOCK_L: a power of two that covers RANK. PAIRS: a power of two that
     covers half of ROPE_DIM.
     """
-    # Programs of tokens come first: tokens that are no keys, if there are any, take longest.
+    # Programs of tokens come first, because tokens that are no keys, if any, take longest.
     program = tl.program_id(0) - (tl.num_programs(0) - row_programs)
     if GATHER and program >= 0:
         rows = program * BLOCK_T + tl.arange(0, BLOCK_T)

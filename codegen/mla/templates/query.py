@@ -1,5 +1,5 @@
 """Prepares MLA's queries for attention: rotates the rope columns, stores them alone or with the
-others, and may cast them to 8 bits."""
+unrotated columns, and may cast them to 8 bits."""
 
 import triton
 import triton.language as tl

@@ -83,9 +83,9 @@ def rotated_queries(
         if ROPE_STYLE != "interleaved":
             pairs = tl.permute(pairs, (0, 2, 1))
         turned = tl.reshape(pairs, (BLOCK_M, ROPE))
-    # On Hopper, Triton keeps the operand of a loop in shared memory if it comes from a load. Any
-    # other operand is read into registers again in each step, which costs a tenth of the time. So
-    # this is a load, with a mask that is false everywhere.
+    # On Hopper, Triton keeps the operand of a loop in shared memory if the operand comes from a
+    # load. It reads any other operand into registers again in each step, which costs a tenth of the
+    # time. For this reason the columns pass through a load, with a mask that is false everywhere.
     rows = first_row + tl.arange(0, BLOCK_M)
     places = base + rows.to(tl.int64)[:, None] * token_stride + columns[None, :]
     return tl.load(places, mask=(rows < 0)[:, None], other=turned)

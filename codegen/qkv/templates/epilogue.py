@@ -73,8 +73,8 @@ def norm_heads(
     """Applies RMSNorm ("rms") or LayerNorm ("layer") to whole heads, or with head_limit to all
     heads of a kind together.
 
-    NORMED: whether (q, k) have a norm. V_NORMED: whether v has one. low_shift, high_shift: the bias
-    that is added then, or None. Padded dims and heads are zero and do not count.
+    NORMED: whether (q, k) have a norm. V_NORMED: whether v has one. low_shift, high_shift: the
+    norm's bias, which is added last, or None. Padded dims and heads are zero and do not count.
     """
     width = HEAD_DIM
     if head_limit is not None:
@@ -92,8 +92,8 @@ def norm_heads(
     if V_NORMED:
         normed = normed | (kind == VALUE)
     if NORM == "rms":
-        # Heads without a norm are multiplied by 1, which is exact: so only small tensors are
-        # selected.
+        # Multiply heads without a norm by 1, which is exact. Then only the scales, which are small
+        # tensors, need a select.
         scale = tl.where(normed, scale, 1.0)
         low = low * scale * tl.where(normed, low_norm, 1.0)
         high = high * scale * tl.where(normed, high_norm, 1.0)

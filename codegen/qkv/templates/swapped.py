@@ -15,9 +15,9 @@ applied to the fp32 sums of a group: sum(w x) = scale * (sum(code x) - zero * su
 itself is never rounded.
 
 In an operand of a tensor core, each thread holds pairs of neighbours along K, but a loaded word
-gives a thread a run of K. A dot product may take K in any order that both operands share. So the
-weight's codes stay in the thread that loaded their word, and x, the smaller tile, is permuted to
-match, here (`x_in_order`) or by an earlier kernel (`order_x`).
+gives a thread a run of K. A dot product may take K in any order that both operands share. The
+weight's codes therefore stay in the thread that loaded their word, and x, the smaller tile, is
+permuted to match, here (`x_in_order`) or by an earlier kernel (`order_x`).
 
 For one token, many small programs multiply codes without a tensor core (`dotted_rows`).
 """
@@ -88,7 +88,7 @@ def reduce_partials(
     is_last = arrive(counters_ptr + tile, SPLIT_K)
     total = partial
     total_square = square
-    # The masks `>= 0` are always true.
+    # Every part is stored whole: the masks `>= 0` are always true.
     if square is None:
         if is_last:
             total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)

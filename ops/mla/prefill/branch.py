@@ -85,8 +85,8 @@ def with_all_keys(a: MlaBranchArguments) -> MlaPrefillArguments:
 
 
 def as_mla_prefill(a: MlaBranchArguments) -> MlaPrefillArguments:
-    """Returns the equivalent call of `mla_prefill`, on views of the same tensors, in which each
-    sequence still has all slots of its row of the table as keys."""
+    """Returns the equivalent call of `mla_prefill`, on views of the same tensors. Each sequence
+    still has all slots of its row of the table as keys."""
     rank = a.kv_b_proj.shape[1]
     entries = a.blocks[:, 0, a.layer_idx]
     return MlaPrefillArguments(
