@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, StaticCache
 
+transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import decode_cache
@@ -20,8 +20,8 @@ CAPACITY = 64
 
 def made(tokens, position):
     """A pass over a cache of two layers, whose layers count the tokens and do nothing else."""
-    config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=1, head_dim=8)
-    cache = StaticCache(config=config, max_cache_len=CAPACITY)
+    config = transformers.LlamaConfig(num_hidden_layers=2, num_key_value_heads=1, head_dim=8)
+    cache = transformers.StaticCache(config=config, max_cache_len=CAPACITY)
     cache.early_initialization(1, 1, 8, torch.float32, torch.device("cpu"))
 
     def forward(input_ids, past_key_values, use_cache):
