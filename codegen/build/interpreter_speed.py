@@ -86,7 +86,7 @@ class _Located(interpreter.ASTTransformer):
 
 def _transformed_in_place(self: interpreter.FunctionRewriter, source: str) -> ast.AST:
     """Replaces `_transform_ast`: parses the function at its line numbers in the file. Triton's own
-    walks over the whole tree twice to move it there."""
+    method parses it at line 1, and walks over the whole tree twice to move it there."""
     tree = ast.parse("\n" * (self.def_file_lineno - 1) + source)
     return _Located().visit(tree)
 

@@ -18,7 +18,7 @@ INTEGERS = (1, 2, 4)
 
 
 def part_columns(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns the columns of a part; for int4, these share a scale."""
+    """Returns the number of columns of a part. For int4, the columns of a part share a scale."""
     most = weight.scale_block[1] if weight.format == "int4" else config.part_k
     return min(config.block_k // config.split, most)
 

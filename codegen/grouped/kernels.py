@@ -29,7 +29,8 @@ _WEIGHT: Strides = {**_SCALES, "BIAS_STRIDES": all_strides("bias", 2)}
 _CODED_ROWS: Strides = {"X_SCALE_STRIDES": all_strides("x_scale", 2)}
 # Tensors with one number per group, which kernels load one by one.
 _INDICES = ("ends", "expert_ids")
-# The GEMM kernel by kind of tiles: numbers, words of 4-bit codes, e4m3 rows by e4m3 weights.
+# The GEMM kernel by kind of tiles: for weights that are numbers, for words of 4-bit codes, and for
+# e4m3 rows by e4m3 weights.
 GROUPED = {
     GemmConfig: Kernel("grouped.gemm", "grouped_gemm", _WEIGHT, unaligned=_INDICES),
     CodesConfig: Kernel("grouped.codes", "moe_down_codes", _WEIGHT, unaligned=("ends",)),

@@ -58,7 +58,7 @@ class CodesConfig(GemmConfig):
     (`rows_in_order`); if not, the GEMM permutes them itself. part_k: most columns of a part, which
     are unpacked and multiplied together; block_k columns are loaded together. split: number of
     warps that each take their own columns of a step; 1 if all take the same. by_route: every route
-    is a block of rows in its own place, and nothing is sorted.
+    counts as a block of rows of its own, and nothing is sorted.
     """
 
     swapped: bool = True

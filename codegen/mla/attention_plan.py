@@ -1,6 +1,6 @@
 """Plans of MLA attention, by the chip, the widths of operands and the sizes of a call.
 
-At the bounds, two ways took equal time on an H200."""
+The bounds lie where two ways took equal time on an H200."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ class DecodeSizes:
 FEWEST_KEYS = 256
 # The multiply-adds that an H200 computes while its memory transfers one 16-bit number.
 NUMBER_MACS = 170
-# The cost of a multiply-add in absorbed attention, relative to one in a GEMM: its tiles are narrow.
+# The cost of a multiply-add in absorbed attention, relative to one in a GEMM. The tiles of absorbed
+# attention are narrow.
 NARROW_MACS = 3
 
 

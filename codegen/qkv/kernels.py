@@ -19,7 +19,7 @@ _STRIDES: Strides = {
     "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
 }
 _OMITTED = ("GATE_RUN", "V_NORMED", "NORM_BIAS_STRIDES", "SATURATES")
-# Counts that are at least 1, which kernels rely on.
+# Counts for which kernels rely on a value of at least 1.
 _COUNTS = ("sequence_tokens", "rope_tokens")
 
 EPILOGUE = Kernel(

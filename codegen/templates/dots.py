@@ -92,11 +92,11 @@ def parts_of_x(
     """Converts fp32 x [words, PER] to the factors by which `code_sums` multiplies codes. A word of
     nibbles takes 8 numbers of x, and a word of bytes 4.
 
-    Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word, then for the odd ones,
-    each [words] (with BYTES, for the first four and the last four nibbles; for words of bytes, the
-    same three twice); then the sum of the integers of each run, and the power of two of each run.
-    REVERSED: the high nibble of a byte is its first code. INTERLEAVED: words of eight are in AWQ's
-    order.
+    Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word; the same bytes for the
+    odd nibbles; the sum of the integers of each run; and the power of two of each run. The bytes
+    are [words] each. With BYTES, they belong to the first four and the last four nibbles instead.
+    For words of bytes, both groups of three bytes are equal. REVERSED: the high nibble of a byte is
+    its first code. INTERLEAVED: words of eight are in AWQ's order.
     """
     WORDS: tl.constexpr = x.shape[0]
     PER: tl.constexpr = x.shape[1]

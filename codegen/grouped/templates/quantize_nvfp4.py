@@ -1,8 +1,8 @@
 """Quantisation to NVFP4: packed codes, and their scales in the layout of the tensor core.
 
-The scales are stored in blocks of 128 rows, all of one group. A program takes some columns of a
-block. The arithmetic is that of `ops.formats.nvfp4`, operation by operation and with IEEE division,
-so every device gives the same codes.
+Scales are stored in blocks. Each block has the scales of 128 rows of one group. A program takes
+some columns of a block. The arithmetic is that of `ops.formats.nvfp4`, operation by operation and
+with IEEE division, so every device gives the same codes.
 """
 
 import triton

@@ -228,8 +228,8 @@ def qkv_projection_swapped(
         )
         dims = tl.where(rows // 8 % 2 == 0, low_dims, high_dims)
     row_mask = dims < HEAD_DIM
-    # The branch selects scalar pointers: one that selects a tensor of pointers would lose their
-    # known alignment.
+    # The branch selects scalar pointers. A selected tensor of pointers would lose its known
+    # alignment.
     if kind == QUERY:
         weight_ptr = q_weight_ptr + grouped(head, GROUP, Q_WEIGHT_STRIDES[0], Q_WEIGHT_STRIDES[1])
         scale_ptr = q_scale_ptr
