@@ -58,8 +58,8 @@ def proven(condition: Any) -> bool:
     """Whether `condition` is known to hold. Like `holds`, it adds no guard. A relation between
     sympy's symbols is known to hold if it does for all values of the symbols."""
     if isinstance(condition, torch.SymBool):
-        # This import takes a third of torch's own import time, for sympy; with a symbol, sympy is
-        # loaded.
+        # Imported here because it loads sympy, which takes a third of torch's own import time. If
+        # the condition has a symbol, sympy is loaded already.
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(condition)

@@ -141,8 +141,9 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
 
 
 def slower(*, rows: Any, columns: int, hidden: Any, dtype: torch.dtype) -> str | None:
-    """Returns why cuBLAS is faster for `rows` of `hidden` numbers by factors with `columns` columns
-    in total; None if a kernel is. In float32, symbolic sizes count as many rows."""
+    """Returns why cuBLAS is faster than a kernel; None if a kernel is faster. The product has
+    `rows` rows of `hidden` numbers, and weights with `columns` columns in total. In float32, a
+    symbolic size counts as a large number of rows."""
     known = isinstance(rows, int) and isinstance(hidden, int)
     if dtype != torch.float32 or (known and takes_row_kernel(rows, columns, hidden)):
         return None

@@ -36,8 +36,8 @@ class FusedQkvArguments:
     x [T, K], last dimension contiguous: values, or float8_e4m3fn codes (then weight_format="fp8",
     out_dtype is given, and x_scale, None for 1, is [T or 1, 1 or ceil(K / 128)]). q_weight [Hq, D,
     K], or [Hkv, G, D, K] if the q heads of each group are stored beside other heads; k_weight,
-    v_weight [Hkv, D, K]. v_weight None: only K is computed and written. Biases [H, D], for a
-    grouped q [Hkv, G, D]; they and other parameters are values or float32.
+    v_weight [Hkv, D, K]. v_weight None: only K is computed and written. Biases are [H, D], or [Hkv,
+    G, D] for a grouped q. Biases and other parameters are values or float32.
 
     gate_run: the Hq heads alternate between gate_run queries and gate_run gates (1 if each query
     has its gate beside it). Gates are only projected and clipped. 0: all heads are queries.
@@ -225,9 +225,9 @@ class RaggedQkvArguments:
     float8_e4m3fn with input_scale and out_dtype (bf16, fp16 or fp32). input_row_offsets [B + 1]:
     where each sequence starts, from 0 to T; equal neighbours mean a sequence without new tokens.
     cache_lengths [B]: the tokens that each sequence already has in the cache. lookup_table [B,
-    columns]: the page of each sequence's j-th page of tokens; entries that no new token needs may
-    hold anything. These three are uint32, int32 or int64. Token i of sequence b goes to page
-    lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
+    columns]: entry [b, j] is the page of the j-th page_size tokens of sequence b; entries that no
+    new token needs may hold anything. These three are uint32, int32 or int64. Token i of sequence b
+    goes to page lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
 
     blocks [P, 2, layers, page_size, heads, head_dim], any strides, written at layer_idx: K at index
     0 of the second axis, V at 1. If the second axis has length 1 (MLA), all columns past q_dim are

@@ -25,7 +25,7 @@ class _Form:
     """The positions of arguments in calls that pass the same arguments in the same way.
 
     tensors, lists, plain: functions that pick the values of each kind; values may be None. moving:
-    which tensors may move."""
+    the tensors whose addresses may change from call to call."""
 
     tensors: _Picker
     lists: _Picker

@@ -197,8 +197,8 @@ class Watch:
             self._stopped.wait(self.every_s)
 
     def _look(self, process: Process, waits: list[Waits], waited: bool) -> bool:
-        """Whether this rank waits for a process that has ended. waited: it did so at the last
-        check."""
+        """Whether this rank waits for a process that has ended. waited: whether it did so at the
+        last check."""
         waiting = _answer(tuple(waits), self.deadline_s)
         if self._stopped.is_set():
             return False
