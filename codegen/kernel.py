@@ -163,7 +163,7 @@ class Kernel:
         constants: constants by name, and Triton's options. A number given here becomes a constant
             of this spec.
         records: objects with more constants as attributes, in lower case, and with Triton's
-            options. If several have one, the first counts.
+            options. If several records have the same constant or option, the first counts.
         divisible: the numbers that 16 divides.
 
         Raises ValueError if a constant is missing, or if a given name is none of the kernel's

@@ -2,10 +2,10 @@
 
 An interpreted operation on a small block takes about 100 microseconds, nearly all of it for the
 types of operands and results: Triton unwraps and checks shapes, formats names and builds tables of
-dtypes. A sum of integers adds a dozen operations that look for an overflow and do not report it.
-The replacements here cache the attributes of a block type by element and shape, the attributes of a
-tensor by type, and the broadcasts of operands by their types. The results of kernels and the errors
-that Triton raises stay as they are.
+dtypes. For a sum of integers, Triton adds a dozen operations that search for an overflow, even if
+nothing reports the overflow. The replacements here cache the attributes of a block type by element
+and shape, the attributes of a tensor by type, and the broadcasts of operands by their types. The
+results of kernels and the errors that Triton raises stay as they are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Conditions and constants of GEMMs that read weights of 4-bit codes as stored, in words of eight.
+"""Conditions and constants of GEMMs that read 4-bit codes of weights as they are stored, in words
+of eight codes.
 
-A GEMM loads the columns of a step together and multiplies them in parts.
+A GEMM loads the columns of one step of its loop together, and multiplies them in several parts.
 """
 
 from __future__ import annotations

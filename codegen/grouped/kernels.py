@@ -38,7 +38,8 @@ GROUPED = {
         "grouped.scaled", "grouped_scaled", {**_WEIGHT, **_CODED_ROWS}, unaligned=_INDICES
     ),
 }
-# The GEMM kernels for calls that made rows, scales and ends of groups themselves, contiguous.
+# The GEMM kernels for calls that made the rows, the scales and the ends of groups themselves. These
+# tensors are contiguous.
 OWN_ROWS = {
     tiles: replace(kernel, strides=_WEIGHT, unaligned=()) for tiles, kernel in GROUPED.items()
 }

@@ -20,7 +20,7 @@ from tilewright.codegen.targets import Target
 # below, it was fitted to the table measured on an H200. The model is within a quarter of the table,
 # except for few tiles with long columns.
 _WARP_GROUP_SHARE = {1: 0.62, 2: 0.93, 3: 0.94}
-# An epilogue that does not overlap with anything, for a tile of 128 x 256.
+# The time of an epilogue that overlaps with nothing, for a tile of 128 x 256.
 _EPILOGUE_S = 1.6e-6
 # The time of the first loads and the last stores, besides the launch. With it, 50 MB of weights
 # take 15 us in all, and 168 MB take 41 us.

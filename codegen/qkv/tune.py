@@ -105,7 +105,7 @@ def tuned(
 ) -> LoweringChoice | None:
     """Returns the fastest trial of a case on this machine. Measures the trials if no times are
     kept. If there is only one trial, returns it unmeasured. Without a timer, returns the fastest by
-    the kept times, or None if there are no valid ones.
+    the kept times, or None if no valid times are kept.
 
     If several processes ask at once, one measures and the others wait. Raises NothingMeasuredError
     if no trial could be timed, and passes on the timer's errors; nothing is kept then.

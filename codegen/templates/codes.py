@@ -162,8 +162,8 @@ def scaled_numbers(words, scale, DTYPE: tl.constexpr):
     `number_unit`: [rows, 8 * words], with K in the order of `x_in_order` with one group.
 
     The products are exact: they have 2 + 4 significant bits. The numbers of `e2m1_pair` are too
-    small by 2 ** 126 (bf16) or 2 ** 14 (fp16). The scales are multiplied by this factor without 2
-    ** 7: with all of it, they would exceed their range.
+    small by 2 ** 126 (bf16) or 2 ** 14 (fp16). The scales are multiplied by this factor divided by
+    2 ** 7: the whole factor would exceed their range.
     """
     LOST: tl.constexpr = 2.0**119 if tl.bfloat16 == DTYPE else 2.0**7
     ROWS: tl.constexpr = words.shape[0]

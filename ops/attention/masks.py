@@ -55,9 +55,9 @@ def largest_power(dtype: torch.dtype) -> float:
 
 
 def bounds_logits(scale: float, softcap: float, dtype: torch.dtype) -> bool:
-    """Whether no logit exceeds LOGIT * E, where E is the mask's `largest_power`. Either softcap
-    bounds logits, or `scale` does: products of queries and keys are finite in the mask's dtype or a
-    smaller one, and so below 2 E."""
+    """Whether no logit exceeds LOGIT * E, where E is the mask's `largest_power`. Logits are bounded
+    by softcap or, without softcap, by `scale`: products of queries and keys are finite in the
+    mask's dtype or a smaller dtype, and are therefore below 2 E."""
     if softcap:
         return abs(softcap) <= LOGIT * largest_power(dtype)
     return abs(scale) <= LOGIT / 2

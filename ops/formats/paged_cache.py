@@ -118,7 +118,8 @@ class CacheWindow:
     def provably_disjoint(self, other: CacheWindow) -> bool:
         """Whether two windows on the same base share no element.
 
-        Exact for integer windows whose axes nest; with symbolic sizes, True means proven.
+        The answer is exact for integer windows whose axes nest. With symbolic sizes, True means
+        that it is proven.
         """
         apart = other.offset - self.offset
         return strided_disjoint(self.shape, self.strides, other.shape, other.strides, apart)

@@ -64,7 +64,8 @@ class Nvfp4MatmulArguments:
     signs are ignored. group_offsets int or uint32 [>= G + 1], exclusive. group_scale_offsets, of
     the same dtypes [>= G]: deltas as ops.formats.scale_layout.group_scale_offsets makes them, for
     empty groups too. expert_ids int [>= G], -1: none; expert_scales fp32 [E], by expert id.
-    num_active_experts: G; None: all the offsets given. Result [T, N] of out_dtype (None: bfloat16).
+    num_active_experts: G; None: group_offsets has exactly G + 1 elements. Result [T, N] of
+    out_dtype (None: bfloat16).
     """
 
     a: torch.Tensor

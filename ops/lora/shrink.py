@@ -123,7 +123,7 @@ def fake(a: ShrinkArguments) -> torch.Tensor:
 
 
 def reference(a: ShrinkArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 a), for p of q, k and v, row m and its adapter e:
+    """In fp32 (float64 for float64 a), for each projection p (q, k or v), row m and its adapter e:
 
         out[p, m] = a[m] @ weight_p[e]^T
 

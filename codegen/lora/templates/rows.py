@@ -28,8 +28,8 @@ def adapter_of_ids(ids, NUM_ADAPTERS: tl.constexpr, NONE: tl.constexpr):
 def group_bounds(
     offsets_ptr, num_groups, total_rows, INCLUSIVE: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Returns (first row, one past the last row) of groups [GROUPS]. Group num_groups has all rows
-    after the others."""
+    """Returns (first row, one past the last row) of groups [GROUPS]. After the num_groups groups
+    follows one more, which has all remaining rows."""
     groups = tl.arange(0, GROUPS)
     if INCLUSIVE:
         before = (groups > 0) & (groups <= num_groups)

@@ -12,7 +12,7 @@ def column_angles(
     pointer, rows, known, ROPE: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr
 ):
     """Loads the values of a cos or sin table for all columns, fp32 [rows, ROPE]; zeros in rows that
-    are not known. The members of a pair are half the columns apart."""
+    `known` masks out. The members of a pair are half the columns apart."""
     columns = tl.arange(0, ROPE)
     taken = columns if FULL_WIDTH else columns % (ROPE // 2)
     places = pointer + (rows * STRIDES[0])[:, None] + (taken * STRIDES[1])[None, :]
