@@ -166,8 +166,8 @@ class Kernel:
             options. If several records have the same constant or option, the first counts.
         divisible: the numbers that 16 divides.
 
-        Raises ValueError if a constant is missing, or if a given name is none of the kernel's
-        constants.
+        Raises ValueError if a constant is missing, or if a given name is not a constant of the
+        kernel.
         """
         records = tuple(records)
         self._check("constants", constants, [*self._names, *OPTIONS])

@@ -119,9 +119,9 @@ def check_absent(op: str, a: Any, names: Iterable[str], since: str) -> None:
 def check_shape(
     op: str, argument: str, tensor: torch.Tensor | None, letters: str, sizes: Sequence[Any]
 ) -> None:
-    """Raises ArgumentError unless the tensor is there (torch accepts None for a tensor), has the
-    rank of `sizes`, and has every size that is not None. letters: names the axes in the message,
-    such as `[Hkv, D, K]`."""
+    """Raises ArgumentError unless the tensor is given (torch accepts None for a tensor), has the
+    rank of `sizes`, and has every size in `sizes` that is not None. letters: names the axes in the
+    message, such as `[Hkv, D, K]`."""
     if not isinstance(tensor, torch.Tensor):
         actual = None if tensor is None else repr(tensor)
         raise ArgumentError(op, argument, f"a tensor of shape {letters}", actual)

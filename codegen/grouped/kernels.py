@@ -49,9 +49,9 @@ QUANTIZE_ROWS = Kernel("grouped.scaled", "quantize_rows", num_stages=1)
 
 
 def gemm_kernel(problem: GroupedProblem, config: GemmConfig) -> tuple[Kernel, Statics]:
-    """Returns the kernel of a grouped GEMM in these tiles, with the constants that are no strides
-    of its tensors."""
-    # One more group has the rows that belong to no group.
+    """Returns the kernel of a grouped GEMM in these tiles, with its constants except for the
+    strides of its tensors."""
+    # The kernel counts one additional group: the rows that belong to no group.
     groups = next_power_of_2(problem.num_groups + (not problem.ordered))
     weight = problem.weight
     own: dict[str, Constant] = {"num_experts": problem.num_experts}

@@ -2,8 +2,8 @@
 
 With few rows, reading the weights in use takes all the time; with many, tensor cores are the bound.
 Quantised weights are dequantised in the GEMM; 4-bit codes are streamed as they are stored if rows
-are few. If the GEMM would dequantise each weight too often, a kernel dequantises all of them before
-it. The bounds lie where both ways took equal time on an H200.
+are few. If the GEMM would dequantise each weight too often, a separate kernel dequantises all
+weights before the GEMM. The bounds lie where both ways took equal time on an H200.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ LIBRARY_DTYPES = ("bf16", "fp16")
 # With strides that are multiples of this, rows of 16-bit elements begin at multiples of 16 bytes.
 ALIGNED = 8
 
-# Pairs (fewest rows, the fastest way from there on). The way "kernels" means our kernels. They are
-# also the fastest for fewer rows than the first pair has.
+# Pairs (fewest rows, the fastest way for this many rows or more). The way "kernels" means our
+# kernels. They are also the fastest for fewer rows than the first pair has.
 Steps = tuple[tuple[int, str], ...]
 # Steps for the least K (outer key) and the most columns of all planes (inner key).
 Bounds = dict[int, dict[int, Steps]]

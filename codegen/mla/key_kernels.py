@@ -114,8 +114,8 @@ class LatentConfig:
     """Tiles of `mla_latents`.
 
     block_t: rows of a program. checked: in a fused launch, the number of new tokens that one
-    program checks for being keys. A token that is no key is computed by the program that checked
-    it, block_t tokens at a time, so a larger number is slower if there are such tokens.
+    program checks for being keys. A token that is not a key is computed by the program that checked
+    it, block_t tokens at a time. If there are such tokens, a larger `checked` is slower.
     """
 
     block_t: int

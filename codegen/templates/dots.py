@@ -7,8 +7,8 @@ memory, and many small programs keep the memory busy.
 of 23 bits, with a power of two for each RUN of words. The conversion is exact for bfloat16
 (float16) numbers of at least 2 ** -14 (2 ** -11) of the largest number of their run. Smaller
 numbers lose fewer bits than they lose in fp32 sums. Each integer has three bytes, and one
-instruction (`dp4a`) multiplies four bytes by four codes. Codes of floats are multiplied as fp32
-numbers, and so are weights that are no codes.
+instruction (`dp4a`) multiplies four bytes by four codes. Codes of floats, and weights that are not
+codes, are multiplied as fp32 numbers.
 """
 
 import triton

@@ -172,7 +172,8 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
         B[n, k] = e2m1(b[e, n, k]) * |b_scales[e, n, k // 16]| * expert_scales[e]
         out[t] = A[t] @ B^T
 
-    Rows of expert -1 and of no group are zero. With float64 expert_scales everything is in float64.
+    Rows of expert -1, and rows that belong to no group, are zero. With float64 expert_scales
+    everything is in float64.
     """
     compute = a.expert_scales.dtype
     num_rows, columns = a.a.shape[0], 2 * a.a.shape[1] // nvfp4.BLOCK

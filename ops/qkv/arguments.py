@@ -248,10 +248,9 @@ class RaggedQkvArguments:
 
     Raises ArgumentError before anything is written: for layer_idx outside the layers, a scale of
     another granularity, K not a multiple of the group, and a shape, dtype or device that does not
-    fit; and, on the CPU always and on a GPU under TILEWRIGHT_DEBUG=1 (by a check that runs there
-    and names the token), for offsets that do not start at 0, decrease, or do not end at T;
-    positions past the table; pages outside the pool; a slot for two tokens; and scales that are
-    NaN, infinite or 0.
+    fit; and, on the CPU always and on a GPU under TILEWRIGHT_DEBUG=1, for offsets that do not start
+    at 0, decrease, or do not end at T; positions past the table; pages outside the pool; a slot for
+    two tokens; and scales that are NaN, infinite or 0.
     """
 
     hidden_state: torch.Tensor

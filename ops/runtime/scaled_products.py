@@ -137,8 +137,8 @@ def scaled_product(
 
 def _weight_scales(operands: ScaledOperands, target: Target) -> Generator[Step, Any, torch.Tensor]:
     """Returns the weight's scales in float32, contiguous: one number, or [N, 1] with one for each
-    row, or one for each block with columns padded to a multiple of four. If the model stores them
-    so, they are not copied."""
+    row, or one for each block with columns padded to a multiple of four. Scales that the model
+    stores in this form are not copied."""
     scale, kind, (rows, columns) = operands.weight_scale, operands.kind, operands.weight.shape
     if kind == TENSORS:
         wide = WideScales(1, 1, 1, 1)

@@ -183,8 +183,8 @@ class Watch:
             os.close(fd)
 
     def _run(self, process: Process, waits: list[Waits], fd: int | None) -> None:
-        """Waits for the end of another process. Then ends this process if it waits for the other
-        one."""
+        """Waits for the end of another process. Then ends this process if this rank waits for the
+        process that ended."""
         if fd is not None:
             ended = select.poll()  # poll takes descriptors of any number, unlike select
             ended.register(fd, select.POLLIN)
