@@ -125,9 +125,9 @@ class FusedOp:
     chip_obstacle: chip_obstacle(arguments, target) returns why a chip cannot compute a call with
         these arguments, even if it can compute other calls of the op. Returns None if it can.
         Without chip_obstacle, support does not depend on the arguments.
-    without_writes: the op with the same arguments that replaces a traced call in which every
-        argument to write is None: torch's functionalisation does not support a mutating op that
-        writes nothing.
+    without_writes: an op with the same arguments, for traced calls in which every argument to write
+        is None. It replaces this op there, because torch's functionalisation does not support a
+        mutating op that writes nothing.
     """
 
     name: str

@@ -41,8 +41,9 @@ _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
 # For the kernel without tensor cores: its time besides the launch (7.4 us in all for 13 MB of int4
-# on an H100), and the modelled numbers of integers (True) and floats (False) that an SM multiplies
-# per second: 6 instructions at half rate for 8 integers, 3 for each float.
+# on an H100), and the numbers of integers (True) and floats (False) that an SM multiplies per
+# second. These numbers are modelled: 8 integers take 6 instructions at half rate, and a float takes
+# 3 instructions.
 _DOTS_FILL_S = 1.0e-6
 _DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 

@@ -69,9 +69,9 @@ def number_pair(
     words, position: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
     DTYPE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Returns the numbers of the codes at `position` and `position` + 4 of each word or, with a
-    table, of the two codes in byte `position`, along a new last axis of two, divided by
-    `number_unit`."""
+    """Returns the numbers of two codes of each word along a new last axis, divided by
+    `number_unit`. The codes are at `position` and `position` + 4 or, with a table, in byte
+    `position`."""
     if NUMBER == "":
         return nibble_pair(words, position, OFFSET, DTYPE)
     elif NUMBER == "e2m1":

@@ -65,8 +65,8 @@ def bounds_logits(scale: float, softcap: float, dtype: torch.dtype) -> bool:
 
 def lowest_hides(a: Any, keys: Any) -> bool:
     """Whether the lowest numbers of a call's mask may hide its keys (see hide_lowest of
-    `mask_blocks`): only attn_mask hides any of the `keys`, it has exactly one column for each, and
-    logits are bounded."""
+    `mask_blocks`). They may if attn_mask alone decides which of the `keys` are seen, has one column
+    for each key, and the logits are bounded."""
     mask = a.attn_mask
     if mask is None or mask.dtype == torch.bool or a.mask != "none" or a.key_lengths is not None:
         return False

@@ -27,8 +27,8 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
-#: How scales apply: one for each tensor, one for each row of both, or one for 128 columns of a row
-#: of x and one for 128 x 128 of the weight.
+#: How scales apply. TENSORS: one scale for each tensor. ROWS: one for each row of both tensors.
+#: BLOCKS: one for 128 columns of a row of x, and one for a block of 128 x 128 of the weight.
 TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
 # The library requires sizes and strides to be multiples of this.
 _UNIT = 16
