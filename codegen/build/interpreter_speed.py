@@ -77,7 +77,7 @@ class _Located(interpreter.ASTTransformer):
         kept = node.value
         changed: ast.Assign = super().visit_Assign(node)
         added: list[ast.AST] = [changed.value]
-        for new in added:  # grows
+        for new in added:  # the list grows during the loop
             if new is not kept:
                 ast.copy_location(new, node)
                 added += ast.iter_child_nodes(new)
@@ -243,7 +243,8 @@ def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) 
 
 
 def _if_it_is_read(original: Callable) -> Callable:
-    """Skips Triton's search for overflows unless debugging is on, as it has no effect otherwise."""
+    """Skips Triton's search for overflows unless debugging is on, because the search has no effect
+    otherwise."""
 
     @functools.wraps(original)
     def method(self: TritonSemantic, *args: Any) -> None:

@@ -115,7 +115,7 @@ class Expressions:
         self.conditional: str | None = None
 
     def inline(self, function: JitFunction, call: ast.Call) -> Folded:
-        raise NotImplementedError  # by PartialEvaluator
+        raise NotImplementedError  # PartialEvaluator overrides this
 
     def error(self, node: ast.AST, message: str) -> EmitError:
         """Returns the error to raise if `node` cannot be carried over."""

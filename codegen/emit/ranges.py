@@ -70,8 +70,8 @@ class Range:
         return self.low == self.high
 
     def fit(self, dtype: str) -> Range:
-        """Returns the range in `dtype`: all numbers of the type, with a power of two that divides
-        them, if the value might wrap around."""
+        """Returns the range of the value as a `dtype`. If the value might wrap around, it may be
+        any number of the type, but a power of two that divides the value still divides it."""
         low, high = INT_RANGES[dtype]
         if low <= self.low and self.high <= high:
             return self

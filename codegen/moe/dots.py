@@ -102,7 +102,7 @@ def codes_a_word(weight: WeightOperands) -> int:
 
 
 def multiplies_integers(weight: WeightOperands) -> bool:
-    """Whether codes are multiplied as integers; if not, as fp32 numbers."""
+    """Whether codes are multiplied as integers. If not, they are multiplied as fp32 numbers."""
     return codes_a_word(weight) == 8
 
 

@@ -33,9 +33,8 @@ MOST_SUMS_OF_FLOATS = 1024
 
 # The formats of weights that are multiplied without tensor cores, and the most tokens for which
 # they are. Times of the projection of Llama-3-8B on an H100 in us; in parentheses, those of the
-# tensor core's kernel:
-# int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1), float8 in blocks 10.0 (14.6), NVFP4 8.9
-# (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
+# tensor core's kernel: int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1), float8 in blocks 10.0
+# (14.6), NVFP4 8.9 (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
 DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
 MOST_DOTTED_TOKENS = 1
 # Pairs of a head that a program without tensor cores takes, unless a norm needs whole heads.

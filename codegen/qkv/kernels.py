@@ -59,8 +59,8 @@ class TiledConfig:
     registers. A tile is divided into heads first, and then the pairs of each head into slices. With
     pairs_first, the pairs of all heads are divided into slices, so that each part of the rope table
     is read once. persistent: programs_per_sm programs per SM loop over all tiles; if not, there is
-    a program for each tile. flatten: the loads of the next tile start before the epilogue of the
-    last.
+    a program for each tile. flatten: the loads of a tile start before the epilogue of the previous
+    tile.
     """
 
     block_m: int

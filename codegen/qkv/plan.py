@@ -8,7 +8,7 @@ Four lowerings compute `fused_qkv_paged`:
     library    library GEMMs (one if the three weights are rows of one tensor), then
                `qkv_epilogue` over their results
 
-`dots` can include a norm of x, and so can `swapped` if weights are no codes. Before the other
+`dots` can include a norm of x, and so can `swapped` if weights are not codes. Before the other
 lowerings, a separate kernel norms x.
 
 Times come from the measured tables if they have the problem's dims, else from the cost model in

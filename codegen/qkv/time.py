@@ -215,8 +215,8 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
         rows, columns = 2 * config.block_p, config.block_t
         limit = 4 if problem.quantization is None else by_shared
     elements = rows * columns // (32 * config.num_warps)
-    # Registers hold the accumulator, and half as much for the epilogue and addresses; more for
-    # codes.
+    # Registers hold the accumulator, and half as many numbers for the epilogue and addresses.
+    # Kernels of codes need more registers.
     wanted = 40 + elements * 3 // 2 if problem.quantization is None else 80 + 2 * elements
     registers = min(wanted, target.max_registers)
     by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)

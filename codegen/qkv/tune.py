@@ -1,9 +1,9 @@
 """Chooses a lowering by measuring: the candidates to try, and the times kept on disk.
 
-This module does not use a GPU: a caller with one passes a `Timer`. The times of all candidates are
-kept beside the kernels, under a key of everything that affects them: the machine, the problem, and
-all sources that the candidates' kernels are emitted from. Times measured here take precedence over
-the shipped table, and the table over the cost model.
+This module does not use a GPU: a caller that has a GPU passes a `Timer`. The times of all
+candidates are kept beside the kernels, under a key of everything that affects them: the machine,
+the problem, and all sources that the candidates' kernels are emitted from. Times measured here take
+precedence over the shipped table, and the table over the cost model.
 """
 
 from __future__ import annotations

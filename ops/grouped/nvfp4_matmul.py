@@ -212,7 +212,7 @@ def grouped_nvfp4_steps(
     whether the tensor core multiplies NVFP4 directly; None: whether the target's does."""
     a = _aligned(a)
     out = yield Buffer.like(fake(a))
-    yield Library(torch.Tensor.zero_, (out,))  # no tile covers rows of no group
+    yield Library(torch.Tensor.zero_, (out,))  # tiles cover only rows of groups
     scaled = target.has("block_scaled_mma") if block_scaled is None else block_scaled
     covered = next_power_of_2(a.a.shape[0])
     config, statics = _chosen(max(a.num_groups, 1), covered, target, config, scaled)

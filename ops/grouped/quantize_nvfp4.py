@@ -140,8 +140,8 @@ def quantize_nvfp4_steps(
 
 @dataclass(frozen=True)
 class QuantizeCase:
-    """One setting of the op: the rows of each group (None: no groups, `spare` rows) and K. scales:
-    tensor scales of the groups."""
+    """One setting of the op. sizes: the rows of each group; None: there are no groups, and x has
+    `spare` rows. inner: K. scales: tensor scales of the groups."""
 
     name: str
     sizes: tuple[int, ...] | None = None

@@ -62,7 +62,7 @@ class LatentStoreArguments:
     cache_lengths: torch.Tensor | None = None
 
     rope = Group(RopeTables)
-    # The value that a call of `mla_prefill` without keys would have.
+    # The value of the argument `keys` of `mla_prefill` for a call without keys.
     keys: ClassVar[str] = "none"
     num_sequences: ClassVar[int] = 1
     rope_on: ClassVar[str] = "k"
@@ -190,8 +190,8 @@ class MlaBranchArguments:
     at layer_idx. scale: multiplies the logits. epsilon: the norm's.
 
     buffer_row_offsets [B + 1] or [C, B + 1]: the offsets of the rows that each sequence's keys take
-    in a chunk. cache_offsets [B or B + 1] or [C, ..]: the position of the first of these keys.
-    buffer_length: the rows of each chunk, C integers, -1 for a chunk without keys (as
+    in a chunk. cache_offsets [B or B + 1] or [C, ..]: the position of each sequence's first key in
+    the chunk. buffer_length: the rows of each chunk, C integers, -1 for a chunk without keys (as
     `mla_prefill_plan` returns them). A sequence's chunks follow each other without a gap from
     position 0 and hold all its keys; rows past them are not seen. If all lengths are below 1,
     nothing is written and the result is zeros.

@@ -140,13 +140,14 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
         logits = x[t] @ weight^T + bias
         scores = softmax(logits), sigmoid(logits), or logits
         choice = scores + correction                 -inf outside of the best groups
-        ids[t] = top num_slots of choice             descending; equal ones by ascending number
+        ids[t] = top num_slots of choice             descending; of equals, the lower expert first
         w      = scores[ids[t]]                      their softmax with softmax_of_chosen
         w      = w / max(sum(w) + norm_eps, norm_min)    only with normalise
         weights[t] = w * scaling
 
-    If scores have the same order as logits (no correction, groups by their best), the choice uses
-    logits, so scores that round to one number are told apart. NaN is larger than all numbers.
+    If scores have the same order as logits (without correction, and with groups ranked by their
+    best expert), the choice uses logits, so scores that round to one number are told apart. NaN is
+    larger than all numbers.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     logits = a.x.to(compute)

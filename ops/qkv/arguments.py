@@ -50,9 +50,9 @@ class FusedQkvArguments:
     then k, then v; the packed result of `lora_expand_add`. Values or float32.
 
     clip: values are clamped to [-clip, clip] after bias and delta; 0: no clamp. q_norm_weight and
-    q_norm_bias: a HeadNorm of q; k_norm_weight and k_norm_bias: one of k. Both have the same other
-    fields. v_norm: v is normalised too, without a weight (not together with gates). cos, sin
-    [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
+    q_norm_bias: a HeadNorm of q; k_norm_weight and k_norm_bias: a HeadNorm of k. The two norms
+    share all other fields. v_norm: v is normalised too, without a weight (not together with gates).
+    cos, sin [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
 
     k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
     V is in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with

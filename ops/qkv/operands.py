@@ -29,7 +29,7 @@ from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer
 
-# Parameters of kernels that have no argument in calls of one or both ops.
+# Kernel parameters for which calls of one op, or of both ops, have no argument.
 _ABSENT = dict.fromkeys(
     ("q", "x_scale", "q_out", "q_bias", "k_bias", "v_bias", "delta", "q_norm", "k_norm",
      "workspace", "counters", "num_sequences", "lookup_columns", "lookup_stride"),
@@ -43,7 +43,7 @@ _epilogue = cache(HeadEpilogue)
 
 @dataclass(frozen=True)
 class StoreCall:
-    """The inputs of kernels that store heads, from a checked call, except the heads themselves.
+    """The inputs of a kernel that stores heads, except the heads themselves, from a checked call.
 
     values: tensors and numbers by name; arguments have the same names as kernel parameters. known:
     the numbers that are constants of the kernel.
