@@ -93,7 +93,8 @@ def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
         }
 
     def is_whole(entry: Entry) -> bool:
-        """Checks an entry, which may come from another machine."""
+        """Whether the entry, which may come from another machine, holds exactly the expected
+        file."""
         return entry.files.keys() == names
 
     key = emitter.source_fingerprint(spec)
