@@ -15,6 +15,7 @@ from tests.models.shipped import calibrate
 from tests.models.single_linear import SHAPES, assert_no_further, inputs, one_linear
 from tilewright.compiler import prepare
 from tilewright.compiler.quantised import tensor_subclasses
+from tilewright.compiler.quantised.compressed_tensors import CompressedLinear
 from tilewright.compiler.quantised.gptqmodel import GptqLinear
 
 
@@ -95,6 +96,26 @@ def test_zeros_are_subtracted_whatever_shares_them(preset, weights):
     prepare(model)
     x = inputs((2, 3, 256), torch.bfloat16)
     torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape"), [("group", (6, 4)), ("channel", (6, 1)), ("block", (3, 4))]
+)
+def test_zeros_and_scales_are_those_of_each_weight(strategy, shape):
+    """Without the library: a weight [6, 32], its scale and zero taken one by one."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-8, 8, (6, 32), generator=generator).to(torch.int8)
+    zeros = torch.randint(-8, 8, shape, generator=generator).to(torch.int8)
+    scales = torch.rand(shape, generator=generator)
+    linear = nn.Linear(32, 6, bias=False)
+    linear.weight = nn.Parameter(codes, requires_grad=False)
+    for name, numbers in (("weight_scale", scales), ("weight_zero_point", zeros)):
+        linear.register_buffer(name, numbers)
+    made = CompressedLinear(linear, None, strategy, (2, 8)).weight_of_codes(torch.float32)
+    for row in range(6):
+        for column in range(32):
+            at = row * shape[0] // 6, column * shape[1] // 32
+            assert made[row, column] == (codes[row, column] - zeros[at]) * scales[at]
 
 
 def test_a_last_word_that_is_not_full():
