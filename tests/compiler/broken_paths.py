@@ -1,4 +1,4 @@
-"""Steps that break the way from the activation to the cache: projection, norm, rotation, layout."""
+"""Steps that must not fuse because of an operation between activation and cache."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def bias(m, x, k_cache, v_cache, slots):
 
 
 def norm_of_the_first_token(m, x, k_cache, v_cache, slots):
-    """Everybody is scaled by the first token's RMS."""
+    """Scales every token by the first token's RMS."""
     q, k, v = m.qkv(x)
     scale = torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + 1e-6)[:1]
     store(k_cache, slots, k * scale * m.norm)

@@ -27,7 +27,7 @@ from tilewright.compiler import _compat
 
 
 def whole_numbers(module: torch.nn.Module, args: tuple) -> tuple:
-    """Small whole numbers everywhere: products and sums are exact in any order."""
+    """Fills tensors with small integers, so that products and sums are exact in any order."""
     generator = torch.Generator().manual_seed(3)
 
     def drawn(t):
@@ -136,7 +136,7 @@ def given(pair):
 
 # --- operators, by schema -------------------------------------------------------------------------
 
-# What a graph never holds, or no run can repeat.
+# Operators that a graph never contains, or whose results no run can repeat.
 LEFT_OUT = (
     "aten::_", "aten::from_file", "aten::rename", "aten::set_", "aten::resize", "aten::record",
     "aten::empty", "aten::uniform", "aten::rand", "aten::multinomial", "aten::sparse",
@@ -173,11 +173,12 @@ def overloads(kind: str) -> list[Any]:
 
 
 class Undrawn(Exception):
-    """Nothing valid came out of the dice; they are thrown again."""
+    """Raised if a draw is not valid; another one is then drawn."""
 
 
 class Spoiled(BaseException):
-    """The metadata that programs of a family share was changed, and is as before again."""
+    """Raised if a program changed metadata that the programs of its family share; it was
+    restored."""
 
 
 # --- a program ------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class Inserter:
         return self.inserted[-1]
 
     def attribute(self, body: fx.GraphModule) -> fx.Node:
-        """A body, as a node."""
+        """Inserts a body (a graph module) as a node."""
         name = f"body_{len(list(self.module.children()))}"
         self.module.add_submodule(name, body)
         with self.module.graph.inserting_after([self.where, *self.inserted][-1]):

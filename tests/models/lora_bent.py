@@ -1,4 +1,4 @@
-"""Models that are almost adapters of q, k and v: what each bends must stay as it is written.
+"""Models that are almost adapters of q, k and v. What each changes must not be fused.
 
 module, args, expected = build_bent("scaled_columns")
 """
@@ -14,7 +14,7 @@ from tests.models.lora_idioms import ROWS, WIDTHS, G, H, Layer, R, T, each
 
 
 class Expected(NamedTuple):
-    """How many sites are fused, and the codes of the misses."""
+    """The expected number of fused sites, and the expected codes of misses."""
 
     sites: int
     codes: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ def scaled_twice(m, x, index, n):
 @bent(0, "EXPERT_ACTIVATION", "LORA_FORM")
 @each
 def scaled_before_and_after(m, x, index, n):
-    """The adapter's factor on the rows between A and B, and on the delta."""
+    """Applies the adapter's factor twice: between A and B, and on the delta."""
     scale = m.scales[index][:, None]
     s = torch.einsum("th,trh->tr", x, m.a[n][index]) * scale
     return torch.einsum("tr,twr->tw", s, m.b[n][index]) * scale
@@ -101,7 +101,7 @@ def scaled_before_and_after(m, x, index, n):
 @bent(0, "EXPERT_ACTIVATION", "LORA_FORM")
 @each
 def masked_before_and_after(m, x, index, n):
-    """Rows without an adapter by one mask between A and B, and by another of the delta."""
+    """Masks rows without an adapter twice: between A and B, and in the delta by another mask."""
     s = torch.einsum("th,trh->tr", x, m.a[n][index]) * (index != 0)[:, None]
     return torch.einsum("tr,twr->tw", s, m.b[n][index]) * (index != 1)[:, None]
 
@@ -121,13 +121,13 @@ def shifted(m, x, index, n):
 
 @bent(0)
 def after_rotation(m, x, index):
-    """The sum of a rotated projection: added all the same, q and k with their own bases."""
+    """Adds the delta after the rotation; it is still fused, with q and k as their own bases."""
     return tuple(base(m, x, n).sin() * torch.tanh(delta(m, x, index, n)) for n in WIDTHS)
 
 
 @bent(1)
 def onto_what_is_rotated(m, x, index):
-    """Whatever the delta is added to is its base."""
+    """Adds the delta to the rotated value, which is then its base."""
     return tuple(base(m, x, n).sin() + delta(m, x, index, n) for n in WIDTHS)
 
 
@@ -180,7 +180,7 @@ def added_with_alpha(m, x, index):
 
 @bent(0)
 def wide(m, x, index):
-    """No smaller inside than outside: a product of two matrices, not an adapter."""
+    """A rank as large as the outer sizes: a product of two matrices, not an adapter."""
     inner = F.linear(x, m.base["q"])
     return base(m, x, "k") + F.linear(inner, m.base["k"])
 
@@ -205,7 +205,7 @@ def other_value_where_masked(m, x, index):
 
 @bent(0, "LORA_FORM")
 def square_transposed(m, x, index):
-    """B [R, R]-like square, the result's dimensions exchanged."""
+    """A square B, with the dimensions of the result exchanged."""
     rows, at = x.repeat(11, 1)[:64], index.repeat(11)[:64]
     return base(m, rows, "q") + delta(m, rows, at, "q").T
 

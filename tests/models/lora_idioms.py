@@ -16,7 +16,8 @@ SOME = torch.tensor([2, -1, 3, 3, -1, 0])  # rows without an adapter
 
 
 class Layer(nn.Module):
-    """Base weights by letter, A [G, R, H], B [G, W, R], a factor per adapter; `step` is it."""
+    """A layer with base weights of q, k and v, A [G, R, H], B [G, W, R] and a factor for each
+    adapter. `step` computes it."""
 
     def __init__(self, step, dtype=torch.bfloat16):
         super().__init__()
@@ -41,7 +42,7 @@ class Layer(nn.Module):
 
 
 def each(delta):
-    """The model whose q, k and v each are base + delta(layer, x, index, name)."""
+    """Returns the model whose q, k and v are each base + delta(layer, x, index, name)."""
 
     def step(m, x, index):
         return tuple(F.linear(x, m.base[n]) + delta(m, x, index, n).to(x.dtype) for n in WIDTHS)
@@ -156,7 +157,7 @@ def stacked_single(m, x, index):
 
 @each
 def weights_before(m, x, index, n):
-    """The last adapter by its negative number, as PyTorch counts."""
+    """Selects the last adapter by a negative index."""
     index = torch.where(index == G - 1, -1, index)
     s = torch.einsum("th,trh->tr", x, m.a[n][index])
     return torch.einsum("tr,twr->tw", s, m.b[n][index])

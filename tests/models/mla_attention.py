@@ -32,14 +32,14 @@ def masked_float(q, keys, values, positions, scale):
 
 
 def causal(q, keys, values, positions, scale):
-    """Nothing but the new tokens."""
+    """Attends to the new tokens only."""
     q, keys, values = (t.permute(1, 0, 2)[None] for t in (q, keys[: len(q)], values[: len(q)]))
     out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale)
     return out.squeeze(0).permute(1, 0, 2)
 
 
 def causal_later(q, keys, values, positions, scale):
-    """The last keys, which are those of the new tokens."""
+    """Attends to the last keys, which are those of the new tokens."""
     return causal(q, keys[-len(q) :], values[-len(q) :], positions, scale)
 
 
@@ -70,7 +70,7 @@ def einsum(q, keys, values, positions, scale):
 
 
 def apart(q, keys, values, positions, scale):
-    """The two parts of the logits are products of their own; `keys` are the parts."""
+    """Computes the two parts of the logits by separate products; `keys` holds the parts."""
     k_nope, rope_key = keys
     width = k_nope.shape[-1]
     scores = torch.einsum("thd,khd->htk", q[..., :width], k_nope)

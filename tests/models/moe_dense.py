@@ -149,14 +149,14 @@ def over_tokens(m, x, logits, weights, ids):
 
 
 def other_experts(m, x, logits, weights, ids):
-    """The second product takes the experts in another order than the first."""
+    """Uses the experts in another order in the second product than in the first."""
     h = act(torch.bmm(x.expand(E, -1, -1), m.gate_up))
     y = torch.bmm(h.flip(0), m.down)
     return (y * scattered(x, weights, ids).T[..., None]).sum(0).to(x.dtype)
 
 
 def tokens_for_experts(m, x, logits, weights, ids):
-    """T and E of one size, and the two exchanged between the products."""
+    """Exchanges the dimensions of tokens and experts, which have one size, between the products."""
     x = x[:E]
     h = act(torch.bmm(x.expand(E, -1, -1), m.gate_up))
     y = torch.bmm(h.transpose(0, 1), m.down)
