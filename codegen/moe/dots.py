@@ -50,7 +50,8 @@ DOWN_DOTTED = Kernel(
 MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
 # Bytes of a row that a thread loads at once, and bytes of a line of memory.
 LOAD_BYTES, LINE_BYTES = 16, 128
-# Possible bytes of a row in a step, and the fixed cost of a step as a fraction of a row's time.
+# Possible numbers of bytes of a row in a step. STEP_COST: the fixed cost of a step, as a fraction
+# of the time of a row.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
 STEP_COST = 0.08
 # Most columns of x that a program holds, over all slots. The second bound applies to codes that are
@@ -101,7 +102,7 @@ def codes_a_word(weight: WeightOperands) -> int:
 
 
 def multiplies_integers(weight: WeightOperands) -> bool:
-    """Whether codes are multiplied as integers; if not, as fp32 numbers."""
+    """Whether codes are multiplied as integers. If not, they are multiplied as fp32 numbers."""
     return codes_a_word(weight) == 8
 
 

@@ -81,7 +81,7 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op. If a separate step norms x, the call is one without that norm.
+    """A call of an op. If a separate step norms x, `a` and `problem` have no norm.
 
     norm: the norm of that step; None without one. config: the tiles; None: the plan chooses.
     """
@@ -158,7 +158,7 @@ def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
 
 
 def _norms_x(call: _Call) -> bool:
-    """Whether a kernel that also computes the norm of x is faster than a norm before it."""
+    """Whether one kernel for the norm of x and the product is faster than two kernels."""
     problem, num_tokens = call.problem, call.num_tokens
     assert problem.norm is not None
     if _are_many(problem, num_tokens) or orders_x(problem, num_tokens, call.target):

@@ -36,8 +36,8 @@ from tilewright.ops.runtime.program import Buffer, SplitK, Step
 
 
 def decodes_many(a: LinearArguments, target: Target) -> bool:
-    """Whether a call has so many tokens that its products decode the weights, and they can. Reads
-    metadata and addresses only."""
+    """Whether a call has so many tokens that products which decode the weights should compute it,
+    and such products exist. Reads metadata and addresses only."""
     if a.weight_format == "dense" or a.x.shape[0] <= MOST_CODED_TOKENS:
         return False
     return decoding_obstacle(a, target) is None
