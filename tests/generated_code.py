@@ -1,5 +1,5 @@
-"""Returns the code that Inductor generates, without compiling its C++ loops, which takes 2 s
-each."""
+"""Captures the code that Inductor generates, without compiling its C++ loops, each of which would
+take 2 s."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Stand-ins for the hub's finegrained-fp8, of its names, schemas and arithmetic, and models of
-transformers whose weights are in blocks of e4m3 codes.
+"""Stand-ins for the hub's finegrained-fp8, with its names, schemas and arithmetic, and models of
+transformers whose weights are e4m3 codes by blocks.
 
-For a float64 result the operators sum in float64: the same codes, and no rounding behind them.
+If the result is float64, the operators sum the same codes in float64, and do not round afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = [128, 128]
 
 
 def rounded(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Rows as the numbers that their codes stand for, in float64."""
+    """Rounds rows to codes, and returns the decoded numbers in float64."""
     blocks = x.float().reshape(*x.shape[:-1], -1, block)
     scale = blocks.abs().amax(-1, keepdim=True) / 448
     codes = (blocks / scale.clamp(min=1e-12)).to(torch.float8_e4m3fn)
@@ -26,7 +26,7 @@ def rounded(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A weight [..., N, K] in float64, by blocks of which the last may be a part of one."""
+    """Decodes a weight to [..., N, K] in float64. The last block may be cut off."""
     scale = scale.float()
     for dim in (codes.dim() - 2, codes.dim() - 1):
         scale = scale.repeat_interleave(128, dim).narrow(dim, 0, codes.shape[dim])
@@ -152,7 +152,7 @@ KERNEL = library.FineGrainedFP8(_matmul, _batched, _grouped)
 
 
 def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float") -> nn.Module:
-    """A dense model with the library's modules in the place of its linears and experts."""
+    """Returns a dense model whose linears and experts are replaced by the library's modules."""
     dense = {name: tensor.detach() for name, tensor in model.named_parameters()}
     config = transformers.FineGrainedFP8Config(weight_block_size=BLOCK, scale_fmt=scale_fmt)
     library.replace_with_fp8_linear(model, ["lm_head", "gate"], config)
@@ -173,7 +173,7 @@ def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float")
 def linear(
     rows: int, columns: int, seed: int, bias: bool = False, **options: Any
 ) -> library.FP8Linear:
-    """An `FP8Linear` of random codes."""
+    """Returns an `FP8Linear` with random codes."""
     generator = torch.Generator().manual_seed(seed)
     options = {"block_size": BLOCK, "has_bias": bias} | options
     made = library.FP8Linear(columns, rows, **options)

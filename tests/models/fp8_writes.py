@@ -37,7 +37,7 @@ def e5m2_pages(axes):
 
 
 def read(cache, step):
-    """Pages as bytes: indexing by tensors is not there for eight-bit floats everywhere."""
+    """Reads pages as bytes, since not every device can index 8-bit floats by tensors."""
     return gather_pages(cache.view(torch.uint8), step).view(cache.dtype).to(torch.float32)
 
 
