@@ -213,7 +213,7 @@ def by_sequence(folder: str) -> Any:
 
 
 def by_weights(folder: str) -> Any:
-    """FSDP2: each rank keeps a part of every weight, and computes all of the model."""
+    """Shards by FSDP2: each rank keeps a part of every weight, and computes the whole model."""
     model = loaded(folder)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (*model.model.layers, model):
@@ -533,7 +533,7 @@ def findings_of(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def be_example(rank: int, ranks: int, port: int) -> None:
-    """A rank of examples/tensor_parallel.py, as torchrun starts it: the store is the parent's."""
+    """Runs a rank of examples/tensor_parallel.py as torchrun would, with the parent's store."""
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
     os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -542,8 +542,9 @@ def be_example(rank: int, ranks: int, port: int) -> None:
 
 
 def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
-    """Runs `function(rank, ranks, *args)` in forks of this process; whether all end well. Says of
-    each that does not how it ended: a negative code is the signal that killed it."""
+    """Runs `function(rank, ranks, *args)` in forks of this process, and returns whether all
+    succeed. Prints the exit code of each that fails; a negative code is the signal that killed
+    it."""
     forked = multiprocessing.get_context("fork")
     running = [
         forked.Process(target=function, args=(rank, ranks, *args), daemon=True)

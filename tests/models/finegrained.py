@@ -34,7 +34,8 @@ def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def product(x, weight, dtype):
-    """Summed in float32, as the library does it; in float64 for float64."""
+    """Computes a product, summed in float32 as by the library, or in float64 for a float64
+    result."""
     within = torch.float64 if dtype == torch.float64 else torch.float32
     return (x.to(within) @ weight.to(within).transpose(-2, -1)).to(dtype)
 
@@ -123,7 +124,7 @@ block_batched.register_fake(
 
 
 def _matmul(A, B, Bs, block_size, output_dtype=None, activation_scale=None):
-    """The library's `matmul_2d`."""
+    """Stands for the library's `matmul_2d`."""
     namespace = getattr(torch.ops, LIBRARY)
     if block_size is None:
         return namespace.w8a8_tensor_dynamic_fp8_matmul(A, B, Bs, output_dtype)

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models, structurally true: two layers, random weights, deterministic.
+"""Tiny Hugging Face models with the structure of the real ones: two layers, seeded random weights.
 
 case = build_hf("qwen3", cache="static", phase="decode")
 logits = case.model(*case.args, **case.kwargs).logits
@@ -138,9 +138,10 @@ def build_hf(
     prepare: Callable[[Any], None] = lambda model: None,
     **changes: Any,
 ) -> HfCase:
-    """One of MODELS, or of MORE, with a cache that already holds `past_tokens` tokens per sequence
-    (phase="decode": one more token follows) or none ("prefill": that many follow). `prepare`
-    changes the new model; `changes` are fields of the config."""
+    """Returns a case of one of MODELS or MORE. With phase="decode", the cache already holds
+    `past_tokens` tokens per sequence, and one more token follows. With "prefill", the cache is
+    empty, and `past_tokens` tokens follow. prepare: a function that changes the new model. changes:
+    fields of the config."""
     import transformers
 
     class_name, fields = (MODELS | MORE)[name]
@@ -214,9 +215,10 @@ def build_encoder_decoder(name: str, dtype: torch.dtype = torch.bfloat16, seed: 
 
 
 def with_mask(case: HfCase, kind: str) -> HfCase:
-    """The case with an attention mask: "tensor", as `generate()` makes it before the call, four
-    axes, one for each kind of layer where the model has several, the second sequence padded on the
-    left; "padding", two axes, so that the model makes those inside; "none".
+    """Returns the case with an attention mask, in which the second sequence is padded on the left.
+    "tensor" is a 4-D mask, as `generate()` makes it before the call, one for each kind of layer if
+    the model has several. "padding" is a 2-D mask, from which the model makes the 4-D mask inside.
+    "none" is no mask.
     """
     from transformers.masking_utils import create_masks_for_generate
 

@@ -21,8 +21,8 @@ Made = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Structure:
-    """A structure. nodes: the number of graph nodes of one piece. make: returns the structure with
-    n pieces."""
+    """A repeated structure. nodes: the number of graph nodes of one piece. make: returns the
+    structure with n pieces."""
 
     nodes: int
     make: Callable[[int], Made]
@@ -329,7 +329,7 @@ RESTATED: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 class Restated(torch.nn.Module):
     """A layer whose weights, activations and keys are each split and joined again.
 
-    chosen: a name of RESTATED, a dimension and a length for each of "w", "x", "k", "v", "up".
+    chosen: for each of "w", "x", "k", "v" and "up", a name of RESTATED, a dimension and a length.
     """
 
     def __init__(self, chosen: dict[str, tuple[str, int, int]], width: int = 64) -> None:

@@ -1,4 +1,4 @@
-"""How engines and models write several adapters on q, k and v, spelling by spelling.
+"""Ways in which engines and models write several adapters on q, k and v, a function for each.
 
 module, args = build("gather_einsum")          # one of IDIOMS
 """
@@ -149,7 +149,7 @@ def stacked_matmul(m, x, index):
 
 
 def stacked_single(m, x, index):
-    """One adapter, A of q, k and v in one matrix."""
+    """Uses one adapter, with A of q, k and v in one matrix."""
     s = F.linear(x, m.a_rows[1]).split(R, -1)
     y = bases(m, x)
     return tuple(y[n] + 2.0 * F.linear(part, m.b[n][1]) for n, part in zip(WIDTHS, s, strict=True))
@@ -195,7 +195,7 @@ def none_factor(m, x, index, n):
 
 @each
 def sequences_bmm(m, x, index, n):
-    """x [B, S, H] with an adapter for each sequence."""
+    """Multiplies x [B, S, H] with an adapter for each sequence."""
     s = torch.bmm(x, m.a[n][index].transpose(1, 2))
     return torch.bmm(s, m.b[n][index].transpose(1, 2)) * m.scales[index][:, None, None]
 
@@ -215,7 +215,7 @@ def sequences_none(m, x, index, n):
 
 @each
 def tokens_of_sequences(m, x, index, n):
-    """An index [B, S]."""
+    """Selects adapters by an index [B, S]."""
     s = torch.einsum("bsh,bsrh->bsr", x, m.a[n][index])
     return torch.einsum("bsr,bswr->bsw", s, m.b[n][index])
 
@@ -282,7 +282,7 @@ def one_hot(m, x, index, n):
 
 
 def slice_add(m, x, index):
-    """Added in place onto the columns of one packed projection."""
+    """Adds deltas in place to the columns of a packed projection."""
     y = F.linear(x, torch.cat([*m.base.values()]))
     first = 0
     for n, width in WIDTHS.items():

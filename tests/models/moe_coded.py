@@ -194,7 +194,8 @@ class SeparateMoe(CodedMoe):
 def fp8_grouped_matmul(
     rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """As Hugging Face's experts call the hub's kernel, whose inside no graph shows."""
+    """Stands for the hub's kernel as Hugging Face's experts call it. No graph shows what it
+    computes."""
     return rows.new_zeros(rows.shape[0], weight.shape[1])
 
 

@@ -65,7 +65,7 @@ def nvfp4_sign_and_magnitude(codes, scales, factor):
 
 
 def nvfp4_arithmetic(codes, scales, factor):
-    """Without a table: (-1)^s * 2^(e - 1) * (1 + m / 2), and m / 2 where e is 0."""
+    """Decodes without a table: (-1)^s * 2^(e - 1) * (1 + m / 2), or m / 2 if e is 0."""
     code = nibbles(codes).int()
     mantissa, exponent = (code & 1).float() * 0.5, (code >> 1) & 3
     magnitude = torch.where(

@@ -372,7 +372,7 @@ ENDS |= {f.__name__: f for f in (bincount, bincount_cut)}
 
 
 def build(name, **changes):
-    """(module, args) of an idiom, with any field of MoeAxes changed."""
+    """Returns (module, args) of an idiom, with any fields of MoeAxes changed."""
     axes = replace(MoeAxes(), **{**IDIOMS[name], **changes})
     module = Moe(axes)
     generator = torch.Generator().manual_seed(0)

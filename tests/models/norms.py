@@ -47,7 +47,7 @@ class GemmaRMSNorm(nn.Module):
 
 
 class RowRMSNorm(SpelledRMSNorm):
-    """Over all heads together, before they are told apart (OLMo 2)."""
+    """RMSNorm over all heads together, before they are split (OLMo 2)."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__(num_heads * head_dim)
@@ -115,14 +115,14 @@ class HeadNorms(nn.Module):
 
 
 def hf_row_norm(x, weight, eps=1e-5):
-    """As most of transformers' models norm a row."""
+    """Norms a row as most models of transformers do."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def gemma_row_norm(x, weight, eps=1e-5):
-    """As Gemma does: 1 + weight, and one rounding."""
+    """Norms a row as Gemma does: with 1 + weight, and one rounding."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (1.0 + weight.float())).to(x.dtype)

@@ -115,10 +115,12 @@ FACTORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 @dataclass(frozen=True)
 class Floats:
     """The axes of a linear with 4-bit floats. numbers: a key of NUMBERS. stored: whether the table
-    is a buffer of the model. order, pairs: of a byte's codes. early: whether they are looked up
-    before they are joined. block, spread: of scales. scale: a key of SCALES, "ldexp" or "two
-    levels". factor: of all scales, or of the weight. within: the dtype of numbers, None for x's.
-    bent: of the scale."""
+    is a buffer of the model. order, pairs: the order of a byte's two codes, and the way to join
+    them. early: whether they are looked up before they are joined. block, spread: the blocks of
+    scales, and the way to spread scales over codes. scale: a key of SCALES, "ldexp" or "two
+    levels". factor: one more factor, of all scales or of the weight. within: the dtype of numbers,
+    None for x's.
+    bent: a wrong way to take the scale."""
 
     numbers: str = "e2m1"
     stored: bool = False
@@ -140,7 +142,7 @@ class Floats:
 
 
 class FloatLinear(Coded):
-    """codes: [N, K / 2] bytes."""
+    """A linear with 4-bit floats. codes: bytes [N, K / 2]."""
 
     def __init__(self, axes: Floats, rows: int, columns: int, dtype: torch.dtype, seed: int):
         generator = torch.Generator().manual_seed(seed)

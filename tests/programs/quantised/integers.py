@@ -30,8 +30,9 @@ from tests.programs.quantised.linear import PRODUCTS, Coded, grid_of, held, plus
 class Integers:
     """The axes of a linear with integer codes. order, spelling: of nibbles. zero: none, a number,
     or a key of ZEROS. block: a key of BLOCKS. spread: how a number gets to its codes. within: the
-    dtype in which they are scaled, None for x's. scaled: how, a key of SCALINGS. place: of the
-    scale. bent: of the scale, a key of BENT or empty. rounded: of x."""
+    dtype in which they are scaled, None for x's. scaled: a key of SCALINGS. place: where the scale
+    is applied. bent: a wrong way to take the scale, a key of BENT or empty. rounded: the rounding
+    of x."""
 
     packing: str = "int8"
     order: tuple[int, ...] = ()
