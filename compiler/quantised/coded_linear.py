@@ -66,6 +66,7 @@ class DividedLinear(CodedLinear):
     again. It stays as it was if the divisor is changed in place by other means.
     """
 
+    weight_global_scale: torch.Tensor
     weight_factors: torch.Tensor | None
     place = 0
 

@@ -8,6 +8,8 @@ results differ in no bit, except that a sum gives 0.0 where the product is -0.0.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -37,10 +39,10 @@ def _sums_one_product(product: fx.Node) -> bool:
     given = _operands(product)
     if given is None:
         return False
-    held, *factors = (node.meta.get("example_value") for node in (product, *given))
-    if not all(map(_compat.is_plain, (held, *factors))):
+    tensors: list[Any] = [node.meta.get("example_value") for node in (product, *given)]
+    if not all(map(_compat.is_plain, tensors)):
         return False
-    a, b = factors
+    held, a, b = tensors
     if a.dim() < 2 or b.dim() < 2 or held.dtype not in _FLOATS:
         return False
     alike = a.dtype == b.dtype == held.dtype and a.device == b.device == held.device
