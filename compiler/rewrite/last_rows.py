@@ -62,8 +62,8 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _selected(product: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """(the elementwise nodes behind a product, the selection of rows behind those), each the only
-    reader of the one before it; no selection if the product is read in another way."""
+    """Returns (the elementwise nodes behind a product, the selection of rows behind those), each
+    the only reader of the one before it; no selection if the product is read in another way."""
     between: list[fx.Node] = []
     node = product
     while len(node.users) == 1:
@@ -88,8 +88,8 @@ def _works_on_each(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _kept(user: fx.Node, node: fx.Node) -> list[tuple[int, int]] | None:
-    """The dimensions of `node` in which a node selects rows, each with the step; None if it does
-    anything else, or selects in the last dimension."""
+    """Returns the dimensions of `node` in which a node selects rows, each with the step; None if it
+    does anything else, or selects in the last dimension."""
     rank = node.meta["example_value"].dim()
     name = name_of(user)
     if name in ("select", "narrow"):
