@@ -44,9 +44,9 @@ MIXTURE_SHARE = 0.74
 #: The share for codes that kernels decode, from the steps of ct-w4a16 and ct-fp8-dynamic in
 #: quantised_step.json.
 CODES_SHARE = 0.27
-#: 4-bit codes that take long to decode, because they stand for floats or are packed along rows; and
-#: the number of them that an SM decodes in a second, for tensor cores, and for one token without
-#: tensor cores (ALONE). From linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
+#: 4-bit codes that take long to decode, because they stand for floats or are packed along rows. The
+#: rates are codes that an SM decodes in a second: for tensor cores and, as ALONE, for one token
+#: without tensor cores. From linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
 SLOW_CODES = frozenset({"nvfp4", "mxfp4", "nf4", "fp4", "int4_n"})
 SLOW_CODES_PER_SM_S = 1.85e10
 SLOW_CODES_PER_SM_S_ALONE = 3.6e10

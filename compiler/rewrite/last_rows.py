@@ -144,9 +144,9 @@ def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
 
 
 def _asks_for_guards(selection: fx.Node, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether the product of the selected rows would add a guard. It asks whether its operands are
-    dense; if a symbolic row count is 1 in the traced call, or selects all rows there, the answer
-    holds for that count alone."""
+    """Whether the product of the selected rows would add a guard. The product asks whether its
+    operands are dense. If the row count is symbolic and, in the traced call, is 1 or selects all
+    rows, the answer would hold for that count alone."""
     kept = _kept(selection, selection.all_input_nodes[0]) or []
     for (dim, _), size in zip(kept, part.shape, strict=False):
         if str(size) != str(whole.shape[dim]) and not isinstance(whole.shape[dim], int):

@@ -59,8 +59,8 @@ class SpelledOut:
 
 
 class KeptCallsError(Exception):
-    """Names calls that are to stay as they are, each with its miss. The miss is None where nothing
-    is lost: no match was in the spelled-out form, but something else reads it."""
+    """Names calls that are to stay as they are, each with its miss. The miss is None if nothing is
+    lost, because no pattern matched in the spelled-out form."""
 
     def __init__(self, calls: dict[str, Miss | None]) -> None:
         super().__init__(f"{[*calls]} are better left as they are")
