@@ -1,7 +1,8 @@
-"""Leaves out what Dynamo does for its log, and does other things of its in fewer steps.
+"""Makes Dynamo faster in tests, which spend most of their time on tracing.
 
-Most of the time of the tests goes into tracing. Nothing here changes what is traced. Each change is
-made where the attribute that it replaces exists, since other versions of torch have others.
+The changes turn off parts of Dynamo that only write its log, and replace slow functions by faster
+ones with the same results. No change alters what is traced. A change is skipped if this version of
+torch lacks the attribute that the change would replace.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 
 def quicken_dynamo() -> None:
-    """Makes the changes to those modules of torch that are loaded, once for each module."""
+    """Changes each module of `CHANGES` once, as soon as it is loaded."""
     for name, change in CHANGES.items():
         module = sys.modules.get(name)
         if module is not None and module not in _CHANGED:
@@ -31,36 +32,37 @@ def _put(module: Any, name: str, replacement: Any) -> None:
 
 
 def _guards(module: Any) -> None:
-    """Guards are not timed with cold caches for the log, a tenth of what compiling a small model
-    costs, nor is the line of the model shown beside each."""
+    """Turns off the timing of guards with cold caches, which takes a tenth of the time to compile a
+    small model, and the model's line beside each guard."""
     _put(module, "profile_guard_manager", lambda *arguments: 0.0)
     _put(module, "get_verbose_code_part", lambda code_part, guard: code_part)
 
 
 def _settings_of_log(module: Any) -> None:
-    """All settings of Dynamo and Inductor are not written into the log of each compilation."""
+    """Keeps the settings of Dynamo and Inductor out of the log of each compilation."""
     for name in ("_scrubbed_inductor_config_for_logging", "_get_dynamo_config_for_logging"):
         _put(module, name, lambda: None)
 
 
 def _side_effects(module: Any) -> None:
-    """Changes of objects are not logged with all places that made them."""
+    """Turns off the log of changed objects and of the places that changed them."""
     _put(module, "side_effect_replay_policy", "silent")
 
 
 def _function_names(module: Any) -> None:
-    """No name of a function is looked up beside each call, for which whole files are read."""
+    """Turns off the names of functions beside calls, for which Dynamo reads whole files."""
     _put(module, "get_funcname", lambda filename, lineno: None)
 
 
 def _settings(module: Any) -> None:
+    """Reads torch's settings faster, since Dynamo reads one at every instruction."""
     kind = module.ConfigModule
     kind.__getattr__ = _read_quickly(module._UNSET_SENTINEL, kind.__getattr__)
 
 
 def _read_quickly(unset: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's settings, of which Dynamo reads one at every instruction: where nothing but the
-    default and a value that was set decide one, nothing else is asked."""
+    """Returns a faster `ConfigModule.__getattr__`. If only the default and a value set by the user
+    decide a setting, nothing else is looked at."""
     known: dict[tuple[Any, str], Any] = {}
 
     def decides_itself(entry: Any) -> bool:
@@ -87,7 +89,7 @@ def _read_quickly(unset: Any, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _traced_files(module: Any) -> None:
-    """Whether a file is traced is decided once, and again where what decides it has changed."""
+    """Decides once for each file whether Dynamo traces it. A change of the rules is another key."""
     if not all(hasattr(module, name) for name in ("_as_posix_path", "check_file", "SKIP_DIRS_RE")):
         return
     module._as_posix_path = functools.cache(module._as_posix_path)
@@ -105,7 +107,7 @@ def _traced_files(module: Any) -> None:
 
 
 def _events(module: Any) -> None:
-    """Calls on a ShapeEnv go straight to its methods, unless torch is set to record them."""
+    """Removes the recorder around the methods of ShapeEnv, unless torch is set to record calls."""
     recording = sys.modules.get("torch.fx.experimental.recording")
     if recording is None or getattr(module.config, "translation_validation", True):
         return
@@ -117,7 +119,7 @@ def _events(module: Any) -> None:
 
 
 def _fake_tensors(module: Any) -> None:
-    """The key of a fake tensor in the cache of calls has the same parts, gathered in one pass."""
+    """Computes the same key of a fake tensor, for the cache of calls, with fewer function calls."""
     dense, sparse = module.torch.strided, module.is_sparse_any
     _put(module, "is_sparse_any", lambda t: getattr(t, "layout", None) is not dense and sparse(t))
     kind = getattr(module, "TensorMetadata", None)

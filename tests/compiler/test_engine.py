@@ -71,7 +71,8 @@ from tilewright.ops import calls
 
 @pytest.fixture(autouse=True)
 def heap_before():
-    """Hides from the collector what lived before the test: an engine calls it twice as it ends."""
+    """Excludes objects older than the test from garbage collection, which an engine starts twice as
+    it stops."""
     gc.freeze()
 
 
@@ -639,6 +640,30 @@ def test_sinks_of_latents_raise(given):
         )
 
 
+def window_pages(window):
+    config = copy.copy(built("Mistral").config)
+    config.sliding_window = window
+    return allocators.WindowPages(
+        index=0, config=config, num_key_value_heads=2, cache_dtype=torch.float32, page_size=PAGE,
+        layer_indices=[0], allow_block_sharing=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_pages_before_a_window_are_not_kept(window):
+    """A window of one token is the smallest: a token sees itself."""
+    owner = window_pages(window)
+    for past in range(3 * PAGE):
+        seen = [position for position in range(past + 1) if past - position < window]
+        assert owner.kept(past) == seen[0] // PAGE
+
+
+@pytest.mark.parametrize("window", [0, None])
+def test_a_window_without_tokens_raises(window):
+    with pytest.raises(ValueError, match="sliding_window: expected a positive integer"):
+        window_pages(window)
+
+
 def test_keys_of_another_size_raise(enabled):
     owner = allocators.FullPages(0, built("Llama").config, 2, torch.float32, PAGE, [0], True)
     cache = object.__new__(PagedAttentionCache)
@@ -870,7 +895,7 @@ def test_every_call_of_a_step_has_a_kernel(fresh_dynamo, replayed, monkeypatch, 
     """A CUDA graph cannot record the reference. The kernels that merge parts are compiled too."""
     found: dict[str, set[str]] = {}
     merges = set()
-    planned = {}  # calls of the same metadata and alignments have the same plan
+    planned = {}  # calls with the same metadata and alignment have the same plan
     perform = calls.Calls._performed
 
     def performed(self, kind, arguments, args, kwargs, seen):
