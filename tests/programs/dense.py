@@ -17,9 +17,9 @@ from tests.models.norms import gemma_row_norm, hf_row_norm
 
 @dataclass(frozen=True)
 class DenseAxes:
-    """norm, post: before the linears and before the sum. form: how gate and up are stored. sum: how
-    the residual is added. head: the reader of the last tokens. tokens: the tokens of each of two
-    sequences."""
+    """The variants of a layer. norm, post: the norms before the linears and before the sum. form:
+    how gate and up are stored. sum: how the residual is added. head: the reader of the last tokens.
+    tokens: the tokens of each of two sequences."""
 
     norm: str = "none"
     form: str = "separate"
@@ -120,7 +120,7 @@ class Dense(nn.Module):
         self.head = random(40, axes.hidden)
 
     def inner(self, x):
-        """[B, S, inner]."""
+        """Computes the inner activations [B, S, inner]."""
         axes, n = self.axes, self.axes.inner
         act, bias = ACTIVATIONS[axes.activation], self.biases[0] if axes.bias else None
         if axes.form == "plain":
