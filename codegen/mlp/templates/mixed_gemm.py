@@ -379,6 +379,31 @@ def finished(
 
 
 @gluon.jit
+def halves(numbers):
+    """Returns the first and the second half of the columns of sums of products."""
+    ROWS: gl.constexpr = numbers.shape[0]
+    COLUMNS: gl.constexpr = numbers.shape[1] // 2
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    first, second = gl.split(numbers.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
+    first = gl.convert_layout(first, HALF, assert_trivial=True)
+    return first, gl.convert_layout(second, HALF, assert_trivial=True)
+
+
+@gluon.jit
+def store_activated(sums, out, ACTIVATION: gl.constexpr):
+    """Stores the activation of sums [rows, tokens] to out [tokens, rows], few tokens at a time, as
+    an activation needs more registers than its result."""
+    TOKENS: gl.constexpr = sums.shape[1]
+    if TOKENS > 64:
+        first, second = halves(sums)
+        store_activated(first, out.slice(0, TOKENS // 2), ACTIVATION)
+        store_activated(second, out.slice(TOKENS // 2, TOKENS // 2), ACTIVATION)
+    else:
+        made = activate(sums, sums, ACTIVATION, 1.0, 0.0, False)
+        out.permute((1, 0)).store(made.to(gl.bfloat16))
+
+
+@gluon.jit
 def places_of_sums(
     start, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
 ):
@@ -493,8 +518,6 @@ def multiply_tiles(
                 total, own, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_SUMS,
                 SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE,
             )  # fmt: skip
-            if ACTIVATES:
-                total = activate(total, total, ACTIVATION, 1.0, 0.0, False)
             if PAIRED:
                 # The first consumer hands the activated gate to the second one.
                 sums += 1
@@ -513,7 +536,10 @@ def multiply_tiles(
             else:
                 tma.store_wait(0)
             barrier()
-            out.permute((1, 0)).store(total.to(gl.bfloat16))
+            if ACTIVATES:
+                store_activated(total, out, ACTIVATION)
+            else:
+                out.permute((1, 0)).store(total.to(gl.bfloat16))
             if PAIRED and CONSUMER == 0:
                 barrier()
                 mbarrier.arrive(handed.index(0))
