@@ -462,9 +462,6 @@ def multiply_tiles(
             SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
             PACKED_ZEROS, ORDER, BLOCKS,
         )  # fmt: skip
-        next_high, next_low, next_zeros = factors_of(
-            scale, zero, UNIT_OF_SCALES, HAS_ZEROS, ZERO_POINT
-        )
         total = gl.zeros([ROWS, BLOCK_T], gl.float32, PRODUCT)
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
         words = word_tiles.index(step % STAGES * 2 + CONSUMER).load(WORDS)
@@ -473,21 +470,28 @@ def multiply_tiles(
             FOLDED, EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
         )  # fmt: skip
         for unit in range(first, last):
-            # Scales of the unit after the next. Those behind the last unit are not used.
-            scale, zero = load_blocks(
-                scale_ptr, zero_ptr, rows, unit + 2, N, K, UNIT, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
-                SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
-                PACKED_ZEROS, ORDER, BLOCKS,
-            )  # fmt: skip
             for part in gl.static_range(STEPS):
+                # Between two products, a consumer only waits for the first and starts the second.
                 stage = step % STAGES
                 flying = warpgroup_mma(
                     weight, x_tiles.index(stage).permute((1, 0)), total, is_async=True
                 )
                 more = part < STEPS - 1
+                if part == 0:
+                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=unit > first)
+                    # Scales of the unit after the next. Those behind the last unit are not used.
+                    next_scale, next_zero = load_blocks(
+                        scale_ptr, zero_ptr, rows, unit + 2, N, K, UNIT, GROUPS, SCALE_ROWS,
+                        SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
+                        ZERO_COLUMN_STRIDE, PACKED_ZEROS, ORDER, BLOCKS,
+                    )  # fmt: skip
+                else:
+                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
                 if part == STEPS - 1:
                     more = unit < last - 1
-                    high, low, zeros = next_high, next_low, next_zeros
+                    high, low, zeros = factors_of(
+                        scale, zero, UNIT_OF_SCALES, HAS_ZEROS, ZERO_POINT
+                    )
                 step += 1
                 mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=more)
                 words = word_tiles.index(step % STAGES * 2 + CONSUMER).load(WORDS)
@@ -496,10 +500,7 @@ def multiply_tiles(
                     SCALED, FOLDED, EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
                 )  # fmt: skip
                 total = warpgroup_mma_wait(0, [flying])
-                mbarrier.arrive(empty.index(stage))
-            next_high, next_low, next_zeros = factors_of(
-                scale, zero, UNIT_OF_SCALES, HAS_ZEROS, ZERO_POINT
-            )
+            scale, zero = next_scale, next_zero
             if residual_ptr is not None:  # noqa: SIM102
                 # The memory of the last tile's results has been read by now.
                 if unit == first and last - first == UNITS:
@@ -509,6 +510,7 @@ def multiply_tiles(
                     load_tile(
                         residual_desc, [token_tile * BLOCK_T, first_row], handed.index(CONSUMER), out
                     )
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
         whole_k = True
         if workspace_ptr is not None:
             whole_k = last - first == UNITS
