@@ -2,8 +2,8 @@
 
 The partial evaluator knows Triton's language, not Gluon's. So the template stays as it is, and the
 emitted kernel calls its function with the constants of the spec; Gluon's compiler inlines the call.
-Functions of Triton templates that it imports, which may only compute element by element, stay as they
-are, too.
+Functions that it imports from Triton templates stay as they are, too. They may only compute element
+by element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def _check_arguments(spec: KernelSpec, function: JitFunction) -> None:
 def _functions(module: TemplateModule) -> str:
     """Returns the functions of an imported Triton template, and its imports of Triton."""
     if module.constants:
-        raise EmitError(f"{module.name}: a Gluon template must not import {sorted(module.constants)}")
+        raise EmitError(
+            f"{module.name}: a Gluon template must not import {sorted(module.constants)}"
+        )
     left_out = [node for node in _nodes(module) if _is_docstring(node) or _is_local(node)]
     return f"\n\n{_without(module, left_out)}"
 

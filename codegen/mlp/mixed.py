@@ -13,9 +13,7 @@ from tilewright.codegen.operand import ALIGNMENT, Operand
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
-MIXED = Kernel(
-    "mlp.mixed_gemm", "mixed_linear", unaligned=("factor", "up_factor", "counters")
-)
+MIXED = Kernel("mlp.mixed_gemm", "mixed_linear", unaligned=("factor", "up_factor", "counters"))
 # Rows of a tile, half of them of each consumer, and columns of a step.
 BLOCK_N = 128
 BLOCK_K = 64
@@ -176,7 +174,9 @@ def pair_config(n: int, k: int, num_tokens: int, target: Target) -> MixedConfig 
     """Returns the tiles of one kernel for a gate and its up projection, each of n rows; None if two
     products and an activation have less modelled time."""
     tiles = min(TILES, key=lambda one: one.seconds(2 * n, k, num_tokens, target))
-    apart = min(one.seconds(n, k, num_tokens, target, split) for one in TILES for split in (False, True))
+    apart = min(
+        one.seconds(n, k, num_tokens, target, split) for one in TILES for split in (False, True)
+    )
     activation = 3 * 2 * n * num_tokens / target.hbm_bytes_per_s
     if tiles.seconds(2 * n, k, num_tokens, target) > 2 * apart + activation:
         return None
@@ -214,8 +214,6 @@ def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str
         "ZERO_POINT": q.zero_point + 128 * signed,
         "PACKED_ZEROS": q.packed_zeros,
         "SCALED": columns < problem.k,
-        # Scales up to 448 times 2^118 are numbers, and so is a code's product with them.
-        "FOLDED": codes == "e2m1" and scale.dtype == "fp8e4nv" and columns < problem.k,
         "EXACT": scale.dtype in EXACT,
         "SCALE_ROWS": rows,
         "SCALE_COLUMNS": min(columns, problem.k),

@@ -48,10 +48,11 @@ DOWN_DOTTED = Kernel(
 # int4 13, 20, 35 and 66 (17, 29, 45, 70); NVFP4 16, 27, 48 and 90 (19, 34, 51, 81). Experts of
 # gpt-oss-20b: MXFP4 34, 63, 115 and 222 (81, 110, 172, 272).
 MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
-# How often a weight may be read, on average over those read, if tokens choose experts at random: a
-# program takes one token, so it reads again what another token has read. A step of Mixtral with four
-# tokens, each of two of eight experts (1.46 reads), took as long as one of 64 tokens, which reads all
-# weights once. With codes of MXFP4, 1.53 reads were faster than the tensor core's kernels.
+# How often the kernels may read a weight, on average over the weights that they read, if tokens
+# choose experts at random: a program takes one token, so it reads what another token has read. A
+# step of Mixtral with four tokens, each of two of eight experts (1.46 reads), took as long as one
+# of 64 tokens, which reads each weight once. With codes of MXFP4, 1.53 reads were faster than the
+# tensor core's kernels.
 MOST_READS, MOST_READS_OF = 1.3, {"mxfp4": 1.6}
 # Bytes of a row that a thread loads at once, and bytes of a line of memory.
 LOAD_BYTES, LINE_BYTES = 16, 128

@@ -186,21 +186,21 @@ def load_blocks(
 
 @gluon.jit
 def factors_of(
-    scale, zero, UNIT_OF_SCALES: gl.constexpr, HAS_ZEROS: gl.constexpr, ZERO_POINT: gl.constexpr
+    scale, zero, UNIT_OF_CODES: gl.constexpr, HAS_ZEROS: gl.constexpr, ZERO_POINT: gl.constexpr
 ):
-    """Returns (the scales times their unit in bfloat16, what that leaves of them, the zeros' addend
-    in bfloat16)."""
+    """Returns (the scales in units of the codes in bfloat16, what that leaves of them, the zeros'
+    addend in bfloat16)."""
     if scale.dtype == gl.uint8:  # e8m0
         bits = scale.to(gl.int32)
         numbers = gl.where(bits == 0, 0x00400000, bits << 23).to(gl.float32, bitcast=True)
     else:
         numbers = scale.to(gl.float32)
-    numbers *= UNIT_OF_SCALES
+    numbers *= UNIT_OF_CODES
     high = numbers.to(gl.bfloat16)
     low = (numbers - high.to(gl.float32)).to(gl.bfloat16)
     zeros = high
     if HAS_ZEROS:
-        zeros = ((zero + ZERO_POINT).to(gl.float32) / -UNIT_OF_SCALES).to(gl.bfloat16)
+        zeros = ((zero + ZERO_POINT).to(gl.float32) / -UNIT_OF_CODES).to(gl.bfloat16)
     return high, low, zeros
 
 
@@ -219,8 +219,8 @@ def spread(blocks, like, GROUPS: gl.constexpr, TILE: gl.constexpr):
 def decoded(
     words, high, low, zeros, CODES: gl.constexpr, PER: gl.constexpr, ORDER: gl.constexpr,
     SIGNED: gl.constexpr, HAS_ZEROS: gl.constexpr, ZERO_POINT: gl.constexpr,
-    SCALED: gl.constexpr, FOLDED: gl.constexpr, EXACT: gl.constexpr, GROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, OPERAND: gl.constexpr,
+    SCALED: gl.constexpr, EXACT: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_K: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Returns the left operand [ROWS, BLOCK_K], bfloat16, of words [ROWS, BLOCK_K / PER].
 
@@ -258,19 +258,12 @@ def decoded(
             shr.b32 q, p, 6;
             and.b32 q, q, 0x01C001C0;
             and.b32 p, p, 0x80008000;
-            or.b32 $0, q, p;
+            or.b32 q, q, p;
+            mov.b32 p, 0x7E807E80;
+            mul.rn.bf16x2 $0, q, p;
             }""",
             "=r,r,r,r,r", [codes, chosen], dtype=gl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-        if not FOLDED:
-            numbers = gl.inline_asm_elementwise(
-                """{
-                .reg .b32 p;
-                mov.b32 p, 0x7E807E80;
-                mul.rn.bf16x2 $0, $1, p;
-                }""",
-                "=r,r", [numbers], dtype=gl.bfloat16, is_pure=True, pack=2,
-            )  # fmt: skip
     elif CODES == "e4m3":
         numbers = gl.inline_asm_elementwise(
             """{
@@ -357,17 +350,14 @@ def decoded(
 @gluon.jit
 def finished(
     total, rows, bias_ptr, factor_ptr, scale_ptr, N: gl.constexpr, SCALE: gl.constexpr,
-    SCALED: gl.constexpr, UNIT_OF_SUMS: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    SCALED: gl.constexpr, UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr,
     SCALE_ROW_STRIDE: gl.constexpr, BIAS_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """Returns SCALE * (total + bias), with scales of whole rows applied."""
-    if SCALED:
-        if UNIT_OF_SUMS != 1.0:
-            total *= UNIT_OF_SUMS
-    else:
+    if not SCALED:
         scale = gl.load(scale_ptr + rows // SCALE_ROWS * SCALE_ROW_STRIDE, mask=rows < N, other=0.0)
         scale = scale.to(gl.float32)
-        total *= (scale * UNIT_OF_SUMS).expand_dims(1)
+        total *= (scale * UNIT_OF_CODES).expand_dims(1)
     if factor_ptr is not None:
         total *= gl.load(factor_ptr)
     if bias_ptr is not None:
@@ -421,14 +411,13 @@ def multiply_tiles(
     whole, num_tiles, tiles_t, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr,
     UNIT: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, PER: gl.constexpr,
     ORDER: gl.constexpr, SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr,
-    PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, FOLDED: gl.constexpr, EXACT: gl.constexpr,
-    UNIT_OF_SCALES: gl.constexpr, UNIT_OF_SUMS: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
-    SCALE_COLUMN_STRIDE: gl.constexpr, ZERO_ROW_STRIDE: gl.constexpr,
-    ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr, BIAS_STRIDE: gl.constexpr,
-    ACTIVATION: gl.constexpr, ACTIVATED: gl.constexpr, PAIRED: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, EXACT: gl.constexpr,
+    UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
+    SCALE_ROW_STRIDE: gl.constexpr, SCALE_COLUMN_STRIDE: gl.constexpr,
+    ZERO_ROW_STRIDE: gl.constexpr, ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr,
+    BIAS_STRIDE: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATED: gl.constexpr,
+    PAIRED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Computes ROWS rows of each tile. CONSUMER: which of the two halves of the tile's rows; if
     PAIRED, which of the two weights. ACTIVATED: how many consumers apply the activation."""
@@ -456,51 +445,39 @@ def multiply_tiles(
             SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
             PACKED_ZEROS, ORDER, BLOCKS,
         )  # fmt: skip
-        high, low, zeros = factors_of(scale, zero, UNIT_OF_SCALES, HAS_ZEROS, ZERO_POINT)
-        scale, zero = load_blocks(
-            scale_ptr, zero_ptr, rows, first + 1, N, K, UNIT, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
-            SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
-            PACKED_ZEROS, ORDER, BLOCKS,
-        )  # fmt: skip
+        high, low, zeros = factors_of(scale, zero, UNIT_OF_CODES, HAS_ZEROS, ZERO_POINT)
         total = gl.zeros([ROWS, BLOCK_T], gl.float32, PRODUCT)
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
         words = word_tiles.index(step % STAGES * 2 + CONSUMER).load(WORDS)
         weight = decoded(
             words, high, low, zeros, CODES, PER, ORDER, SIGNED, HAS_ZEROS, ZERO_POINT, SCALED,
-            FOLDED, EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
+            EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
         )  # fmt: skip
         for unit in range(first, last):
+            # Scales of the next unit; behind the last one, these are not used.
+            scale, zero = load_blocks(
+                scale_ptr, zero_ptr, rows, unit + 1, N, K, UNIT, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
+                SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
+                PACKED_ZEROS, ORDER, BLOCKS,
+            )  # fmt: skip
             for part in gl.static_range(STEPS):
-                # Between two products, a consumer only waits for the first and starts the second.
                 stage = step % STAGES
                 flying = warpgroup_mma(
                     weight, x_tiles.index(stage).permute((1, 0)), total, is_async=True
                 )
                 more = part < STEPS - 1
-                if part == 0:
-                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=unit > first)
-                    # Scales of the unit after the next. Those behind the last unit are not used.
-                    next_scale, next_zero = load_blocks(
-                        scale_ptr, zero_ptr, rows, unit + 2, N, K, UNIT, GROUPS, SCALE_ROWS,
-                        SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
-                        ZERO_COLUMN_STRIDE, PACKED_ZEROS, ORDER, BLOCKS,
-                    )  # fmt: skip
-                else:
-                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
                 if part == STEPS - 1:
                     more = unit < last - 1
-                    high, low, zeros = factors_of(
-                        scale, zero, UNIT_OF_SCALES, HAS_ZEROS, ZERO_POINT
-                    )
+                    high, low, zeros = factors_of(scale, zero, UNIT_OF_CODES, HAS_ZEROS, ZERO_POINT)
                 step += 1
                 mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=more)
                 words = word_tiles.index(step % STAGES * 2 + CONSUMER).load(WORDS)
                 weight = decoded(
                     words, high, low, zeros, CODES, PER, ORDER, SIGNED, HAS_ZEROS, ZERO_POINT,
-                    SCALED, FOLDED, EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
+                    SCALED, EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
                 )  # fmt: skip
                 total = warpgroup_mma_wait(0, [flying])
-            scale, zero = next_scale, next_zero
+                mbarrier.arrive(empty.index(stage))
             if residual_ptr is not None:  # noqa: SIM102
                 # The memory of the last tile's results has been read by now.
                 if unit == first and last - first == UNITS:
@@ -508,16 +485,18 @@ def multiply_tiles(
                     barrier()
                     mbarrier.expect(handed.index(CONSUMER), SIZE * 2)
                     load_tile(
-                        residual_desc, [token_tile * BLOCK_T, first_row], handed.index(CONSUMER), out
+                        residual_desc,
+                        [token_tile * BLOCK_T, first_row],
+                        handed.index(CONSUMER),
+                        out,
                     )
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
         whole_k = True
         if workspace_ptr is not None:
             whole_k = last - first == UNITS
         if whole_k:
             own = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
             total = finished(
-                total, own, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_SUMS,
+                total, own, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_CODES,
                 SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE,
             )  # fmt: skip
             if PAIRED:
@@ -566,7 +545,10 @@ def multiply_tiles(
                 if residual_ptr is not None:
                     mbarrier.expect(handed.index(CONSUMER), SIZE * 2)
                     load_tile(
-                        residual_desc, [token_tile * BLOCK_T, first_row], handed.index(CONSUMER), out
+                        residual_desc,
+                        [token_tile * BLOCK_T, first_row],
+                        handed.index(CONSUMER),
+                        out,
                     )
                     mbarrier.wait(handed.index(CONSUMER), sums & 1)
                     sums += 1
@@ -580,7 +562,7 @@ def multiply_tiles(
                         )  # fmt: skip
                     some = finished(
                         some, first_row + gl.arange(0, ROWS, gl.SliceLayout(1, PART)), bias_ptr,
-                        factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_SUMS, SCALE_ROWS,
+                        factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_CODES, SCALE_ROWS,
                         SCALE_ROW_STRIDE, BIAS_STRIDE,
                     )  # fmt: skip
                     some_out = out.slice(chunk * CHUNK, CHUNK).permute((1, 0))
@@ -602,9 +584,8 @@ def mixed_linear(
     N: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr,
     BIAS_STRIDE: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, CODES: gl.constexpr,
     PER: gl.constexpr, ORDER: gl.constexpr, SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr,
-    PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, FOLDED: gl.constexpr, EXACT: gl.constexpr,
-    SCALE_ROWS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
+    PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, EXACT: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
     SCALE_COLUMN_STRIDE: gl.constexpr, ZERO_ROW_STRIDE: gl.constexpr,
     ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr, UNIT: gl.constexpr,
     ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -616,14 +597,14 @@ def mixed_linear(
 
     weight [N, K / PER]: 32-bit words of PER codes; (code - zero) * scale is rounded to bfloat16,
     and the products are summed in fp32. Grid (PROGRAMS,), one program for each multiprocessor,
-    which computes whole tiles of 128 rows, or of 64 rows of both weights; with SPLIT, all programs share the tiles that would
-    leave some of them idle, and the parts of such a tile are handed in their order.
+    which computes whole tiles of 128 rows, or of 64 rows of both weights; with SPLIT, all programs
+    share the tiles that would leave some of them idle, and the parts of such a tile are added in
+    their order.
 
     CODES: "nibbles", "bytes", "e4m3" or "e2m1". ORDER: the nibble of a word that holds each code,
     a hexadecimal digit for each. ZERO_POINT: the part of the zero that is no tensor, plus 128 if
     bytes are SIGNED. SCALED: codes are multiplied by scales; if not, a row has one scale, which
-    multiplies its sums. FOLDED: scales are so large that the bits of a code need no power of
-    two, which multiplies the sums. EXACT: scales are numbers of bfloat16. UNIT: columns whose scales are
+    multiplies its sums. EXACT: scales are numbers of bfloat16. UNIT: columns whose scales are
     loaded at a time.
     """
     ROWS: gl.constexpr = 64
@@ -632,13 +613,9 @@ def mixed_linear(
     ACTIVATED: gl.constexpr = 1 if PAIRED else 2
     UNITS: gl.constexpr = (K + UNIT - 1) // UNIT
     GROUPS: gl.constexpr = BLOCK_K // SCALE_COLUMNS if SCALE_COLUMNS < BLOCK_K else 1
-    WHOLE: gl.constexpr = CODES == "nibbles" or CODES == "bytes"
-    UNIT_OF_SCALES: gl.constexpr = 64.0 if WHOLE else 2.0**118 if FOLDED else 1.0
-    UNIT_OF_SUMS: gl.constexpr = (1.0 if SCALED else 64.0) if WHOLE else 256.0 if FOLDED else 1.0
+    UNIT_OF_CODES: gl.constexpr = 64.0 if CODES == "nibbles" or CODES == "bytes" else 1.0
     X_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, BLOCK_K], gl.bfloat16)
-    WORD_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [ROWS, BLOCK_K // PER], gl.int32
-    )
+    WORD_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K // PER], gl.int32)
     OUT_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, ROWS], gl.bfloat16)
     x_desc = tma.make_tensor_descriptor(
         x_ptr, [num_tokens, K], [X_STRIDE, 1], [BLOCK_T, BLOCK_K], X_TILE
@@ -683,21 +660,21 @@ def mixed_linear(
                 0, x_tiles, word_tiles, full, empty, handed, scale_ptr, zero_ptr, bias_ptr,
                 factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr,
                 counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, GROUPS, CODES, PER,
-                ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, FOLDED, EXACT, UNIT_OF_SCALES,
-                UNIT_OF_SUMS, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE,
-                ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED,
-                PAIRED, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
+                ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, EXACT, UNIT_OF_CODES, SCALE_ROWS,
+                SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
+                ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED, PAIRED, ROWS,
+                BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
             )),
             (multiply_tiles, (
                 1, x_tiles, word_tiles, full, empty, handed, up_scale_ptr if PAIRED else scale_ptr,
                 up_zero_ptr if PAIRED else zero_ptr, up_bias_ptr if PAIRED else bias_ptr,
                 up_factor_ptr if PAIRED else factor_ptr, residual_ptr, residual_desc, out_desc,
-                out_tiles, workspace_ptr,
-                counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, GROUPS, CODES, PER,
-                ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, FOLDED, EXACT, UNIT_OF_SCALES,
-                UNIT_OF_SUMS, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE,
-                ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED,
-                PAIRED, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
+                out_tiles, workspace_ptr, counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS,
+                UNIT, GROUPS, CODES, PER,
+                ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, EXACT, UNIT_OF_CODES, SCALE_ROWS,
+                SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
+                ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED, PAIRED, ROWS,
+                BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
             )),
             (load_tiles, (
                 x_desc, words_desc, more_words_desc, x_tiles, word_tiles, full, empty, whole,
