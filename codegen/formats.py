@@ -1,6 +1,6 @@
 """Formats of weights that are stored as codes, and the static facts about the codes of a problem.
 
-Every layer of the package uses this table. The module does not need torch."""
+Every layer of the package uses the table WEIGHT_FORMATS. The module does not need torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _HIGH_FIRST = (1, 0, 3, 2, 5, 4, 7, 6)
 DOT_LINE = 32
 # The largest code of four bits.
 _MOST_NIBBLE = 15
-# Possible numbers of groups of columns in a step, each of whose sums is scaled separately.
+# Possible numbers of groups of columns in a step. Kernels scale the sum over each group separately.
 _GROUPS = (1, 2, 4)
 
 
-#: The numbers of the 16 codes, exact in fp32, of the formats that have a table (bitsandbytes).
+#: The numbers that the 16 codes of a format stand for, exact in fp32, for each format that has a
+#: table (bitsandbytes).
 TABLES: dict[str, tuple[float, ...]] = {
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -65,7 +66,7 @@ class WeightFormat:
         scales: possible dtypes of a scale of linears; empty for any float.
         expert_scales: possible dtypes of a scale of experts ("u8" means e8m0); empty if experts do
             not take the format.
-        expert_zero: the zero of all codes of experts.
+        expert_zero: the zero that all codes of experts have.
         expert_block: rows and columns of experts that share a scale; None if the format does not
             fix them.
         expert_kernel: whether `codegen.templates.expert_weights` decodes the format; if not,
@@ -135,8 +136,8 @@ def table_words(name: str) -> tuple[int | float, ...]:
     """Returns a table in the form in which kernels look it up.
 
     First come the low bytes of its 16 numbers in bfloat16, then their high bytes, four in a signed
-    word; then those in float16; then the factors that restore the numbers of bfloat16 and of
-    float16.
+    word; then the bytes of the numbers in float16; then the factors that restore the numbers of
+    bfloat16 and of float16.
     """
     made: list[int | float] = []
     for bits, factor in zip((_bfloat16_bits, _float16_bits), _FACTORS[name], strict=True):
@@ -192,9 +193,9 @@ class Quantization:
             zero_point plus the tensor's value, or zero_point without a tensor. With added_zeros,
             the tensor's value is added after scaling instead.
         per_word: codes in a stored word.
-        packed_zeros: whether a word of zeros holds those of eight rows.
+        packed_zeros: whether one stored word holds the zeros of eight rows.
         zero_point: the constant part of the zero.
-        order: order of the nibbles in a word; empty if it counts up.
+        order: order of the nibbles in a word; empty if element j is in nibble j.
         x_scale: scales of x if x has codes too, with strides (token, block).
         x_block: columns of x that share a scale.
         differs: a property that the weights do not share, so that no kernel computes all of them;
@@ -228,7 +229,8 @@ class Quantization:
 
     @property
     def scales_numbers(self) -> bool:
-        """Whether kernels multiply numbers by their scales in registers, and so need no groups."""
+        """Whether kernels multiply numbers by their scales before the product, in registers. If
+        not, they scale the sums over groups of columns."""
         scale = self.scales[0]
         assert scale is not None
         exact = scales_are_exact(self.format, scale.dtype, self.block[1])
@@ -277,8 +279,8 @@ class Quantization:
         )
 
     def block_constants(self, columns: int, block_k: int) -> dict[str, Constant]:
-        """Returns the constants that kernels which read words of codes have in common. columns: of
-        the weight. block_k: columns of a step."""
+        """Returns the constants that all kernels which read words of codes need. columns: columns
+        of the weight. block_k: columns of a step."""
         whole = self.block[1] >= columns
         number: Constant = table_words(self.format.number) if self.has_table else self.format.number
         return {
@@ -334,7 +336,7 @@ class Quantization:
         return None
 
     def dot_constants(self, columns: int, stored: str) -> dict[str, Constant]:
-        """Returns the constants that kernels of dot products have in common. columns: of the
+        """Returns the constants that all kernels of dot products need. columns: columns of the
         weight. stored: Triton's name of the weight's dtype."""
         integers, twice = self.dots_integers, self.format.number == "e2m1"
         return {
@@ -356,13 +358,13 @@ class Quantization:
 
     def block_strides(self, index: int) -> tuple[int, ...]:
         """Returns the strides (row, column) of the index-th weight's scales, then of its zeros; 0
-        for absent ones."""
+        for a weight without them."""
         found = (self.scales[index], self.zeros[index])
         return tuple(stride for one in found for stride in (one.strides if one else (0, 0)))
 
     def groups_in(self, columns: int, block_k: int) -> int:
-        """Returns the number of scales in a row that a step of block_k of the weight's columns
-        covers; 0 if it does not cover whole scales, or too many."""
+        """Returns how many scales of a row apply to a step of block_k columns; 0 if kernels cannot
+        take such a step, because it covers a part of a scale or too many scales."""
         if self.x_scale is not None and self.x_block < columns and self.x_block % block_k:
             return 0
         wide = self.block[1]
@@ -376,12 +378,14 @@ class Quantization:
         """Whether a tensor core can take steps of block_k of the weight's columns."""
         groups = self.groups_in(columns, block_k)
         least = 32 if self.per_word == 8 and not self.packed_rows else 16
-        # Groups of 16 in bytes are multiplied two at a time (`add_scaled_groups`).
+        # If a byte holds two codes, kernels multiply groups of 16 columns in pairs
+        # (`add_scaled_groups`).
         pairs = self.per_word != 2 or block_k >= 32
         return groups > 0 and block_k // groups >= least and pairs
 
     def longest_step(self, columns: int) -> int:
-        """Returns the longest step, up to 128 columns, that covers whole scales or part of one."""
+        """Returns the longest step, up to 128 columns, that covers whole scales or a part of one
+        scale."""
         wide = self.block[1]
         return 128 if wide >= columns or 128 % wide == 0 else wide & -wide
 

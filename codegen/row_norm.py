@@ -15,7 +15,7 @@ MOST_LAYER_COLUMNS = 16384
 
 @dataclass(frozen=True)
 class RowNorm:
-    """(x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias.
+    """A norm of rows: (x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias.
 
     kind: "layer", or "rms", which subtracts no mean and has no bias. weight, bias: operands with
     strides (column,); None for a norm without one.
@@ -29,13 +29,14 @@ class RowNorm:
 
     @property
     def follows(self) -> bool:
-        """Whether the norm's factor of each row can be multiplied after the product: it is computed
-        beside the product."""
+        """Whether the kernel may multiply a row by the norm's factor after the product. It then
+        computes the factor in the same loop as the product."""
         return self.kind == "rms"
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of the size of x's that the norm's vectors take in shared memory."""
+        """Number of tiles in shared memory that the norm's vectors take, each as large as a tile of
+        x."""
         return 1 + (self.bias is not None)
 
     def constants(self, columns: int) -> dict[str, Constant]:

@@ -16,8 +16,8 @@ NORM_X = Kernel(
     {"NORM_STRIDE": ("norm_weight", 0), "NORM_BIAS_STRIDE": ("norm_bias", 0)},
     num_stages=1,
 )
-# Tokens and columns of one program of `order_x`. With them it takes 1.3 to 1.5 us for 64 tokens of
-# 4096 columns on an H100; others were not tried.
+# Tokens and columns of one program of `order_x`. With these numbers, `order_x` takes 1.3 to 1.5 us
+# for 64 tokens of 4096 columns on an H100. Other numbers were not tried.
 ORDER_TOKENS = 8
 ORDER_COLUMNS = 128
 # Most columns of a row that one program of `norm_x` holds in registers: 64 numbers for each thread
@@ -29,8 +29,9 @@ MOST_NORM_COLUMNS = 16384
 class ColumnOrder:
     """The order of x's columns in which a kernel decodes words of codes along K (`x_in_order`).
 
-    width: columns of ordered rows, in whole steps of the kernel. unit: columns that are permuted
-    among themselves. per, interleaved_nibbles: PER and INTERLEAVED_NIBBLES of `x_in_order`.
+    width: columns of ordered rows, in whole steps of the kernel. unit: the number of columns in a
+    run; columns are permuted only within their run. per, interleaved_nibbles: PER and
+    INTERLEAVED_NIBBLES of `x_in_order`.
     """
 
     width: int
@@ -58,7 +59,7 @@ def order_grid(order: ColumnOrder, num_tokens: int) -> tuple[int, int]:
 
 @cache
 def norm_statics(columns: int, order: ColumnOrder | None) -> Statics:
-    """Returns the constants of `norm_x` that say nothing about the norm."""
+    """Returns the constants of `norm_x` that do not depend on the norm."""
     order = order or ColumnOrder(columns, 0, 1, False)
     block_k = next_power_of_2(order.width)
     # A thread holds up to 64 numbers.

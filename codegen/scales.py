@@ -1,4 +1,4 @@
-"""The kernel that writes a weight's scales as a library's product of codes reads them."""
+"""The kernel that writes a weight's scales in the layout that a library's scaled GEMM reads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class WideScales:
-    """Scales [rows, width] of a weight, of which `columns` are read and the others are zero; group:
-    rows that share a scale."""
+    """Sizes of a call that writes scales [rows, width]: `columns` scales of a row are copied, and
+    the others are zero. group: rows that share a scale."""
 
     rows: int
     columns: int

@@ -4,10 +4,10 @@ Every difference between chips is a field here. No other module asks which chip 
 
 Rates are those that good kernels reach, not data-sheet peaks, so that a ratio to them is
 meaningful. H200: 4.3 TB/s for a copy and 790 TFLOP/s in bf16, measured with random data; the fp8
-rate is that of public fp8 GEMMs. B200: the rates that cuBLAS and public memory-bound kernels
+rate is the rate of public fp8 GEMMs. B200: the rates that cuBLAS and public memory-bound kernels
 report. Links: four fifths of NVLink's 450 and 900 GB/s in each direction. The latency of a
-collective is that of vLLM's one-stage all-reduce (7 us for 0.5 MB on two H100). The rates of links
-and collectives were not measured here.
+collective is the latency of vLLM's one-stage all-reduce (7 us for 0.5 MB on two H100). The rates of
+links and collectives were not measured here.
 
 The records of the other chips come from data sheets and the CUDA programming guide: rates are 0.88
 of the sheet's memory rate and 0.65 of its dense tensor-core peaks, about the fractions that H200
@@ -234,8 +234,8 @@ SM103 = replace(
     sm_name="sm_103a",
 )
 
-# The chips below multiply with mma.sync, whose opcodes are their own path. sm120 also has mma.sync
-# for NVFP4, which is not emitted.
+# The chips below multiply with mma.sync. On these chips, its opcodes are not an older, slower path.
+# sm120 also has mma.sync for NVFP4, which is not emitted.
 _HALVES_BY_MMA_SYNC = (("bf16", "HMMA"), ("fp16", "HMMA"))
 _FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA"))
 

@@ -32,6 +32,7 @@ from tilewright.compiler.rewrite.bodies import unseen_in_bodies
 from tilewright.compiler.rewrite.dropouts import count_dropouts
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.normal import normalise
+from tilewright.compiler.rewrite.single_columns import multiply_single_columns
 from tilewright.compiler.rewrite.spelled import (
     KeptCallsError,
     drop_taken,
@@ -224,6 +225,7 @@ def _attempt(
                 if rewritten:
                     misses.extend(ask_afterwards(graph))
                     advance_lengths_last(graph)
+                    multiply_single_columns(graph)
                 return
 
     def ask_afterwards(graph: fx.Graph) -> list[Miss]:

@@ -2,7 +2,7 @@
 
     python docs/measured_tables.py
 
-The page is made of those files alone. A test fails where it is not what they say.
+The page has only what those files have. A test fails if the page differs from them.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-#: What is shown of the largest table.
+#: The rows that the page shows of the largest table.
 SHOWN_MODELS, SHOWN_TOKENS = ("llama3-8b", "llama3-70b"), (1, 64, 1024, 8192)
 PAGE = ROOT / "docs" / "measured.md"
 HEAD = """# Measured
 
-All tables are made by `python docs/measured_tables.py` from the files in `benchmarks/results/`.
-Under each stand GPU, versions, date and command. GPU times are medians of CUDA graphs, the variants
-run in turn. `best / tilewright` is the time of the fastest of the others divided by ours: above 1,
-tilewright is faster. Bounds of the kernels, attempts, and cases that are slower:
-[qkv-performance.md](qkv-performance.md), [attention-performance.md](attention-performance.md),
-[moe-performance.md](moe-performance.md), [mla-performance.md](mla-performance.md),
-[lora-performance.md](lora-performance.md), [quantised-performance.md](quantised-performance.md).
+`python docs/measured_tables.py` makes all tables of this page from the files in
+`benchmarks/results/`. Below each table stand the GPU, the versions, the date and the command.
+`torch.compile` is stock Inductor. GPU times are medians over CUDA graphs of the variants, which are
+replayed in turn. `best / tilewright` is the time of the fastest other variant divided by
+tilewright's: above 1, tilewright is faster. These pages say what limits the kernels, what was
+tried, and which cases are slower: [qkv-performance.md](qkv-performance.md),
+[attention-performance.md](attention-performance.md), [moe-performance.md](moe-performance.md),
+[mla-performance.md](mla-performance.md), [lora-performance.md](lora-performance.md),
+[quantised-performance.md](quantised-performance.md).
 """
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table, numbers to the right."""
+    """Returns a Markdown table whose columns but the first are aligned to the right."""
     rule = ("---", *("---:",) * (len(header) - 1))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 
@@ -40,17 +42,17 @@ def microseconds(value: float) -> str:
 
 
 def end_to_end(data: dict[str, Any]) -> str:
-    """The whole passes of one model."""
+    """Returns the table of whole forward passes of one model."""
     name, layers, rows = passes(data)
-    head = f"## {name}, end to end\n\n{layers} layers of the model's true widths, random weights, "
-    head += "static cache, bfloat16; µs per forward pass:"
+    head = f"## {name}, end to end\n\nµs per forward pass of {layers} layers at the model's true "
+    head += "widths, with random weights and a static cache, in bfloat16:"
     return f"{head}\n\n{table(PASSES, rows)}"
 
 
 PASSES = ("batch x tokens", "eager", "torch.compile", "tilewright", "best / tilewright")
 
 
-# How a pass is called, where it is not as `generate()` does with prompts of one length.
+# Names of passes that are not called as `generate()` does with prompts of one length.
 KINDS = {
     "padded": ", left padding",
     "nomask": ", no mask",
@@ -59,7 +61,7 @@ KINDS = {
 
 
 def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
-    """A model's name, how many layers ran, and a row under PASSES for each setting."""
+    """Returns a model's name, the number of its layers, and a row under PASSES for each case."""
     rows = []
     for row in data["rows"]:
         times = [row[name] for name in ("eager", "stock", "tilewright")]
@@ -72,12 +74,12 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
 
 
 def overview() -> str:
-    """The first table: `generate()` of every model."""
+    """Returns the first table: `generate()` of every model."""
     found = [json.loads((RESULTS / name).read_text("utf-8")) for name in GENERATE]
     first = [data["rows"][0] for data in found]
     names = ", ".join(f"{row['model']} of {row['layers']} layers" for row in first)
-    head = f"Tokens per second of `generate()` by the wall clock; {names}; prompts of "
-    head += f"{first[0]['prompt']} tokens, {first[0]['new']} new ones:"
+    head = f"Tokens per second of `generate()` by the wall clock, with {names}. Prompts have "
+    head += f"{first[0]['prompt']} tokens, and {first[0]['new']} new ones are generated:"
     rows = [
         (row["model"], *cells)
         for data, row in zip(found, first, strict=True)
@@ -98,7 +100,7 @@ GENERATED = (
 
 
 def generated_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row under GENERATED for each batch, in tokens per second."""
+    """Returns a row under GENERATED for each batch size, in tokens per second."""
     rows = []
     for row in data["rows"]:
         own = [row[f"{name}_tokens"] for name in ("tilewright", "tilewright-paged")]
@@ -109,17 +111,19 @@ def generated_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def generated(data: dict[str, Any]) -> str:
-    """`generate()` by the wall clock: whole calls, and the steps alone."""
+    """Returns the tables of `generate()` by the wall clock: whole calls, and only the steps."""
     first = data["rows"][0]
     head = (
-        f"## generate(), {first['model']}\n\n{first['layers']} layers, random weights, prompts of "
+        f"## generate(), {first['model']}\n\nThe model has {first['layers']} layers and random "
+        f"weights, in bfloat16. Prompts have up to {first['prompt']} tokens, padded on the left, "
+        f"and {first['new']} new tokens are chosen greedily. Eager has a dynamic cache and "
+        "torch.compile a static one, both made by transformers. The first table has tokens per "
+        "second of whole calls, summed over the batch; the prompt runs uncompiled:\n\n"
+        f"{table(GENERATED, generated_rows(data))}\n\n"
+        "The second table has tokens per second of only the steps after the prompt. Its last two "
+        "columns have the peak memory of a call above that of model and cache, in MiB, of "
+        "torch.compile (stock) and of tilewright (own):"
     )
-    head += f"up to {first['prompt']} tokens padded on the left, {first['new']} new ones, greedy, "
-    head += "bfloat16. Eager has a dynamic cache, torch.compile a static one, both as transformers "
-    head += "calls them. Tokens of the batch per second of whole calls, which run the prompt "
-    head += f"uncompiled:\n\n{table(GENERATED, generated_rows(data))}\n\n"
-    head += "Tokens of the batch per second of the steps after the prompt; peak memory of a call "
-    head += "above model and cache, MiB, of torch.compile and tilewright:"
     names = ("eager", "stock", "tilewright", "tilewright-paged")
     rows = [
         (
@@ -142,8 +146,8 @@ def cache_size(data: dict[str, Any]) -> str:
         for row in data["rows"]
     ]
     head = "## A step's time by the size of the cache\n\n"
-    head += "Projections, rotation and cache write of one attention layer, 64 tokens, "
-    head += "`cache.view(-1, H, D)[slots] = k`; µs by the size of each cache:"
+    head += "µs of the projections, rotation and cache write of one attention layer for 64 tokens, "
+    head += "which writes by `cache.view(-1, H, D)[slots] = k`:"
     return (
         f"{head}\n\n{table(('K and V cache, each', 'eager', 'torch.compile', 'tilewright'), rows)}"
     )
@@ -164,13 +168,17 @@ def attention_layer(data: dict[str, Any]) -> str:
         if row["model"] in SHOWN_MODELS and row["tokens"] in SHOWN_TOKENS
     ]
     head = "## Projections, rotation and cache write of one attention layer\n\n"
-    head += "µs by model, kind of cache and number of tokens; a part: "
-    head += f"all {len(data['rows'])} rows are in `benchmarks/results/qkv_cache.json`. "
-    head += "Two bounds: `read` is a kernel that reads the three weights and does nothing else, "
-    head += "`GEMM` one library GEMM of all three without rotation or cache write. "
-    head += "Best is the fastest of eager and both kinds of torch.compile. "
-    head += "`of copy` is the weights' bytes over our time, as a share of the "
-    head += f"{data['rows'][0]['copy_tb_per_s']:.2f} TB/s that copying 2 GiB reached:"
+    head += "µs by model, kind of cache and number of tokens. The table is a part of the "
+    head += f"{len(data['rows'])} rows in `benchmarks/results/qkv_cache.json`. "
+    head += (
+        "Two columns are lower bounds: `read` is a kernel that reads the three weights and does "
+    )
+    head += (
+        "nothing else, and `GEMM` is one library GEMM of all three weights, without rotation or "
+    )
+    head += "cache write. `best` is the fastest of eager and both kinds of torch.compile. "
+    head += "`of copy` is the rate at which tilewright reads the weights, as a share of the "
+    head += f"{data['rows'][0]['copy_tb_per_s']:.2f} TB/s at which 2 GiB are copied:"
     header = (
         "dims, cache, tokens",
         "read",
@@ -197,18 +205,20 @@ def experts(data: dict[str, Any]) -> str:
         for row in data["rows"]
         if row["routing"] == "random"
     ]
-    head = "## The routed experts of one layer\n\nbfloat16, random routing, µs. The last column is "
+    head = "## The routed experts of one layer\n\nµs, in bfloat16 with random routing. The last "
     head += (
-        "the time of `torch._grouped_mm` alone over that of our kernel alone, for the gate and up "
+        "column is about single kernels: the time of `torch._grouped_mm` divided by that of our "
     )
-    head += "projection and for the down projection. Skewed routing and quantised experts are in "
-    head += "[moe-performance.md](moe-performance.md):"
+    head += (
+        "kernel, for the gate and up projection and for the down projection. Skewed routing and "
+    )
+    head += "quantised experts are in [moe-performance.md](moe-performance.md):"
     header = ("dims, tokens", "eager", "torch.compile", "tilewright", "best / tilewright", "GEMMs")
     return f"{head}\n\n{table(header, rows)}"
 
 
 def _is_usual(row: dict[str, Any]) -> bool:
-    """Whether a row of adapters is among those that the page has room for."""
+    """Whether a row of adapters is one of the few that the page shows."""
     usual = {"hidden": 4096, "adapters": 8, "routing": "uniform"}
     return row.get("rank") in (16, 64) and all(row[name] == usual[name] for name in usual)
 
@@ -229,15 +239,15 @@ def latent_attention(data: dict[str, Any]) -> str:
         if "stock" in row
     ]
     head = "## Latent attention (MLA) of one layer, prefill\n\n"
-    head += "DeepSeek-V3's widths. First µs of the whole: norm, rotation, cache write, gather, "
     head += (
-        "up-projection and attention, in bfloat16, with fp8 latents, and with an 8-bit attention "
+        "At DeepSeek-V3's widths. The first columns have µs of the whole branch (norm, rotation, "
     )
+    head += "cache write, gather, up-projection and attention) in bfloat16, with fp8 latents, and "
+    head += "with an 8-bit attention core too. The last four have TFLOP/s of the attention core "
     head += (
-        "core too. Then TFLOP/s of the attention core alone, counting the causal half: cuDNN, and "
+        "alone, counting the causal half: cuDNN's, and ours for one dense sequence, for a ragged "
     )
-    head += "ours for one dense sequence, for a ragged batch, and in 8 bits. More: "
-    head += "[mla-performance.md](mla-performance.md).\n\n"
+    head += "batch, and in 8 bits. [mla-performance.md](mla-performance.md) says more.\n\n"
     header = (
         "heads, tokens", "torch.compile", "bf16", "fp8", "fp8 and core", "torch.compile / bf16",
         "cuDNN", "dense", "ragged", "8 bits",
@@ -246,16 +256,24 @@ def latent_attention(data: dict[str, Any]) -> str:
 
 
 def cache_attention(data: dict[str, Any]) -> str:
-    """A table of decode and one of prefill, each cell a time and what it comes to."""
+    """Returns a table of decode and prefill; a cell has a time, and the rate that it means."""
     head = "## Attention over a cache\n\n"
-    head += "Llama-3-8B's widths; µs, and the share of the rate of a copy in the same run at which "
-    head += "keys and values of the tokens present would be read once; of prefill TFLOP/s of what "
-    head += "is seen. Cases: sequences x tokens present, where not all the capacity. "
-    head += "`benchmarks/cache_attention.py` describes the variants. `flex` is compiled "
-    head += "flex_attention, "
-    head += "`sdpa` PyTorch's attention of the tokens present alone, `torch.compile` that of the "
-    head += "whole cache with repeated heads and the mask. The last rows are `mla_decode`, "
-    head += "16 or 128 heads:"
+    head += (
+        "At Llama-3-8B's widths. A cell has µs, and in brackets a rate. For decode, the rate is "
+    )
+    head += (
+        "that of reading the keys and values of the present tokens once, as a share of the rate "
+    )
+    head += "of a copy in the same run. For prefill, it is TFLOP/s, counting only visible keys. "
+    head += "A case is named by sequences x present tokens, then the capacity of the cache if it "
+    head += "is larger. The first four columns are tilewright's op, which knows the mask by "
+    head += "positions, as a tensor, as a tensor with padding, or by positions in a paged cache "
+    head += (
+        "(`benchmarks/cache_attention.py`). `sdpa` is PyTorch's attention over only the present "
+    )
+    head += "tokens, `flex` is compiled flex_attention, and `torch.compile` is PyTorch's attention "
+    head += "over the whole cache with repeated heads and the mask. The last rows are `mla_decode` "
+    head += "with 16 or 128 heads:"
     rows = [
         (_attention_case(row), *(_attention_cell(row, name) for name in ATTENTION_VARIANTS))
         for row in data["rows"]
@@ -297,11 +315,13 @@ def adapters(data: dict[str, Any]) -> str:
         for row in data["rows"]
         if _is_usual(row)
     ]
-    head = "## LoRA adapters of q, k and v\n\nhidden 4096, 8 adapters, µs. The shrink computes "
-    head += "q, k and v at once; `gather` is `A[ids]` and bmm, `grouped_mm` is `torch._grouped_mm` "
-    head += "and a permute. Other hidden sizes, ranks and 1 to 64 adapters are in "
-    head += "[lora-performance.md](lora-performance.md), as is the one case that is slower: "
-    head += "hidden 8192, 2048 tokens, 32 adapters of rank 128."
+    head = "## LoRA adapters of q, k and v\n\nµs for a hidden size of 4096 and 8 adapters. The "
+    head += "shrink computes q, k and v at once. `gather` is `A[ids]` and bmm, and `grouped_mm` is "
+    head += (
+        "`torch._grouped_mm` and a permute. [lora-performance.md](lora-performance.md) has other "
+    )
+    head += "hidden sizes, other ranks and 1 to 64 adapters. It also has the one case that is "
+    head += "slower: hidden size 8192, 2048 tokens, 32 adapters of rank 128."
     header = ("op, rank, tokens", "gather", "grouped_mm", "tilewright", "best / tilewright")
     return f"{head}\n\n{table(header, rows)}"
 
@@ -318,7 +338,8 @@ def compile_time(data: dict[str, Any]) -> str:
         for row in data["rows"]
     ]
     header = ("layers", "nodes", "Dynamo, s", "tilewright, s", "of Dynamo's")
-    head = "## What tilewright adds to compile time\n\nLlama-3-70B on the meta device:"
+    head = "## What tilewright adds to compile time\n\nSeconds for Llama-3-70B on the meta device, "
+    head += "and tilewright's time as a share of Dynamo's:"
     return f"{head}\n\n{table(header, rows)}"
 
 
@@ -337,7 +358,8 @@ def large_graphs(data: dict[str, Any]) -> str:
     ]
     sizes = [f"about {row['size']}" for row in next(iter(by_structure.values()))]
     header = ("structure, repeated", "nodes", "sites of the largest", *sizes)
-    head = "## Time of a node in large graphs\n\nCPU us of tilewright for each node of a graph:"
+    head = "## Time of a node in large graphs\n\nCPU time that tilewright needs for each node of a "
+    head += "graph, in µs. The last columns are graphs of about so many nodes:"
     return f"{head}\n\n{table(header, rows)}"
 
 
@@ -350,11 +372,13 @@ def cpu_step(data: dict[str, Any]) -> str:
         )
         for row in data["rows"]
     ]
-    header = ("batch x tokens", *data["rows"][0]["ms"], "stock's program is ours")
+    header = ("batch x tokens", *data["rows"][0]["ms"], "same program")
     head = """## On a CPU
 
-Ops have no kernels there, and a graph is left as it is. Four layers of a Llama of 1024 columns,
-static cache, bfloat16; ms of the wall clock per forward pass, stock compiled and timed twice:"""
+Ops have no kernels on a CPU, so tilewright leaves a graph unchanged. The table has ms by the wall
+clock per forward pass of four layers of a Llama with 1024 columns, with a static cache, in
+bfloat16. Stock `torch.compile` is compiled and timed twice, to show how much times vary. The last
+column says whether Inductor made the same program for both:"""
     return f"{head}\n\n{table(header, rows)}"
 
 
@@ -387,22 +411,24 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def place(data: dict[str, Any]) -> str:
-    """GPU, versions and date of a measurement."""
+    """Returns the GPU, the versions and the date of a measurement."""
     where = data.get("gpu", "CPU")
     return f"{where}, torch {data['torch']}, triton {data['triton']}, {data['date']}"
 
 
 def _again(data: dict[str, Any]) -> str:
-    """A sentence about rows that a later run replaced; empty without any."""
+    """Returns a sentence about rows that a later run replaced, or "" if there are none."""
     again = data.get("again")
     if again is None:
         return ""
     rows = ", ".join(row.replace("x", " x ") for row in again["rows"])
-    return f". {rows} again, {again['date']}, after {again['after']}: `{again['command']}`"
+    return (
+        f". {rows} measured again on {again['date']}, after {again['after']}: `{again['command']}`"
+    )
 
 
 def measured() -> str:
-    """docs/measured.md: the tables of all results, each with where it was measured and how."""
+    """Returns docs/measured.md: a table for each file of results, with its GPU and command."""
     parts = [HEAD.rstrip(), f"## generate()\n\n{overview()}"]
     for name, render in SECTIONS.items():
         data = json.loads((RESULTS / name).read_text("utf-8"))

@@ -18,41 +18,45 @@ from tilewright.compiler.report.bars import held_percent, percent_of
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "predictions.md"
-#: How far a near row is off at most.
+#: The largest relative error of a row that counts as near.
 NEAR = 0.15
 Row = dict[str, Any]
 
 HEAD = """# How near the modelled times are
 
-`tilewright inspect` gives a time for each step. It is not measured, but predicted by a cost model
-([report.md](report.md#the-step), `compiler/report/times.py`). This page compares it with steps
-that were measured on an H200 and an H100, and with figures that others published of a B200. All
-tables are made by `python docs/predictions_page.py` from files in `benchmarks/results/`; `python
-benchmarks/predictions.py` makes those of the steps, without a GPU.
+`tilewright inspect` prints a time for each step. A cost model predicts this time; it is not
+measured ([report.md](report.md#the-step), `compiler/report/times.py`). This page compares the cost
+model with steps that were measured on an H200 and an H100, and with figures of a B200 that others
+published. `python docs/predictions_page.py` makes all tables from files in `benchmarks/results/`;
+`python benchmarks/predictions.py` writes the file of the steps, without a GPU.
 
-The cost model has some fifteen constants. Each is fitted to the rows that are not *held out*, or
-follows from a kept record of single ops, which its comment names. Held out of `steps.json` are 17
-of its 37 models, and of the others all decode steps of four sequences and all prompts of 256
-tokens (`benchmarks/steps_models.py`); this was written down before any of its rows was measured.
-Held out of the older files are the models Qwen3-30B-A3B, GLM-4.7-Flash and Youtu, the formats
-`ct-fp8-block`, `ct-nvfp4a16`, `ct-mxfp4a16` and `finegrained-fp8`, and Llama-3-8B in bfloat16 on
-the H100. The older models and formats were chosen before any constant was fitted; Llama-3-8B was
-added later, because no dense model was among them. Steps with codes that stand for floats first
-came out at 0.5 to 0.8 of the measured time. After that had been seen, the constants of such codes
-were taken from `linears_quantized.json`.
+The cost model has some fifteen constants. A constant is either fitted to the rows that are not
+*held out*, or follows from kept measurements of single ops, which the comment of the constant
+names. Two sets of rows are held out:
 
-The constants were fitted to the other rows of `steps.json` before any held-out row was modelled. At
-that first look 92 % of its 135 held-out rows were within 15 %, and 90 % of all 169. Held-out rows
-then showed faults in what is counted, which are mended: writes into buffers that nothing reads
-counted as kernels, as did the list of a mask's blocks once for each layer, and experts of a few
-tokens counted once where kernels of dot products read them once for each token. No constant stands
-for these, but `FILL_S` was fitted again afterwards, to the same rows as before. So the tables below
-are no longer a first look.
+- From `steps.json`, 17 of the 37 models, and of the other models all decode steps of four sequences
+  and all prompts of 256 tokens (`benchmarks/steps_models.py`). This choice was written down before
+  any row of the file was measured.
+- From the older files, the models Qwen3-30B-A3B, GLM-4.7-Flash and Youtu; the formats
+  `ct-fp8-block`, `ct-nvfp4a16`, `ct-mxfp4a16` and `finegrained-fp8`; and Llama-3-8B in bfloat16 on
+  the H100. These models and formats were chosen before any constant was fitted, except Llama-3-8B,
+  which was added later because the set had no dense model.
+
+Steps with codes that stand for floats were first predicted at 0.5 to 0.8 of the measured time.
+After this had been seen, the constants of such codes were taken from `linears_quantized.json`.
+
+The constants were fitted to the other rows of `steps.json` before any held-out row was predicted.
+At that first look 92 % of the file's 135 held-out rows were within 15 %, and 90 % of all 169. The
+held-out rows then showed three mistakes in counting, which are fixed: writes into buffers that
+nothing reads counted as kernels; the list of a mask's blocks counted once for each layer; and the
+weights of experts counted once, although for a few tokens the kernels of dot products read them
+once for each token. No constant describes these, but `FILL_S` was fitted again afterwards, to the
+same rows as before. So the tables below are no longer a first look.
 """
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table; all columns but the first `left` to the right."""
+    """Returns a Markdown table; columns after the first `left` are aligned to the right."""
     rule = ["---"] * left + ["---:"] * (len(header) - left)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 
@@ -63,7 +67,7 @@ def kept(name: str) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Cells that sum rows up: how many, their median, the share that is near, and the worst."""
+    """Returns cells that sum up rows: their number, median, share of near ones, and the worst."""
     ratios = [row["ratio"] for row in rows]
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios) / len(ratios)
     worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
@@ -72,7 +76,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def whole() -> str:
-    """How near all rows are: as they were modelled before any of theirs was fitted to, and now."""
+    """Compares all rows, as first predicted before anything was fitted to them, and as now."""
     now = kept("predictions")["rows"]
     lines = []
     for said, name in (
@@ -89,9 +93,10 @@ def whole() -> str:
         ["held out", *summary([row for row in now if row["held_out"]])],
     ]
     header = ("modelled / measured", "rows", "median", "within 15 %", "worst")
-    note = """Before `times.py`, a step's time was the longer of the times of its bytes and of its
-products with weights, plus 2.5 µs for each kernel. The steps of the second pair were measured
-after the constants of that time had been fitted."""
+    note = """The first pair of rows compares the present cost model with the one before `times.py`,
+in which a step took the time of its bytes or of its products with weights, whichever is longer,
+plus 2.5 µs for each kernel. The steps of the second pair were measured after the constants of that
+time had been fitted."""
     return f"## Steps on an H200 and an H100\n\n{table(header, lines)}\n\n{note}"
 
 
@@ -100,7 +105,7 @@ def _key(row: Row) -> tuple[str, ...]:
 
 
 def classes() -> str:
-    """The bars, by class."""
+    """Returns the section on the error bars, by class."""
     held: dict[str, list[Row]] = {}
     for row in kept("predictions")["rows"]:
         if row["held_out"]:
@@ -112,18 +117,18 @@ def classes() -> str:
     header = ("class", "held-out rows", "median", "within 15 %", "worst", "bar")
     return f"""## The bar of each class
 
-The bar is the least percentage that holds nine of ten held-out rows of a class, and at least 10 %
-where those are fewer than ten; `inspect` prints it beside the time: `2.6 ms ± 8 %`. Classes are
-told apart by the number of new tokens (*prompt*: 64 or more of a sequence) and by the weights. No
-step with adapters was measured, so the bar of such steps is at least the widest of this table
-(`compiler/report/bars.py` `UNHELD`). One or two rows say little: read such a bar as a
-guess.
+`inspect` prints an error bar beside the time: `2.6 ms ± 8 %`. The bar of a class of steps is the
+smallest percentage that contains nine of ten held-out rows of the class, and at least 10 % if there
+are fewer than ten rows. A class is a kind of step (*prompt* means 64 or more new tokens of a
+sequence, *decode* fewer) and a kind of weights. No step with adapters was measured, so the bar of
+such steps is at least the widest of this table (`compiler/report/bars.py` `UNHELD`). One or two
+rows say little, so read such a bar as a guess.
 
 {table(header, lines)}"""
 
 
 def steps() -> str:
-    """Every measured step."""
+    """Returns the section with every measured step."""
     data = kept("predictions")
     lines = [
         [
@@ -144,24 +149,28 @@ def steps() -> str:
     header += ("modelled µs", "ratio", "most of it")
     return f"""## All steps
 
-1 to 8 layers at true widths, in CUDA graphs; a decode step has 1000 tokens in the cache of each
-sequence, or as many as its row says. The rows are those of `*_end_to_end.json`,
-`quantised_step.json` and `steps.json`. Not among them: `*_generate.json`, whose times hold the
-host's work too.
+The steps are of 1 to 8 layers at the models' true widths, in CUDA graphs. A decode step has 1000
+tokens in the cache of each sequence, unless its row gives another number. The rows come from
+`*_end_to_end.json`, `quantised_step.json` and `steps.json`. The rows of `*_generate.json` are left
+out, since their times include the host's work.
 
 {table(header, lines, left=6)}
 
-Known faults: the random weights of Qwen3-30B-A3B send the tokens of a prompt to fewer experts than
-even spreading does, which the cost model assumes; a library product of 1024 rows or more runs at
-680 to 790 TFLOP/s, depending on the GPU's power, and the cost model has one rate; prompts of 256
-tokens come out too long. The steps whose weights are codes were measured before the kernels of
-today, and the cost model has not been fitted anew. For 16 and 64 sequences and a prompt of 1024
-tokens, ct-w4a16 takes 459, 869 and 3352 µs now, and ct-fp8-dynamic 576, 941 and 2308
-(quantised_step_ordered.json)."""
+The cost model has these known faults:
+
+- It assumes that tokens are spread evenly over experts, but the random weights of Qwen3-30B-A3B
+  send the tokens of a prompt to fewer experts.
+- It has one rate for a library product of 1024 rows or more, but such a product runs at 680 to 790
+  TFLOP/s, depending on the GPU's power.
+- It predicts too long a time for prompts of 256 tokens.
+- The steps with weights of codes were measured with earlier kernels, and the cost model has not
+  been fitted to today's. With these, ct-w4a16 takes 459, 869 and 3352 µs for 16 sequences, 64
+  sequences and a prompt of 1024 tokens, and ct-fp8-dynamic 576, 941 and 2308
+  (quantised_step_ordered.json)."""
 
 
 def ops() -> str:
-    """Single ops, by file and format."""
+    """Returns the section on single ops, by file and format."""
     lines = [
         [
             f"`{row['source']}.json`",
@@ -176,18 +185,20 @@ def ops() -> str:
     header = ("file", "format or case", "rows", "median", "within 15 %", "worst")
     return f"""## Single ops
 
-The cost model's parts beside measured calls of single ops (`python benchmarks/predicted_ops.py`).
-Some constants follow from these files, so this is a check of the formula, not a held-out test.
-`moe_quantized.json` is older than the kernels that multiply one token by codes of experts.
+This table compares the parts of the cost model with measured calls of single ops (`python
+benchmarks/predicted_ops.py`). Some constants follow from these files, so this checks the formulas;
+it is not a held-out test. `moe_quantized.json` is older than the kernels that multiply one token by
+codes of experts.
 
 {table(header, lines, left=2)}
 
-Too low are mixtures of codes, and attention of one long sequence to latents of many heads; too high
-are linears of NVFP4 and NF4. A step that such parts dominate may lie outside of its bar."""
+The predictions are too low for mixtures with weights of codes, and for attention of one long
+sequence over latents with many heads. They are too high for linears with NVFP4 and NF4 weights. A
+step that consists mostly of such parts may be outside of its bar."""
 
 
 def chips() -> str:
-    """Published figures of a B200."""
+    """Returns the section on figures of a B200 that others published."""
     rows = kept("published_b200")["rows"]
     lines = [
         [
@@ -203,35 +214,37 @@ def chips() -> str:
     ratios = [row["ratio"] for row in rows if row["kind"] != "attention"]
     header = ("measured by others", "shape", "published µs", "modelled µs", "ratio", "source")
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios) / len(ratios)
-    said = f"median {statistics.median(ratios):.2f}, {100 * near:.0f} % within 15 %"
+    said = f"median of {statistics.median(ratios):.2f}; {100 * near:.0f} % are within 15 %"
     return f"""## A chip without measurements of ours
 
-For sm100 the cost model has the rates of `codegen/targets.py`, and the shares that were fitted on
-Hopper. The table compares it with {len(rows)} figures of a B200 from public threads, which are of
-other projects' kernels. (One is of a GB200; the thread of the attention rows says sm100 alone.)
-Where a thread states a rate, the time is the product's FLOPs divided by it.
+For sm100 the cost model uses the rates of `codegen/targets.py`, and assumes that kernels reach the
+same shares of these rates as on Hopper. The table compares it with {len(rows)} figures of a B200
+from public threads, which are of other projects' kernels. (One is of a GB200; the thread of the
+attention rows says only sm100.) If a thread states a rate, the time is the product's FLOPs divided
+by this rate.
 
-Products and mixtures: {said}, nine of ten within {percent_of(ratios)} %. The last figure is the bar
-of sm100, for want of a better one. It says how far the cost model is from the kernels of others;
-how far it is from ours is not known. Furthest off are products of one token, which take longer than
-the start of a kernel and their bytes. Attention is left out of the bar: the cost model has the
-share that our kernels reach on Hopper under a mask in a tensor, and FlashAttention-4 takes about a
-quarter of that time. No published time of a whole step was found that states dims, batch and
-context and is not a server's time.
+For products and mixtures, the ratio of predicted to published time has a {said}, and nine of ten
+are within {percent_of(ratios)} %. For want of a better one, the last figure is the bar of sm100. It
+says how far the cost model is from the kernels of other projects; how far it is from ours is not
+known. Products of one token are furthest off: they take longer than the start of a kernel and
+reading their bytes. Attention does not count for the bar. The cost model assumes the share that our
+kernels reach on Hopper with a mask tensor, and FlashAttention-4 takes about a quarter of the
+resulting time. No published time of a whole step was found that states sizes, batch and context and
+is not a server's time.
 
-On other chips no time was compared with anything. Their bar is a guess: ± 50 %.
+On other chips no prediction was compared with a measurement. Their bar is a guess: ± 50 %.
 
 {table(header, lines, left=2)}"""
 
 
 def _short(address: str) -> str:
-    """`vllm #19566`."""
+    """Returns the short name of a thread, such as `vllm #19566`."""
     parts = address.split("/")
     return f"{parts[4]} #{parts[6]}"
 
 
 def page() -> str:
-    """docs/predictions.md."""
+    """Returns the text of docs/predictions.md."""
     return "\n\n".join([HEAD.rstrip(), whole(), classes(), steps(), ops(), chips()]) + "\n"
 
 

@@ -1,5 +1,5 @@
 """Calls of a registered op: the checks of each call, and the facts remembered about earlier
-ones."""
+calls."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ MAX_REMEMBERED = 4096
 
 @dataclass
 class _Kind:
-    """Calls with the same metadata. devices: of their tensors. lowering: how they are computed.
-    repeats: for each key of addresses the function that repeats the call; None after only one call.
+    """Facts about calls with the same metadata. devices: the devices of their tensors. lowering:
+    how they are computed. repeats: maps each key of addresses to the function that repeats the
+    call; None if there was only one call at these addresses.
     """
 
     devices: list[torch.device]
@@ -40,14 +41,14 @@ class Calls:
 
     A call with new metadata is checked completely, and its lowering is chosen. Later calls with
     that metadata only have their values checked and use the same lowering. On CUDA, the third call
-    at the same addresses repeats the launches of the earlier ones and does nothing else.
+    at the same addresses repeats the launches of the earlier calls and does nothing else.
     """
 
     def __init__(self, op: FusedOp, device_type: str) -> None:
         self.op, self.device_type = op, device_type
         self._lists = _list_names(op)
-        # On the CPU, values are checked at every call. Keys hold no addresses of tensors in lists,
-        # so ops that take such lists are never repeated.
+        # On the CPU, values are checked at every call, so no call is repeated. Keys leave out the
+        # addresses of tensors in lists, so ops that take such lists are never repeated either.
         self._emits = device_type == "cuda" and any(way.build for way in op.lowerings)
         self._repeats = self._emits and not any(map(_holds_tensors, op.kinds.values()))
         self._moving = frozenset(n for n, name in enumerate(op.parameters) if name in op.moving)
@@ -61,7 +62,7 @@ class Calls:
             # float32.
             with torch.autocast(self.device_type, enabled=False):
                 return self(*args, **kwargs)
-        # A decode step calls the ops of all layers as the step before did, mostly at the same
+        # A decode step calls the ops of all layers as the previous step did, mostly at the same
         # addresses.
         metadata, addresses = self._keys(args, kwargs)
         kind = self._kinds.get(metadata)
@@ -91,7 +92,7 @@ class Calls:
         return result
 
     def _chosen(self, arguments: Any) -> Lowering:
-        """Returns the lowering for calls like this one, after checking the call. Raises
+        """Checks a call, and returns the lowering for it and all calls with its metadata. Raises
         ArgumentError."""
         _check_tensors_given(self.op, arguments)
         self.op.validate(arguments)
@@ -101,7 +102,8 @@ class Calls:
     def _performed(
         self, kind: _Kind, arguments: Any, args: Any, kwargs: Any, seen: bool
     ) -> tuple[Any, OpCallable | None]:
-        """Returns the result, and a function that repeats the call or None.
+        """Returns the result and a function that repeats the call. The function is None if the call
+        cannot be repeated.
 
         seen: whether such a call was made before; only then is the repeat prepared.
 
@@ -157,8 +159,8 @@ def _with_lists(names: tuple[str, ...], arguments: Any) -> Any:
 
 
 def _check_tensors_given(op: FusedOp, arguments: Any) -> None:
-    """Checks that no required tensor is None: torch accepts None for a Tensor, as an undefined
-    one."""
+    """Checks that no required tensor is None. torch accepts None for a Tensor: it means an
+    undefined tensor."""
     for name, kind in op.kinds.items():
         if kind == "Tensor" and getattr(arguments, name) is None:
             raise ArgumentError(op.name, name, "a tensor", None)
@@ -207,9 +209,9 @@ def transformed(op: FusedOp) -> OpCallable:
     """Returns the op's implementation under the transforms of torch.func. PyTorch's dispatcher runs
     it before the op's other implementations.
 
-    Without it grad, vjp and jvp would give zeros, since the op records nothing for them. A tensor
-    that a transform wraps but does not differentiate is unwrapped and passed on. Calls outside a
-    transform are not affected.
+    Without this implementation, grad, vjp and jvp would give zeros, since the op records nothing
+    for them. A tensor that a transform wraps but does not differentiate is unwrapped and passed on.
+    Calls outside a transform are not affected.
     """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
     keys = keys.add(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)

@@ -56,10 +56,10 @@ def holds(condition: Any) -> bool:
 
 def proven(condition: Any) -> bool:
     """Whether `condition` is known to hold. Like `holds`, it adds no guard. A relation between
-    sympy's symbols is known where it holds for all their values."""
+    sympy's symbols is known to hold if it does for all values of the symbols."""
     if isinstance(condition, torch.SymBool):
-        # This import takes a third of torch's own import time, for sympy; with a symbol, sympy is
-        # loaded.
+        # Imported here because it loads sympy, which takes a third of torch's own import time. If
+        # the condition has a symbol, sympy is loaded already.
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(condition)
@@ -119,9 +119,9 @@ def check_absent(op: str, a: Any, names: Iterable[str], since: str) -> None:
 def check_shape(
     op: str, argument: str, tensor: torch.Tensor | None, letters: str, sizes: Sequence[Any]
 ) -> None:
-    """Raises ArgumentError unless the tensor is there (torch accepts None for a tensor), has the
-    rank of `sizes`, and has every size that is not None. letters: names the axes in the message,
-    such as `[Hkv, D, K]`."""
+    """Raises ArgumentError unless the tensor is given (torch accepts None for a tensor), has the
+    rank of `sizes`, and has every size in `sizes` that is not None. letters: names the axes in the
+    message, such as `[Hkv, D, K]`."""
     if not isinstance(tensor, torch.Tensor):
         actual = None if tensor is None else repr(tensor)
         raise ArgumentError(op, argument, f"a tensor of shape {letters}", actual)
@@ -182,7 +182,7 @@ def check_last_dim_dense(op: str, argument: str, tensor: torch.Tensor) -> None:
 
 
 def first(bad: torch.Tensor) -> int | None:
-    """Returns the index of the first True in a flattened mask, or None."""
+    """Returns the index of the first True in a flattened mask; None if there is no True."""
     flat = bad.flatten()
     if flat.numel() == 0:
         return None
@@ -207,7 +207,7 @@ _OFF = frozenset({b"", b"0", b"no", b"off", b"false"})
 
 
 def is_on(variable: str) -> bool:
-    """Returns whether an environment variable's text asks for something; `0`, `no`, `off` and
+    """Returns whether the text of an environment variable turns something on. `0`, `no`, `off` and
     `false` do not."""
     return variable.strip().lower().encode() not in _OFF
 

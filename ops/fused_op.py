@@ -27,9 +27,10 @@ class Lowering:
     """One way to compute an op.
 
     `build` takes the arguments record and the target, and generates the steps of a call
-    (`ops.runtime.program`), from which the call is run, repeated and reported. `entry`, instead, is
-    called exactly like the op. Each may be "module:function", which is imported on first use.
-    `unsupported` takes the arguments record and returns None, or why this lowering cannot take it.
+    (`ops.runtime.program`). The call is run, repeated and reported from these steps. A lowering
+    without `build` has `entry`, which is called exactly like the op. Each may be "module:function",
+    which is imported on first use. `unsupported` takes the arguments record, and returns why this
+    lowering cannot take the call; None if it can.
     """
 
     name: str
@@ -75,8 +76,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class LoweringReport:
-    """The computation of a call at given shapes on a target: its name, the reason, its emitted
-    kernels."""
+    """How a call is computed at given shapes on a target: the lowering's name, the reason for it,
+    and its emitted kernels."""
 
     name: str
     reason: str
@@ -112,18 +113,21 @@ class FusedOp:
         says what is measured, and where; may be "module:function".
     moving: arguments whose address may change when a call is repeated (`ops.runtime.replay`): the
         steps of every lowering depend on their addresses only modulo 16. Must be empty for an op
-        that writes an argument, because no other argument may share memory with that one.
-    slower: slower(**sizes), with the sizes of a call by name, says why PyTorch's own calls are
-        faster there; None where the op is faster, and for symbolic sizes. Patterns call it.
-    slower_on: slower_on(arguments, target, varies) says why the graph is faster on a chip than such
-        a call, though kernels take it; None where the call is. varies: a size of its tensors is a
-        symbol. The rewrite asks for matches that need a kernel.
-    chip_obstacle: chip_obstacle(arguments, target) says why a chip cannot compute such a call,
-        though it can compute others; None where it can. Without it, support does not depend on
-        the arguments.
-    without_writes: the op with the same arguments that replaces a traced call in which every
-        argument to write is None: torch's functionalisation does not support a mutating op that
-        writes nothing.
+        that writes an argument, because no other argument may share memory with the written
+        argument.
+    slower: slower(**sizes), with the sizes of a call by name, returns why PyTorch's own calls are
+        faster at these sizes. Returns None if the op is faster, and for symbolic sizes. Patterns
+        call it.
+    slower_on: slower_on(arguments, target, varies) returns why the graph is faster than a call with
+        these arguments on a chip, even if kernels can take the call. Returns None if the call is
+        faster. varies: whether a size of the tensors is a symbol. The rewrite calls this for
+        matches that need a kernel.
+    chip_obstacle: chip_obstacle(arguments, target) returns why a chip cannot compute a call with
+        these arguments, even if it can compute other calls of the op. Returns None if it can.
+        Without chip_obstacle, support does not depend on the arguments.
+    without_writes: an op with the same arguments, for traced calls in which every argument to write
+        is None. It replaces this op there, because torch's functionalisation does not support a
+        mutating op that writes nothing.
     """
 
     name: str
@@ -237,7 +241,8 @@ class FusedOp:
         """Returns the first lowering that takes these arguments. Reads metadata only, so fake
         tensors suffice.
 
-        target: of emitted kernels; None skips the check that the target has kernels for the op.
+        target: the target of emitted kernels. With None, choose does not check that the target has
+            kernels for the op.
         """
         rejected: list[tuple[str, str]] = []
         for lowering in self.lowerings:
@@ -259,7 +264,7 @@ class FusedOp:
         return rest.partition(".")[0] if package == "tilewright" else ""
 
     def target_obstacle(self, arguments: Any, target: Target) -> str | None:
-        """Returns why a chip has no emitted kernels for a call; None where it may have some."""
+        """Returns why a chip has no emitted kernels for a call; None if it may have some."""
         if self.family and self.family not in FAMILIES:
             return f"codegen/targets.py FAMILIES has no entry {self.family!r}, its folder of ops/"
         if self.family and self.family not in target.families:

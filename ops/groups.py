@@ -1,7 +1,7 @@
 """Groups of arguments: several arguments of an op that belong together, as one record.
 
-An op's arguments are one flat record, which is its schema. A group is a view of some of them, under
-names that are the same for every op that has such arguments:
+An op's arguments are one flat record, which is its schema. A group is a view of some of these
+arguments, under names that all ops with such arguments share:
 
     @dataclass(frozen=True)
     class MyArguments:
@@ -12,10 +12,10 @@ names that are the same for every op that has such arguments:
         weight_format: str = "dense"
         up = OptionalGroup(Weight, data="up_weight", scale="up_scale")
 
-`a.up` is None if up_weight is None, else the Weight of up_weight, up_scale and weight_format. A
-field for which the op has no argument has the group's default. One argument may hold a field of
-several groups: with factor="factors[1]" the field is the argument's second element, or None if the
-argument is None.
+`a.up` is None if up_weight is None, else the Weight of up_weight, up_scale and weight_format. If
+the op has no argument for a field, the field has the group's default. One argument may hold a field
+of several groups: with factor="factors[1]" the field is the second element of the argument
+`factors`, or None if that argument is None.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, overload
 
 T = TypeVar("T")
-#: The argument that holds a group's first field, and a function from a record's fields to the
-#: group's.
+#: (the argument that holds a group's first field, a function that makes the group's fields from a
+#: record's fields).
 Reader: TypeAlias = tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class ArgumentGroup:
-    """A group of arguments: a dataclass whose fields have defaults, except those that every op
+    """A group of arguments: a dataclass. Its fields have defaults, except those that every op
     gives.
 
     names: the op's argument names for fields that it calls differently; see `named`.
@@ -57,8 +57,8 @@ class OptionalGroup(Generic[T]):
     _optional = True
 
     def __init__(self, kind: type[T], **names: str) -> None:
-        # Each group gets its own class, which holds what all calls share, so that instances need
-        # not.
+        # Each group gets a class of its own. The class holds what all calls share, so that
+        # instances need not hold it.
         self._kind = type(kind.__name__, (kind,), {"names": MappingProxyType(names)})
         self._readers: dict[type[Any], Reader] = {}
 
@@ -70,7 +70,8 @@ class OptionalGroup(Generic[T]):
 
     @property
     def divided(self) -> frozenset[str]:
-        """The op's arguments that hold one field of a group in each element."""
+        """The op's arguments whose elements are fields of groups, such as `factors` in the module's
+        example."""
         names: Mapping[str, str] = self._kind.__dict__["names"]
         return frozenset(n.partition("[")[0] for n in names.values() if "[" in n)
 

@@ -57,7 +57,7 @@ def schema_of(arguments: type[Any], returns: str) -> str:
 
 def ordered_fields(arguments: type[Any]) -> list[Field[Any]]:
     """Returns the fields of a dataclass in the order of an op's arguments: keyword-only fields come
-    last, inherited ones first among them."""
+    last, with inherited fields first among them."""
     return sorted(fields(arguments), key=lambda field: field.kw_only is True)
 
 

@@ -12,10 +12,10 @@ class Tolerance:
     """The largest accepted error of an element: `relative * |exact| + of_rms * rms(exact) +
     absolute`.
 
-    `relative` is the rounding to the output dtype. `absolute` is that of subnormal numbers, for
-    dtypes with few other numbers. `of_rms` is the cost of accumulating in the op's compute
-    precision where terms cancel. `exact` is the reference run in float64, saturated for 8-bit
-    floats.
+    `relative` bounds the rounding to the output dtype. `absolute` bounds the rounding of subnormal
+    numbers; it matters for dtypes with few exponents, such as 8-bit floats. `of_rms` bounds the
+    error of accumulating in the op's compute precision when terms cancel. `exact` is the reference
+    run in float64, saturated for 8-bit floats.
     """
 
     relative: float

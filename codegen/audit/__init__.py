@@ -20,7 +20,7 @@ from tilewright.codegen.dead_barriers import count_dead_barriers
 from tilewright.codegen.targets import Target
 
 SPILL_OPCODES = frozenset({"LDL", "STL"})
-# Up to this many bytes of spilled registers per thread, outside of loops, are a note and no broken
+# Up to this many bytes of spilled registers per thread, outside of loops, give a note and break no
 # rule.
 FEW_SPILLED_BYTES = 16
 # A kernel with at most this many registers may be a trap that Triton put in place of its body.
@@ -34,8 +34,8 @@ _POOLED = re.compile(
     r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x((?:\d+x)+)([a-zA-Z][a-zA-Z0-9]*)"
 )
 _BITS = re.compile(r"\d+")
-# Columns of the left operand, and the columns of a row (kWidth) in each of the four threads that
-# share the row.
+# Matches a product (tt.dot). Group 1: the columns of its left operand. Group 2: the columns of one
+# row that each thread holds (kWidth); four threads share a row.
 _PRODUCT = re.compile(
     r"tt\.dot .* : tensor<(?:\d+x)+?(\d+)x[a-z]\w*, [^>]*opIdx = 0, [^>]*kWidth = (\d+)"
 )
@@ -62,9 +62,9 @@ class Audit:
         mma_kinds: PTX spellings of the tcgen05 instructions.
         staged_bytes: shared memory of the multi-stage load buffers: the loads that a block has in
             flight.
-        dead_barriers: barriers that nothing waits for and whose memory also holds data.
-        repeating_products: products with fewer columns than the threads of a row hold. Such a
-            product counts some columns several times and leaves others out.
+        repeating_products: matrix products whose left operand has fewer columns than the four
+            threads of a row hold together. Such a product counts some columns several times and
+            leaves others out.
         is_trap: whether the whole kernel is a trap.
     """
 
@@ -219,7 +219,8 @@ def staged_bytes(ttgir: str) -> int:
 
 
 def repeating_products(ttgir: str) -> int:
-    """Counts the products from registers (mma.sync) with fewer columns than four threads hold."""
+    """Counts the products (mma.sync) whose left operand has fewer columns than four threads
+    hold."""
     return sum(int(columns) < 4 * int(held) for columns, held in _PRODUCT.findall(ttgir))
 
 

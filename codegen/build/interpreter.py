@@ -77,8 +77,8 @@ def _rounded(handle: TensorHandle) -> TensorHandle:
 
 
 def _in_fp32(original: Callable, operands: int) -> Callable:
-    """Wraps a builder method: of its first `operands` arguments, those in bf16 are widened to fp32,
-    and the result is then rounded to bf16."""
+    """Wraps a builder method: widens the bf16 tensors among its first `operands` arguments to fp32,
+    and then rounds the result to bf16."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> TensorHandle:
@@ -91,9 +91,9 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
 
 
 def _comparing(original: Callable) -> Callable:
-    """Wraps a builder method so that comparisons return int1. Triton's own return the operands'
-    type: a comparison of scalars, repeated over a block, becomes int32, which triton 3.9 and later
-    refuse as a mask."""
+    """Wraps a builder method so that comparisons return int1. Triton's own comparisons return the
+    operands' type: a comparison of scalars, repeated over a block, becomes int32, which triton 3.9
+    and later refuse as a mask."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, lhs: Any, rhs: Any, op: Any) -> TensorHandle:
@@ -190,8 +190,8 @@ def _get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
 
 
 def _reduction(original: Callable) -> Callable:
-    """Wraps reductions and scans, such as tl.sum: those of bf16 are computed in fp32 and rounded
-    once."""
+    """Wraps reductions and scans, such as tl.sum: reduces bf16 tensors in fp32 and rounds the
+    result once."""
 
     @functools.wraps(original)
     def method(self: Any, operands: Any) -> Any:

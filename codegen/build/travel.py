@@ -127,7 +127,7 @@ def deliver(name: str, data: bytes) -> bool:
 def _put_in_triton_s_cache(key: str, files: Files) -> None:
     from triton.runtime.cache import get_cache_manager
 
-    # The name of the group is that of its description, the only JSON file.
+    # A group is named after its description, which is its only JSON file.
     groups = [name for name in files if name.endswith(".json")]
     if len(groups) != 1:
         raise ValueError(f"the parcel of one kernel cannot have the files {sorted(files)}")

@@ -26,7 +26,8 @@ REDUCE = Kernel(
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """blocks: most programs, each with its own slots."""
+    """Launch parameters of the sum over ranks. blocks: the most programs; each has slots of its
+    own."""
 
     blocks: int
     num_warps: int

@@ -7,22 +7,23 @@ from functools import cache
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.collective.kernels import ReduceConfig
 
-# Most columns of a row: one program holds the whole row in registers.
+# The most columns of a row. One program holds the whole row in registers.
 MOST_COLUMNS = 16384
 # The number of columns is a multiple of this: 16 bytes of 16-bit numbers.
 COLUMN_STEP = 8
-# Every rank gets all rows of all others. With two ranks, a ring sends as much: on two H200s the
-# kernel takes 0.38 (1 x 8192) to 0.63 (8192 x 8192) of the time of NCCL and a norm. With more ranks
-# a ring sends less, so this bounds the bytes that each rank sends. It was not measured.
+# The kernel sends every row to every other rank. With two ranks, the library's ring sends as many
+# bytes as the kernel. On two H200s the kernel takes 0.38 (1 token of 8192 columns) to 0.63 (8192
+# tokens) of the time of NCCL and a norm. With more ranks a ring sends fewer bytes, so this constant
+# bounds the bytes that a rank sends with the kernel. The bound was not measured.
 MOST_BYTES_OF_MANY = 1 << 20
-# Most programs. With 128, two H200s take 1.5 times as long for 8192 tokens; 512 are no faster.
+# The most programs. With 128, two H200s take 1.5 times as long for 8192 tokens; 512 are no faster.
 BLOCKS = 256
 COLUMNS_PER_WARP = 512
 
 
 def most_tokens(columns: int, num_ranks: int) -> int | None:
-    """Returns the most tokens for which each rank reads the rows of all others; None for no
-    limit."""
+    """Returns the most tokens for which the kernel is faster than the library's all-reduce; None
+    if it is faster for any number of tokens."""
     return None if num_ranks <= 2 else MOST_BYTES_OF_MANY // (2 * columns * (num_ranks - 1))
 
 

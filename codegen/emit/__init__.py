@@ -88,8 +88,8 @@ def _annotation(type_name: str) -> ast.expr | None:
 
 
 def _jit(spec: KernelSpec) -> ast.expr:
-    """Returns the decorator `@triton.jit`. Its do_not_specialize names the integers for whose
-    values Triton would otherwise compile variants at run time."""
+    """Returns the decorator `@triton.jit`. Its do_not_specialize names the integers. Otherwise
+    Triton would compile variants for their values at run time."""
     decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
     free = [n for n, type_ in spec.signature if is_integer(type_) and n not in spec.divisible16]
     if not free:
@@ -105,8 +105,8 @@ def _indented(docstring: str) -> str:
 
 
 def _standalone(function: JitFunction) -> ast.FunctionDef:
-    """Returns a helper that is passed to tl.reduce or a similar function. Raises EmitError if it
-    reads anything but its arguments."""
+    """Returns the definition of a helper that the kernel passes to tl.reduce or a similar function.
+    Raises EmitError if the helper reads anything but its arguments."""
     node = function.node
     known = {arg.arg for arg in node.args.args} | {"tl"} | set(dir(builtins))
     known |= {n.id for n in nodes_of(node) if isinstance(n, ast.Name) and _is_store(n)}

@@ -72,7 +72,8 @@ class ControlFlow(Statements):
 
     @contextmanager
     def _loop(self, names: set[str]) -> Iterator[list[ast.stmt]]:
-        """Collects the body of a loop that assigns `names`. Facts learned in it end with it."""
+        """Collects the body of a loop that assigns `names`. Facts that hold only inside the loop
+        are forgotten at its end."""
         self._forget(names)
         before = dict(self.scope.bindings)
         with self._runtime() as body:

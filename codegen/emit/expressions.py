@@ -95,7 +95,8 @@ class Expressions:
         used: names that a new local variable must not take.
         returned: the return value of the helper that is inlined.
         root: the expression of the current statement; statements of helpers are put before it.
-        conditional: the construct before which no statement may be put; None outside of one.
+        conditional: the name of the construct that is evaluated, such as "a conditional
+            expression", if helpers in it must not add statements before it; else None.
     """
 
     def __init__(self, spec: KernelSpec, library: Library) -> None:
@@ -114,7 +115,7 @@ class Expressions:
         self.conditional: str | None = None
 
     def inline(self, function: JitFunction, call: ast.Call) -> Folded:
-        raise NotImplementedError  # by PartialEvaluator
+        raise NotImplementedError  # PartialEvaluator overrides this
 
     def error(self, node: ast.AST, message: str) -> EmitError:
         """Returns the error to raise if `node` cannot be carried over."""
@@ -227,8 +228,8 @@ class Expressions:
             return Value(dtype=value.dtype, runtime=True)
         extents = iter(value.shape)
         shape = tuple(1 if _is_new_axis(part) else next(extents) for part in parts)
-        # A copy, so that the range is another object: the elements now lie along another axis and
-        # are no longer one value with the old block.
+        # Expressions that share a Range object count as equal. The elements now lie along another
+        # axis, so they do not equal those of the old block: give them a copy of the range.
         known = replace(value.range) if value.range is not None else None
         return replace(value, shape=shape, range=known, runtime=True)
 
@@ -382,7 +383,7 @@ class Expressions:
         rule = METHODS.get(method.attr)
         if rule is None:
             return call.unknown()
-        # The rule of a method is that of the function with the tensor as first argument; the method
+        # A method has the rule of the function that takes the tensor as first argument. The method
         # call is printed unchanged.
         as_function = Call(call.node, call.callee, [operand, *call.args], call.keywords)
         folded = rule(as_function, self)

@@ -1,9 +1,15 @@
 """Emits a kernel that is written in Gluon: its template's text, and a kernel without constants.
 
+<<<<<<< HEAD
 The partial evaluator knows Triton's language, not Gluon's. So the template stays as it is, and the
 emitted kernel calls its function with the constants of the spec; Gluon's compiler inlines the call.
 Functions that it imports from Triton templates stay as they are, too. They may only compute element
 by element.
+=======
+The partial evaluator knows Triton's language, not Gluon's. The template therefore stays as it is,
+and the emitted kernel calls its function with the constants of the spec; Gluon's compiler inlines
+the call. A Gluon template imports nothing but Triton.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -65,7 +71,7 @@ def _without(module: TemplateModule, nodes: list[ast.stmt]) -> str:
 
 
 def _kernel(spec: KernelSpec) -> list[str]:
-    """Returns the lines of the kernel, whose parameters are those of the spec's signature."""
+    """Returns the lines of the kernel, which has the parameters of the spec's signature."""
     parameters = [name for name, _ in spec.signature]
     passed = [f"{name}={name}" for name in parameters]
     passed += [f"{name}={value!r}" for name, value in spec.constants]

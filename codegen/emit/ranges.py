@@ -1,4 +1,4 @@
-"""Facts about integers that the emitter knows: bounds, a divisor, and scalars that are limits.
+"""Facts about integers that the emitter knows: bounds, a divisor, and scalars that bound them.
 
 All conclusions hold over the integers: a result that might not fit its integer type may be any
 number of that type, so no conclusion depends on a value that wrapped around.
@@ -70,8 +70,8 @@ class Range:
         return self.low == self.high
 
     def fit(self, dtype: str) -> Range:
-        """Returns the range in `dtype`: all numbers of the type, with a power of two that divides
-        them, if the value might wrap around."""
+        """Returns the range of the value as a `dtype`. If the value might wrap around, it may be
+        any number of the type, but a power of two that divides the value still divides it."""
         low, high = INT_RANGES[dtype]
         if low <= self.low and self.high <= high:
             return self
@@ -84,7 +84,7 @@ class Range:
         return replace(self, limits=limits)
 
     def _below(self, offset: int) -> dict[Range, int]:
-        """Returns the limits of a value that is at most this one plus `offset`."""
+        """Returns the limits of a value that is at most this value plus `offset`."""
         return {scalar: least + offset for scalar, least in self.limits.items()}
 
     def __add__(self, other: Range) -> Range:
@@ -109,7 +109,8 @@ class Range:
         return Range(self.low // divisor.high, self.high // divisor.low, multiple)
 
     def __mod__(self, divisor: Range) -> Range:
-        """Returns the range of the remainder: this object if the dividend is always smaller."""
+        """Returns the range of the remainder. If the dividend is always smaller than the divisor,
+        this is the dividend's own Range object."""
         if self.low < 0 or divisor.low <= 0:
             return _UNKNOWN
         if self.high < divisor.low:
@@ -120,8 +121,8 @@ class Range:
         return Range(0, min(self.high, divisor.high - 1), multiple, self.limits)
 
     def minimum(self, other: Range) -> Range:
-        """Returns the range of the smaller number: one of the two objects if that number is always
-        the smaller one."""
+        """Returns the range of the smaller number. If one of the two is always smaller, this is the
+        Range object of that number."""
         for one, another in ((self, other), (other, self)):
             if one.compares(operator.le, another):
                 return one
@@ -129,8 +130,8 @@ class Range:
         return Range(low, high, math.gcd(self.multiple, other.multiple))
 
     def maximum(self, other: Range) -> Range:
-        """Returns the range of the larger number: one of the two objects if that number is always
-        the larger one."""
+        """Returns the range of the larger number. If one of the two is always larger, this is the
+        Range object of that number."""
         for one, another in ((self, other), (other, self)):
             if one.compares(operator.ge, another):
                 return one
@@ -143,7 +144,7 @@ class Range:
         return Range(min(self.low, other.low), max(self.high, other.high), multiple)
 
     def compares(self, comparison: Comparison, other: Range) -> bool | None:
-        """Returns True if a comparison of `operator` always holds, False if it never does, and None
+        """Returns True if `comparison` with `other` always holds, False if it never does, and None
         if it depends on the values."""
         low, high = self.low - other.high, self.high - other.low
         if other is self:
@@ -171,7 +172,7 @@ _UNKNOWN = Range(-_ANY, _ANY)
 
 
 def _least(*limits: Mapping[Range, int]) -> dict[Range, int]:
-    """Joins limits: the least number for each scalar."""
+    """Joins several limits: keeps the least number for each scalar."""
     found: dict[Range, int] = {}
     for some in limits:
         for scalar, least in some.items():

@@ -196,7 +196,8 @@ def _block(call: Call, context: Context, dtype: Folded | None) -> Folded:
 
 
 def _pointee(call: Call, context: Context) -> Folded:
-    """A call that returns the element type and shape behind its first argument, a pointer."""
+    """Folds a call whose result has the element type and shape behind the first argument, a
+    pointer."""
     return call.gives(call.args[0].value.pointee, call.args[0].value.shape)
 
 
@@ -237,7 +238,7 @@ def cast(call: Call, context: Context, operand: Folded, dtype: Folded | None) ->
 
 
 def _same(call: Call, context: Context) -> Folded:
-    """A call that returns its first argument, such as a hint about it."""
+    """Folds a call that returns its first argument, such as a hint about it."""
     return Folded(call.rebuild(), call.args[0].value)
 
 
@@ -247,7 +248,8 @@ def _elementwise(call: Call, context: Context) -> Folded:
 
 
 def _clamp(call: Call, context: Context) -> Folded:
-    """A clamp between two numbers. Triton widens narrow floats, so their type is unknown here."""
+    """Folds a clamp between two numbers. Triton widens narrow floats, so their type is unknown
+    here."""
     value, bounds = call.args[0].value, call.args[1:3]
     if len(bounds) < 2 or not all(bound.value.literal for bound in bounds):
         return call.unknown()
@@ -255,7 +257,7 @@ def _clamp(call: Call, context: Context) -> Folded:
 
 
 def _reshape(call: Call, context: Context) -> Folded:
-    """A call that returns its first argument with another shape, given as an argument."""
+    """Folds a call that returns its first argument with the shape that another argument gives."""
     return call.gives(call.args[0].value.dtype, _shape_arguments(call))
 
 
@@ -274,7 +276,8 @@ def _split(call: Call, context: Context) -> Folded:
 
 
 def _reduce(call: Call, context: Context) -> Folded:
-    """A reduction. Its element type is the operand's, for the types that Triton does not widen."""
+    """Folds a reduction. The result has the operand's element type if Triton does not widen that
+    type."""
     value, axis = call.args[0].value, call.constant(1, "axis")
     dtype = value.dtype if value.dtype in ("float32", "int32", "int64") else None
     keeps = call.keywords.get("keep_dims")

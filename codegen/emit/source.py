@@ -1,7 +1,7 @@
 """Reads templates as text: their jit functions, constants and imports, without importing them.
 
-So an emitted file always belongs to the text that was hashed, even if a template was edited after
-the process imported it.
+An emitted file therefore always belongs to the text that was hashed, even if a template was edited
+after the process imported it.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Library:
         return imported
 
     def closure(self, name: str) -> list[TemplateModule]:
-        """Returns a module and all template modules that it imports from, directly or indirectly:
-        itself first, the others by name."""
+        """Returns a module and all template modules that it imports from, directly or indirectly.
+        The module itself comes first; the others are sorted by name."""
         first = self.load(name)
         seen = {name: first}
         waiting = [first]

@@ -150,7 +150,8 @@ class Statements(Expressions):
         return [Folded(item, self.facts.get(item, NOTHING)) for item in folded.node.elts]
 
     def _reads_own_targets(self, names: list[str], items: list[Folded]) -> bool:
-        """Whether a later value reads a name that an earlier one assigns."""
+        """Whether, in a tuple assignment, a later value reads a name that an earlier target
+        assigns."""
         earlier: set[str] = set()
         for name, item in zip(names, items, strict=True):
             if earlier & {part.id for part in nodes_of(item.node) if isinstance(part, ast.Name)}:

@@ -2,10 +2,12 @@
 
 dead        An assignment without side effects is dropped if no later needed statement reads its
             variable. Loops and branches that this empties are dropped too.
-copy        In `x = y`, the first use of x, both become one variable if neither is assigned
-            afterwards, or if y is not used afterwards and begins in the same block.
-round trip  In `x = y` and a later `y = x` of the same block, both become one variable if no
-            statement between them uses y and none outside of them uses x.
+copy        If `x = y` is the first use of x, x and y become one variable in two cases: neither is
+            assigned afterwards; or y is not used afterwards and is first assigned in the same
+            block.
+round trip  If `x = y` is followed by `y = x` in the same block, x and y become one variable,
+            provided that y is not used between the two statements and x is used only from the
+            first to the second.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def _calls_impure(node: ast.AST) -> bool:
 
 
 def tidied(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
-    """Returns the kernel's statements without dead ones and needless copies. Changes nodes in
+    """Returns the kernel's statements without dead statements and needless copies. Changes nodes in
     place."""
     body = _Liveness().needed(body, set())[0]
     _Places(body, set(parameters)).remove_copies()
@@ -71,8 +73,8 @@ def _names(parts: Iterable[ast.AST]) -> list[ast.Name]:
 
 
 def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[ast.AST]]:
-    """Returns the nodes that a statement, or the header of a compound statement, reads, and those
-    that it writes."""
+    """Returns (nodes read, nodes written) of a statement, or of the header of a compound
+    statement."""
     match statement:
         case ast.AugAssign(target, _, value):
             return [target, value], [target]
@@ -142,8 +144,8 @@ class _Liveness:
 
 @dataclass(frozen=True)
 class _Use:
-    """One read or write of a name by a statement, or by the header of a compound statement, of a
-    block."""
+    """One read or write of a name in a block, by a statement or by the header of a compound
+    statement."""
 
     node: ast.Name
     is_store: bool

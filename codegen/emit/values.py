@@ -123,7 +123,8 @@ def tensor(dtype: str | None, shape: Shape | None, known: Range | None = None) -
 
 
 def tensor_of(value: Value) -> Value:
-    """Returns the value that an assignment makes of a value: Python numbers become tensors."""
+    """Returns the facts about a variable that `value` was assigned to. A Python number has become a
+    tensor."""
     if value.items is not None:
         return Value(items=tuple(map(tensor_of, value.items)))
     if value.weak and isinstance(value.const, tuple):
@@ -265,7 +266,7 @@ def as_pointer(type_name: str) -> str | None:
 
 
 def dtype_of(value: Value) -> str | None:
-    """Returns "float32" for the constant tl.float32; None for a value that is no dtype."""
+    """Returns "float32" for the constant tl.float32; None for a value that is not a dtype."""
     if isinstance(value.const, External) and value.const.path.startswith(f"{TL}."):
         name = value.const.path[len(TL) + 1 :]
         return name if name in DTYPE_NAMES else None

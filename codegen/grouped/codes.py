@@ -1,4 +1,8 @@
-"""Conditions and constants of GEMMs that stream weights of 4-bit codes, by words of eight."""
+"""Conditions and constants of GEMMs that read 4-bit codes of weights as they are stored, in words
+of eight codes.
+
+A GEMM loads the columns of one step of its loop together, and multiplies them in several parts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ INTEGERS = (1, 2, 4)
 
 
 def part_columns(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns the columns of a part; for int4, these share a scale."""
+    """Returns the number of columns of a part. For int4, the columns of a part share a scale."""
     most = weight.scale_block[1] if weight.format == "int4" else config.part_k
     return min(config.block_k // config.split, most)
 
@@ -56,20 +60,21 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
 
 
 def order_of(weight: WeightOperands, config: GemmConfig) -> tuple[int, int]:
-    """Returns the order in which a GEMM needs the columns of its rows, as (columns of a part,
-    columns that a thread holds in a row), see `rows_in_order`; (0, 0) for the natural order."""
+    """Returns (columns of a part, neighbouring columns in a thread). These two numbers give the
+    order in which a GEMM needs the columns of x (see `rows_in_order`); (0, 0) for the natural
+    order."""
     if not (isinstance(config, CodesConfig) and config.ordered):
         return 0, 0
     return part_columns(weight, config), thread_run(weight, config)
 
 
 def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns the columns that a thread of the tensor core holds in a row, in Triton's layout of an
-    operand made by joins.
+    """Returns how many neighbouring columns of a row a thread of the tensor core holds, in the
+    layout that Triton gives an operand made by joins.
 
-    For the older instruction (mma.sync), these are twice as many as a register holds, or four times
-    as many if the scales of a quarter are one byte. Other numbers would work too, but with
-    exchanges between threads.
+    For the older instruction (mma.sync), this is twice the columns in a register, or four times as
+    many if the scales of a quarter take one byte. Other numbers would work too, but threads would
+    have to exchange values.
     """
     if config.swapped and config.split == 1:
         return 2

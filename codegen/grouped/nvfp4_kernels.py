@@ -44,8 +44,8 @@ def nvfp4_statics(max_groups: int, config: GemmConfig, *, block_scaled: bool) ->
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """block_c: columns of a program, a multiple of 64. block_r: rows, of its 128, that a program
-    takes at a time."""
+    """Tiles of `quantize_nvfp4`. block_c: columns of a program, a multiple of 64. block_r: rows
+    that a program takes at a time, out of a block of 128."""
 
     block_r: int = 32
     block_c: int = 256

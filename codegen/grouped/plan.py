@@ -2,8 +2,8 @@
 
 With few rows, reading the weights in use takes all the time; with many, tensor cores are the bound.
 Quantised weights are dequantised in the GEMM; 4-bit codes are streamed as they are stored if rows
-are few. If the GEMM would dequantise each weight too often, a kernel dequantises all of them before
-it. At the bounds, both ways took equal time on an H200.
+are few. If the GEMM would dequantise each weight too often, a separate kernel dequantises all
+weights before the GEMM. The bounds lie where both ways took equal time on an H200.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from tilewright.codegen.targets import Target
 
 # Most rows per group for which weights are on the tensor core's M side.
 SWAPPED_ROWS = 16
-# Fewest rows per group for tiles of 128 rows: for numbers, for streamed 4-bit codes, and for codes
-# by codes.
+# Fewest rows per group for tiles of 128 rows: WIDE_ROWS for weights that are numbers,
+# WIDE_CODES_ROWS for 4-bit codes that are read as stored, LONG_ROWS for codes by codes.
 WIDE_ROWS = 160
 WIDE_CODES_ROWS = 96
 LONG_ROWS = 512
 # Fewest rows per group for which weights are dequantised before the GEMM.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
-# These bounds for 4-bit codes that the GEMM dequantises by tile, which takes far longer.
+# The bounds for 4-bit codes that the GEMM cannot read as stored. They are lower, because such a
+# GEMM would dequantise the codes again for each tile.
 DECODED_FROM_TILES = {"int4": 48, "nvfp4": 40, "mxfp4": 48}
-# Columns of a step over the inner dimension; STREAMED_K if reading the weights takes all the time.
+# Columns of a step over the inner dimension. Where reading the weights takes all the time, a step
+# has STREAMED_K columns.
 BLOCK_K = 64
 STREAMED_K = 128
 
@@ -111,8 +113,8 @@ def scaled_gemm_config(rows: int, target: Target) -> ScaledConfig:
 
 
 def token_tile(rows: int) -> int:
-    """Returns the rows of a tile, which leave room for an expert with more than the average number
-    of rows."""
+    """Returns the number of rows of a tile. It leaves room for an expert with more than the average
+    number of rows."""
     return min(max(next_power_of_2(2 * rows - 1), 16), 64)
 
 

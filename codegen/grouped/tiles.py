@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import next_power_of_2
 
-# Columns that share a scale of e4m3 codes, which are also those of a step.
+# Number of columns that share a scale of e4m3 codes. A step of the GEMM has as many columns.
 SCALED_K = 128
-# 32-bit registers of a multiprocessor, most registers of a thread, and threads of a warp: equal on
-# all targets.
+# Facts that are equal on all targets: the 32-bit registers of a multiprocessor, the most registers
+# of a thread, and the threads of a warp.
 REGISTERS, MAX_REGISTERS, WARP_SIZE = 65536, 255, 32
 
 
@@ -52,12 +52,13 @@ class GemmConfig:
 class CodesConfig(GemmConfig):
     """Tiles of a GEMM that streams weights of 4-bit codes.
 
-    swapped: weights are on the M side of the newest instruction; if not, on the N side of the older
-    one, which takes less time for 16 rows and far more for 64. ordered: the rows that it multiplies
-    are stored in the order of its parts; if not, the GEMM permutes them itself. part_k: most
-    columns of a part, which are unpacked and multiplied together; block_k columns are loaded
-    together. split: number of warps that each take their own columns of a step; 1 if all take the
-    same. by_route: every route is a block of rows in its own place, and nothing is sorted.
+    swapped: weights are on the M side of the newest tensor-core instruction. If not, they are on
+    the N side of the older one, which takes less time than the newest for 16 rows and far more for
+    64. ordered: the columns of x are stored in the order in which the GEMM needs them
+    (`rows_in_order`); if not, the GEMM permutes them itself. part_k: most columns of a part, which
+    are unpacked and multiplied together; block_k columns are loaded together. split: number of
+    warps that each take their own columns of a step; 1 if all warps take the same columns.
+    by_route: every route counts as a block of rows of its own, and nothing is sorted.
     """
 
     swapped: bool = True

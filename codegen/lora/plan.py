@@ -1,6 +1,7 @@
 """Plans of a LoRA shrink or expand: the kernel for its rows, columns and K.
 
-At the bounds, the kernels on both sides took equal time on an H200 (docs/lora-performance.md).
+The bounds lie where the kernels on both sides took equal time on an H200
+(docs/lora-performance.md).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
 FEW_ROWS_WIDE = 256  # for more columns
 # Most rows times columns for which the row kernel takes weights whose columns are contiguous.
 ACROSS_PRODUCTS = 1024
-# Most rows for which a tile has 64 columns, those of one plane of that rank, and K is split.
+# Most rows for which K is split and a tile has 64 columns, as one plane of rank 64 has.
 COLUMN_BLOCK_ROWS = 2048
 # K is split further while there are at most this many programs per multiprocessor.
 PROGRAMS_PER_SM = 2.2
@@ -92,8 +93,8 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
 def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig | None:
     """Returns the kernel for weights [K, R] seen as [R, K], whose columns are contiguous.
 
-    It is the kernel of which the fewest programs read parts of one row of memory; None if that
-    makes no difference.
+    This is the kernel in which the fewest programs read parts of the same row of memory. Returns
+    None if that makes no difference.
     """
     columns, hidden = problem.planes * problem.rank, problem.hidden
     single = problem.a.dtype == "fp32"

@@ -12,10 +12,11 @@ from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.kernel import Kernel, Statics, strides_of
 from tilewright.codegen.mla.query_kernels import Q_STRIDES, TMA_BYTES
 
-# The largest number of sequences that a program itself sorts by length, comparing all pairs.
+# The most sequences for which a program itself sorts the sequences by length, comparing all pairs.
 MAX_SORTED = 64
-# Softmax weights of fp8 values are multiplied by 2 to this power. The largest weight, 1, becomes
-# 256, below the maximum 448, and 2 ** -17 becomes 2 ** -9, the smallest number above zero.
+# Kernels multiply the softmax weights of fp8 values by 2 to this power. The largest weight, 1,
+# becomes 256, below fp8's maximum of 448, and 2 ** -17 becomes 2 ** -9, the smallest number above
+# zero.
 FP8_SHIFT = 8.0
 # Rows of one program of `mla_merge`, and of `mla_join`.
 MERGE_ROWS = 16

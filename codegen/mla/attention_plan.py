@@ -1,6 +1,6 @@
 """Plans of MLA attention, by the chip, the widths of operands and the sizes of a call.
 
-At the bounds, two ways took equal time on an H200."""
+The bounds lie where two ways took equal time on an H200."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from tilewright.codegen.attention.problem import AttentionSizes
 from tilewright.codegen.mla.attention_kernels import MAX_SORTED, AttentionProblem
 from tilewright.codegen.targets import Target
 
-# Tiles for kernels whose warps all load; the first that fits is taken.
+# Tiles for kernels in which all warps load (none is specialised). The first that fits is taken.
 BY_POINTERS = (
     PrefillConfig(128, 64, 8, 3),
     PrefillConfig(128, 32, 8, 2),
     PrefillConfig(64, 64, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-# Tiles with a mask tensor, whose tiles take shared memory too; MASKED_WIDE: for wide heads and few
-# queries.
+# Tiles with a mask tensor, whose own tiles take shared memory too. MASKED_WIDE is for wide heads
+# and few queries.
 MASKED = (BY_POINTERS[0], PrefillConfig(128, 64, 8, 2), *BY_POINTERS[1:])
 MASKED_WIDE = PrefillConfig(64, 64, 8, 2)
 # Most keys of a sequence for which short tiles are better: two programs share a multiprocessor, and
-# one works while the other starts.
+# one computes while the other starts.
 SHORT_KEYS = 1024
-# Fewest keys of a sequence for which specialised warps take less time; for ragged sequences the
-# average number, because the longest one determines their time.
+# Fewest keys of a sequence for which specialised warps take less time. For ragged sequences, the
+# average number of keys counts, because the longest sequence determines the time.
 SPECIALISED_KEYS = 3072
 SPECIALISED_AVERAGE = 768
 # Fewest tiles of 128 queries for which a library's attention is faster than ours.
 LIBRARY_TILES = 1024
-# Fewest keys for which it is: with fewer, the copy before it is too large a part of the work.
+# Fewest keys for which a library's attention is faster. With fewer keys, the copy before it takes
+# too large a part of the time.
 LIBRARY_KEYS = 1024
 
 
@@ -62,10 +63,10 @@ def attention_config(
 def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
     """Whether specialised warps are faster on Hopper.
 
-    Triton 3.6 does not compile them with a mask tensor, or with a reduction over rows or sequences
-    before the loop: for positions in a tensor, or for too many sequences to sort. A result in fp32
-    (of one of several chunks) would need 64 KiB of shared memory beside the tiles of queries and
-    keys, which is too much.
+    Triton 3.6 does not compile specialised warps with a mask tensor, or with a reduction over rows
+    or sequences before the loop. Such a reduction is needed for positions in a tensor, and for too
+    many sequences to sort. A result in fp32 (of one of several chunks) would need 64 KiB of shared
+    memory beside the tiles of queries and keys, which is too much.
     """
     if problem.out == "fp32":
         return False
@@ -83,9 +84,11 @@ def _average_keys(problem: AttentionProblem, sizes: AttentionSizes) -> int:
 def _short(
     problem: AttentionProblem, sizes: AttentionSizes, target: Target
 ) -> tuple[PrefillConfig, ...]:
-    """Returns the tiles for sequences with few keys; empty for others. With a mask, the number of
-    keys is the capacity of a cache, of which queries may see few: the number of queries is taken as
-    an estimate."""
+    """Returns the tiles for sequences with few keys; empty for other sequences.
+
+    With a mask, the number of keys is the capacity of a cache. Queries may see few of these keys,
+    so the number of queries serves as an estimate.
+    """
     masked, keys = problem.attn_mask != "", _average_keys(problem, sizes)
     if problem.is_fp8 or (min(keys, sizes.num_queries) if masked else keys) > SHORT_KEYS:
         return ()
@@ -101,11 +104,11 @@ def _short(
 def _in_tensor_memory(
     problem: AttentionProblem, sizes: AttentionSizes, reached: bool
 ) -> PrefillConfig:
-    """Returns the tiles for chips with tensor memory. Before Triton 3.9, two products must not
-    share an accumulator there, so none is chained."""
+    """Returns the tiles for chips with tensor memory. With Triton before 3.9, two products must not
+    share an accumulator in tensor memory, so none of these tiles has `chained`."""
     wide, masked = max(problem.blocks) > 128, problem.attn_mask != ""
     if reached and not (masked or wide):
-        # A partial result also has its log-sum-exp, for which two loops leave no registers.
+        # A partial result includes its log-sum-exp. Two loops would leave no registers for it.
         part = problem.has_lse
         return PrefillConfig(
             128, 64, 8, 2, tma=True, warp_specialize=True, one_loop=part, chained=False
@@ -127,8 +130,8 @@ def _fits(problem: AttentionProblem, config: PrefillConfig, target: Target) -> b
 def rotates_queries(problem: AttentionProblem, config: PrefillConfig) -> bool:
     """Whether the attention kernel rotates the queries that it loads. One program loads each query.
 
-    It does not if a descriptor loads them to shared memory, or if the rope columns do not fill
-    their tile.
+    The kernel cannot rotate them if a descriptor loads them to shared memory, or if the rope
+    columns do not fill their tile.
     """
     filled = problem.rope == problem.blocks[1]
     return filled and not (config.tma or config.warp_specialize or problem.is_fp8)

@@ -34,7 +34,7 @@ UP_PROJECTION = Kernel(
     strides_of("v", head=1, column=2),
     types={"scale_stride": "i64"},
 )
-# Dequantises a weight [rows, rank], which has codes with a scale for each block.
+# Dequantises a weight [rows, rank] of codes that have a scale for each block.
 WEIGHT_NUMBERS = Kernel(
     "mla.up_projection",
     "mla_weight_numbers",
@@ -65,8 +65,9 @@ class LatentProblem:
         group: columns that share a scale of quantised latents; 1 without quantisation.
         cap: upper bound of a group's largest magnitude; 0 for no bound.
         rope_scale: divisor of the rope columns of the buffer.
-        units: numbers that divide the strides of pages and slots of latents, and of rope columns.
-        one_source: whether a row of a token and a row of the cache are loaded in the same way.
+        units: numbers that divide the strides (in elements) of pages and slots; one for the cache
+            of latents and one for the cache of rope columns.
+        one_source: whether the kernel loads a row of a token and a row of the cache alike.
     """
 
     rank: int
@@ -112,9 +113,10 @@ class LatentProblem:
 class LatentConfig:
     """Tiles of `mla_latents`.
 
-    block_t: rows of a program. checked: the number of tokens for which a program of a fused launch
-    checks whether they are keys. It computes tokens that are no keys block_t at a time, so a larger
-    number is slower if there are such tokens.
+    block_t: rows of a program. checked: in a fused launch, the number of new tokens for which one
+    program finds out whether they are keys. A token that is not a key is computed by the program
+    that checked it, block_t tokens at a time. If there are such tokens, a larger `checked` is
+    slower.
     """
 
     block_t: int
@@ -123,7 +125,7 @@ class LatentConfig:
 
 
 def latent_grid(problem: LatentProblem, config: LatentConfig, tokens: int, rows: int) -> int:
-    """Returns the number of programs of a launch: those of tokens and those of keys."""
+    """Returns the number of programs of a launch, for tokens and for keys together."""
     block = max(config.checked, config.block_t) if problem.fused else config.block_t
     own = cdiv(tokens, block) if problem.store or problem.keep else 0
     return row_programs(problem, config, rows) + own
@@ -138,10 +140,10 @@ class UpProblem:
     """The static part of an up-projection: kv [K, H, N + V] = latents [K, L] @ weight^T.
 
     latent, weight: numbers or codes, strides (row,). scale_block: (rows, columns) of the weight
-    that share a scale; None for numbers. The same number of columns of a latent share a scale. k:
-    strides (row, head). joint: the values of a head follow its keys; if not, values have their own
-    tensor [H, V, K]. k_scale, v_scale: divisors of the results. limited: rows past a limit are
-    skipped.
+    that share a scale; None for numbers. The scales of latents cover the same number of columns. k:
+    strides (row, head). joint: the values of a head follow its keys in one tensor; if not, values
+    have their own tensor [H, V, K]. k_scale, v_scale: divisors of the results. limited: rows past a
+    limit are skipped.
     """
 
     num_heads: int

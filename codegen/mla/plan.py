@@ -8,7 +8,7 @@ from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.mla.key_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.targets import Target
 
-# Most rows for which a program takes one row: the chip has room for more warps than rows.
+# Most rows for which a program takes one row: a chip has room for more warps than there are rows.
 FEW_ROWS = 1024
 # Most rows for which a program of a fused launch checks four tokens.
 SOME_ROWS = 16384
@@ -43,8 +43,8 @@ def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
 
 
 def uses_library(problem: UpProblem, rows: int, target: Target) -> bool:
-    """Whether the library's GEMM makes the keys: if weights are numbers, keys and values are in one
-    tensor, and all rows are needed."""
+    """Whether the library's GEMM makes the keys. It does if weights are numbers, keys and values
+    are in one tensor, and all rows are needed."""
     return problem.joint and problem.scale_block is None and not problem.limited
 
 
@@ -81,11 +81,13 @@ class DecodeSizes:
     rows: int
 
 
-# Fewest keys for which fewer bytes and products are worth two more launches.
+# Fewest keys for which absorbed attention is used. It takes two more launches, but reads fewer
+# bytes and computes fewer products.
 FEWEST_KEYS = 256
-# Multiply-adds of an H200 in the time in which memory transfers a 16-bit number.
+# The multiply-adds that an H200 computes while its memory transfers one 16-bit number.
 NUMBER_MACS = 170
-# Cost of a multiply-add in absorbed attention, whose tiles are narrow, relative to a GEMM.
+# The cost of a multiply-add in absorbed attention, relative to one in a GEMM. The tiles of absorbed
+# attention are narrow.
 NARROW_MACS = 3
 
 
@@ -94,9 +96,10 @@ def absorbs(sizes: DecodeSizes) -> bool:
 
     The estimate counts the cost of each key. Expanded: the up-projection multiplies a latent into
     the columns of all heads, H * L * (N + V) multiply-adds, and the columns are written and read
-    again; attention to them costs little. Absorbed: each tile of rows reads L + R numbers and
-    multiplies each twice, except for the R rope columns. The cost of a query is left out, because
-    both ways read the weight once.
+    again. For each query, attention then adds one multiply-add per column, including the R rope
+    columns. Absorbed: each tile of rows reads L + R numbers and multiplies each twice, except for
+    the R rope columns. Costs that do not depend on the keys are left out, because both ways read
+    the weight once.
     """
     if sizes.keys < FEWEST_KEYS:
         return False

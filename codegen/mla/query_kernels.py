@@ -26,12 +26,13 @@ QUERY = Kernel(
 
 @dataclass(frozen=True)
 class Rotation:
-    """The static part of a rotation (RoPE) of queries or keys, by the names of constants.
+    """The static part of a rotation (RoPE) of queries or keys. Fields are named like the constants
+    of the kernels.
 
     rope_style: a style of ops/reference/rope.py; "none" for no rotation. cos_strides, sin_strides:
     strides (row, column) of the tables. full_width: the tables have a column for each rotated
-    column; if not, for each pair. by_position: the row of a token is its position; if not, its
-    number.
+    column; if not, for each pair. by_position: a token uses the table row of its position; if not,
+    the row of its index among the tokens.
     """
 
     rope_style: str = "none"
@@ -48,9 +49,9 @@ NO_ROTATION = Rotation()
 class QueryProblem:
     """The static part of a launch of `mla_query`.
 
-    nope, rope_dim: columns of a query that are not rotated, and those after them that are.
-    search_steps: steps of the binary search for a row's sequence. whole: all columns are stored; if
-    not, only the rotated ones. casts: the result has another dtype.
+    nope, rope_dim: columns of a query that are not rotated, and the rotated columns after them.
+    search_steps: steps of the binary search for a row's sequence. whole: the kernel stores all
+    columns; if not, only the rotated ones. casts: the result has another dtype.
     """
 
     num_heads: int

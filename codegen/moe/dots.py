@@ -43,7 +43,7 @@ DOWN_DOTTED = Kernel(
 )
 
 # Most tokens of each format; formats without an entry never use these kernels. Times on an H100 in
-# us for 1, 2, 4 and 8 tokens, with those of the tensor core's kernels in parentheses. Experts of
+# us for 1, 2, 4 and 8 tokens; in parentheses, those of the tensor core's kernels. Experts of
 # Qwen3-30B-A3B: bfloat16 31, 53 and 101 (39, 63, 108); float8 16, 30, 57 and 107 (33, 43, 68, 107);
 # int4 13, 20, 35 and 66 (17, 29, 45, 70); NVFP4 16, 27, 48 and 90 (19, 34, 51, 81). Experts of
 # gpt-oss-20b: MXFP4 34, 63, 115 and 222 (81, 110, 172, 272).
@@ -56,16 +56,17 @@ MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
 MOST_READS, MOST_READS_OF = 1.3, {"mxfp4": 1.6}
 # Bytes of a row that a thread loads at once, and bytes of a line of memory.
 LOAD_BYTES, LINE_BYTES = 16, 128
-# Possible bytes of a row in a step, and the fixed cost of a step as a fraction of a row's time.
+# Possible numbers of bytes of a row in a step. STEP_COST: the fixed cost of a step, as a fraction
+# of the time of a row.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
 STEP_COST = 0.08
-# Most columns of x that a program holds, over all slots; the second bound is for codes that are
+# Most columns of x that a program holds, over all slots. The second bound applies to codes that are
 # multiplied as floats, except in short steps.
 MOST_COLUMNS, MOST_FLOAT_COLUMNS = 2048, 1024
-# The fastest measured rows of gate and of up, and warps; UP_TILE for other formats.
+# Rows of gate and of up in a tile, and warps: the fastest measured. UP_TILE is for other formats.
 UP_TILE = (8, 4)
 UP_TILES = {"fp8": (4, 4), "int4": (8, 2)}
-# Rows of down, and whether its programs prefetch weights; DOWN_TILE for other formats.
+# Rows of down in a tile, and whether its programs prefetch weights. DOWN_TILE is for other formats.
 DOWN_TILE = (8, True)
 DOWN_TILES = {"int4": (4, False), "nvfp4": (4, False)}
 # Most columns of a step over float8 codes for which eight warps share a program.
@@ -101,13 +102,13 @@ class DotsPlan:
 
 
 def codes_a_word(weight: WeightOperands) -> int:
-    """Returns the columns of a word that the kernels read."""
+    """Returns the columns per word, for the words that the kernels read."""
     form = WEIGHT_FORMATS.get(weight.format)
     return 1 if form is None else 8 * WORD_BYTES // form.bits
 
 
 def multiplies_integers(weight: WeightOperands) -> bool:
-    """Whether codes are multiplied as integers; if not, as fp32 numbers."""
+    """Whether codes are multiplied as integers. If not, they are multiplied as fp32 numbers."""
     return codes_a_word(weight) == 8
 
 
@@ -117,7 +118,7 @@ def word_bytes(weight: WeightOperands) -> int:
 
 
 def run_of(weight: WeightOperands) -> int:
-    """Returns the words that share a sum: 16 bytes, or fewer if a scale covers fewer."""
+    """Returns how many words share a sum: 16 bytes of them, or fewer if a scale covers fewer."""
     whole = LOAD_BYTES // word_bytes(weight)
     if weight.scale is None:
         return whole
@@ -183,7 +184,7 @@ def up_tiles(problem: MoeProblem) -> DotTiles:
 
 
 def down_tiles(problem: MoeProblem) -> DotTiles:
-    """Returns the tiles of down, whose rows have a part for every slot of a step."""
+    """Returns the tiles of down. Each row of a tile has a part for every slot of a step."""
     rows, early = DOWN_TILES.get(problem.format, DOWN_TILE)
     block_k = step_of(problem.down, problem.inner)
     short = problem.format == "fp8" and block_k <= SHORT_STEP
@@ -194,7 +195,8 @@ def down_tiles(problem: MoeProblem) -> DotTiles:
 
 
 def step_of(weight: WeightOperands, columns: int) -> int:
-    """Returns the columns of a step, which balance few steps against few columns past the end."""
+    """Returns the columns of a step: a compromise between few steps and few columns past the
+    end."""
     per, size = codes_a_word(weight), word_bytes(weight)
     steps = [per * taken // size for taken in STEP_BYTES]
     return min(steps, key=lambda step: cdiv(columns, step) * (step / columns + STEP_COST))

@@ -2,7 +2,8 @@
 
 With few rows per expert, reading the weights of the experts in use takes all the time, and operands
 are swapped so that token tiles can be small. With many rows, tensor cores are the bound, and tiles
-are as large as registers and shared memory allow. At the bounds between, both took equal time.
+are as large as registers and shared memory allow. The bounds between few and many rows lie where
+both ways took equal time.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from tilewright.codegen.targets import Target
 
 # Most rows per expert for which weights are on the tensor core's M side.
 SWAPPED_ROWS = 16
-# On chips with tensor memory: most rows per expert with swapped operands, and fewest rows for tiles
-# of 128 rows.
+# On chips with tensor memory: the most rows per expert for which operands are swapped, and the
+# fewest rows for tiles of 128 rows.
 STREAMED_BY_TENSOR_MEMORY = 48
 WIDE_BY_TENSOR_MEMORY = 192
 # Fewest rows per expert for which weights are dequantised before the GEMMs. At these bounds, both
@@ -43,7 +44,7 @@ DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 256, "mxfp4": 256}
 WIDE_ROWS = 96
 # Number of tiles of 64 columns that keep a GPU's memory busy.
 STREAMING_TILES = 128
-# Most inner columns for which the down kernel has so few steps that shorter tiles are better.
+# Most inner columns for which the down kernel has so few steps that it prefers shorter tiles.
 SHORT_INNER = 768
 # Most rows per expert for which each warp takes its own columns, in tiles of eight tokens.
 SPLIT_ROWS = 4
@@ -68,7 +69,8 @@ class MoePlan:
 
     @property
     def by_route(self) -> bool:
-        """Whether both GEMMs take every route as a block of rows, so that nothing is sorted."""
+        """Whether both GEMMs take every route as a row block of its own, so that nothing is
+        sorted."""
         return all(isinstance(c, CodesConfig) and c.by_route for c in (self.up, self.down))
 
 
@@ -96,9 +98,9 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
 
 
 def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Returns the tiles of GEMMs that load weights by TMA. For few rows, two or three programs have
-    as many bytes in flight as an SM needs and hide each other's epilogues. For many rows, tiles are
-    the largest ones; with codes, those that leave registers to unpack them."""
+    """Returns the tiles of GEMMs that load weights by TMA. For few rows, two or three programs per
+    SM have enough bytes in flight and hide each other's epilogues. For many rows, tiles are as
+    large as possible; with codes, they are smaller, which leaves registers to unpack the codes."""
     dense = problem.format == "dense"
     if rows <= SWAPPED_ROWS:
         block_m = token_tile(rows)
@@ -141,9 +143,9 @@ def _by_words(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, 
 
 
 def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesConfig]:
-    """Returns tiles for the older instruction, whose warps each take their own columns. Registers
-    limit how many weights are in flight, and small programs use them best. With one token, every
-    route is a block of rows."""
+    """Returns tiles for the older tensor-core instruction (mma.sync), in which each warp takes its
+    own columns. Registers limit how many weights are in flight, and small programs use them best.
+    With one token, every route is a row block of its own."""
     up = CodesConfig(8, 32, 256, 2, 3, 6, split=2)
     if routes == problem.num_slots:
         if problem.inner <= 2 * SHORT_INNER:
@@ -157,15 +159,15 @@ def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesCo
 
 
 def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Returns the tiles of codes for few rows. With `ordered`, the first GEMM stores hidden rows in
-    the order of the codes. With longer tiles, storing them so takes longer than permuting them
-    later."""
+    """Returns the tiles of codes for few rows. With `ordered`, the first GEMM stores the columns of
+    hidden rows in the order in which the second one needs them. With longer tiles, such a store
+    takes longer than permuting the columns later."""
     ordered = problem.inner % STREAMED_K == 0
     few = CodesConfig(16, 32, 256, 4, 4, 2, part_k=256)
     few_down = CodesConfig(16, 64, 256, 4, 4, 2, part_k=256, ordered=True)
     if ordered and _few_tiles(problem, routes) and _fit(problem, few, few_down):
         return few, few_down
-    # These rows may begin anywhere in a sector of memory.
+        # The rows of these weights may begin anywhere in a sector of memory.
     up = CodesConfig(16, 64, STREAMED_K, 4, 4, 3, swapped=False)
     down = CodesConfig(16, 64, 256, 4, 3, 3, swapped=False, part_k=256)
     if not ordered and problem.format != "int4" and _fit(problem, up, down):
@@ -177,9 +179,9 @@ def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmCon
 
 
 def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
-    """Whether GEMMs in these tiles can stream the codes."""
+    """Whether GEMMs in these tiles can read the codes as they are stored."""
     if problem.format == "int4" and up.part_k != STREAMED_K:
-        return False  # the parts of int4 are its groups, for all tiles
+        return False  # a part of int4 is a group of scales, whatever the tiles
     gate_up = [problem.gate, problem.up] if problem.up else [problem.gate]
     weights = [replace(problem.gate_up, scale=weight.scale) for weight in gate_up]
     gemms = [(up_problem(problem, weight), up) for weight in weights]
@@ -188,7 +190,7 @@ def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
 
 
 def _few_tiles(problem: MoeProblem, routes: int) -> bool:
-    """Whether with tiles of 64 columns a part of the GPU has no work."""
+    """Whether a part of the GPU would have no work if tiles had 64 columns."""
     return routes * cdiv(problem.inner, 64) < 2 * STREAMING_TILES
 
 
@@ -207,8 +209,8 @@ def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfi
 
 
 def _in_tensor_memory(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Returns the largest tiles whose machine code does not spill and fits tensor memory with every
-    compiler release.
+    """Returns the largest tiles whose machine code does not spill, and fits tensor memory, with
+    every release of the compiler.
 
     Warps are not specialised if one operand is loaded by pointers and another by TMA, as in the up
     kernel (Triton issue 8311: wrong results), or if codes are unpacked (spills).
@@ -224,7 +226,7 @@ def _in_tensor_memory(problem: MoeProblem, rows: int, routes: int) -> tuple[Gemm
             return up, _swapped(block_m, 64, 128, 4, 3, 2)
         if problem.format == "dense":
             return up, _swapped(block_m, 128, 128, 8, 4)
-        # Codes take fewer bytes, so more stages are in flight, in blocks that fit an SM twice.
+        # Codes take fewer bytes, so more stages are in flight, in tiles of which two fit an SM.
         return up, _swapped(block_m, 128, 128, 4, 6)
     if rows < WIDE_BY_TENSOR_MEMORY:
         return GemmConfig(64, 64, 64, 4, 4), GemmConfig(64, 128, 64, 4, 4)

@@ -13,8 +13,8 @@ from tilewright.codegen.grouped.problem import (
     weight_obstacle,
 )
 
-# Most bytes of scratch memory for dequantised weights, which take as much as a layer's dense
-# weights.
+# The most bytes of scratch memory for dequantised weights. The dequantised weights of a layer take
+# as much memory as dense weights.
 DECODED_BYTES = 4 * 2**30
 
 
@@ -26,7 +26,7 @@ class MoeProblem:
         dtype: dtype of x, of the hidden rows and of the result.
         gate, up: weights [E, inner, hidden]; up is None if the activation is not gated.
         down: weight [E, hidden, inner]. All weights have one format, and biases one dtype.
-        interleaved: whether the rows of up lie between those of gate, in one tensor.
+        interleaved: whether rows of gate and rows of up alternate in one tensor.
         distance: stored elements from gate to up, if not interleaved; None if it is known only at
             the launch, because gate and up are two tensors.
         up_first: whether up lies before gate.
@@ -56,8 +56,8 @@ class MoeProblem:
 
     @property
     def gate_up(self) -> WeightOperands:
-        """gate's weight with the strides of the first GEMM, which steps over the rows of gate and
-        up."""
+        """gate's weight. If the rows of gate and up alternate, its row stride is that of single
+        rows, because the first GEMM steps over the rows of both."""
         expert, row, column = self.gate.data.strides
         if not self.interleaved or self.gate.n_major:
             return self.gate
@@ -89,7 +89,8 @@ def down_problem(problem: MoeProblem) -> GroupedProblem:
 
 
 def gemms(problem: MoeProblem) -> dict[str, GroupedProblem]:
-    """Returns the problem of a GEMM with each weight, by the weight's name."""
+    """Returns the problem of the GEMM with each weight, keyed by the weight's name: "gate", "up",
+    "down"."""
     made = {"gate": up_problem(problem, problem.gate)}
     if problem.up:
         made["up"] = up_problem(problem, problem.up)

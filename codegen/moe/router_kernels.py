@@ -48,8 +48,8 @@ class RouterProblem:
 
     @property
     def by_logits(self) -> bool:
-        """Whether the order of the logits decides the choice, because scores have the same
-        order."""
+        """Whether the kernel may choose by the logits themselves, because scores have the same
+        order as logits."""
         of_one = self.group_top == 1 or self.top_groups == self.num_groups
         return not self.corrected and of_one
 
@@ -74,7 +74,7 @@ class RouterProblem:
 
 @dataclass(frozen=True)
 class ChoiceConfig:
-    """rows: tokens that a program chooses for at once."""
+    """Tiles of `moe_choose`. rows: tokens that a program chooses for at once."""
 
     rows: int
     num_warps: int

@@ -1,9 +1,9 @@
 """Plans of a router, by the number of tokens.
 
-For few tokens, the weight is read once, by as many programs as a chip has multiprocessors, and each
-reads a part of its rows and columns. For many tokens, token tiles are as large as possible while
-all multiprocessors have work, and the choice is a separate launch, because it would delay the end
-of a program.
+For few tokens, the weight is read once, by as many programs as a chip has multiprocessors, each of
+which reads a part of the rows and columns. For many tokens, token tiles are as large as possible
+while all multiprocessors have work. The choice is then a separate launch, because a program that
+also chooses would end later than the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tilewright.codegen.targets import Target
 
 # The tensor core's smallest tile.
 LEAST_TILE = 16
-# Most tokens for which token tiles have that size and the last program of a tile chooses.
+# Most tokens for which token tiles have LEAST_TILE tokens and the last program of a tile chooses.
 FEW_TOKENS = 128
 # Fewest tokens for the largest token tiles.
 MANY_TOKENS = 1024
@@ -26,7 +26,7 @@ LIBRARY_TOKENS = 64
 WIDE_EXPERTS = 128
 # Most parts of the sum over columns.
 MOST_SPLITS = 32
-# fp32 logits that a warp chooses from.
+# The number of fp32 logits that one warp chooses from.
 CHOSEN_BY_WARP = 256
 # Fewest bytes of a weight for which two programs share a multiprocessor.
 LARGE_WEIGHT = 1 << 20
@@ -56,7 +56,7 @@ def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> Ro
 
 
 def uses_library(problem: RouterProblem, num_tokens: int) -> bool:
-    """Whether the library multiplies, which it does for fp32 numbers of many tokens."""
+    """Whether the library computes the product. It does for many tokens in fp32."""
     return problem.widened and num_tokens > LIBRARY_TOKENS
 
 

@@ -24,25 +24,28 @@ from tilewright.codegen.qkv.problem import (
 from tilewright.codegen.qkv.time import shared_bytes
 from tilewright.codegen.targets import Target
 
-# Most tokens of a tile if the tensor core takes codes and x from registers: more spill (sm120).
+# The most tokens of a tile if the tensor core takes codes and x from registers. With more tokens,
+# registers spill (sm120).
 MOST_TOKENS_IN_REGISTERS = 32
-# Most sums of a warp beside codes that are floats of four bits: more spill (sm90).
+# The most sums of a warp if the codes are floats of four bits. With more sums, registers spill
+# (sm90).
 MOST_SUMS_OF_FLOATS = 1024
 
-# Formats that few tokens multiply without tensor cores, and the most tokens. Times of the
-# projection of Llama-3-8B on an H100 in us, with those of the tensor core's kernel in parentheses:
-# int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1), float8 in blocks 10.0 (14.6), NVFP4 8.9
-# (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
+# The formats of weights that are multiplied without tensor cores, and the most tokens for which
+# they are. Times of the projection of Llama-3-8B on an H100 in us; in parentheses, those of the
+# tensor core's kernel: int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1), float8 in blocks 10.0
+# (14.6), NVFP4 8.9 (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
 DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
 MOST_DOTTED_TOKENS = 1
-# Pairs of a head in such a program, unless a norm needs whole heads.
+# Pairs of a head that a program without tensor cores takes, unless a norm needs whole heads.
 DOT_PAIRS = 8
-# 32-bit words (rows times columns) that four warps take in a step, and the fewest words of a row.
+# DOT_WORDS: 32-bit words (rows times columns) that four warps take in a step. LEAST_DOT_WORDS: the
+# fewest words of a row in a step. Each has one value for bytes and one for nibbles.
 DOT_WORDS, DOT_WORDS_OF_NIBBLES = 4096, 2048
 LEAST_DOT_WORDS, LEAST_DOT_WORDS_OF_NIBBLES = 32, 16
-# Programs per multiprocessor, reached by splitting K if there are few tiles.
+# Programs per multiprocessor. If there are fewer tiles, K is split until there are as many.
 DOT_PROGRAMS = 3
-# Most words in a thread's registers: more spill.
+# The most words in a thread's registers. With more words, registers spill.
 MOST_THREAD_WORDS = 64
 
 
@@ -53,7 +56,7 @@ def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Con
 
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
-    """Yields the configs that were worth trying on an H200 in any measured problem."""
+    """Yields the configs that were worth trying on an H200 in at least one measured problem."""
     dots = dots_config(problem, num_tokens, target)
     if dots is not None:
         yield dots
@@ -98,8 +101,8 @@ def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsCon
 def _tiled_configs(
     heads: int, width: int, num_tokens: int, target: Target
 ) -> Iterator[TiledConfig]:
-    """Yields tiles of `heads` heads, which have `width` columns. Every chip has persistent loops;
-    warps are specialised if the accumulator is in tensor memory."""
+    """Yields tiles of `heads` heads with `width` columns. All chips get tiles with persistent
+    loops; warps are specialised if the chip keeps the accumulator in tensor memory."""
     walk = {"persistent": True, "flatten": True, "warp_specialize": target.has("tcgen05")}
     if 32 < num_tokens <= 1024 and width <= 128:
         yield TiledConfig(64, heads, 128, 4, 4)
@@ -130,10 +133,11 @@ def _tiled_configs(
 
 
 def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfig]:
-    """Yields the configs of codes that were worth trying on an H200 in any measured format.
+    """Yields the configs of codes that were worth trying on an H200 in at least one measured
+    format.
 
-    For few tokens these are small tiles with K in many parts. For more tokens, x is put in order
-    once, instead of by every program.
+    Few tokens get small tiles, with K in many parts. For more tokens, one kernel puts x in order,
+    so that not every program has to do it.
     """
     q = problem.codes
     whole = next_power_of_2(problem.epilogue.pairs_per_head)

@@ -19,7 +19,7 @@ _STRIDES: Strides = {
     "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
 }
 _OMITTED = ("GATE_RUN", "V_NORMED", "NORM_BIAS_STRIDES", "SATURATES")
-# Counts that are at least 1, which kernels rely on.
+# Counts for which kernels rely on a value of at least 1.
 _COUNTS = ("sequence_tokens", "rope_tokens")
 
 EPILOGUE = Kernel(
@@ -55,11 +55,12 @@ PREFETCHED = 256
 class TiledConfig:
     """Tiles of `qkv_projection`, with tokens on the M side.
 
-    epilogue_parts: number of parts in which a tile is finished; 2 parts take half the registers.
-    The parts are heads, then slices of the pairs. With pairs_first, they are slices of the pairs of
-    all heads, which read each part of the rope table once. persistent: programs_per_sm programs per
-    SM loop over all tiles; if not, there is a program for each tile. flatten: the loads of the next
-    tile start before the epilogue of the last.
+    epilogue_parts: number of parts in which the epilogue takes a tile; 2 parts take half the
+    registers. A tile is divided into heads first, and then the pairs of each head into slices. With
+    pairs_first, the pairs of all heads are divided into slices, so that each part of the rope table
+    is read once. persistent: programs_per_sm programs per SM loop over all tiles; if not, there is
+    a program for each tile. flatten: the loads of a tile start before the epilogue of the previous
+    tile.
     """
 
     block_m: int
@@ -224,8 +225,8 @@ def swapped_statics(problem: QkvProblem, config: RowsConfig) -> Statics:
 
 
 def words_of(problem: QkvProblem, config: RowsConfig) -> int:
-    """Returns the stored elements of a weight in a word that the kernel reads: 4 for bytes in dot
-    products, else 1."""
+    """Returns how many stored elements of a weight make a word that the kernel reads: 4 for bytes
+    in dot products, else 1."""
     return 4 if isinstance(config, DotsConfig) and problem.codes.per_int32 == 4 else 1
 
 
@@ -266,7 +267,7 @@ def _code_constants(problem: QkvProblem, config: RowsConfig) -> dict[str, Consta
 
 
 def workspace_elements(problem: QkvProblem, config: RowsConfig) -> int:
-    """Returns the fp32 numbers in the workspace of the parts of one tile."""
+    """Returns how many fp32 numbers the workspace needs for the parts of one tile."""
     sums = 2 * config.block_p + squares_a_row(problem.input_norm)
     return config.split_k * sums * config.block_t
 
@@ -299,7 +300,7 @@ def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
     q, heads, weight = problem.codes, problem.epilogue, problem.weights[index]
     assert weight is not None
     columns, number = min(q.block[1], next_power_of_2(problem.hidden)), q.format.number
-    # Tiles with contiguous reads of words and contiguous writes of numbers.
+    # The tiles read words and write numbers contiguously.
     block_r, block_k = (16, 256) if weight.strides[-1] == 1 else (64, 64)
     if q.packed_rows:
         block_r, block_k = 128, 64

@@ -8,11 +8,12 @@ Four lowerings compute `fused_qkv_paged`:
     library    library GEMMs (one if the three weights are rows of one tensor), then
                `qkv_epilogue` over their results
 
-`dots` can include a norm of x, and so can `swapped` if weights are no codes. Before the other
+`dots` can include a norm of x, and so can `swapped` if weights are not codes. Before the other
 lowerings, a separate kernel norms x.
 
-Times come from the measured tables if they have the problem's dims, else from the cost model of
-`time`. If `dots_config` has tiles, `dots` takes precedence over `swapped`, whatever their times.
+Times come from the measured tables if they have the problem's dims, else from the cost model in
+`codegen.qkv.time`. If `dots_config` has tiles, `dots` takes precedence over `swapped`, whatever
+their times.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ from tilewright.codegen.targets import Target
 # measured.
 MOST_NORMED_TOKENS = 1
 
-# Factor by which the library's products of codes, whose times are modelled, must be faster than a
-# measured kernel.
+# The library's products of codes are chosen only if they are modelled to be faster than a measured
+# kernel by this factor.
 MARGIN = 1.25
 
-# Upper ends of the token counts that share a kernel if the count is known only at run time.
+# The largest token counts of the buckets. All counts of a bucket share a kernel if the count is
+# known only at run time.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 # Sources of the time of a choice, in the order of precedence.
@@ -69,8 +71,8 @@ class LoweringChoice:
         seconds: the expected time.
         source: the source of the time: HERE, TABLE or MODEL.
         norms_x: whether the kernel includes the problem's norm of x.
-        statics: the constants of the fused kernel; for the library, those of the epilogue, then
-            those of `dequantize_weight` for each weight of codes.
+        statics: the constants of the fused kernel; for the library, the constants of the epilogue,
+            and then the constants of `dequantize_weight` for each weight of codes.
     """
 
     name: str
@@ -90,7 +92,7 @@ class LoweringChoice:
 
 @dataclass(frozen=True)
 class LoweringPlan:
-    """Choices in rising order of `max_tokens`; a static problem has one."""
+    """Choices in rising order of `max_tokens`. A static problem has one choice."""
 
     problem: QkvProblem
     target: str

@@ -103,7 +103,7 @@ class HeadEpilogue:
 
     @property
     def pairs_per_head(self) -> int:
-        """Number of pairs that cover a head; the last ones may extend past it."""
+        """Number of pairs that cover a head; the last pairs may extend past it."""
         return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
 
     @property
@@ -135,7 +135,8 @@ class HeadEpilogue:
 
     @property
     def norm_halves(self) -> int:
-        """`halves` for the norm's weights: that of the rotation if the norm follows it, else 0."""
+        """`halves` for the norm's weights: the value of `halves` if the norm comes after the
+        rotation, else 0."""
         return 0 if self.norm_after == "none" else self.halves
 
     @property
@@ -187,7 +188,7 @@ class QkvProblem:
 
     @property
     def number_dtype(self) -> str:
-        """Dtype to which the library lowering decodes codes: that of q, or fp32 if x has codes too,
+        """Dtype to which the library lowering decodes codes: q's dtype, or fp32 if x has codes too,
         because rounding the numbers would lose accuracy."""
         return "fp32" if self.coded_x else self.epilogue.dtype
 
@@ -214,7 +215,7 @@ class QkvProblem:
 
     @property
     def after_norm(self) -> QkvProblem:
-        """The problem after x was normed to a separate tensor; the problem itself without a
+        """The problem as it is after a separate kernel normed x; the problem itself without a
         norm."""
         if self.input_norm is None:
             return self
@@ -228,8 +229,8 @@ class TiledWeights:
 
     weight_strides: (unit, row) if heads lie at multiples of unit, or (column,) for n-major weights,
     whose heads may begin at any element. head_steps: steps (q's group, q's head, k's head, v's
-    head) in units, or in elements if n-major. weight_extent: the extent of all heads in the same
-    measure. adjacent: whether several heads can be loaded together.
+    head) in units, or in elements if n-major. weight_extent: the extent of all heads, in the same
+    measure as head_steps. adjacent: whether several heads can be loaded together.
     """
 
     weight_strides: tuple[int, ...]
@@ -375,7 +376,7 @@ def steps_fit(problem: QkvProblem, block_k: int) -> bool:
 
 
 def fused_obstacle(heads: HeadEpilogue) -> str | None:
-    """Returns why no kernel that multiplies tiles can have this epilogue; None if they can."""
+    """Returns why no kernel that multiplies tiles can have this epilogue; None if kernels can."""
     if heads.dtype not in ("bf16", "fp16"):
         return f"tensor cores take bf16 and fp16 here, not {heads.dtype}"
     if heads.row_norm:

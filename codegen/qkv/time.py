@@ -20,10 +20,10 @@ from tilewright.codegen.targets import Target
 # below, it was fitted to the table measured on an H200. The model is within a quarter of the table,
 # except for few tiles with long columns.
 _WARP_GROUP_SHARE = {1: 0.62, 2: 0.93, 3: 0.94}
-# An epilogue that does not overlap with anything, for a tile of 128 x 256.
+# The time of an epilogue that overlaps with nothing, for a tile of 128 x 256.
 _EPILOGUE_S = 1.6e-6
-# Time of first loads and last stores, besides the launch (15 us for 50 MB of weights, 41 us for
-# 168 MB).
+# The time of the first loads and the last stores, besides the launch. With it, 50 MB of weights
+# take 15 us in all, and 168 MB take 41 us.
 _FILL_S = 1.0e-6
 _DESCRIPTOR_S = 1.0e-6
 _SPLIT_S = 1.2e-6
@@ -33,16 +33,17 @@ _TMA_BYTES_PER_SM_S = 115e9
 _LOAD_BYTES_PER_SM_S = 85e9
 
 # For weights of codes: codes that an SM unpacks per second; the fraction of the tensor cores' rate
-# that tiles of few tokens and of more reach (tiles of fewer than 64 tokens take as long as tiles of
-# 64); and the time of the kernel that puts x in order.
+# that tiles of few tokens reach, and the fraction for more tokens (tiles of fewer than 64 tokens
+# take as long as tiles of 64); and the time of the kernel that puts x in order.
 _CODES_PER_SM_S = 9.0e10
 _CODES_MMA_SHARES = (0.75, 0.55)
 _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
 # For the kernel without tensor cores: its time besides the launch (7.4 us in all for 13 MB of int4
-# on an H100), and the modelled numbers of integers (True) and floats (False) that an SM multiplies
-# per second: 6 instructions at half rate for 8 integers, 3 for each float.
+# on an H100), and the numbers of integers (True) and floats (False) that an SM multiplies per
+# second. These numbers are modelled: 8 integers take 6 instructions at half rate, and a float takes
+# 3 instructions.
 _DOTS_FILL_S = 1.0e-6
 _DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 
@@ -84,8 +85,9 @@ def _codes_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Targ
     words = rows * config.block_k * q.staged_bytes
     x = config.block_t * config.block_k * x_bytes
     made = 0 if problem.coded_x else x
-    # Codes pass through shared memory to the tensor core in tiles smaller than wgmma's, and, with
-    # mma.sync, in words of eight codes of a row, because its threads hold fewer adjacent codes.
+    # Codes pass through shared memory to the tensor core if they are packed along the rows, or if
+    # the tile is smaller than wgmma's. With mma.sync, so do words of eight codes of a row, because
+    # its threads hold fewer adjacent codes.
     if q.packed_rows or rows < 64 or (target.multiplies_registers and q.per_word == 8):
         made += rows * config.block_k * 2
     return int((words + x) * config.num_stages + made)
@@ -213,8 +215,8 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
         rows, columns = 2 * config.block_p, config.block_t
         limit = 4 if problem.quantization is None else by_shared
     elements = rows * columns // (32 * config.num_warps)
-    # Registers hold the accumulator, and half as much for the epilogue and addresses; more for
-    # codes.
+    # Registers hold the accumulator, and half as many numbers for the epilogue and addresses.
+    # Kernels of codes need more registers.
     wanted = 40 + elements * 3 // 2 if problem.quantization is None else 80 + 2 * elements
     registers = min(wanted, target.max_registers)
     by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)

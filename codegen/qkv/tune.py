@@ -1,9 +1,9 @@
 """Chooses a lowering by measuring: the candidates to try, and the times kept on disk.
 
-This module does not use a GPU: a caller with one passes a `Timer`. The times of all candidates are
-kept beside the kernels, under a key of everything that affects them: the machine, the problem, and
-all sources that the candidates' kernels are emitted from. Times measured here take precedence over
-the shipped table, and the table over the cost model.
+This module does not use a GPU: a caller that has a GPU passes a `Timer`. The times of all
+candidates are kept beside the kernels, under a key of everything that affects them: the machine,
+the problem, and all sources that the candidates' kernels are emitted from. Times measured here take
+precedence over the shipped table, and the table over the cost model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.spec import module_of
 from tilewright.codegen.targets import Target
 
-#: Most fused kernels that are tried, the model's best ones: compiling them is most of the cost.
+#: The most fused kernels that are tried: those that the cost model ranks best. Compiling them takes
+#: most of the time.
 MAX_FUSED = 8
 
 _FORMAT = "1"
@@ -72,8 +73,8 @@ def bucket(num_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def trials(case: Case) -> Mapping[str, LoweringChoice]:
-    """Returns the choices worth measuring, by name: the unmeasured choice, the model's best ones,
-    and the library.
+    """Returns the choices worth measuring, by name: the choice that a plan makes without measuring
+    here, the configs that the cost model ranks best, and the library.
 
     Each has the form of a plan's choice for up to `case.num_tokens` tokens.
     """
@@ -102,9 +103,9 @@ def name_of(choice: LoweringChoice) -> str:
 def tuned(
     case: Case, machine: Machine, timer: Timer | None, store: KernelCache | None = None
 ) -> LoweringChoice | None:
-    """Returns the fastest trial of a case on this machine, and measures the trials if no times are
-    kept. A single trial is returned unmeasured. Without a timer, returns the fastest by the kept
-    times, or None if there are no valid ones.
+    """Returns the fastest trial of a case on this machine. Measures the trials if no times are
+    kept. If there is only one trial, returns it unmeasured. Without a timer, returns the fastest by
+    the kept times, or None if no valid times are kept.
 
     If several processes ask at once, one measures and the others wait. Raises NothingMeasuredError
     if no trial could be timed, and passes on the timer's errors; nothing is kept then.
@@ -145,7 +146,7 @@ def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> s
 
 def _sources() -> Iterator[str]:
     """Yields fingerprints of the sources of kernels: templates, emitter, and the modules of this
-    folder and the one above, which make constants of a problem."""
+    folder and of `codegen/`, which turn a problem into constants."""
     yield emit.emitter_fingerprint()
     for kernel in KERNELS:
         yield source.fingerprint(module_of(kernel.template))

@@ -69,8 +69,9 @@ def number_pair(
     words, position: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
     DTYPE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Returns the numbers of the codes at `position` and `position` + 4 of each word, or with a
-    table those of the byte `position`, along a new last axis of two, divided by `number_unit`."""
+    """Returns the numbers of two codes of each word along a new last axis, divided by
+    `number_unit`. The codes are at `position` and `position` + 4 or, with a table, in byte
+    `position`."""
     if NUMBER == "":
         return nibble_pair(words, position, OFFSET, DTYPE)
     elif NUMBER == "e2m1":
@@ -125,7 +126,8 @@ def codes_in_order(
     ROWS: tl.constexpr = words.shape[0]
     COLUMNS: tl.constexpr = words.shape[1]
     if PER == 8:
-        # These are separate statements, because the emitter requires it of inline instructions.
+        # Each call is a statement of its own, because the emitter requires that of inline
+        # instructions.
         pair = number_pair(words, 0, REVERSED, OFFSET, DTYPE, NUMBER)
         second_pair = number_pair(words, 1, REVERSED, OFFSET, DTYPE, NUMBER)
         even = tl.join(pair, second_pair)
@@ -160,8 +162,8 @@ def scaled_numbers(words, scale, DTYPE: tl.constexpr):
     `number_unit`: [rows, 8 * words], with K in the order of `x_in_order` with one group.
 
     The products are exact: they have 2 + 4 significant bits. The numbers of `e2m1_pair` are too
-    small by 2 ** 126 (bf16) or 2 ** 14 (fp16). The scales correct all of this but 2 ** 7, which
-    would exceed their range.
+    small by 2 ** 126 (bf16) or 2 ** 14 (fp16). The scales are multiplied by this factor divided by
+    2 ** 7: the whole factor would exceed their range.
     """
     LOST: tl.constexpr = 2.0**119 if tl.bfloat16 == DTYPE else 2.0**7
     ROWS: tl.constexpr = words.shape[0]
@@ -170,8 +172,8 @@ def scaled_numbers(words, scale, DTYPE: tl.constexpr):
     factor = (scale.to(tl.float16).to(tl.float32) * LOST).to(DTYPE)
     factor = tl.broadcast_to(factor[:, :, None], (ROWS, GROUPS, WORDS // GROUPS))
     factor = tl.reshape(factor, (ROWS, WORDS))[:, :, None]
-    # With the sum, both numbers of a pair take one FMA. With plain products, ptxas would exchange
-    # them, and exchange them back.
+    # Because 0.0 is added, both numbers of a pair take one FMA. In plain products, ptxas would swap
+    # the two numbers, and swap them back.
     first = halves_of(e2m1_pair(words, 0, DTYPE), DTYPE) * factor + 0.0
     second = halves_of(e2m1_pair(words, 1, DTYPE), DTYPE) * factor + 0.0
     third = halves_of(e2m1_pair(words, 2, DTYPE), DTYPE) * factor + 0.0
@@ -315,9 +317,9 @@ def add_scaled_groups(
     with x_scale): the weight is (codes - ZERO_OFFSET) * scale + zero.
     """
     # In an operand joined from bytes, Triton gives each of the four threads that share a row 8
-    # columns (kWidth 8, mma.sync). If a product has only 16 columns, two of the threads repeat
-    # those of the others: half of the columns count twice, and the rest not at all (Triton 3.6 to
-    # 3.9). So groups of 16 are multiplied two at a time, with zeros in place of the other one.
+    # columns (kWidth 8, mma.sync). If a product has only 16 columns, two of the threads repeat the
+    # columns of the other two: half of the columns count twice, and the rest not at all (Triton 3.6
+    # to 3.9). For this reason groups of 16 are multiplied in pairs, with x zero in the other group.
     PAIRED: tl.constexpr = PER == 2 and codes.shape[1] == 16 * GROUPS
     PARTS: tl.constexpr = GROUPS // 2 if PAIRED else GROUPS
     ROWS: tl.constexpr = codes.shape[0]

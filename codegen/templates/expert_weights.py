@@ -138,7 +138,7 @@ def rows_in_order(x, RUN: tl.constexpr):
 
 @triton.jit
 def place_in_order(columns, STEP: tl.constexpr, RUN: tl.constexpr):
-    """Returns the columns to which `rows_in_order` moves columns, if it permutes steps of STEP
+    """Returns where `rows_in_order` moves the given columns, if it permutes steps of STEP
     columns."""
     column = columns % STEP
     quarter = column // (STEP // 4)
@@ -208,7 +208,8 @@ def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl
     odd = tl.join(halves_of(third, DTYPE), halves_of(fourth, DTYPE))
     codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
     if not (FORMAT == "nvfp4" and tl.bfloat16 == DTYPE):
-        # The factor is not merged with the scale: so both halves of a register stay in it.
+        # Multiply by the factor and the scale one after the other: then both halves of a register
+        # stay in it.
         codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
         factor = word_scales(scales, WORDS, FORMAT).to(DTYPE)
         codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))

@@ -26,8 +26,8 @@ def head_of_tile(tile_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr)
 
 @triton.jit
 def turned_kind(kind, head, GATE_RUN: tl.constexpr):
-    """Returns the `kind` as which a head is normed and rotated. A gate among q's heads counts as v,
-    which is neither normed nor rotated.
+    """Returns the `kind` by whose rules a head is normed and rotated. A gate among q's heads counts
+    as v, which is neither normed nor rotated.
 
     GATE_RUN: q's heads alternate between this many queries and this many gates; 0: no gates.
     """

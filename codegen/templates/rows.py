@@ -1,5 +1,5 @@
-"""Kernels that prepare the rows of x for a product: a norm, and the order in which codes of weights
-are decoded along K."""
+"""Kernels that prepare the rows of x for a product: one norms them, and one puts their columns into
+the order in which codes of weights are decoded along K."""
 
 import triton
 import triton.language as tl
@@ -17,8 +17,8 @@ def order_x(
     """Permutes the columns of x [tokens, K] to the order in which words of codes are decoded:
     ordered [tokens, WIDTH], padded with zeros.
 
-    Grid (cdiv(WIDTH, BLOCK_K), cdiv(tokens, BLOCK_T)). UNIT columns, which divide BLOCK_K, are
-    permuted among themselves, as in `x_in_order`.
+    Grid (cdiv(WIDTH, BLOCK_K), cdiv(tokens, BLOCK_T)). Each run of UNIT columns, a divisor of
+    BLOCK_K, is permuted by itself, as in `x_in_order`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,5 +1,5 @@
-"""The reduction of a sum that programs of one tile split: parts in memory, which the last program
-adds."""
+"""The reduction of a sum that several programs compute in parts: each stores its part, and the last
+program adds the parts."""
 
 import triton
 import triton.language as tl
@@ -7,8 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def arrive(counter_ptr, SPLITS: tl.constexpr):
-    """Returns whether a program, after it has stored its part, is the last of SPLITS. The last one
-    resets the counter to zero for the next launch."""
+    """Counts a program that has stored its part, and returns whether it is the last of SPLITS. The
+    last program resets the counter to zero for the next launch."""
     # The stores of all threads must precede the atomic of one thread.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1

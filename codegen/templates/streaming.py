@@ -4,9 +4,9 @@ before the product.
 An RMS norm is a factor of each row of the result. x times the norm's weight is rounded before the
 product, and the sum of x's squares is computed in the same pass over K.
 
-A layer norm is not such a factor: its mean and bias may add much more to a sum than the rest. So
-the statistics of whole rows are computed first, and the x of each step is normed like in a separate
-norm: rounded once, before the product.
+A layer norm is not such a factor: its mean and bias may add much more to a sum than the rest. For a
+layer norm, the statistics of whole rows are computed first. Then the x of each step is normed as a
+separate norm would norm it: rounded once, before the product.
 """
 
 import triton
@@ -18,8 +18,8 @@ def prefetch_rows(
     rows_ptr, first, K: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
     """Prefetches LINES lines of LINE elements (128 bytes) of each row of K to the L2 cache, from
-    column `first` on. This is a hint that reads nothing, so another kernel may still write
-    there."""
+    column `first` on. A prefetch is a hint that reads nothing, so another kernel may still be
+    writing these rows."""
     columns = tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)
     lines = rows_ptr[:, None] + columns[None, :]
     tl.inline_asm_elementwise(
@@ -29,7 +29,8 @@ def prefetch_rows(
 
 @triton.jit
 def places_of_norm(norm_weight_ptr, tokens, columns, STRIDE: tl.constexpr):
-    """Returns pointers [tokens, columns] to a norm's weight or bias; None if it has none."""
+    """Returns pointers [tokens, columns] to the weight or bias of a norm; None for a norm without
+    it."""
     norm_ptrs = None
     if norm_weight_ptr is not None:
         # The pointers repeat for each token: Triton can pipeline a load of this size, but not one
@@ -89,8 +90,8 @@ def step_of_x(
     x_ptrs, norm_ptrs, squares, step, mask,
     NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Returns (x [tokens, columns] of a step, times an RMS norm's weight; squares plus those of
-    x)."""
+    """Returns (x [tokens, columns] of a step, times an RMS norm's weight; `squares` plus the
+    squares of x)."""
     x = tl.load(x_ptrs + step, mask=mask, other=0.0)
     if NORM:
         wide = x.to(tl.float32)

@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def chosen_bytes(low, high, selectors):
-    """Returns the bytes of a pair of words whose numbers, 0 to 7, are the four low nibbles of
-    `selectors`. With 8 added to a number, the result is the byte's top bit, repeated eight
-    times."""
+    """Returns four bytes for each pair of words. Each of the low four nibbles of `selectors` names
+    one of the eight bytes of a pair by its number, 0 to 7. With 8 added to a number, the result is
+    the byte's top bit, repeated eight times."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selectors], tl.int32, True, 1
     )
@@ -16,8 +16,9 @@ def chosen_bytes(low, high, selectors):
 
 @triton.jit
 def four_bytes(words, SECOND: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr):
-    """Returns one byte of the number of each of the four codes in the low half of int32 words, or
-    in the high half if SECOND. The bytes of the 16 numbers begin at word FIRST of TABLE."""
+    """Returns one byte of each of four numbers: those of the four codes in the low half of int32
+    words, or in the high half if SECOND. The bytes of the 16 numbers begin at word FIRST of
+    TABLE."""
     selectors = ((words >> 16) if SECOND else words) & 0x7777
     is_high = chosen_bytes(words, words << 4, 0xBFAE if SECOND else 0x9D8C)
     low = chosen_bytes(TABLE[FIRST], TABLE[FIRST + 1], selectors)
@@ -30,7 +31,7 @@ def table_pair(
     words, byte: tl.constexpr, REVERSED: tl.constexpr, DTYPE: tl.constexpr, TABLE: tl.constexpr
 ):  # fmt: skip
     """Returns the numbers of the two codes in a byte of int32 words, as 16-bit floats in the halves
-    of a word. The first is that of the low code, or with REVERSED of the high one.
+    of a word. The first number belongs to the low code or, with REVERSED, to the high code.
 
     TABLE: the result of `tilewright.codegen.formats.table_words`, whose last numbers are the
     factors by which these numbers are too small.

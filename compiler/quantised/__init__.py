@@ -30,7 +30,11 @@ from tilewright.compiler.quantised import (
     nvfp4,
     tensor_subclasses,
 )
-from tilewright.compiler.quantised.coded_linear import CodedLinear, share_equal_scales
+from tilewright.compiler.quantised.coded_linear import (
+    CodedLinear,
+    put_factors_together,
+    share_equal_scales,
+)
 
 #: A library's reader of a module: returns the module to put in its place; or why the module stays;
 #: or None for a module that is not this library's.
@@ -131,7 +135,8 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
 
     Codes of GPTQ and AWQ are laid out again, once, so that the codes in a row of a weight are
     contiguous. That needs temporary memory for one linear's codes at a time, N * K / 2 bytes. With
-    copy=True the copy has its own such codes, beside those of the original.
+    copy=True the copy has its own such codes, beside those of the original. Linears in NVFP4 hold
+    the reciprocal of `weight_global_scale`; `load_state_dict` computes it again.
 
     Raises TypeError if model is no module.
     """
@@ -152,7 +157,9 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
         elif found is not None:
             _put(model, name, found)
             prepared.replaced.append(Replaced(name, module, found))
-    share_equal_scales({one.name: one.module for one in prepared.replaced})
+    linears = {one.name: one.module for one in prepared.replaced}
+    share_equal_scales(linears)
+    put_factors_together(linears)
     if any(compressed_tensors.is_compressed(one.original) for one in prepared.replaced):
         left = any(compressed_tensors.is_compressed(one.original) for one in prepared.left)
         if not left:

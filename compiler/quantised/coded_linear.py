@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,65 @@ class CodedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class DividedLinear(CodedLinear):
+    """A linear whose scales a number divides, `weight_global_scale` [1].
+
+    `weight_factors` holds its reciprocal, at `place`, so that no forward pass computes it; it is
+    None if there is no such number. It is not in `state_dict`, and `load_state_dict` computes it
+    again. It stays as it was if the divisor is changed in place by other means.
+    """
+
+    weight_global_scale: torch.Tensor
+    weight_factors: torch.Tensor | None
+    place = 0
+
+    def __init__(
+        self, in_features: int, out_features: int, tensors: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        super().__init__(in_features, out_features, tensors)
+        self.register_buffer("weight_factors", None, persistent=False)
+        self.hold_factor()
+        self.register_load_state_dict_post_hook(_hold_factor_again)
+
+    @property
+    def weight_factor(self) -> torch.Tensor:
+        """The reciprocal, [1]."""
+        assert self.weight_factors is not None
+        return self.weight_factors[self.place : self.place + 1]
+
+    def reciprocal(self) -> torch.Tensor | None:
+        """Returns the reciprocal, [1], or None if scales are to be divided."""
+        divisor: torch.Tensor | None = getattr(self, "weight_global_scale", None)
+        return None if divisor is None else 1.0 / divisor.detach().reshape(1)
+
+    def hold_factor(self) -> None:
+        """Computes the reciprocal, in its place if other linears hold theirs in the same tensor."""
+        factor, held = self.reciprocal(), self.weight_factors
+        if factor is None or held is None or held.device != factor.device:
+            self.weight_factors, self.place = factor, 0
+        else:
+            held[self.place] = factor[0]
+
+
+def _hold_factor_again(linear: nn.Module, _: Any) -> None:
+    assert isinstance(linear, DividedLinear)
+    linear.hold_factor()
+
+
+def put_factors_together(linears: Mapping[str, nn.Module]) -> None:
+    """Makes linears of one parent, given by name, hold their factors in one tensor, in order. An op
+    that reads several of them then takes that tensor, or a part of it."""
+    of_parents: dict[tuple[str, torch.device], list[DividedLinear]] = {}
+    for path, linear in linears.items():
+        if isinstance(linear, DividedLinear) and linear.weight_factors is not None:
+            where = path.rpartition(".")[0], linear.weight_factors.device
+            of_parents.setdefault(where, []).append(linear)
+    for group in of_parents.values():
+        together = torch.cat([linear.weight_factor for linear in group])
+        for place, linear in enumerate(group):
+            linear.weight_factors, linear.place = together, place
 
 
 def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
+    DividedLinear,
     bytes_of_words,
     floats_of_bytes,
     nearest_e2m1,
@@ -29,6 +30,8 @@ _LIMITS = {
     ("int", 8): (-128.0, 127.0),
     ("float", 4): (-fp4.MAX, fp4.MAX),
 }
+#: The bytes of positive e4m3 numbers are below this one, which is NaN.
+_FINITE_SCALES = 0x7F
 #: The number by which the library replaces a scale of zero, by the scale's dtype.
 _LEAST_SCALE = {torch.float8_e4m3fn: 0.125, torch.uint8: 1.0}
 
@@ -163,9 +166,9 @@ def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
     return (2.0 ** least.to(torch.float32)).to(largest.dtype)
 
 
-class FloatLinear(CompressedLinear):
+class FloatLinear(CompressedLinear, DividedLinear):
     """A linear of 4-bit E2M1 codes, two to a byte, the even one in the low nibble. NVFP4 divides
-    its scales by a factor; the scales of MXFP4 are powers of two."""
+    its scales by a number; the scales of MXFP4 are powers of two."""
 
     weight_packed: torch.Tensor
 
@@ -176,9 +179,30 @@ class FloatLinear(CompressedLinear):
         scale = self.weight_scale
         if scale.dtype == torch.uint8:
             return 2.0 ** (scale.to(torch.int32) - e8m0.BIAS).to(torch.bfloat16)
-        factor = getattr(self, "weight_global_scale", None)
         scale = scale.to(torch.bfloat16)
-        return scale if factor is None else scale / factor
+        if self.weight_factors is not None:
+            return scale * self.weight_factor
+        divisor = getattr(self, "weight_global_scale", None)
+        return scale if divisor is None else scale / divisor
+
+    def reciprocal(self) -> torch.Tensor | None:
+        factor = super().reciprocal()
+        if factor is None or self.weight_scale.dtype != torch.float8_e4m3fn:
+            return None
+        return factor if _decodes_alike(self.weight_global_scale, factor) else None
+
+
+def _decodes_alike(divisor: torch.Tensor, factor: torch.Tensor) -> bool:
+    """Whether weights in NVFP4 are the same bfloat16 numbers if scales are multiplied by a factor,
+    as if they are divided by its reciprocal, for all codes and scales. On the meta device, which
+    has no numbers, they count as the same."""
+    if divisor.is_meta:
+        return True
+    scales = torch.arange(_FINITE_SCALES, dtype=torch.uint8, device=divisor.device)
+    scales = scales.view(torch.float8_e4m3fn).to(torch.bfloat16)
+    codes = torch.tensor(fp4.MAGNITUDES, device=divisor.device).unsqueeze(1)
+    quotients, products = scales / divisor.reshape(1), scales * factor
+    return torch.equal((codes * quotients).bfloat16(), (codes * products).bfloat16())
 
 
 class PackedLinear(CompressedLinear):

@@ -1,5 +1,6 @@
-"""The lists of blocks that `mask_blocks` returns: the blocks of keys that some query of a tile
-sees. Arguments, meaning and kernel of the op, and checks of a given list."""
+"""The lists of blocks that `mask_blocks` returns: the blocks of keys that at least one query of a
+tile sees. This module has the arguments, the meaning and the kernel of the op, and the checks of a
+list that a caller gives to attention."""
 
 from __future__ import annotations
 
@@ -50,11 +51,12 @@ class MaskBlocksArguments:
     attn_mask [B or 1, H or 1, S or 1, K], any strides: bool, True is seen; or numbers that are
     added to logits, where -inf hides.
 
-    hide_lowest: numbers of at most -1.75 E also hide, in a tile of 128 queries each of which has a
-    number of at least -E / 8. E is the largest power of two of the mask's dtype;
-    `torch.finfo(dtype).min` is almost -2 E. Set it only where such numbers leave no weight beside
-    ordinary ones: logits are at most E / 2, the mask alone decides which keys are seen, and it has
-    as many columns as there are keys. It does not affect boolean masks.
+    hide_lowest: in a tile of 128 queries, numbers of at most -1.75 E also hide, if each of the
+    queries has a number of at least -E / 8. E is the largest power of two of the mask's dtype;
+    `torch.finfo(dtype).min` is almost -2 E. Set it only if a key with such a number gets no weight
+    beside keys with ordinary numbers: logits must be at most E / 2, the mask alone must decide
+    which keys are seen, and it must have as many columns as there are keys. It does not affect
+    boolean masks.
 
     Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries, the number
     of blocks of 64 keys that some query of it sees, then those blocks in ascending order, then
@@ -90,13 +92,13 @@ def fake(a: MaskBlocksArguments) -> torch.Tensor:
 
 
 def reference(a: MaskBlocksArguments) -> torch.Tensor:
-    """For tile t of queries, block b of keys and the mask's elements for them, [128, 64]:
+    """For tile t of 128 queries and block b of 64 keys:
 
         seen[t, b] = any(mask[128 t:, 64 b:] != -inf)
         whole[t, b] = all(mask[128 t:, 64 b:] == 0)            and there are 64 keys
         out[t] = n, then 2 b + whole[t, b] of the n blocks that are seen, then zeros
 
-    In a boolean mask, True is seen; a block of True only is whole. With hide_lowest, if
+    In a boolean mask, True is seen, and a block is whole if all of it is True. With hide_lowest, if
     all(any(mask[128 t:] >= -E / 8, keys)):
 
         seen[t, b] = any(mask[128 t:, 64 b:] > -1.75 E)
@@ -132,7 +134,8 @@ def _tiled(pairs: torch.Tensor, *, spare_query: bool) -> torch.Tensor:
 
 
 def _unit(a: MaskBlocksArguments) -> float:
-    """Returns the largest power of two of the mask's dtype if its lowest numbers hide; else 0."""
+    """Returns the largest power of two of the mask's dtype if the lowest numbers of the mask hide
+    keys; else 0."""
     hides = a.hide_lowest and a.attn_mask.dtype != torch.bool
     return largest_power(a.attn_mask.dtype) if hides else 0.0
 
@@ -141,13 +144,13 @@ def _unit(a: MaskBlocksArguments) -> float:
 
 
 def unsupported(a: MaskBlocksArguments) -> str | None:
-    """Returns why the emitted kernel cannot take a call, or None. Reads metadata only."""
+    """Returns why the emitted kernel cannot take a call; None if it can. Reads metadata only."""
     dtype = a.attn_mask.dtype
     return f"no kernel for {dtype}" if dtype == torch.float64 else None
 
 
 def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
-    """The steps of a call."""
+    """Runs the steps of a call."""
     mask = mask_bytes(a.attn_mask)
     batch, heads, query_tiles, columns = shape = blocks_shape(mask)
     tiles, key_blocks = batch * heads * query_tiles, columns - 1
@@ -187,8 +190,8 @@ def _mask_kernel(problem: MaskProblem, tiles: int, target: Target) -> tuple[Mask
 def list_steps(
     mask: torch.Tensor, target: Target, *, hide_lowest: bool
 ) -> Generator[Step, Any, torch.Tensor]:
-    """Runs the steps that make the list of blocks of a mask, for a call without one. A dimension
-    along which the mask is expanded has length one in the list."""
+    """Runs the steps that make the list of blocks of a mask, for a call that has no list. If the
+    mask is expanded along a dimension, the list has length one there."""
     for dim in range(3):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
@@ -210,7 +213,7 @@ def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor |
 def check_mask_blocks_values(
     op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None, *, hide_lowest: bool
 ) -> None:
-    """Checks that a list is the one of its mask, if values may be read: on the CPU, or under
+    """Checks that a list belongs to its mask, if values may be read: on the CPU, or under
     TILEWRIGHT_DEBUG=1. hide_lowest: the list made with hide_lowest is accepted too. Raises
     ArgumentError."""
     if mask is None or blocks is None or not readable((blocks,)):

@@ -81,9 +81,10 @@ def check_batch(op: str, a: AttentionArguments) -> None:
 def check_sight(
     op: str, a: Any, keys: Callable[[Any], Any], ragged: Sequence[str] = ("row_offsets",)
 ) -> None:
-    """Checks the arguments that say which keys a query sees. keys: returns the number of keys of
-    each sequence in equal runs. ragged: arguments that exclude equal runs. Reads metadata only;
-    raises ArgumentError."""
+    """Checks the arguments that say which keys a query sees. keys: a function that returns the
+    number of keys of each sequence; it is called only if sequences are equal runs. ragged: the
+    arguments that are given only if sequences are not equal runs. Reads metadata only; raises
+    ArgumentError."""
     check_mask(op, a)
     check_number(op, "scale", a.scale)
     if a.attn_mask is not None:
@@ -151,7 +152,7 @@ def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
 
 
 def attention_obstacle(a: AttentionArguments) -> str | None:
-    """Returns why no kernel takes a call, or None. Reads metadata only."""
+    """Returns why no kernel takes a call; None if one does. Reads metadata only."""
     if not a.scale > 0:  # kernels take the largest product as the largest logit
         return f"no kernel for a scale of {a.scale}"
     width = max(a.q.shape[2], a.v.shape[3])

@@ -78,7 +78,7 @@ def attention_steps(
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
     if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
-        # A tile holds all heads that share keys, and a list describes one mask head.
+        # A tile holds all heads that share keys, but a list describes only one head of the mask.
         a = replace(a, mask_blocks=None)
     else:
         a = yield from _with_list(a, target)
@@ -97,7 +97,7 @@ def _decode(
     if config.splits > 1:
         shape = tiles, workspace_elements(problem, config)
         values["workspace"] = yield Buffer(shape, torch.float32)
-    # Ragged sequences have no number of tiles that is the same for all.
+    # Ragged sequences differ in their number of tiles.
     row_tiles = None if problem.ragged else cdiv(sizes.num_queries, config.tokens)
     values["row_tiles"] = row_tiles
     values["num_sequences"] = sizes.num_sequences if problem.ragged else None
@@ -114,7 +114,8 @@ def _decode(
 def _decode_kernel(
     problem: CacheProblem, sizes: AttentionSizes, target: Target, config: DecodeConfig | None
 ) -> tuple[DecodeConfig, Statics, Statics]:
-    """Returns the tiles (`config`, if given) and the constants of both kernels."""
+    """Returns the tiles (`config`, if given), the constants of the attention kernel, and those of
+    the kernel that merges its parts."""
     config = config or decode_config(problem, sizes, target)
     shared = Statics(
         problem,

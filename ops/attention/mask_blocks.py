@@ -1,7 +1,7 @@
-"""`mask_blocks`: lists the blocks of keys that a mask lets some query of a tile see.
+"""`mask_blocks`: lists the blocks of keys that a mask lets at least one query of a tile see.
 
-Attention that gets the list reads no other blocks, and does not read the mask where a whole block
-is seen. All layers of a model share one list.
+Attention that gets the list reads no other blocks. If a tile sees all keys of a block, attention
+does not read the mask there. All layers of a model share one list.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tilewright.ops.contract import EXACT, FusedOp, emitted_kernel, register
 
 @dataclass(frozen=True)
 class MaskCase:
-    """A mask [batch, heads, queries, keys]. cached: number of keys before the first query's own;
-    keys after a query's own are hidden. padding: number of keys hidden at the left of every second
-    sequence. transposed: queries, not keys, are contiguous in memory."""
+    """A mask [batch, heads, queries, keys]. cached: number of keys before the first query's own
+    key. Keys after a query's own key are hidden. padding: number of keys hidden at the left of
+    every second sequence. transposed: queries, not keys, are contiguous in memory."""
 
     name: str
     queries: int
@@ -62,8 +62,8 @@ CASES = (
 def sample_inputs(
     case: MaskCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> MaskBlocksArguments:
-    """Returns a mask of positions and padding. In a mask of numbers, some visible ones are not
-    zero."""
+    """Returns a mask of positions and padding. In a mask of numbers, some visible keys have a
+    number other than zero."""
     generator = torch.Generator().manual_seed(seed)
     positions = case.cached + torch.arange(case.queries)
     keys = torch.arange(case.keys)

@@ -36,8 +36,8 @@ def cache_sizes(a: AttentionArguments) -> AttentionSizes:
 
 
 def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheProblem:
-    """Returns the problem of a call, without a list of its mask's blocks. rope: the keys' second
-    part, with which v is ignored."""
+    """Returns the problem of a call, without a list of its mask's blocks. rope: the second part of
+    the keys. With it, v is ignored."""
     mask = None if a.attn_mask is None else mask_bytes(a.attn_mask)
     ragged, paged = a.row_offsets is not None, a.block_table is not None
     return CacheProblem(
@@ -89,7 +89,8 @@ def _descriptors_reach(a: AttentionArguments) -> bool:
 
 
 def _by_sequence(a: AttentionArguments) -> torch.Tensor | None:
-    """Returns positions as [B, S] if each token of equal runs has its own; else unchanged."""
+    """Returns positions as [B, S] if each token of equal runs has its own position; else
+    unchanged."""
     positions, tokens = a.positions, a.q.shape[0]
     if positions is None or a.row_offsets is not None or positions.shape[0] != tokens:
         return positions

@@ -36,8 +36,8 @@ def token_sequences(
     num_sequences: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `ragged_sequences`, or without row_offsets the sequence and index of tokens in equal
-    runs."""
+    """Returns the sequence of each token and its index in the sequence, as `ragged_sequences` does.
+    Without row_offsets, all sequences have equally many tokens."""
     if row_offsets is not None:
         return ragged_sequences(row_offsets, num_tokens)
     token = torch.arange(num_tokens, device=device)
@@ -53,8 +53,9 @@ def token_positions(
     cache_lengths: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """Returns the position of each token, int64 [T]: `positions` [T] or, the same for every
-    sequence, [T / B]; else cache_lengths[b] + i for the i-th token of sequence b; else i."""
+    """Returns the position of each token, int64 [T]: `positions` [T], or [T / B] if all sequences
+    share them; without `positions`, cache_lengths[b] + i for the i-th token of sequence b; without
+    cache_lengths, i."""
     if positions is not None:
         repeats = num_tokens // max(positions.shape[0], 1)
         return positions.to(torch.int64).repeat(max(repeats, 1))[:num_tokens]
@@ -72,9 +73,9 @@ def positions_of(a: Any) -> torch.Tensor:
 
 
 def check_runs(op: str, a: Any, *, each: bool = False) -> Any:
-    """Checks the arguments that say which sequence a query of q [T, ..] belongs to, and its
-    position. each: `positions` must have every token. Reads metadata only; returns B, raises
-    ArgumentError."""
+    """Checks the arguments that say which sequence each query of q [T, ..] belongs to, and its
+    position. each: `positions` must have one position for every token. Reads metadata only. Returns
+    B; raises ArgumentError."""
     num_tokens = a.q.shape[0]
     if a.row_offsets is not None:
         form = "[B + 1]", (None,), INDEX_DTYPES, a.q.device

@@ -33,12 +33,12 @@ def check_values(op: str, a: KvCache, num_tokens: int, *, writes_v: bool = True)
     """Checks that no source shares memory with a cache, that K and V share no memory, and that
     every token has a valid place.
 
-    Scales may be any numbers; the results follow IEEE 754. `a`: the op's arguments, whose tensors
-    are all sources except for the caches. Values on a GPU are read only under TILEWRIGHT_DEBUG=1,
-    because reading them waits for the GPU.
+    Scales may be any numbers; the results follow IEEE 754. `a`: the op's arguments. All of their
+    tensors are sources except for the caches. Values on a GPU are read only under
+    TILEWRIGHT_DEBUG=1, because reading them waits for the GPU.
     """
     if a.v_cache is a.k_cache:
-        # Two mutated arguments for one tensor: functionalisation would update two copies of it.
+        # If two mutated arguments were one tensor, functionalisation would update two copies of it.
         raise ArgumentError(
             op, "v_cache", "None where V lives in k_cache too", "k_cache itself, a second time"
         )

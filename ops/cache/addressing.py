@@ -6,10 +6,10 @@
     ragged         like block_table; token t of sequence b has the position
                    cache_lengths[b] + t - row_offsets[b]
 
-A token whose place resolves outside the cache is never written. With indexing="paged" a negative
-slot, page, position or sequence means a token without a place, such as padding; with
-indexing="torch" a negative index counts from the end, as PyTorch's does, and with indexing="exact"
-it is an error.
+A token whose place lies outside the cache is never written. Negative numbers depend on `indexing`.
+With "paged", a negative slot, page, position or sequence means a token without a place, such as
+padding. With "torch", a negative index counts from the end, as PyTorch's does. With "exact", it is
+an error.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _check_table(op: str, place: CachePlace, num_tokens: Any) -> None:
 
 
 def resolve_places(place: CachePlace, window: CacheWindow, num_tokens: int) -> Places:
-    """Returns the page, the offset in the page and whether it is written, for every token: int64,
-    int64 and bool, each [T]."""
+    """Returns three tensors [T] for the tokens: the page, int64; the offset in the page, int64; and
+    whether the token is written, bool."""
     if "slot_mapping" in SLOT_FORMS[place.slots]:
         return resolve_slots(given(place.slot_mapping), window, place.slots, place.indexing)
     sequence, position, known = token_positions(place, num_tokens)
@@ -190,8 +190,8 @@ def resolve_slots(
 
 
 def token_positions(place: CachePlace, num_tokens: int) -> Places:
-    """Returns the sequence, the position in it and whether it belongs to a sequence, for every
-    token."""
+    """Returns three tensors [T] for the tokens: the sequence; the position in the sequence; and
+    whether the token belongs to a sequence."""
     if place.slots == "block_table":
         sequence, position = given(place.sequence_ids), given(place.positions)
         sequence, position = sequence.to(torch.int64), position.to(torch.int64)
@@ -218,8 +218,8 @@ def ragged_sequences(
 def table_slots(
     place: CachePlace, sequence: torch.Tensor, position: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the flat slot that a block table gives each position, and whether the table has the
-    entry."""
+    """Returns the flat slot that a block table gives each position, and whether the table has an
+    entry for the position."""
     table = given(place.lookup_table)
     rows, columns = table.shape
     column = position.div(page_size, rounding_mode="floor")

@@ -1,5 +1,7 @@
-"""Bytes that attention reads of a cache and products that it computes: they depend on the tokens
-present, not on the cache's size. And the work of a call beside that."""
+"""The work of a call: the bytes that attention reads of a cache, and the products that it computes.
+
+Both depend on the tokens that are present, not on the cache's size.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ class CacheRead:
     """The caches that a call reads.
 
     names: the arguments that are caches. token_bytes: bytes of one token of one sequence, in all
-    caches together. sequences: the number of sequences. capacity: the most tokens read of a
-    sequence: the tokens it has room for, or those of a sliding window. whole: whether all of these
-    are read, however many are present. queries: new tokens of a sequence, which are among those
-    present. pair_flops: FLOPs of one query, in all heads, with one token that it sees.
+    caches together. sequences: the number of sequences. capacity: the most tokens that are read of
+    a sequence: the tokens that it has room for, or the tokens of a sliding window. whole: whether
+    the call always reads `capacity` tokens, however many are present. queries: number of new tokens
+    of a sequence, which are among those present. pair_flops: FLOPs of one query, in all heads, with
+    one token that it sees.
     """
 
     names: tuple[str, ...]
@@ -26,13 +29,13 @@ class CacheRead:
     pair_flops: int = 0
 
     def bytes_of(self, present: int) -> int:
-        """Returns the bytes read where each sequence has `present` tokens."""
+        """Returns the bytes that are read if each sequence has `present` tokens."""
         read = self.capacity if self.whole else min(present, self.capacity)
         return self.token_bytes * self.sequences * read
 
     def flops_of(self, present: int) -> int:
-        """Returns the FLOPs of attention where each sequence has `present` tokens, the new ones
-        last, and a query sees none behind its own."""
+        """Returns the FLOPs of attention if each sequence has `present` tokens. The new tokens come
+        last, and a query sees no token after its own."""
         seen = min(present, self.capacity)
         hidden = min(self.queries - 1, seen) / 2
         return int(self.pair_flops * self.sequences * self.queries * (seen - hidden))
@@ -40,10 +43,11 @@ class CacheRead:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a call, where it differs from that of the nodes that the call replaces.
+    """The work of a call, where it differs from the work of the nodes that the call replaces.
 
-    cache: the reads of caches; None: there are none. flops: of products with weights; None: those
-    of the nodes. scratch: bytes of buffers that the call makes for itself, written and read.
+    cache: the reads of caches; None: there are none. flops: FLOPs of products with weights; None:
+    the FLOPs of those nodes. scratch: bytes of buffers that the call makes for itself, writes and
+    reads.
     """
 
     cache: CacheRead | None = None

@@ -1,7 +1,7 @@
 """`all_reduce_residual_norm`: sums the ranks' parts of a linear, adds the residual, and computes
 the norm of the sum, which the next layer's linears read.
 
-Every rank gets the same bits. The op uses memory that the ranks share, if they have it; otherwise
+Every rank gets the same bits. If the ranks share memory, the op uses it. Otherwise, the op calls
 the collective of the original graph, and a kernel for the rest.
 """
 
@@ -83,7 +83,8 @@ def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Te
 
 
 def unsupported(a: AllReduceResidualNormArguments) -> str | None:
-    """Returns why no kernel takes a call, or None. Reads metadata only; the same on all ranks."""
+    """Returns why no kernel takes a call; None if one does. Reads metadata only. The answer is the
+    same on all ranks."""
     columns = a.x.shape[1]
     if columns > MOST_COLUMNS or columns % COLUMN_STEP or columns == 0:
         return f"{columns} columns: expected a multiple of {COLUMN_STEP} up to {MOST_COLUMNS}"
@@ -91,7 +92,7 @@ def unsupported(a: AllReduceResidualNormArguments) -> str | None:
 
 
 def slower(*, tokens: Any, columns: int, ranks: int) -> str | None:
-    """Returns why the library's all-reduce is faster; None if the kernel is."""
+    """Returns why the library's all-reduce is faster; None if the kernel is at least as fast."""
     most = most_tokens(columns, ranks)
     if most is None or not isinstance(tokens, int) or tokens <= most:
         return None

@@ -1,9 +1,10 @@
 """The CUDA lowering of `all_reduce_residual_norm`: one kernel that uses the ranks' shared memory,
 or the library's collective followed by a kernel.
 
-The op's reference is no fallback for a rank whose kernel fails: it would sum again, or wait for
-ranks that run the kernel. Such a rank goes on with torch's own addition and norm after the one
-collective, or raises.
+If the kernel fails on a rank, the op's reference cannot replace it: the reference would sum again,
+or wait for ranks that run the kernel. If the kernel after the library's collective fails, the rank
+continues with torch's own addition and norm. If the kernel in shared memory fails, the rank raises
+RankFailedError.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 def all_reduce_residual_norm_steps(
     a: Any, target: Target, config: ReduceConfig | None = None
 ) -> Steps:
-    """Runs the steps of a call. config: replaces the plan's."""
+    """Runs the steps of a call. config: tiles to use instead of the plan's."""
     tokens, most = a.x.shape[0], most_tokens(a.x.shape[1], a.num_ranks)
     results = ((yield Buffer.like(a.x)), (yield Buffer.like(a.x)))
     if tokens == 0:
@@ -118,8 +119,8 @@ def _reduce(
 
 
 def _launched(step: Launch, summed: bool) -> Any:
-    """Runs a launch and returns whether it succeeded. summed: the ranks have already summed x,
-    which must not be lost."""
+    """Runs a launch and returns whether it succeeded. summed: the ranks have already summed x, so a
+    failure must not lose the sum."""
     if step.spec in _failed:
         return False
     try:
@@ -151,8 +152,8 @@ def _through_peers(
     peers = Peers(a.group, form, _kind(a), nbytes, config.blocks, step.spec, flags)
     shared: PeerMemory | None = yield from _together(a.group, peers)
     if shared is None:
-        # During a capture there is none, but a later call may have some, and then all ranks must
-        # ask for it.
+        # During a capture the ranks share no memory. A later call may share some, and then all
+        # ranks must ask for it.
         yield NotRepeatable("the ranks share no memory")
         return None
     memory = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}
@@ -161,8 +162,8 @@ def _through_peers(
 
 
 def _together(group: str, step: Step) -> Any:
-    """Returns the answer of a step that all ranks perform, or that follows one. Raises
-    RankFailedError if it fails on this rank."""
+    """Returns the answer of a step that all ranks perform, or that follows such a step. Raises
+    RankFailedError if the step fails on this rank."""
     try:
         return (yield step)
     except torch.OutOfMemoryError:
@@ -172,7 +173,7 @@ def _together(group: str, step: Step) -> Any:
 
 
 def _kind(a: Any) -> str:
-    """Returns the properties by which kernels of one form differ, which are the same on all ranks.
+    """Returns the properties by which kernels of one form differ. They are the same on all ranks.
     Addresses of tensors are not among them."""
     weight = "none" if a.norm_weight is None else str(a.norm_weight.dtype)
     return f"norm {weight} {a.norm_eps} {a.norm_offset}"
@@ -196,7 +197,7 @@ def _residual_norm(
     eps: float,
     offset: float,
 ) -> None:
-    """Computes what the kernel of a single rank computes."""
+    """Computes with PyTorch's own functions what the kernel of a single rank computes."""
     total = x.float() + residual.float()
     summed.copy_(total)
     normed.copy_(apply_norm(total, weight, eps, offset=offset))

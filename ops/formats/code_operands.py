@@ -1,7 +1,7 @@
 """Static data and operands of kernels that read quantised weights.
 
-Kernels read the stored words in place: bytes of two nibbles that fill whole 32-bit words are viewed
-as 32-bit words.
+Kernels read the stored words in place. Bytes of two nibbles are viewed as 32-bit words if they fill
+whole words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tilewright.ops.formats.weight import Weight
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand
 
-# The fewest columns per scale with which kernels that read 32-bit words keep scales whole.
+# The fewest columns that must share a scale before kernels read bytes as 32-bit words, unless
+# scales are multiplied in registers.
 _WORD_COLUMNS = 32
 
 
@@ -34,8 +35,8 @@ def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
 
 
 def dot_words(data: torch.Tensor | None, per: int) -> torch.Tensor | None:
-    """Returns words of `code_words` as dot products read them. per: codes in a word; bytes (4) are
-    viewed as 32-bit words."""
+    """Returns words of `code_words` as dot products read them. per: codes in a word. Words of four
+    codes are bytes, which are viewed as 32-bit words."""
     return data.view(torch.int32) if data is not None and per == 4 else data
 
 
@@ -75,8 +76,8 @@ def fills_words(data: torch.Tensor) -> bool:
 
 
 def quantization_of(weights: Sequence[Weight | None], words: torch.dtype) -> Quantization:
-    """Returns the static data of an op's quantised weights; the first weight must be given. words:
-    the dtype that kernels read. A property that the weights do not share is named in `differs`."""
+    """Returns the static data of an op's quantised weights. The first weight must be given. words:
+    the dtype that kernels read. If the weights do not share a property, `differs` names it."""
     first, form = weights[0], weights[0].format if weights[0] else None
     assert first is not None
     assert form is not None

@@ -14,7 +14,8 @@ from tilewright.ops.formats.quantized_weight import pack_nibbles, unpack_nibbles
 MAX = 6.0
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-# Midpoints of neighbouring magnitudes. A tie goes to the even code: at every second midpoint, up.
+# Midpoints of neighbouring magnitudes. A tie goes to the even code, which is the higher one at
+# every second midpoint.
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 

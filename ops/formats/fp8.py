@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: Dtypes whose cast saturates in this release of torch, on every device: float8_e4m3fn in newer
-#: releases (NaN in older ones); float8_e5m2 in none (infinity).
+#: The dtypes whose cast saturates in this release of torch, on every device. The cast to
+#: float8_e4m3fn saturates in newer releases and gives NaN in older ones. The cast to float8_e5m2
+#: saturates in no release: it gives infinity.
 SATURATED_BY_TORCH = frozenset(
     dtype
     for dtype in FP8_DTYPES
@@ -35,8 +36,8 @@ def overflowing_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whether numbers, rounded to nearest even, are in an 8-bit float's range: up to half a step
-    beyond its largest number, whose last bit decides a tie. True for NaN."""
+    """Whether numbers, rounded to nearest even, are in an 8-bit float's range. The range ends half
+    a step beyond the largest number, whose last bit decides a tie. True for NaN."""
     if dtype == torch.float8_e4m3fn:
         return ~(values.abs() > 464.0)
     return ~(values.abs() >= 61440.0)

@@ -4,8 +4,9 @@ row, and one for 128 rows and 128 columns of a weight.
     scale = min(amax, cap) / 448        cap: optional, infinite by default
     code  = e4m3(clamp(x / scale, ±448))        all zeros where 1 / scale is zero or not finite
 
-Zero blocks and blocks below fp32's normal range are therefore zeros, and no number becomes NaN. The
-division multiplies by 1 / scale in fp32; each of the two operations rounds once.
+Zero blocks, and blocks below fp32's normal range, therefore become zeros, and no number becomes
+NaN. The quotient x / scale is computed as x * (1 / scale) in fp32, and each of the two operations
+rounds once.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def _quantize(
 
 
 def _pad(x: torch.Tensor, row_block: int, column_block: int) -> torch.Tensor:
-    """Pads x with zeros to whole blocks of its last two dimensions; with row_block 1, of the last
-    only."""
+    """Pads the last two dimensions of x with zeros to whole blocks. With row_block 1, pads the last
+    one only."""
     columns = -x.shape[-1] % column_block
     rows = -x.shape[-2] % row_block if row_block > 1 else 0
     return torch.nn.functional.pad(x, (0, columns, 0, rows) if rows else (0, columns))

@@ -5,8 +5,8 @@
     zeros    uint32 [K / g, N / 8], optional: nibble i of word (j, m) is the zero point of row
              8 m + i; without zeros, the zero point is 8
 
-The sections follow each other. R is the smallest number of rows of N bytes that holds them, which
-without zeros is exactly K / g * (2 + g / 2).
+The sections follow each other. R is the smallest number of rows of N bytes that holds the sections.
+Without zeros, R is exactly K / g * (2 + g / 2).
 """
 
 from __future__ import annotations

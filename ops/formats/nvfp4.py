@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 elements with one e4m3 scale per 16 along K, and one fp32 factor per tensor.
+"""NVFP4: E2M1 elements with one e4m3 scale for 16 elements along K, and one fp32 factor per tensor.
 
     value = e2m1(code) * scale[k // 16] / tensor_scale
 
@@ -83,7 +83,8 @@ def quantize_grouped(
     GEMM.
 
     x [T, K] has rows sorted by group; group_offsets int [G + 1]; tensor_scales fp32 [G], None for
-    1. S = ceil(T/128) + G blocks, which suffices for any split. Rows of no group are zeros.
+    1. S = ceil(T/128) + G blocks, which suffices for any split. Rows that belong to no group become
+    zeros.
     """
     group = group_of_rows(group_offsets[1:], x.shape[0])
     num_groups = group_offsets.shape[0] - 1
@@ -106,8 +107,8 @@ def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Ten
     num_tokens, columns = scales.shape
     num_blocks = max_scale_blocks(num_tokens, group_offsets.shape[0] - 1)
     rows = scale_rows(group_offsets, group_scale_offsets(group_offsets), num_tokens)
-    # Copied as bytes, since not every device indexes fp8. Rows of no group go to an extra row that
-    # is cut off below.
+    # Scales are copied as bytes, since not every device indexes fp8. Rows that belong to no group
+    # go to an extra row, which is cut off below.
     last = num_blocks * BLOCK_ROWS
     space = torch.zeros(last + 1, columns, dtype=torch.uint8, device=scales.device)
     space[torch.where(rows < 0, last, rows)] = scales.view(torch.uint8)
@@ -117,7 +118,8 @@ def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Ten
 def read_scales(
     layout: torch.Tensor, group_offsets: torch.Tensor, deltas: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Reads row-major scales [T, C] = shape out of the 5-D layout; rows of no group are zero."""
+    """Returns row-major scales [T, C] from the 5-D layout; rows that belong to no group are zero.
+    shape: (T, C)."""
     num_tokens, columns = shape
     rows = scale_rows(group_offsets, deltas, num_tokens)
     matrix = unswizzle(layout.view(torch.uint8), layout.shape[0] * BLOCK_ROWS, columns)

@@ -3,8 +3,8 @@
 All layouts in use differ only in strides and offset: `[P, S, H, D]` (vLLM, flat slots), `[P, H, S,
 D]`, a StaticCache `[B, H, L, D]` (a page per sequence), one tensor for both K and V (`[2, P, S, H,
 D]`, `[P, 2, L, S, H, D]`). A fused op takes the caller's own tensor, the *base*, together with the
-nine integers of a window, never a view of it: under functionalisation a mutated view costs a copy
-of the whole cache, and a mutated graph input costs nothing.
+nine integers of a window. It never takes a view of the base: under functionalisation a mutated view
+costs a copy of the whole cache, and a mutated graph input costs nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CacheWindow:
 
     @classmethod
     def from_ints(cls, values: Sequence[Any]) -> CacheWindow:
-        """Makes a window from nine integers; the inverse of `to_ints`. Raises ValueError for
-        another number."""
+        """Makes a window from nine integers; the inverse of `to_ints`. Raises ValueError unless
+        there are nine."""
         if len(values) != 9:
             raise ValueError(
                 "a cache window is 9 integers (num_pages, page_size, num_kv_heads, head_dim, "
@@ -107,8 +107,8 @@ class CacheWindow:
 
     @property
     def extent(self) -> Any:
-        """Number of elements from the window's first to its last, inclusive, for a window that is
-        not empty."""
+        """Number of elements from the window's first element to its last, inclusive. The window
+        must not be empty."""
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,8 @@ class CacheWindow:
     def provably_disjoint(self, other: CacheWindow) -> bool:
         """Whether two windows on the same base share no element.
 
-        Exact for integer windows whose axes nest; with symbolic sizes, True means proven.
+        The answer is exact for integer windows whose axes nest. With symbolic sizes, True means
+        that it is proven.
         """
         apart = other.offset - self.offset
         return strided_disjoint(self.shape, self.strides, other.shape, other.strides, apart)
@@ -150,7 +151,8 @@ def strided_disjoint(
     reach_b = sum((n - 1) * s for n, s in zip(shape_b, strides_b, strict=True))
     if proven(apart > reach_a) or proven(-apart > reach_b):
         return True
-    # Both arrays' axes by stride, each with the range [low, high] of the difference of two indices.
+    # The strides of both arrays' axes, each with the range [low, high] that the difference of the
+    # two indices may have.
     bounds: dict[Any, tuple[Any, Any]] = {}
     for size, stride in zip(shape_a, strides_a, strict=True):
         low, high = bounds.get(stride, (0, 0))
@@ -165,8 +167,8 @@ _Term = tuple[Any, Any, Any]
 
 
 def _may_meet(terms: list[_Term], target: Any) -> bool:
-    """Whether some choice of steps sums to `target`. Solves a bounded linear equation from the
-    largest stride down; for nested axes each level leaves one or two candidates."""
+    """Whether some choice of steps sums to `target`. Solves a bounded linear equation, beginning
+    with the largest stride. For nested axes, each level leaves one or two candidates."""
     if not isinstance(target, int) or not all(isinstance(term[0], int) for term in terms):
         return True
     ordered = sorted((term for term in terms if term[0] > 0), reverse=True, key=lambda t: t[0])
@@ -196,8 +198,8 @@ def _reachable(terms: list[_Term], target: int, budget: list[int]) -> bool:
 
 
 def axes_nest(window: CacheWindow) -> bool:
-    """Whether different indices always reach different elements, because each stride steps over all
-    of the axes inside it. False only where it is known that they do not."""
+    """Whether different indices always reach different elements: each stride steps over all
+    elements of the axes inside it. False only if it is known that they do not."""
     axes = [
         (stride, size)
         for size, stride in zip(window.shape, window.strides, strict=True)
@@ -214,6 +216,6 @@ def axes_nest(window: CacheWindow) -> bool:
 
 
 def slot_limit(window: CacheWindow, slots: str) -> Any:
-    """Returns the end of the range of slots: of the whole cache for flat slots, of a page per
-    sequence."""
+    """Returns the end of the range of slots. Flat slots count through the whole cache; slots per
+    sequence count within a page."""
     return window.page_size if slots == "per_sequence" else window.capacity

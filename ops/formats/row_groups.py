@@ -63,26 +63,27 @@ def check_expert_values(op: str, name: str, ids: torch.Tensor | None, num_expert
 
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the tensor contiguous, as kernels read a tensor of one number per group or expert."""
+    """Returns the tensor, contiguous. Kernels read tensors with one number per group or expert with
+    stride 1."""
     return None if tensor is None else tensor.contiguous()
 
 
 def group_of_rows(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns the group of each row, int64 [num_rows]; rows of no group get G."""
+    """Returns the group of each row, int64 [num_rows]; a row that belongs to no group gets G."""
     rows = torch.arange(num_rows, device=group_ends.device)
     return torch.searchsorted(group_ends.long().contiguous(), rows, right=True)
 
 
 def _from_the_front(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns group ends like the bounds of slices of `num_rows` rows: negative ends count from the
-    last row."""
+    """Returns group ends as Python takes the bounds of slices of `num_rows` rows: negative ends
+    count from the last row, and ends are clamped."""
     ends = group_ends.long()
     return torch.where(ends < 0, ends + num_rows, ends).clamp(0, num_rows)
 
 
 def _last_group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Returns the last of the groups that hold each row, int64, or -1 for none. `ends` may
-    decrease."""
+    """Returns the last group that holds each row, int64; -1 for a row that belongs to no group.
+    `ends` may decrease."""
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))[: ends.shape[0], None]
     inside = (starts <= rows) & (rows < ends[:, None])
     groups = torch.arange(1, ends.shape[0] + 1, device=ends.device, dtype=torch.int32)[:, None]
@@ -94,9 +95,11 @@ def _last_group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 def last_expert_of_rows(
     group_ends: torch.Tensor, expert_ids: torch.Tensor | None, num_rows: int
 ) -> torch.Tensor:
-    """Returns the expert of each row, int64 [num_rows], for ends in any order, used like the bounds
-    of slices: negative ends count from the last row, and a row of several groups belongs to the
-    last one. -1 means no expert."""
+    """Returns the expert of each row, int64 [num_rows]. -1 means no expert.
+
+    The ends may have any order. They are used like the bounds of slices: negative ends count from
+    the last row, and a row of several groups belongs to the last of them.
+    """
     ends = _from_the_front(group_ends, num_rows)
     return _expert_of(_last_group_of(torch.arange(num_rows, device=ends.device), ends), expert_ids)
 
@@ -109,7 +112,8 @@ def _expert_of(group: torch.Tensor, expert_ids: torch.Tensor | None) -> torch.Te
 
 
 def ends_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns ends int32 [G] of groups that hold the rows of `group_ends` in ascending order.
+    """Returns the ends int32 [G], in ascending order, of new groups that cover the rows of
+    `group_ends`.
 
     `group_ends` may be in any order (see last_expert_of_rows). `experts_in_order` gives the expert
     of each new group.
@@ -118,8 +122,8 @@ def ends_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def experts_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns the expert of each group that `ends_in_order` makes, int32 [G]; -1 where its rows
-    have none."""
+    """Returns the expert of each group that `ends_in_order` makes, int32 [G]; -1 if the rows of the
+    group have no expert."""
     ends = _from_the_front(group_ends, num_rows)
     starts = torch.nn.functional.pad(ends.sort().values, (1, 0))[:-1]
     return _last_group_of(starts, ends).to(torch.int32)
@@ -128,6 +132,6 @@ def experts_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
 def expert_of_rows(
     group_ends: torch.Tensor, expert_ids: torch.Tensor | None, num_rows: int
 ) -> torch.Tensor:
-    """Returns the expert of each row, int64 [num_rows]; -1 where the row has none."""
+    """Returns the expert of each row, int64 [num_rows]; -1 for a row without an expert."""
     group = group_of_rows(group_ends, num_rows)
     return _expert_of(torch.where(group < group_ends.shape[0], group, -1), expert_ids)

@@ -20,10 +20,10 @@ _FACTOR = 1 / 64
 class CodedCase:
     """The part of a case that says how its weights are stored.
 
-    dtype: of the values. words: the dtype that nibbles are packed in; uint8 for unsigned codes of 8
-    bits. zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
-    scale_dtype: of the scales of nibbles; None: `dtype`, or the first that the format allows.
-    factor: whether each weight has a factor, of about `_FACTOR`.
+    dtype: the dtype of the values. words: the dtype that nibbles are packed in; uint8 for unsigned
+    codes of 8 bits. zeros: "none", "float", "int" (an integer for each scale) or "packed" in words
+    of eight rows. scale_dtype: the dtype of the scales of nibbles; None: `dtype`, or the first that
+    the format allows. factor: whether each weight has a factor, of about `_FACTOR`.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -50,8 +50,8 @@ class CodedCase:
 def sample_codes(
     case: CodedCase, sampler: Sampler, rows: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the stored rows, scales and zeros of one weight; zeros are codes even where the case
-    has none."""
+    """Returns the stored rows, scales and zeros of one weight. Zeros are returned even if the case
+    uses none; they are then integers."""
     shape, form = (rows, columns), WEIGHT_FORMATS[case.weight_format]
     grid = tuple(-(-n // size) for n, size in zip(shape, case.scale_block, strict=True))
     dtype, *others = torch_types(form.stored)

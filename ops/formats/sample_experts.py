@@ -41,7 +41,7 @@ def quantized_weight(name: str, dense: torch.Tensor, group: int = INTEGER_GROUP)
 
 
 def _with_signs(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flips the signs of every other block's scale and codes, which leaves the numbers
+    """Flips the signs of the scale and of the codes of every other block. This leaves the numbers
     unchanged."""
     turned = torch.arange(scale.numel(), device=scale.device) % 2
     turned = turned.view(scale.shape).to(torch.uint8)

@@ -8,8 +8,9 @@ its row r and scale c are at byte (r % 32) * 16 + (r // 32) * 4 + c. cuBLAS and
     B side  [E, ceil(N/128), ceil(C/4), 32, 4, 4]        6-D; each expert padded to 128 rows
 
 On the A side of a grouped GEMM every group starts a new block, so the block of a row depends on the
-groups before it. One number per group, its *delta* (`group_scale_offsets`), says so: it is added to
-the block number that follows from the row's absolute position.
+groups before it. One number per group, its *delta*, says how: the row's block is the block number
+that follows from the row's absolute position, plus the delta. `group_scale_offsets` returns the
+deltas.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import torch
 class WeightRows:
     """Positions of the q, k and v weights as rows of one tensor, which a single GEMM multiplies.
 
-    total: rows of that tensor. firsts: the tensor's row at which q, k and v begin (without v if
-    there is none). steps: for each weight, the rows from one group of heads to the next, and from
-    one head to the next.
+    total: rows of that tensor. firsts: the row of the tensor at which each of q, k and v begins
+    (without v if there is none). steps: for each weight, the number of rows from one group of heads
+    to the next, and from one head to the next.
     """
 
     total: int

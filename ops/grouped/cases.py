@@ -15,12 +15,12 @@ from tilewright.ops.sampling import Sampler
 
 @dataclass(frozen=True)
 class GroupedCase:
-    """One setting of `grouped_matmul`. sizes: rows of each group. ids: each group's expert; None:
-    its own.
+    """One setting of `grouped_matmul`.
 
-    spare: rows that belong to no group. end_offsets: offsets as torch has them. transposed: weights
-    are stored [E, K, N]. out_dtype: None for dtype. index: dtype of offsets and ids. coded_rows: x
-    is float8_e4m3fn codes.
+    sizes: rows of each group. ids: each group's expert; None: group g has expert g. spare: rows
+    that belong to no group. end_offsets: offsets are ends, as torch's are. transposed: weights are
+    stored [E, K, N]. out_dtype: None for dtype. index: dtype of offsets and ids. coded_rows: x is
+    float8_e4m3fn codes.
     """
 
     name: str

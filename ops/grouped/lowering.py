@@ -37,8 +37,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def _chosen(
     problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None
 ) -> tuple[GroupedPlan, Statics | None, tuple[Kernel, Statics]]:
-    """Returns, for up to `num_rows` rows, the plan, the constants of the kernel that dequantises
-    the weights first (or None), and the GEMM. plan: replaces the planner's."""
+    """Returns, for up to `num_rows` rows: the plan, the constants of the kernel that dequantises
+    the weights first (or None), and the GEMM. plan: a plan to use instead of the planner's."""
     plan, decode = plan or plan_grouped(problem, num_rows, target), None
     if plan.decode is not None:
         decode = dequantize_statics(problem, plan.decode)
@@ -49,10 +49,10 @@ def _chosen(
 def grouped_matmul_steps(
     a: GroupedMatmulArguments, target: Target, plan: GroupedPlan | None = None
 ) -> Steps:
-    """Runs the steps of a call. plan: replaces the planner's."""
+    """Runs the steps of a call. plan: a plan to use instead of the planner's."""
     result = Buffer((a.x.shape[0], a.weight.shape[1]), a.result_dtype)
-    # One weight may be copied. A mixture's two or three are not, since they may fill the GPU's
-    # memory.
+    # One weight may be copied. The two or three weights of a mixture are not copied, since they may
+    # fill the GPU's memory.
     if not (is_aligned(a.x) and is_aligned(a.weight)):
         a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
         obstacle = unsupported(a)  # a copy has other strides
@@ -93,8 +93,8 @@ def _for_tma(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reference_steps(reference: Callable[[], torch.Tensor], result: Buffer, reason: str) -> Steps:
-    """Runs a call by the op's reference because of the tensors' addresses. Not recorded, since
-    calls of the same metadata may have other addresses."""
+    """Runs a call by the op's reference because of the tensors' addresses. The call is not
+    recorded, since calls with the same metadata may have other addresses."""
     yield NotRepeatable(reason)
     out = yield Library(reference, (), makes=result)
     return Outcome(out, "reference", reason)
@@ -103,8 +103,8 @@ def reference_steps(reference: Callable[[], torch.Tensor], result: Buffer, reaso
 def as_words(
     values: Mapping[str, Any], weight: WeightOperands, config: GemmConfig
 ) -> dict[str, Any]:
-    """Returns a weight, its scales and the distance from gate to up as a kernel with these tiles
-    reads them: in 32-bit words if it streams codes."""
+    """Returns a weight, its scales and the distance from gate to up in the form that a kernel with
+    these tiles reads: as 32-bit words if it streams codes."""
     made = dict(values)
     if not isinstance(config, CodesConfig):
         return made

@@ -19,7 +19,7 @@ from tilewright.ops.runtime.operands import operand
 
 
 def unsupported(a: GroupedMatmulArguments) -> str | None:
-    """Returns why the emitted kernel cannot take a call, or None. Reads metadata only."""
+    """Returns why the emitted kernel cannot take a call; None if it can. Reads metadata only."""
     if a.x_scale is None and a.x.dtype not in HALVES:
         return f"no kernel for {a.x.dtype}"
     if a.result_dtype == torch.float64:
@@ -36,8 +36,8 @@ def unsupported(a: GroupedMatmulArguments) -> str | None:
 
 
 def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
-    """Returns why a kernel cannot step through [E, N, K], or None. row_step: elements from one row
-    to the next where rows are contiguous."""
+    """Returns why a kernel cannot step through a weight [E, N, K]; None if it can. row_step: the
+    elements from one row to the next in a weight whose N dimension is contiguous."""
     _, row, column = weight.stride()
     if column == 1 or row == row_step or weight.shape[1] <= 1:
         return None
@@ -69,8 +69,8 @@ def grouped_problem(a: GroupedMatmulArguments) -> GroupedProblem:
 
 
 def weight_operands(weight: ExpertWeight) -> WeightOperands:
-    """Returns a weight [E, N, K] as kernels see it. K counts as contiguous if both N and K
-    could."""
+    """Returns a weight [E, N, K] as kernels see it. If both N and K could count as contiguous, K
+    does."""
     data, scale = weight.data, weight.scale
     expert, row, column = data.stride()
     return WeightOperands(

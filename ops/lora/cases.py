@@ -14,14 +14,14 @@ from tilewright.ops.sampling import Sampler
 class LoraCase:
     """One setting of the LoRA ops.
 
-    rows: "single" (one adapter), "rows" (an id each, in any order), "sequences" (an id for each of
-    num_sequences), "groups" (offsets and ids), "ends" (inclusive offsets, groups are adapters).
-    sizes, ids: of the groups; for "groups" and "ends", sizes also decide the number of rows. spare:
-    rows that belong to no group. base_rows: further rows of the batch after the M that have
-    adapters. ranks: of q, k and v, 0 for none. layout: "stacked" (b [G, 3N, K]), "separate",
-    "transposed" ([G, K, R] viewed as [G, R, K]). bases: of q, k, v, "all", "none", "q", "packed"
-    (of one tensor). widths: columns of q, k, v. scale: how deltas are scaled, "none", "number",
-    "each", "adapter".
+    rows: how adapters are given: "single" (one adapter), "rows" (an id for each row, in any order),
+    "sequences" (an id for each of num_sequences), "groups" (offsets and ids), "ends" (inclusive
+    offsets; group g has adapter g). sizes, ids: rows and adapter of each group; for "groups" and
+    "ends", sizes also decide the number of rows. spare: rows that belong to no group. base_rows:
+    further rows of the batch, after the M that may have adapters. ranks: ranks of q, k and v, 0 for
+    none. layout: "stacked" (b [G, 3N, K]), "separate", "transposed" ([G, K, R] viewed as [G, R,
+    K]). bases: which of q, k, v have a base: "all", "none", "q", "packed" (parts of one tensor).
+    widths: columns of q, k, v. scale: how deltas are scaled: "none", "number", "each", "adapter".
     """
 
     name: str

@@ -38,18 +38,20 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ExpandArguments:
-    """The arguments of `lora_expand_add`: M rows of T, G adapters, W columns of a projection.
+    """The arguments of `lora_expand_add`: T rows, of which the first M may have adapters; G
+    adapters; W columns of a projection.
 
     s [P, M, N], last dimension contiguous: the result of `shrink_qkv_permute_3mn`, a plane for each
     weight given. q_weight, k_weight, v_weight [G, W, R], R <= N: any strides; None if a projection
     has no adapter. q, k, v [T, W], last dimension contiguous: the bases to add to, with T >= M;
-    rows from M on are copied. None: the result is the delta alone (T = M). All have s's dtype.
-    scales [G]: float, a factor for each adapter. scale: one number, or one for each of q, k, v;
-    empty: 1. a_offsets, expert_ids, inclusive_offsets, num_active_experts: see ops.lora.rows.
+    rows from M on are copied. Without a base, the result is the delta alone (T = M). Weights and
+    bases have s's dtype. scales [G]: float, a factor for each adapter. scale: one number, or one
+    for each of q, k, v; empty: 1. a_offsets, expert_ids, inclusive_offsets, num_active_experts: see
+    ops.lora.rows.
 
     Results [T, W] for q, k and v. Without a weight, a result is a copy of the base; without both,
-    it is [0]. packed: the first result is [T, W_q + W_k + W_v], one projection's columns after the
-    other's; the others are [0]. Bad values raise as in ShrinkArguments.
+    it has shape [0]. packed: the first result is [T, W_q + W_k + W_v], with the columns of q, k and
+    v side by side, and the others have shape [0]. Bad values raise as in ShrinkArguments.
     """
 
     s: torch.Tensor
@@ -158,7 +160,7 @@ def fake(a: ExpandArguments) -> Outputs:
 
 
 def reference(a: ExpandArguments) -> Outputs:
-    """In fp32 (float64 for float64 s), for p of q, k and v, row t and its adapter e:
+    """In fp32 (float64 for float64 s), for each projection p (q, k or v), row t and its adapter e:
 
         out_p[t] = base_p[t] + scale_p * scales[e] * (s[p, t, :R] @ weight_p[e]^T)
 
@@ -200,7 +202,7 @@ def _deltas(
 
 
 def unsupported(a: ExpandArguments) -> str | None:
-    """Returns why the emitted kernel cannot take a call, or None. Reads metadata only."""
+    """Returns why the emitted kernel cannot take a call; None if it can. Reads metadata only."""
     wide = a.scales is not None and a.scales.dtype == torch.float64
     return "no kernel for scales of torch.float64" if wide else None
 

@@ -1,5 +1,5 @@
-"""The CUDA lowerings of the LoRA ops: one kernel each. Many rows in any order are sorted first, and
-if all rows have one adapter a library's product may be faster."""
+"""The CUDA lowerings of the LoRA ops: one kernel each. If many rows come in any order, another
+kernel sorts them first. If all rows have one adapter, a library's product may be faster."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Values = dict[str, Any]
 
 def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None = None) -> Steps:
     """Runs the steps of a `shrink_qkv_permute_3mn` call. config: the kernel's tiles; None: the plan
-    chooses, possibly a library's product."""
+    chooses the tiles, or a library's product."""
     out = yield Buffer(result_shape(a), a.a.dtype)
     if out.numel() == 0:
         return Outcome(out, *NOTHING)
@@ -118,8 +118,8 @@ def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None
 def _projections(
     a: ExpandArguments, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[Values, dict[str, Any]]:
-    """Returns the tensors of q, k and v, and the width, rank, factor and plane of s of each: None
-    and 0 for a projection without a result."""
+    """Returns the tensors of q, k and v, and, for each projection, its width, rank, factor and
+    plane of s. A projection without a result has None for tensors and 0 for numbers."""
     targets = outputs[0].split(list(a.widths), dim=1) if a.packed else outputs
     values: Values = {}
     parts: list[tuple[int, int, float, int]] = []
@@ -179,7 +179,7 @@ def library_steps(
     out: torch.Tensor,
     target: Target,
 ) -> Generator[Step, Any, None]:
-    """Fills out [P, M, N]."""
+    """Runs the steps by which a library computes a shrink, and fills out [P, M, N]."""
     planes, num_rows, rank = out.shape
     x, columns = a.a[:num_rows], planes * rank
     matrices = _matrices(a)

@@ -13,7 +13,7 @@ from tilewright.ops.lora.rows import num_groups
 from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.ops.runtime.operands import operand
 
-# The least number of rows of a sequence with which its last, partly empty tile costs little.
+# The fewest rows of a sequence for which a partly empty last tile costs little.
 LONG_SEQUENCE = 64
 
 

@@ -2,14 +2,15 @@
 forms that engines and models use.
 
     a_offsets   expert_ids
-    none        none          one adapter, of all rows
-    none        [B]           row m has adapter expert_ids[m // (M / B)]: B = M gives every row its
-                              own, in any order; fewer, one to each sequence of M / B rows
+    none        none          all rows have one adapter
+    none        [B]           row m has adapter expert_ids[m // (M / B)]: with B = M, every row has
+                              its own; with fewer, every sequence of M / B rows has one
     [n + 1]     [>= n]        rows [a_offsets[g], a_offsets[g + 1]) have adapter expert_ids[g]
     [n + 1]     none          group g has adapter g
 
 With `inclusive_offsets`, a_offsets are the n ends alone (torch's `offs`). `num_active_experts` is
-the number of groups if the vectors are longer. Adapter -1, and rows of no group, mean no adapter.
+the number of groups if the vectors are longer. A row has no adapter if its id is -1, or if it
+belongs to no group.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def group_ends(a: Any) -> torch.Tensor:
 
 
 def adapter_of_rows(a: Any, num_rows: int, device: torch.device) -> torch.Tensor:
-    """Returns the adapter of each row, int64 [num_rows]; -1 where the row has none."""
+    """Returns the adapter of each row, int64 [num_rows]; -1 for a row without an adapter."""
     if a.a_offsets is not None:
         return expert_of_rows(group_ends(a), a.expert_ids, num_rows)
     if a.expert_ids is None or num_rows == 0:

@@ -38,9 +38,9 @@ class ShrinkArguments:
 
     a [M_a, K], last dimension contiguous, M_a >= M. b [G, 3N, K]: rows of q, then k, then v; or
     instead any of q_weight, k_weight, v_weight [G, R, K], whose ranks may differ. Weights have a's
-    dtype and any strides, so that transposed ones and parts of one stack are views. An adapter of
-    lower rank has zero rows. a_offsets, expert_ids, inclusive_offsets, num_active_experts: the rows
-    of each adapter, see ops.lora.rows. num_rows: M; None: M_a.
+    dtype and any strides, so that transposed weights and parts of one stack are views. An adapter
+    of lower rank has rows of zeros. a_offsets, expert_ids, inclusive_offsets, num_active_experts:
+    the rows of each adapter, see ops.lora.rows. num_rows: M; None: M_a.
 
     Result [P, M, N] of a's dtype: a plane for each weight given, in the order q, k, v. N is the
     largest rank, and the columns past a smaller one are zero. Bad values (offsets that decrease or
@@ -123,7 +123,7 @@ def fake(a: ShrinkArguments) -> torch.Tensor:
 
 
 def reference(a: ShrinkArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 a), for p of q, k and v, row m and its adapter e:
+    """In fp32 (float64 for float64 a), for each projection p (q, k or v), row m and its adapter e:
 
         out[p, m] = a[m] @ weight_p[e]^T
 
@@ -141,8 +141,9 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
 
 
 def slower(*, rows: Any, columns: int, hidden: Any, dtype: torch.dtype) -> str | None:
-    """Returns why cuBLAS is faster for `rows` of `hidden` numbers by factors with `columns` columns
-    in total; None if a kernel is. Symbolic sizes in float32 are taken for many rows."""
+    """Returns why cuBLAS is faster than a kernel; None if a kernel is faster. The product has
+    `rows` rows of `hidden` numbers, and weights with `columns` columns in total. In float32, a
+    symbolic size counts as a large number of rows."""
     known = isinstance(rows, int) and isinstance(hidden, int)
     if dtype != torch.float32 or (known and takes_row_kernel(rows, columns, hidden)):
         return None

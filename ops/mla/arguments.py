@@ -26,8 +26,9 @@ class LatentStoreArguments:
     latent_window, rope_window: the nine integers of a CacheWindow on the base, of one head and
     head_dim L and R.
 
-    norm_weight [L] (of latent's dtype or float32): latent / sqrt(mean(latent²) + norm_eps) times
-    it; None: no norm. cos, sin, rope_style, rope_by_position: a rotation, see RopeTables.
+    norm_weight [L] (of latent's dtype or float32): the normed latent is norm_weight * latent /
+    sqrt(mean(latent²) + norm_eps); None: no norm. cos, sin, rope_style, rope_by_position: a
+    rotation, see RopeTables.
 
     slots, indexing, slot_mapping, lookup_table, sequence_ids, positions, row_offsets,
     cache_lengths: as in ops/cache/addressing.py. The position of a token is `positions` [T] if
@@ -61,7 +62,7 @@ class LatentStoreArguments:
     cache_lengths: torch.Tensor | None = None
 
     rope = Group(RopeTables)
-    # The values that a call of `mla_prefill` without keys would have.
+    # The value of the argument `keys` of `mla_prefill` for a call without keys.
     keys: ClassVar[str] = "none"
     num_sequences: ClassVar[int] = 1
     rope_on: ClassVar[str] = "k"
@@ -84,10 +85,10 @@ class MlaPrefillArguments:
     None: there are no new tokens, and keys are in the cache. Tk = T except with keys="given".
     kv_b_weight [H * (N + V), L]: for each head N rows of keys and V = v_dim rows of values. It has
     q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)], scale_block =
-    [bn, bk]. A float8 weight is rounded to q's dtype; or, with quantize_latent, latents are
-    quantised per 1 x bk (ops/formats/fp8_block.py, amax at most latent_scale_cap if that is not 0);
-    or, with latent_scale [Tk, ceil(L / bk)], latent already holds such codes, of normalised and
-    rotated latents (for keys="given" and slots="none" only).
+    [bn, bk]. By default, a float8 weight is dequantised to q's dtype. With quantize_latent, latents
+    are quantised per 1 x bk instead (ops/formats/fp8_block.py, amax at most latent_scale_cap if
+    that is not 0). With latent_scale [Tk, ceil(L / bk)], latent already holds such codes, made of
+    normalised and rotated latents (for keys="given" and slots="none" only).
 
     latent_cache, rope_cache, latent_window, rope_window: as for `mla_latent_store`; None and []
     without a cache. The cache is written unless slots is "none": slots, indexing, slot_mapping,
@@ -96,8 +97,8 @@ class MlaPrefillArguments:
     row_offsets [B + 1] gives the queries of each sequence; without it, sequences have num_sequences
     equal runs. keys, key_offsets [B + 1], key_slots [K], lookup_table [B, columns]: as in
     ops/mla/keys.py, read after this call's tokens are written; num_keys = key_offsets[B] for
-    keys="table". There, with slots="ragged", a sequence with new tokens has rows for all its keys,
-    cached and new. key_lengths [B]: keys from this index on are not seen.
+    keys="table". With keys="table" and slots="ragged", a sequence with new tokens has rows for all
+    its keys, cached and new. key_lengths [B]: keys from this index on are not seen.
 
     The position p of a query is `positions` [T] or [T / B] (the same for every sequence) if given,
     else cache_lengths[b] + i, else i. The position of a key is its index j among its sequence's
@@ -110,9 +111,9 @@ class MlaPrefillArguments:
     norm_weight, norm_eps, cos, sin, rope_style, rope_by_position: as for `mla_latent_store`;
     rope_on: "qk", "q" or "k", the tensors that are rotated.
 
-    attention_dtype float8_e4m3fn: q, keys and values are divided by q_scale, k_scale and v_scale
-    and rounded to it, saturating; the softmax weights, times a power of two, are rounded to it as
-    well. None: q's dtype.
+    attention_dtype: float8_e4m3fn, or None for q's dtype. With float8_e4m3fn, q, keys and values
+    are divided by q_scale, k_scale and v_scale and rounded to float8, saturating; the softmax
+    weights, times a power of two, are rounded to float8 as well.
 
     Bad values (offsets, slots, pages, positions) raise ArgumentError before anything is written if
     they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU.
@@ -186,14 +187,14 @@ class MlaBranchArguments:
     [positions, R], of q's dtype or float32: cos and sin of each pair, alternating. rope_style:
     "interleaved", "half" or "interleaved_to_half", for q and the cache. kv_norm_gamma [L], of q's
     dtype or float32. blocks [P, 1, layers, page_size, 1, L + R], any strides, of q's dtype, written
-    at layer_idx. scale: of the logits. epsilon: of the norm.
+    at layer_idx. scale: multiplies the logits. epsilon: the norm's.
 
-    buffer_row_offsets [B + 1] or [C, B + 1]: the rows of a chunk that each sequence's keys take.
-    cache_offsets [B or B + 1] or [C, ..]: the position of the first of these keys. buffer_length:
-    the rows of each chunk, C integers, -1 for a chunk without keys (as `mla_prefill_plan` returns
-    them). A sequence's chunks follow each other without a gap from position 0 and hold all its
-    keys; rows past them are not seen. If all lengths are below 1, nothing is written and the result
-    is zeros.
+    buffer_row_offsets [B + 1] or [C, B + 1]: the offsets of the rows that each sequence's keys take
+    in a chunk. cache_offsets [B or B + 1] or [C, ..]: the position of each sequence's first key in
+    the chunk. buffer_length: the rows of each chunk, C integers, -1 for a chunk without keys (as
+    `mla_prefill_plan` returns them). A sequence's chunks follow each other without a gap from
+    position 0 and hold all its keys; rows past them are not seen. If all lengths are below 1,
+    nothing is written and the result is zeros.
 
     kv_b_proj [H * (N + V), L] float8_e4m3fn, kv_b_proj_scale [ceil(rows / g), ceil(L / g)] float32
     for blocks of granularity g = 128 or 64. V = v_dim. mask, window, attention_dtype, q_scale,
@@ -277,7 +278,8 @@ class MlaDecodeArguments(BatchArguments, _Width):
 
 @dataclass(frozen=True)
 class UpWeight:
-    """An up-projection alone: its weight [H * (N + V), L], with its scales, and q."""
+    """The arguments of a call that concern the up-projection: its weight [H * (N + V), L], the
+    weight's scales, and q."""
 
     q: torch.Tensor
     v_dim: Any

@@ -12,11 +12,12 @@ from tilewright.ops.attention.cases import AttentionCase
 
 @dataclass(frozen=True)
 class LatentCase:
-    """The parts of a case about latents, their cache and their places, for all MLA ops.
+    """The part of a case that all MLA ops share: latents, their cache and their places.
 
-    new_tokens, cached_tokens: per sequence. pool: "joint" ([P, S, L + R]), "layers" (one layer of
-    [P, 1, 3, S, 1, L + R]), "pair" (two pools) or "static" (two StaticCache tensors [B, 1, S, .], a
-    page per sequence; equal new_tokens and cached_tokens). slots: as in ops/cache/addressing.py.
+    new_tokens, cached_tokens: for each sequence. pool: "joint" ([P, S, L + R]), "layers" (one layer
+    of [P, 1, 3, S, 1, L + R]), "pair" (two pools) or "static" (two StaticCache tensors [B, 1, S,
+    .], a page per sequence; equal new_tokens and cached_tokens). slots: as in
+    ops/cache/addressing.py.
     rope_style "none": no rope.
     """
 
@@ -52,10 +53,11 @@ class StoreCase(LatentCase):
 class PrefillCase(LatentCase):
     """One setting of `mla_prefill`.
 
-    keys: as in ops/mla/keys.py; with "given" there is no cache. runs: equal runs instead of
-    row_offsets. ragged_keys: key_offsets instead of all slots of all columns. attn_mask: "none",
-    "bool" or "float"; listed: its list of blocks is passed. weight: "dense", "fp8" (dequantised),
-    "quantized" (latents too) or "codes" (latents passed as codes).
+    keys: as in ops/mla/keys.py; with "given" there is no cache. runs: whether the call has equal
+    runs instead of row_offsets. ragged_keys: whether it has key_offsets; if not, all slots of all
+    columns are keys. attn_mask: "none", "bool" or "float"; listed: whether the mask's list of
+    blocks is passed. weight: "dense", "fp8" (dequantised), "quantized" (latents too) or "codes"
+    (latents passed as codes).
     """
 
     num_heads: int = 3
@@ -75,8 +77,8 @@ class PrefillCase(LatentCase):
 
 @dataclass(frozen=True)
 class BranchCase(PrefillCase):
-    """One setting of `mla_prefill_branch_fp8`. buffer_size: rows of a chunk; 0: one chunk for
-    all."""
+    """One setting of `mla_prefill_branch_fp8`. buffer_size: rows of a chunk; 0: one chunk for all
+    keys."""
 
     rank: int = 128
     pool: str = "layers"

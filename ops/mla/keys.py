@@ -117,7 +117,7 @@ def _check_index(
 
 
 def run_keys(a: MlaPrefillArguments) -> Any:
-    """Returns the number of keys of each of equal runs."""
+    """Returns the number of keys of each sequence, if sequences have equally many."""
     return buffer_rows(a) // a.num_sequences
 
 
@@ -171,7 +171,7 @@ def cache_views(a: LatentArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def key_places(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sequence of each row of the buffer and its index there, int64 [K]."""
+    """Returns the sequence of each row of the buffer, and its index in the sequence, int64 [K]."""
     return token_sequences(buffer_rows(a), row_key_offsets(a), sequences(a), a.q.device)
 
 

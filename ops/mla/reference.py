@@ -102,7 +102,7 @@ def _dequantized(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
 def _key_latents(
     a: MlaPrefillArguments, latent: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
-    """Returns the latents of all keys, [K, L]; if the call quantises them, quantised and
+    """Returns the latents of all keys, [K, L]. If the call quantises them, they are quantised and
     dequantised."""
     if not a.quantize_latent and a.latent_scale is None:
         return latent.to(compute)
@@ -124,5 +124,6 @@ def _up_projected(
 
 
 def _rounded(a: MlaPrefillArguments, x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns x rounded as the 8-bit core reads it, in x's dtype; x itself without that core."""
+    """Returns x, in its own dtype, rounded as the 8-bit core reads it; x itself without that
+    core."""
     return x if a.attention_dtype != FP8 else saturating_cast(x / scale, FP8).to(x.dtype) * scale

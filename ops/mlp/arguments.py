@@ -32,8 +32,8 @@ class LinearActivationArguments:
     N] of x's dtype.
 
     weight_format, scale_block, zero_point, nibble_order, weight_scale, weight_zero, weight_factor:
-    the fields of a Weight of one head of N rows. up_scale, up_zero, up_factor: those of the
-    up_weight.
+    the fields of a Weight of one head of N rows. up_scale, up_zero, up_factor: the same fields of
+    the up weight.
     """
 
     x: torch.Tensor
@@ -153,8 +153,8 @@ class RoundRowsArguments:
     magnitude that a scale is computed from. least_divisor: the smallest number by which numbers are
     divided. decoded: whether the result holds the numbers that codes stand for, in x's dtype,
     instead of float8_e4m3fn codes. Result: codes or numbers [T, K], and fp32 scales [K / group or
-    1, T], or [1, 1] if the scale is given; new memory. Scales of a group lie behind one another, as
-    the library's product of codes reads them.
+    1, T], or [1, 1] if the scale is given; new memory. The scales of one group of columns are
+    contiguous, as the library's product of codes reads them.
     """
 
     x: torch.Tensor

@@ -17,9 +17,9 @@ from tilewright.ops.sampling import RowsCase, Sampler
 class LinearCase(CodedCase):
     """One setting of `linear_activation` or `linear_residual`.
 
-    layout: of the weights in memory: "separate" tensors, "halves" of one, "up_first" halves,
+    layout: how the weights lie in memory: "separate" tensors, "halves" of one, "up_first" halves,
     "interleaved" rows of one, "n_major" tensors; "plain": one weight, "plain_n_major": one with
-    rows contiguous. norm: "", "rms", "weightless", or "layer" (with a bias), "layer_unbiased",
+    contiguous rows. norm: "", "rms", "weightless", or "layer" (with a bias), "layer_unbiased",
     "layer_bare".
     """
 
@@ -47,10 +47,10 @@ _TABLE: dict[str, Any] = {
 }
 _OFFSET: dict[str, Any] = {"weight_format": "int4_k_offset", "words": torch.uint8,
                            "zeros": "float", "zero_point": 8}  # fmt: skip
-# More tokens than streaming is for, and rows and columns that fill no tile.
+# More tokens than the streaming kernels take, and rows and columns that fill no tile.
 _MOST: dict[str, Any] = {"num_tokens": 140, "k": 288, "n": 136}
 _AWQ: dict[str, Any] = {"weight_format": "int4_n", "zeros": "packed", "nibble_order": AWQ_ORDER}
-# Formats as checkpoints store them, and each one that has a kernel path of its own.
+# Formats as checkpoints store them, and each format that has its own path in a kernel.
 CODED: dict[str, dict[str, Any]] = {
     "int8": {"weight_format": "int8", "scale_block": (1, 192), "k": 192},
     "int8_zeros": {"weight_format": "int8", "scale_block": (1, 32), "zeros": "int", **_HALF},
@@ -86,7 +86,7 @@ CODED: dict[str, dict[str, Any]] = {
 
 
 def _coded(layout: str) -> tuple[LinearCase, ...]:
-    """Returns a case of each format, every second one with a norm and the others with a bias."""
+    """Returns a case of each format. Every second case has a norm, and the others have a bias."""
     found = []
     for number, (name, changes) in enumerate(CODED.items()):
         given: dict[str, Any] = {"layout": layout, "bias": number % 2 == 0}

@@ -24,12 +24,12 @@ def slower(
     rounded: bool = False,
     target: Target | None = None,
 ) -> str | None:
-    """Returns why PyTorch's own calls are faster for `tokens` rows; None if the kernel is.
+    """Returns why PyTorch's own calls are faster for `tokens` rows; None if the kernel is faster.
 
     weights: 2 for a gate and its up projection. norm: the kind of norm of rows of `columns` numbers
     that the kernel would compute first; empty for none. coded: the weights are quantised. rounded:
-    x is decoded from codes, which a library's GEMM can multiply with those of the weights. target:
-    the chip, where it may have a kernel for any number of tokens; `slower_on` then says more.
+    x was decoded from codes, which a library's GEMM can multiply with the weights' codes. target:
+    the chip, if it may have a kernel for any number of tokens; `slower_on` then decides.
     """
     if coded and not rounded and target is not None and decodes_codes(target):
         return None
@@ -44,8 +44,8 @@ def slower(
 
 
 def slower_on(a: LinearArguments, target: Target, varies: bool) -> str | None:
-    """Returns why PyTorch's own calls are faster than a call on a chip, if its weights are codes;
-    None if a kernel is. varies: the number of tokens is a symbol. Reads metadata only."""
+    """Returns why PyTorch's own calls are faster than a call on a chip, for weights that are codes;
+    None if a kernel is faster. varies: the number of tokens is a symbol. Reads metadata only."""
     tokens = a.x.shape[0]
     if a.weight_format == "dense" or (tokens <= MOST_CODED_TOKENS and not varies):
         return None

@@ -81,9 +81,9 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op, without the norm of x if that is a step of its own.
+    """A call of an op. If a separate step norms x, `a` and `problem` have no norm.
 
-    norm: this norm, if there is one. config: the tiles; None: the plan chooses.
+    norm: the norm of that step; None without one. config: the tiles; None: the plan chooses.
     """
 
     problem: LinearProblem
@@ -137,7 +137,7 @@ def linear_residual_steps(
 
 
 def _x(call: _Call) -> Generator[Step, Any, torch.Tensor]:
-    """Returns x as the product takes it: after a norm that is a step of its own, and with its
+    """Returns x as the product takes it: after the separate norm, if there is one, and with its
     columns in the order of the kernel's codes."""
     order = None
     if call.problem.quantization is not None:
@@ -158,7 +158,7 @@ def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
 
 
 def _norms_x(call: _Call) -> bool:
-    """Whether a kernel that also computes the norm of x is faster than a norm before it."""
+    """Whether one kernel for the norm of x and the product is faster than two kernels."""
     problem, num_tokens = call.problem, call.num_tokens
     assert problem.norm is not None
     if _are_many(problem, num_tokens) or orders_x(problem, num_tokens, call.target):
@@ -179,8 +179,8 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
 
 
 def _apart(call: _Call, x: torch.Tensor) -> Steps:
-    """Multiplies two quantised weights one after the other, and keeps both results in fp32 until
-    the activation."""
+    """Multiplies x by two quantised weights one after the other, and keeps both results in fp32
+    until the activation."""
     a = call.a
     assert isinstance(a, LinearActivationArguments)
     alone = replace(
@@ -220,7 +220,7 @@ def _activated(call: _Call, gate: torch.Tensor, up: torch.Tensor | None, out: to
 
 
 def _streamed(call: _Call, x: torch.Tensor, dtype: torch.dtype | None = None) -> Steps:
-    """Runs the streaming kernel. x: a result of `_x`. dtype: of the result; None: x's."""
+    """Runs the streaming kernel. x: a result of `_x`. dtype: dtype of the result; None: x's."""
     problem, a, target, num_tokens = call.problem, call.a, call.target, call.num_tokens
     norm, (config, statics) = problem.post_norm, call.chosen
     stored = torch.float32 if norm else dtype or x.dtype
@@ -262,7 +262,7 @@ _MANY = "many tokens: the library's GEMM"
 
 
 def _residual_by_library(a: LinearResidualArguments) -> Steps:
-    """Runs the GEMM, which adds its result to the residual."""
+    """Runs the library's GEMM, which also adds the residual."""
     start = a.residual
     if a.bias is not None:
         start = yield Buffer.like(a.residual)
@@ -284,7 +284,7 @@ def _activation_by_library(call: _Call, x: torch.Tensor) -> Steps:
 
 
 def _activation_by_decoding(a: LinearActivationArguments, target: Target) -> Steps:
-    """Multiplies both weights by one kernel that decodes them, or one after the other."""
+    """Multiplies by both weights with one kernel that decodes them, or by one after the other."""
     if a.norm.kind:
         x = yield from normed(a.x, a.norm, target)
         a = replace(a, **without_norm(x, a.norm))

@@ -1,4 +1,4 @@
-"""The steps of linears of many tokens with weights of codes: products that decode them."""
+"""The steps of linears with many tokens and weights of codes: products that decode the weights."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ UP_TENSORS = ("up_weight", "up_scale", "up_zero", "up_factor", "up_bias")
 
 
 def decodes_many(a: LinearArguments, target: Target) -> bool:
-    """Whether the products of a call decode its weights, of many tokens. Reads metadata and
-    addresses only."""
+    """Whether a call has so many tokens that products which decode the weights should compute it,
+    and such products exist. Reads metadata and addresses only."""
     if a.weight_format == "dense" or a.x.shape[0] <= MOST_CODED_TOKENS:
         return False
     return decoding_obstacle(a, target) is None
 
 
 def decoding_obstacle(a: LinearArguments, target: Target) -> str | None:
-    """Returns why no product decodes the weights of a call; None if one does. The norm of x is
-    computed before it. Reads metadata and addresses only."""
+    """Returns why no product decodes the weights of a call; None if one does. A separate step
+    computes the norm of x. Reads metadata and addresses only."""
     problem = _problem(a)
     if (obstacle := mixed_obstacle(problem, TRITON_TYPES[a.x.dtype], target)) is not None:
         return obstacle

@@ -25,14 +25,16 @@ from tilewright.ops.runtime.scaled_products import ScaledOperands
 
 
 def activation_unsupported(a: LinearActivationArguments) -> str | None:
-    """Returns why no kernel takes a call of `linear_activation`, or None. Reads metadata only."""
+    """Returns why no kernel takes a call of `linear_activation`; None if one does. Reads metadata
+    only."""
     if a.rms_norm and a.x.dtype == torch.float16:
         return "float16 may overflow: the kernel normalises after the product"
     return residual_unsupported(a)
 
 
 def residual_unsupported(a: LinearArguments) -> str | None:
-    """Returns why no kernel takes a call of `linear_residual`, or None. Reads metadata only."""
+    """Returns why no kernel takes a call of `linear_residual`; None if one does. Reads metadata
+    only."""
     if a.x.shape[1] == 0:
         return "no inner columns"
     obstacle = _far if a.linear.is_coded else _scattered
@@ -42,8 +44,8 @@ def residual_unsupported(a: LinearArguments) -> str | None:
 
 
 def _codes_obstacle(a: LinearArguments) -> str | None:
-    """Returns why there is no kernel for these codes, or None. Assumes that bytes of nibbles are
-    aligned, so that they can be read as 32-bit words."""
+    """Returns why there is no kernel for these codes; None if there is one. Assumes that bytes of
+    nibbles are aligned, so that they can be read as 32-bit words."""
     found = quantization_of(a.weights, a.weight.dtype)
     words = found.format.packed_axis == -1 and scales_fill_words(a.weights)
     per_word = 8 if words else found.per_word
@@ -51,14 +53,14 @@ def _codes_obstacle(a: LinearArguments) -> str | None:
 
 
 def _far(weight: Weight) -> str | None:
-    """Returns why a kernel cannot address the columns of a weight, or None."""
+    """Returns why a kernel cannot address the columns of a weight; None if it can."""
     if weight.data.stride(1) * weight.data.shape[1] <= INT32_MAX:
         return None
     return f"{weight.named('data')}: offsets of columns exceed 32 bits"
 
 
 def _scattered(weight: Weight) -> str | None:
-    """Returns why a weight cannot be loaded 16 bytes at a time, or None."""
+    """Returns why a weight cannot be loaded 16 bytes at a time; None if it can."""
     name, strides = weight.named("data"), weight.data.stride()
     row, column = strides
     if column != 1 and row != 1:

@@ -85,9 +85,9 @@ def reference(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
         scale = max(largest |y| of the group, least) / 448          zero_scale where it is 0
         codes = e4m3(clamp(y / max(scale, least_divisor), -448, 448))
 
-    Without an activation, or without a norm, y is x, or not normed. A given scale is not computed.
-    With `rounded`, scales and quotients are rounded to x's dtype. Decoded numbers are codes *
-    scale, rounded to x's dtype.
+    Without an activation, y = x. Without a norm, the second line is left out. A given scale is not
+    computed. With `rounded`, scales and quotients are rounded to x's dtype. Decoded numbers are
+    codes * scale, rounded to x's dtype.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     inner = a.x.dtype if a.rounded else compute
@@ -120,7 +120,7 @@ def _numbers(a: RoundRowsArguments, compute: torch.dtype) -> torch.Tensor:
 
 
 def unsupported(a: RoundRowsArguments) -> str | None:
-    """Returns why no kernel takes a call, or None. Reads metadata only."""
+    """Returns why no kernel takes a call; None if one does. Reads metadata only."""
     columns = a.x.shape[1]
     if columns > MOST_ROUNDED_COLUMNS:
         return f"{columns} columns: more than {MOST_ROUNDED_COLUMNS}"

@@ -36,7 +36,7 @@ def round_rows_steps(
 
 
 def _constants(a: RoundRowsArguments) -> dict[str, Constant]:
-    """Returns the constants of the kernel that are no strides or tiles."""
+    """Returns the constants of the kernel, except for strides and tiles."""
     norm, weight = row_norm_of(a.norm), a.norm_weight
     dense = weight is not None and weight.stride(0) == 1
     return {

@@ -57,18 +57,19 @@ def reference(a: ScaledLinearArguments) -> torch.Tensor:
 
 
 def given_dtype(a: ScaledLinearArguments) -> torch.dtype:
-    """The dtype of the result."""
+    """Returns the dtype of the result."""
     assert a.out_dtype is not None
     return a.out_dtype
 
 
 def library_obstacle(a: ScaledLinearArguments) -> str | None:
-    """Returns why the library cannot multiply these operands, or None. Reads metadata only."""
+    """Returns why the library cannot multiply these operands; None if it can. Reads metadata
+    only."""
     return scaled_operands(a).obstacle(given_dtype(a))
 
 
 def obstacle_on(a: ScaledLinearArguments, target: Target) -> str | None:
-    """Returns why the library cannot multiply these operands on a chip, or None."""
+    """Returns why the library cannot multiply these operands on a chip; None if it can."""
     return chip_obstacle(scaled_operands(a).kind, target)
 
 

@@ -16,7 +16,7 @@ from tilewright.ops.sampling import Sampler
 class MoeCase:
     """One setting of `fused_moe`.
 
-    layout: of gate and up in memory: "halves" or "interleaved" rows of one tensor [E, 2I, H],
+    layout: how gate and up lie in memory: "halves" or "interleaved" rows of one tensor [E, 2I, H],
     "transposed" halves of [E, H, 2I] (down is then [E, I, H]), "up_first" halves, "separate"
     tensors, "plain" (no up).
 

@@ -81,8 +81,8 @@ Launches = Generator[Step, Any, None]
 def _chosen(
     problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | DotsPlan | None
 ) -> tuple[MoePlan | DotsPlan, Kernels, str | None]:
-    """Returns, for up to `num_tokens` tokens, the plan, the kernels, and why they cannot take the
-    call after all (or None). plan: replaces the planner's."""
+    """Returns, for up to `num_tokens` tokens: the plan, the kernels, and why they cannot take the
+    call after all (or None). plan: a plan to use instead of the planner's."""
     plan = plan or plan_dots(problem, num_tokens) or plan_moe(problem, num_tokens, target)
     if isinstance(plan, DotsPlan):
         kernels = {"up": up_dots(problem, plan.up), "down": down_dots(problem, plan.down)}
@@ -111,7 +111,7 @@ def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
 def fused_moe_steps(
     a: FusedMoeArguments, target: Target, plan: MoePlan | DotsPlan | None = None
 ) -> Steps:
-    """Runs the steps of a call. plan: replaces the planner's."""
+    """Runs the steps of a call. plan: a plan to use instead of the planner's."""
     result = Buffer(a.x.shape, a.x.dtype)
     if a.expert_ids.numel() == 0 or a.x.numel() == 0:
         out = yield result
@@ -148,7 +148,7 @@ class _Call:
 
 
 def _launches(call: _Call, out: torch.Tensor) -> Launches:
-    """Launches all kernels from tokens to `out`."""
+    """Launches all kernels that compute `out` from the tokens."""
     num_tokens, num_routes, memory = call.a.x.shape[0], call.a.expert_ids.numel(), call.memory
     plan, num_sms = call.plan, call.target.num_sms
     gate_up, down = _weights(call.a, call.problem)
@@ -199,7 +199,8 @@ def _dot_launches(
     target: Target,
     out: torch.Tensor,
 ) -> Launches:
-    """Launches all kernels from tokens to `out`, with a separate product for each route."""
+    """Launches the kernels that compute `out` from the tokens, with a separate product for each
+    route."""
     num_routes = a.expert_ids.numel()
     values = {"x": a.x, "ids": contiguous(a.expert_ids), "weights": a.expert_weights, "out": out}
     values["hidden"] = yield Buffer((num_routes, problem.inner), a.x.dtype)
@@ -220,8 +221,8 @@ def _dot_launches(
 
 
 def _routes_of(routes: Values, config: GemmConfig) -> Values:
-    """Returns the values that say which rows an expert has: the experts of routes if the kernel
-    works by route, else the sorted rows."""
+    """Returns the values that say which rows an expert has. A kernel that works by route gets the
+    experts of routes; others get the sorted rows."""
     if not isinstance(config, CodesConfig):
         return routes
     if config.by_route:
@@ -231,7 +232,8 @@ def _routes_of(routes: Values, config: GemmConfig) -> Values:
 
 def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]:
     """Returns the weights that the two GEMMs read. `weight` is gate or up, whichever has the lower
-    address; the other one's rows are at `distance` from it."""
+    address. Each row of the other weight lies `distance` elements after the same row of
+    `weight`."""
     gate_up = {
         "weight": a.up_weight if problem.up_first else a.gate_weight,
         "distance": abs(up_distance(a)) if problem.distance is None else problem.distance,
@@ -252,8 +254,8 @@ def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]
 
 
 def _dequantize(call: _Call, config: DequantizeConfig, gate_up: Values, down: Values) -> Launches:
-    """Dequantises the weights, and puts them into gate_up and down. The rows of up follow those of
-    gate without a gap."""
+    """Dequantises the weights, and puts them into the values gate_up and down. The rows of up
+    follow the rows of gate without a gap."""
     weights = gemms(call.problem)
     parts = call.memory["decoded"].split(decoded_elements(call.problem))[: len(weights)]
     for (name, weight), part in zip(weights.items(), parts, strict=True):
@@ -301,7 +303,7 @@ def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Tar
     num_routes, dtype, up = a.expert_ids.numel(), a.x.dtype, plan.up
     made = {
         "order": (num_routes, torch.int32),
-        # The second half holds the first block of each expert.
+        # The second half holds the number of each expert's first block of rows.
         "ends": (2 * problem.num_experts, torch.int32),
         "hidden": (num_routes * problem.inner, dtype),
         "y": (num_routes * problem.hidden, dtype),

@@ -18,7 +18,7 @@ from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
 
 def unsupported(a: FusedMoeArguments) -> str | None:
-    """Returns why the emitted kernels cannot take a call, or None.
+    """Returns why the emitted kernels cannot take a call; None if they can.
 
     Reads metadata only: the answer is reused for all calls of the same metadata. `address_obstacle`
     checks addresses at each call.
@@ -37,7 +37,8 @@ def unsupported(a: FusedMoeArguments) -> str | None:
 
 
 def _uneven(a: FusedMoeArguments) -> str | None:
-    """Returns a difference between the weights that a problem cannot express, or None."""
+    """Returns a difference between the weights that a problem cannot express; None if there is
+    none."""
     gate, up = a.gate_weight, a.up_weight
     if up is not None and not _same_strides(gate, up):
         return f"up_weight: strides {up.stride()} where gate_weight has {gate.stride()}"
@@ -105,7 +106,7 @@ def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _interleaved(gate: torch.Tensor, distance: int) -> bool:
-    """Whether the rows of the up weight lie between those of the gate weight: two rows of gate
-    leave room for exactly one more, and up's first row is there."""
+    """Whether rows of gate and rows of up alternate: two rows of gate leave room for exactly one
+    more row, and that room holds up's first row."""
     _, row, column = gate.stride()
     return row == (2 if column != 1 else 2 * gate.shape[2]) and distance == row // 2

@@ -37,8 +37,8 @@ from tilewright.ops.sampling import sampler_of
 NAME = "moe_router"
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "logits")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The most columns of logits that a program holds for each of its tokens, and the most slots, each
-# of which is a search.
+# The most columns of logits that a program holds for each of its tokens; and the most slots, since
+# each slot takes a search.
 MOST_COLUMNS = 1024
 MOST_SLOTS = 32
 ERROR_MODEL = (
@@ -58,13 +58,14 @@ TOLERANCES = {
 class MoeRouterArguments:
     """The arguments of `moe_router`: T tokens, K columns, E experts, S slots (top-k), G groups.
 
-    x [T, K]; weight [E, K] of any strides; None: x holds the logits [T, E]. num_slots: S. bias [E],
-    of the logits. scores: one of SCORES; "softmax_of_chosen" chooses by logits, and takes the
-    softmax over the chosen ones only. correction [E]: added to scores for the choice, but not for
-    the weights. num_groups: the E experts form G runs of equal length. The choice is limited to the
-    top_groups groups with the largest sum of their group_top (1 or 2) largest numbers. normalise:
-    weights are divided by sum + norm_eps, or by norm_min if that is larger; then scaling multiplies
-    them. weights_dtype: None for x's. Result: weights [T, S], and ids int64 [T, S].
+    x [T, K]; weight [E, K] of any strides; None: x holds the logits [T, E]. num_slots: S. bias [E]:
+    added to the logits. scores: one of SCORES; "softmax_of_chosen" chooses by logits, and takes the
+    softmax over the chosen experts only. correction [E]: added to scores for the choice, but not
+    for the weights. num_groups: the E experts form G runs of equal length. The choice is limited to
+    the top_groups groups with the largest sum of their group_top (1 or 2) largest numbers.
+    normalise: weights are divided by sum + norm_eps, or by norm_min if that is larger; then scaling
+    multiplies them. weights_dtype: the dtype of the weights; None: x's. Result: weights [T, S], and
+    ids int64 [T, S].
     """
 
     x: torch.Tensor
@@ -139,13 +140,14 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
         logits = x[t] @ weight^T + bias
         scores = softmax(logits), sigmoid(logits), or logits
         choice = scores + correction                 -inf outside of the best groups
-        ids[t] = top num_slots of choice             descending; equal ones by ascending number
+        ids[t] = top num_slots of choice             descending; of equals, the lower expert first
         w      = scores[ids[t]]                      their softmax with softmax_of_chosen
         w      = w / max(sum(w) + norm_eps, norm_min)    only with normalise
         weights[t] = w * scaling
 
-    If scores have the same order as logits (no correction, groups by their best), the choice uses
-    logits, so scores that round to one number are told apart. NaN is larger than all numbers.
+    If scores have the same order as logits (without correction, and with groups ranked by their
+    best expert), the choice uses logits, so scores that round to one number are told apart. NaN is
+    larger than all numbers.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     logits = a.x.to(compute)
@@ -192,7 +194,7 @@ def _kept(a: MoeRouterArguments, choice: torch.Tensor) -> torch.Tensor:
 
 
 def unsupported(a: MoeRouterArguments) -> str | None:
-    """Returns why the emitted kernels cannot take a call, or None. Reads metadata only."""
+    """Returns why the emitted kernels cannot take a call; None if they can. Reads metadata only."""
     tensors = (a.x, a.weight, a.bias, a.correction)
     dtypes = [t.dtype for t in tensors if t is not None]
     wrong = next((d for d in (*dtypes, a.result_dtype) if d not in KERNEL_DTYPES), None)

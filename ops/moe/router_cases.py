@@ -108,8 +108,8 @@ def sample_router(case: RouterCase, device: str | torch.device, seed: int) -> di
 
 
 def _vector(there: bool, sampler: Sampler, case: RouterCase) -> torch.Tensor | None:
-    """Returns a vector whose numbers are small compared with the distance between logits, or
-    None."""
+    """Returns a vector of numbers that are small compared with the distance between logits; None if
+    the case has none."""
     if not there:
         return None
     return sampler.normal(case.num_experts, dtype=case.dtype, scale=SPREAD / 16)

@@ -30,7 +30,7 @@ _UNCHOSEN = dict.fromkeys(("bias", "correction", "weights", "ids", "counters"))
 def moe_router_steps(
     a: MoeRouterArguments, target: Target, config: RouterConfig | None = None
 ) -> Steps:
-    """Runs the steps of a call. config: replaces the planner's."""
+    """Runs the steps of a call. config: tiles to use instead of the planner's."""
     problem, num_tokens = router_problem(a), a.x.shape[0]
     weights, ids = fake(a)
     results = ((yield Buffer.like(weights)), (yield Buffer.like(ids)))

@@ -1,7 +1,7 @@
 """`paged_kv_store`: writes K (rotated if a rope is given) and V to their cache slots.
 
-For cache writes that cannot be fused with their projection. A step still touches only the slots
-that it writes.
+It is for cache writes that cannot be fused with their projection. A step still touches only the
+slots that it writes.
 """
 
 from __future__ import annotations

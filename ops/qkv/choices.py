@@ -54,8 +54,8 @@ WEIGHTS = ("q_weight", "k_weight", "v_weight")
 
 
 def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
-    """Runs the steps of a call by one lowering, whatever a plan would choose. x is normalised first
-    if the kernel does not do it."""
+    """Runs the steps of a call by one lowering, whatever a plan would choose. If the kernel does
+    not normalise x, a step before it does."""
     q = yield result_buffer(call.a)
     if call.problem.input_norm is not None and not choice.norms_x:
         call = yield from _normed(call.a, target)
@@ -116,9 +116,9 @@ def _tiled(call: FusedCall, choice: LoweringChoice, values: dict[str, Any], targ
 
 
 def weight_places(a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns how the single descriptor of `qkv_projection` reaches the weights: the one at the
-    lowest address, the distances of the others in elements, and which of the three is q's, k's and
-    v's."""
+    """Returns how the single descriptor of `qkv_projection` reaches the three weights: the weight
+    at the lowest address, the distances of the other two in elements, and the places of q, k and v
+    among the three."""
     last = a.k_weight if a.v_weight is None else a.v_weight
     weights = {"q": a.q_weight, "k": a.k_weight, "v": last}
     order = sorted(weights, key=lambda name: weights[name].data_ptr())

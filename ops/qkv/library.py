@@ -26,8 +26,8 @@ Making = Generator[Step, Any, torch.Tensor]
 def project_packed(
     x: torch.Tensor, weights: Sequence[torch.Tensor], rows: WeightRows
 ) -> Generator[Step, Any, list[torch.Tensor]]:
-    """Runs one GEMM over all rows; q [T, H, D] or [T, Hkv, G, D], k and v are views of its
-    result."""
+    """Runs one GEMM over all rows. Returns q [T, H, D] or [T, Hkv, G, D], k and v, which are views
+    of its result."""
     lowest = min(weights, key=lambda weight: weight.storage_offset())
     whole = lowest.as_strided((rows.total, x.shape[1]), lowest.stride()[-2:])
     out = yield from linear(x, whole)
@@ -74,9 +74,9 @@ def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:
 
 
 def scaled_operands(a: FusedQkvArguments) -> list[ScaledOperands] | None:
-    """Returns the operands of the library's products for q, k and v (without v if there is none);
-    None unless x and the weights are codes that the library takes in place, with scales of one
-    kind."""
+    """Returns the operands of the library's products for q, k and v (without v if there is none).
+    Returns None unless x and the weights are codes that the library takes in place, with scales of
+    one kind."""
     if not a.has_codes:
         return None
     found = []

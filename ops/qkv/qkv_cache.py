@@ -125,8 +125,9 @@ def _input(a: FusedQkvArguments) -> torch.Tensor:
 
 
 def _project(a: FusedQkvArguments, x: torch.Tensor, weight: Weight, first: int) -> torch.Tensor:
-    """Returns the projection [T, H, D]: product, bias, delta, clip. first: the weight's first row
-    among those of q, k and v, which is also its first column of delta."""
+    """Returns the projection [T, H, D]: product, bias, delta, clip. first: the number of the
+    weight's first row, counted over q, k and v. It is also the number of its first column in
+    delta."""
     numbers = weight.dequantize(x.dtype).flatten(0, -3)
     out = torch.einsum("tk,hdk->thd", x, numbers)
     if weight.bias is not None:
@@ -157,8 +158,8 @@ def sample_inputs(
 
 
 def slower(*, tokens: int, norm: str, columns: int) -> str | None:
-    """Returns why the norm of x is faster in a separate kernel; None if it is faster in the
-    projection's."""
+    """Returns why a separate kernel norms x faster; None if the projection's kernel norms it
+    faster."""
     if takes_norm(norm, tokens, columns):
         return None
     return f"{norm} norm of {tokens} tokens: a kernel of its own is the faster one"

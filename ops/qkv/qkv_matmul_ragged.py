@@ -2,8 +2,8 @@
 `fused_qkv_paged`.
 
 The projection is rounded once, to the result's or the cache's dtype. MAX rounds to its output dtype
-first and adds the bias in that dtype, which rounds twice; it truncates GPTQ scales to bf16, where
-they stay fp16 here. As in MAX, there is no rope and no norm.
+first and adds the bias in that dtype, which rounds twice. MAX truncates GPTQ scales to bf16; here
+they stay fp16. As in MAX, there is no rope and no norm.
 """
 
 from __future__ import annotations

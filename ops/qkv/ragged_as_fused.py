@@ -53,7 +53,7 @@ def split_rows(a: RaggedQkvArguments) -> Rows:
 
 
 def _head_dim(a: RaggedQkvArguments) -> int:
-    """Returns the cache's head_dim; or, if q's columns are not a multiple of it (MLA), a number
+    """Returns the cache's head_dim. If q's columns are not a multiple of it (MLA), returns a number
     that divides both. Without rope and norm any such number works, and kernels are faster with
     powers of two."""
     head_dim, q_dim = a.blocks.shape[5], split_rows(a)["q"][1]
@@ -74,7 +74,7 @@ def _window(a: RaggedQkvArguments, part: int, head_dim: int) -> list[Any]:
 
 
 def _heads(what: str, whole: torch.Tensor | None, rows: Rows, head_dim: int) -> dict[str, Any]:
-    """Returns the rows of q, k and v of a tensor, [H, D, ...], by argument name."""
+    """Returns the rows of q, k and v in a tensor, each [H, D, ...], by argument name."""
     parts = _parts(what, whole, {letter: slice(*ends) for letter, ends in rows.items()})
     return {name: part.unflatten(0, (-1, head_dim)) for name, part in parts.items()}
 
@@ -116,7 +116,7 @@ def _scale_blocks(a: RaggedQkvArguments, rows: Rows) -> tuple[torch.Tensor, list
 
 def _gptq(a: RaggedQkvArguments, rows: Rows, head_dim: int) -> dict[str, Any]:
     parts = sections(a.weight, a.hidden_state.shape[1], a.group_size, a.has_zp)
-    # A word of zeros holds those of eight rows.
+    # One word of zeros holds the zeros of eight rows.
     words = {letter: slice(first // 8, end // 8) for letter, (first, end) in rows.items()}
     return {
         "weight_format": "int4_k",

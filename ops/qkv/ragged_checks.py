@@ -45,7 +45,8 @@ def check_metadata(a: RaggedQkvArguments) -> None:
 
 
 def kv_rows(blocks: torch.Tensor) -> Any:
-    """Returns the weight's rows for K: those of one head for MLA, else of all heads."""
+    """Returns the number of the weight's rows for K: the rows of one head for MLA, else of all
+    heads."""
     return blocks.shape[5] * (1 if blocks.shape[1] == 1 else blocks.shape[4])
 
 

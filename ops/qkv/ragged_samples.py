@@ -15,10 +15,10 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class RaggedCase:
-    """One setting. q_dim: 0 for num_heads * head_dim. mla: only K, with one head.
+    """One setting of the op. q_dim: 0 for num_heads * head_dim. mla: only K, with one head.
 
-    scale: of an fp8 weight, "tensor", "channel" or "block"; "none" for others. input_scale: "none"
-    for hidden states without codes, "tensor", "token" or "block".
+    scale: the scale of an fp8 weight: "tensor", "channel" or "block"; "none" for other weights.
+    input_scale: "none" for hidden states without codes, "tensor", "token" or "block".
     """
 
     name: str

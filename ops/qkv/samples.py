@@ -12,7 +12,7 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 from tilewright.ops.formats.sample_codes import CodedCase
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
-# Arguments that are tensors but whose names are fields of a case with another meaning.
+# Arguments that are tensors although a case has a field of the same name with another meaning.
 DRAWN = {"x_scale", "delta"}
 
 

@@ -1,7 +1,8 @@
-"""Arguments of `fused_qkv_paged` like given ones but on new memory, which tuning runs on.
+"""Makes arguments of `fused_qkv_paged` like given arguments, but on new memory. Tuning runs on
+them.
 
-Shapes, strides and dtypes are those of the given arguments, whose metadata alone is read. The token
-count is free, the numbers are random, and the caches have no more pages than needed.
+Shapes, strides and dtypes are those of the given arguments; only their metadata is read. The number
+of tokens may differ, the numbers are random, and the caches have no more pages than needed.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _ZEROS = ("q_zero", "k_zero", "v_zero")
 def scratch_arguments(
     a: FusedQkvArguments, num_tokens: int, device: torch.device, seed: int = 0
 ) -> FusedQkvArguments:
-    """Returns random arguments with the metadata of `a` (fake or meta tensors suffice) for about
-    `num_tokens` tokens, limited by whole sequences and the caches."""
+    """Returns random arguments with the metadata of `a`, whose tensors may be fake or meta tensors.
+    The number of tokens is about `num_tokens`: it fills whole sequences and fits the caches."""
     tokens = _token_count(a, num_tokens)
     draw = partial(_numbers, torch.Generator(device).manual_seed(seed), a.x.shape[1] ** -0.5)
     drawn = vars(a).keys() - {"k_cache", "v_cache", *ADDRESS_TENSORS}
@@ -92,8 +93,8 @@ def _token_count(a: FusedQkvArguments, wanted: int) -> int:
 
 
 def _table_use(a: FusedQkvArguments, window: CacheWindow) -> tuple[int, int]:
-    """Returns the number of sequences of a block table that get tokens, and the most pages of
-    each."""
+    """Returns the number of sequences of a block table that get tokens, and the largest number of
+    pages of a sequence."""
     assert a.lookup_table is not None
     used = min(a.lookup_table.shape[0], window.num_pages)
     return used, min(a.lookup_table.shape[1], window.num_pages // used)
@@ -109,7 +110,7 @@ def _shape(a: FusedQkvArguments, name: str, tensor: torch.Tensor, tokens: int) -
 
 
 def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns weights as rows of one tensor, if the given ones are."""
+    """Returns weights as rows of one tensor, if the given weights are rows of one tensor."""
     given = {name: getattr(a, name) for name in made}
     if weight_rows(*given.values()) is None:
         return {}
@@ -124,7 +125,7 @@ def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Returns the number of elements from the first to the last, inclusive."""
+    """Returns the number of elements from the first element to the last, inclusive."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 

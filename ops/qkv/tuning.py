@@ -1,8 +1,9 @@
 """Measures the lowerings of `fused_qkv_paged` on the GPU of this machine, on scratch arguments.
 
-Runs when a call or a report with tune=True needs a choice. A case is measured once per GPU and
-versions (`codegen/qkv/tune.py` keeps the times on disk), in a separate thread, and never while the
-caller's stream is being captured: a captured call uses the times on disk, else the plan's choice.
+Tuning runs when a call or a report with tune=True needs a choice. A case is measured once for each
+GPU and set of versions, in a separate thread; `codegen/qkv/tune.py` keeps the times on disk.
+Nothing is measured while the caller's stream is being captured: a captured call uses the times on
+disk or, without them, the plan's choice.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ log = logging.getLogger("tilewright")
 # with a cold cache.
 _COLD_L2_SIZES = 3
 _MAX_SETS = 64
-# A result with a larger error, relative in the norm, is wrong rather than rounded differently.
+# If the error of a result, relative in the norm, is larger than this, the result is wrong and not
+# only rounded differently.
 _WRONG = 2.0**-5
 
 _known: dict[tuple[Case, int], LoweringChoice | None] = {}
@@ -123,7 +125,7 @@ def describe(target: str) -> str:
 def _time(
     a: FusedQkvArguments, case: Case, index: int, choices: Sequence[LoweringChoice]
 ) -> list[float]:
-    """Returns the seconds of each choice; infinity for one that fails or computes a wrong
+    """Returns the seconds of each choice; infinity for a choice that fails or computes a wrong
     result."""
     log.info("tune: measuring %d lowerings for %d tokens", len(choices), case.num_tokens)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch.nn import functional
 
-#: By name, a function of one tensor, computed in its dtype.
+#: Functions of one tensor by name. They compute in the tensor's dtype.
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
         "silu": functional.silu,

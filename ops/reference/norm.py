@@ -87,8 +87,9 @@ class RowNorm(ArgumentGroup):
     """An optional norm of rows of N numbers.
 
     rms_norm: x is divided by the root of the mean of its squares plus norm_eps, and multiplied by
-    norm_offset + norm_weight [N], if given. layer_norm, instead: first subtracts the row's mean
-    from x, and at the end adds norm_bias [N], if given. Vectors have x's dtype or float32.
+    norm_offset + norm_weight [N], if given. layer_norm: as rms_norm, but the row's mean is first
+    subtracted from x, and norm_bias [N], if given, is added at the end. Vectors have x's dtype or
+    float32.
     """
 
     rms_norm: bool = True
@@ -146,8 +147,8 @@ def apply_norm(
     """Normalises x [..., D] over each row or head, or x [T, H, D] over a token's heads, in x's
     dtype.
 
-    rms: x / sqrt(mean(x²) + eps). layer: subtracts the mean from x, then as rms. Both are then
-    multiplied by `offset + weight`.
+    rms: x / sqrt(mean(x²) + eps). layer: the same, after the mean is subtracted from x. Either
+    result is multiplied by `offset + weight`.
     """
     axes = (-2, -1) if width == "row" else (-1,)
     if kind == "layer":

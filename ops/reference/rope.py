@@ -79,8 +79,8 @@ class Rope(ArgumentGroup):
 @dataclass(frozen=True)
 class RopeTables(ArgumentGroup):
     """A rotation of vectors of R numbers by tables. cos, sin: [T_rope, R] or [T_rope, R / 2];
-    styles and rows are those of `apply_rope`. With rope_by_position, a token's row is its position,
-    and tables have any strides."""
+    styles and rows are those of `apply_rope`. With rope_by_position, the position of a token is its
+    row in the tables, and tables have any strides."""
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None

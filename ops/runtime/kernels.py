@@ -21,11 +21,11 @@ def launch(
     *records: object,
     **constants: Constant,
 ) -> Launch:
-    """Returns a launch of `kernel`. Calls that differ in nothing static share one spec.
+    """Returns a launch of `kernel`. Calls with the same static data share one spec.
 
-    values: tensors (None for an absent one) and numbers by name; names that the kernel does not
-        have are ignored, and its `launch_strides` are taken from the tensors. An Operand stands
-        for a tensor that is put into the launch later. A number that is None is a constant.
+    values: tensors (None for an absent one) and numbers by name. Names that the kernel does not
+        have are ignored, and the kernel's `launch_strides` are taken from the tensors. An Operand
+        stands for a tensor that is put into the launch later. A number that is None is a constant.
     records, constants: those of `Kernel.spec`.
 
     Raises KeyError if a tensor or a number is missing, and ValueError as `Kernel.spec` does.

@@ -39,8 +39,9 @@ from tilewright.ops.runtime.program import (
 # Counters come from one zeroed slab per device; each stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
 _STREAM_COUNTERS = 1024
-# A capture cannot make a slab, and a graph without one zeroes its counters at each replay. So an
-# uncaptured launch, such as the warm-up before a capture, replaces a slab with fewer left.
+# A capture cannot make a slab, and a captured graph that got no counters from a slab zeroes its own
+# at each replay. For this reason an uncaptured launch, such as the warm-up before a capture,
+# replaces a slab that has fewer counters left than this.
 _ENOUGH_COUNTERS = _SLAB_COUNTERS // 2
 
 _counters_lock = threading.Lock()
@@ -185,7 +186,7 @@ def _captured_counters(count: int, index: int) -> torch.Tensor:
 
 
 def _taken(count: int, index: int) -> torch.Tensor:
-    """Takes counters off the slab that no other launch uses. Outside a capture, makes a new slab if
+    """Takes counters that no other launch uses off the slab. Outside a capture, makes a new slab if
     this one is used up."""
     used = _whole_lines(count)
     slab = _slabs.get(index)
@@ -203,8 +204,9 @@ def _whole_lines(count: int) -> int:
 def _kept_slab(count: int, index: int) -> torch.Tensor:
     """Makes a slab that is kept.
 
-    It is made with `apart`, so that it outlives the memory pool of a CUDA graph's warm-up, into
-    which the caller may allocate, and is zero before any stream reads it.
+    The caller may be allocating from the memory pool of a CUDA graph's warm-up. `apart` makes the
+    slab outside of that pool, so that it outlives the pool. The slab is zero before any stream
+    reads it.
     """
     slab = apart(partial(_new_slab, count, index))
     _every_slab.append(slab)

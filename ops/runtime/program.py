@@ -78,10 +78,10 @@ class Peers:
     form: how kernels use the memory; calls of one form share it, on all ranks. kind: further
     properties of the launched kernels that are the same on all ranks. programs: the most programs
     of a launch. spec: the kernel of this call; each rank must be able to compile it at the first
-    call of its kind. flags: shape [..., ranks] of the int64 numbers at the start of the memory;
-    each is the number, which only grows, of the last row that a rank has sent here. A rank finishes
-    a kernel only after all others have sent their data. Answer: a PeerMemory, the same at every
-    call; None if the ranks have none.
+    call of its kind. flags: shape [..., ranks] of the int64 numbers at the start of the memory.
+    Each flag is the number of the last row that one rank has sent here; row numbers only grow. A
+    rank finishes a kernel only after all others have sent their data. Answer: a PeerMemory, the
+    same at every call; None if the ranks have none.
     """
 
     group: str
@@ -122,8 +122,8 @@ Step = Buffer | SplitK | Peers | Launch | Library | NotRepeatable
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a call. name, reason: of the lowering, and why it was chosen, for reports;
-    `reason` is converted to text only when a report is written."""
+    """The result of a call. name: the lowering's name. reason: why the lowering was chosen, for
+    reports; it is converted to text only when a report is written."""
 
     result: Result
     name: str
@@ -164,11 +164,11 @@ class Program:
 
 
 def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Program:
-    """Performs the steps of a call. An exception from a step is raised inside the generator at its
-    yield, so that it can take another way.
+    """Performs the steps of a call. If a step raises an exception, it is raised inside the
+    generator at its yield, so that the generator can take another way.
 
-    keep: whether the program holds the steps; None: while the call is repeatable, so that the
-    memory of a call that is not can be freed. A program without its steps is not repeatable.
+    keep: whether the program holds the steps. None: it holds them while the call is repeatable; if
+    the call is not, the memory of its steps can be freed.
     """
     done: list[Done] = []
     repeatable, answer = keep is not False, None

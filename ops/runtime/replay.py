@@ -71,8 +71,8 @@ class _Memory:
         self._known.setdefault(_storage(tensor), []).append(place)
 
     def _find(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Returns (part, offset in bytes) by the last known tensor that begins at or before this
-        one. Raises _NotOurs."""
+        """Returns (part, offset in bytes) by the last known tensor that begins at or before
+        `tensor`. Raises _NotOurs."""
         address, known = tensor.data_ptr(), self._known.get(_storage(tensor), ())
         begun = [place for place in known if place[0] <= address]
         if not begun:
@@ -149,7 +149,7 @@ def repeat(
 
     Steps cannot be repeated if the program says so; if a step reads memory that is neither an
     argument nor new in this call, since its contents are unknown; if a moving argument partly
-    overlaps another one; if no step fills a result; or if a result is not laid out like a new
+    overlaps another argument; if no step fills a result; or if a result is not laid out like a new
     tensor. The function holds no tensor.
     """
     if not program.repeatable:

@@ -27,8 +27,8 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
-#: How scales apply: one for each tensor, one for each row of both, or one for 128 columns of a row
-#: of x and one for 128 x 128 of the weight.
+#: How scales apply. TENSORS: one scale for each tensor. ROWS: one for each row of both tensors.
+#: BLOCKS: one for 128 columns of a row of x, and one for a block of 128 x 128 of the weight.
 TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
 # The library requires sizes and strides to be multiples of this.
 _UNIT = 16
@@ -66,8 +66,8 @@ class ScaledOperands:
         return TENSORS if proven(groups == 1) and proven(rows == 1) else ROWS
 
     def obstacle(self, out_dtype: torch.dtype) -> str | None:
-        """Returns why the library has no product of these operands in `out_dtype`, or None. Reads
-        metadata only. :func:`chip_obstacle` checks the chip."""
+        """Returns why the library has no product of these operands in `out_dtype`; None if it has
+        one. Reads metadata only. :func:`chip_obstacle` checks the chip."""
         kind, (rows, columns) = self.kind, self.weight.shape
         if (self.x.dtype, self.weight.dtype) != (ACTIVATION_CODES, ACTIVATION_CODES):
             return f"no scaled product of {self.x.dtype} and {self.weight.dtype}"
@@ -102,7 +102,7 @@ def _aligned(codes: torch.Tensor) -> torch.Tensor:
 
 
 def chip_obstacle(kind: str | None, target: Target) -> str | None:
-    """Returns why a chip lacks such a product; None if it has it."""
+    """Returns why a chip lacks a product with such scales; None if it has one."""
     if kind == BLOCKS and not target.scales_blocks:
         return f"the library scales products by blocks on Hopper alone, not on {target.name}"
     return None
@@ -136,8 +136,9 @@ def scaled_product(
 
 
 def _weight_scales(operands: ScaledOperands, target: Target) -> Generator[Step, Any, torch.Tensor]:
-    """Returns the weight's scales in float32, contiguous: one, or [N, 1] for each row, or by blocks
-    with columns padded to a multiple of four. They are not copied if the model stores them so."""
+    """Returns the weight's scales in float32, contiguous: one number, or [N, 1] with one for each
+    row, or one for each block with columns padded to a multiple of four. Scales that the model
+    stores in this form are not copied."""
     scale, kind, (rows, columns) = operands.weight_scale, operands.kind, operands.weight.shape
     if kind == TENSORS:
         wide = WideScales(1, 1, 1, 1)

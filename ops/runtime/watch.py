@@ -1,11 +1,12 @@
 """Ends this process if its GPU waits for a rank whose process has ended.
 
-A kernel that waits for another rank cannot see that the rank is gone. So one thread for each other
-rank on this host waits for the end of its process (Linux's pidfd_open(2): free, and immediate).
-After that, the thread checks every few seconds whether this rank waits for the ended one. If it
-does twice in a row, or if there is no answer, the thread logs a message and aborts the process, and
-the launcher sees it end. PyTorch's watchdog of NCCL ends a rank whose collective is lost in the
-same way (ProcessGroupNCCL.cpp, `terminateProcess`). A rank that does not wait is left alone.
+A kernel that waits for another rank cannot see that the rank is gone. For each other rank on this
+host, one thread therefore waits for the end of its process (Linux's pidfd_open(2): free, and
+immediate). After that, the thread checks every few seconds whether this rank waits for the rank
+that has ended. If this rank waits at two checks in a row, or if a check gets no answer, the thread
+logs a message and aborts the process, and the launcher sees it end. PyTorch's watchdog of NCCL ends
+a rank whose collective is lost in the same way (ProcessGroupNCCL.cpp, `terminateProcess`). A rank
+that does not wait is left alone.
 
 The threads need Python's lock like any other: a process whose code never releases it is not ended.
 This module does not import torch.
@@ -26,7 +27,7 @@ from typing import NamedTuple
 
 log = logging.getLogger("tilewright")
 
-#: Seconds between two checks whether this rank waits for one that is gone.
+#: Seconds between two checks whether this rank waits for a rank that is gone.
 EVERY_S = 5.0
 #: Seconds within which a check must answer; other driver calls, such as compiling PTX, may delay
 #: it.
@@ -182,7 +183,8 @@ class Watch:
             os.close(fd)
 
     def _run(self, process: Process, waits: list[Waits], fd: int | None) -> None:
-        """Waits for the end of a process, then ends this process if it waits for that one."""
+        """Waits for the end of another process. Then ends this process if this rank waits for the
+        process that ended."""
         if fd is not None:
             ended = select.poll()  # poll takes descriptors of any number, unlike select
             ended.register(fd, select.POLLIN)
@@ -195,8 +197,8 @@ class Watch:
             self._stopped.wait(self.every_s)
 
     def _look(self, process: Process, waits: list[Waits], waited: bool) -> bool:
-        """Whether this rank waits for a process that has ended. waited: it did so at the last
-        check."""
+        """Whether this rank waits for a process that has ended. waited: whether it did so at the
+        last check."""
         waiting = _answer(tuple(waits), self.deadline_s)
         if self._stopped.is_set():
             return False
@@ -247,8 +249,9 @@ _told: set[str] = set()
 
 
 def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
-    """Makes the threads of this process, which is rank `rank`, watch those of other ranks, each
-    given as the numbers of a `Process`. Logs once which of them cannot be watched."""
+    """Makes threads of this process, which is rank `rank`, watch the processes of other ranks.
+    processes: for each, the numbers of its `Process` and a function that says whether this rank
+    waits for it. Logs once which processes cannot be watched."""
     own, apart = this_process(rank), []
     for numbers, waits in processes:
         process = Process(*numbers)

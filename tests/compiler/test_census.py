@@ -254,6 +254,18 @@ def token_shift(m, x):
     return out
 
 
+def left_by_a_product(m, x):
+    """Nothing but what one step leaves for the next is behind the product."""
+    m.last.copy_(m.square(x).cos()[-1])
+    return x
+
+
+def put_into_memory(m, x):
+    """The near miss: a write that no rule knows is behind it."""
+    m.cache[0].copy_(m.square(x)[0, :32].float().cos())
+    return x
+
+
 def last_tokens(m, x):
     """The near miss of one token: a window of a cache, without what was in it."""
     out = mlp(m, x + m.window.sum(0))
@@ -333,6 +345,8 @@ PAIRS = {
     unread: ("softmax", "no interest", "nothing reads it"),
     read_from_memory: ("softmax", "unaccounted", ""),
     token_shift: ("write", "no interest", "leaves for the next"),
+    left_by_a_product: ("product", "no interest", "a product alone"),
+    put_into_memory: ("product", "unaccounted", ""),
     last_tokens: ("write", "unaccounted", ""),
 }
 

@@ -632,6 +632,30 @@ def test_sinks_of_latents_raise(given):
         )
 
 
+def window_pages(window):
+    config = copy.copy(built("Mistral").config)
+    config.sliding_window = window
+    return allocators.WindowPages(
+        index=0, config=config, num_key_value_heads=2, cache_dtype=torch.float32, page_size=PAGE,
+        layer_indices=[0], allow_block_sharing=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_pages_before_a_window_are_not_kept(window):
+    """A window of one token is the smallest: a token sees itself."""
+    owner = window_pages(window)
+    for past in range(3 * PAGE):
+        seen = [position for position in range(past + 1) if past - position < window]
+        assert owner.kept(past) == seen[0] // PAGE
+
+
+@pytest.mark.parametrize("window", [0, None])
+def test_a_window_without_tokens_raises(window):
+    with pytest.raises(ValueError, match="sliding_window: expected a positive integer"):
+        window_pages(window)
+
+
 def test_keys_of_another_size_raise(enabled):
     owner = allocators.FullPages(0, built("Llama").config, 2, torch.float32, PAGE, [0], True)
     cache = object.__new__(PagedAttentionCache)

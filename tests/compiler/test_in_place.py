@@ -395,6 +395,13 @@ def rows_put_of_more_dims(x, d):
     return y
 
 
+def filled_by_a_tensor(x, d):
+    """Whether its number overflows is not known when the graph is compiled."""
+    y = F.linear(x, W)
+    y[d < 0] = d.sum()
+    return y
+
+
 def rows_put_by_a_mask(x, d):
     out = torch.zeros_like(d)
     out[AT > 0] = d[:2]
@@ -417,7 +424,8 @@ def rows_put_by_a_mask(x, d):
      (rows_added_beside_a_view, 0), (rows_multiplied, 0), (rows_added_to_a_product, 1),
      (rows_put_back, 4), (rows_put_by_name, 2), (rows_put_and_added, 0),
      (rows_put_into_an_input, 1), (rows_put_beside_a_view, 1),
-     (rows_put_of_a_number, 0), (rows_put_by_a_mask, 0), (rows_put_of_more_dims, 0)],
+     (rows_put_of_a_number, 0), (rows_put_by_a_mask, 0), (rows_put_of_more_dims, 0),
+     (filled_by_a_tensor, 0)],
 )  # fmt: skip
 def test_only_arithmetic_that_nobody_can_tell_apart_becomes_new(step, count):
     generator = torch.Generator().manual_seed(1)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tests.compiler.flow_check import check, flow_of, numbers, returned, weight
 from tests.compiler.random_graphs import Program, given_again
 from tests.models.qkv_idioms import IDIOMS, build
-from tilewright.compiler.dataflow.build import build_view
+from tilewright.compiler.dataflow.build import _Builder, build_view
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import REINTERPRETED
 
@@ -27,6 +27,27 @@ X, W, B = numbers(4, 6), weight(8, 6), weight(8)
 # --- reads and writes -----------------------------------------------------------------------------
 
 CACHE = numbers(4, 2, 6)  # [P, S, D]
+
+
+def test_a_node_that_cannot_be_read_may_have_written_any_memory(monkeypatch):
+    """Not its arguments alone: the call may know the cache's memory by another name."""
+    real = _Builder._call
+
+    def call(self, node, name, result):
+        if name == "erfinv":
+            raise ArithmeticError("injected")
+        real(self, node, name, result)
+
+    monkeypatch.setattr(_Builder, "_call", call)
+
+    def step(cache, x):
+        cache[:, 0] = x
+        y = torch.erfinv(x)
+        return cache * 2, y
+
+    (read,) = returned(step, CACHE.clone(), X).value.operands
+    assert read.value.op == "store"
+    assert read.value.node.target is torch.erfinv
 
 
 def test_a_read_after_a_write_sees_the_write():

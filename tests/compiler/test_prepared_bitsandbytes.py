@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from tests.agreement import ALLOWANCE, relative_error
 from tests.models.single_linear import SHAPES, assert_no_further, inputs, one_linear
 from tests.tables import all_pairs
+from tilewright.codegen.formats import TABLES
 from tilewright.compiler import prepare
 
 
@@ -90,6 +92,35 @@ def test_other_shapes_of_bitsandbytes(options):
     x = inputs((3, options.get("columns", 256)), torch.bfloat16)
     exact = nn.functional.linear(x.double(), weight, bias)
     assert relative_error(model(x), exact) <= ALLOWANCE[torch.bfloat16]
+
+
+class Linear4bit(nn.Linear):
+    """The library's module as `prepare` knows it, for where the library is not installed."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+    def __init__(self, quant_type):
+        super().__init__(128, 8, bias=False)
+        codes = torch.arange(8 * 64).to(torch.uint8).view(-1, 1)
+        self.weight, self.compute_dtype = nn.Parameter(codes, requires_grad=False), None
+        self.weight.quant_state = SimpleNamespace(
+            shape=(8, 128), blocksize=64, absmax=torch.linspace(0.5, 2, 16), nested=False,
+            quant_type=quant_type, code=torch.tensor(TABLES.get(quant_type, TABLES["nf4"])),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_codes_are_numbers_of_the_table_that_the_weight_names(quant_type):
+    model = nn.Sequential(Linear4bit(quant_type))
+    weight = table_weight(model[0])
+    (one,) = prepare(model).replaced
+    assert torch.equal(one.module.weight_of_codes(torch.float32), weight.float())
+
+
+def test_codes_of_a_table_of_another_name_stay():
+    prepared = prepare(nn.Sequential(Linear4bit("int4")))
+    assert prepared.replaced == []
+    assert "its table is not that of" in prepared.left[0].reason
 
 
 def other_table(module):

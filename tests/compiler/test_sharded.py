@@ -194,6 +194,20 @@ def test_a_group_made_anew_does_not_hear_what_the_last_one_said(tmp_path):
     assert len(set(places)) == 4
 
 
+def test_ranks_that_compiled_the_same_hear_that_at_once(monkeypatch):
+    """The last rank to say what it compiled needs to wait for none."""
+    store, sums = dist.HashStore(), agreed.RankSums("group", "place", None, 1)
+    monkeypatch.setattr(agreed._compat, "store", lambda: store)
+    monkeypatch.setattr(agreed.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(agreed, "_members", lambda group: [0, 1])
+    monkeypatch.setattr(agreed, "WAIT_S", 0.1)
+    for said, heard in (("plan", "plan"), ("another", "unfused")):
+        sums.compiled += 1
+        store.set(f"{sums.now}/0", said)
+        assert agreed._heard(sums, "plan") == heard
+        assert store.get(f"{sums.now}/1") == b"plan"
+
+
 def test_the_example_says_how_it_is_started(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     example = runpy.run_path(str(_ROOT / "examples" / "tensor_parallel.py"))

@@ -118,7 +118,8 @@ def decoded(weight, precision) -> torch.Tensor:
     codes, scales = (
         t.storage.layout.unswizzle_data(t.storage.data) for t in (weight, precision.weight_scale)
     )
-    numbers = torch.tensor(moe_dequant.TABLE)[torch.stack([codes & 15, codes >> 4], 2).long()]
+    table = torch.tensor(moe_dequant.TABLE, device=codes.device)
+    numbers = table[torch.stack([codes & 15, codes >> 4], 2).long()]
     exponents = scales.double() - 127
     return numbers.flatten(1, 2).double() * torch.exp2(exponents).repeat_interleave(32, 1)
 

@@ -325,6 +325,7 @@ IDIOMS |= {
     "stored_KN": {"stored": "KN", "layout": "interleaved"},
     "weigh_tokens": {"weigh": "tokens"},
     "bias": {"bias": True},
+    "argsort_bias": {"order": "argsort", "bias": True},
     "elsewhere": {"elsewhere": 3},
     "elsewhere_bias": {"elsewhere": 3, "bias": True, "weigh": "tokens"},
     "elsewhere_batched_bias": {"elsewhere": 3, "bias": True, "gemm": "batched"},

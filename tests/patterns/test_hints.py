@@ -59,6 +59,16 @@ def test_autocast_is_named_where_it_makes_the_dtypes_differ(where):
     assert any("autocast computes in torch.bfloat16" in hint for hint in hints) == bool(where)
 
 
+def test_autocast_is_not_named_for_integers_or_for_sources_that_are_no_tensors():
+    """It casts floating-point tensors alone."""
+    graph = torch.fx.Graph()
+    codes, unread = graph.placeholder("codes"), graph.placeholder("unread")
+    codes.meta["example_value"] = torch.ones(2, 2, dtype=torch.int8)
+    product = graph.call_function(torch.matmul, (codes, unread))
+    product.meta["example_value"] = torch.ones(2, 2, dtype=torch.int32)
+    assert hint_for("DTYPE", [product]) == HINTS["DTYPE"]
+
+
 def test_a_class_of_a_library_is_named_to_its_own_users_alone():
     project = nn.Linear(8, 8, bias=False).requires_grad_(False)
 

@@ -165,6 +165,23 @@ def test_the_page_of_quantised_models_shows_every_kept_row(monkeypatch):
     assert sorted(unread) == ["deepseek_v3+ct-w8a8", "qwen3_moe+ct-w8a8"]  # by transformers
 
 
+def test_the_table_of_planted_faults_counts_the_kept_verdicts():
+    """And each test that it counts as written since is there."""
+    kept = json.loads((ROOT / "tests" / "mutants.json").read_text("utf-8"))
+    faults = [fault for fault in kept if 101 <= fault["seed"] <= 112]
+    verdicts = ("changes nothing", "caught", "caught by a test written since", "survived")
+    text = (ROOT / "docs" / "soundness.md").read_text("utf-8")
+    for layer in ("codegen", "ops", "patterns", "compiler", "all"):
+        own = [fault["verdict"] for fault in faults if fault["file"].startswith(f"{layer}/")]
+        own = own or [fault["verdict"] for fault in faults]
+        row = [f"`{layer}`" if layer != "all" else layer, len(own), *map(own.count, verdicts)]
+        assert f"| {' | '.join(map(str, row))} |" in text
+    for fault in faults:
+        if fault["verdict"] == "caught by a test written since" and fault["by"]:
+            file, _, name = fault["by"].partition("::")
+            assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text("utf-8"), fault
+
+
 def test_the_readme_is_a_front_page():
     """Short, without figures of its own, with the commands that the gate and a newcomer run."""
     readme = (ROOT / "README.md").read_text("utf-8")

@@ -24,37 +24,43 @@ class Term:
 TERMS = (
     Term("graph", "place", r"graph\b", "code outside of every module: the model's own forward"),
     Term("swapped", "lowering|reason", r"swapped\b",
-         "the kernel for few tokens: the weight's rows are the tensor core's M side, tokens N"),
+         "the kernel for few tokens: the weight's rows are the M dimension of the tensor core's "
+         "product, tokens N"),
     Term("decoding kernel", "lowering", r"decoding kernel\b",
-         "a product of many tokens by weights of codes, which the kernel decodes on the way"),
+         "a kernel for many tokens and a weight of codes, which decodes the weight while it "
+         "multiplies"),
     Term("streaming kernel", "lowering", r"streaming kernel\b",
-         "the kernel of linears for few tokens: it reads the weights once, as they are stored"),
+         "the kernel of linears for few tokens: it reads the weights once, in the form in which "
+         "they are stored"),
     Term("library", "lowering", r"library\b",
-         "a library's GEMMs, and one kernel for the rest where there is any"),
+         "a library's GEMMs, and one kernel for whatever else the op computes"),
     Term("reference", "lowering", r"reference\b",
          "the op's definition in PyTorch runs: no kernel takes this call"),
     Term("dots 16x2048", "reason", r"dots \d+x\d+",
-         "one token by weights of codes, without tensor cores: rows of the weight that a program "
-         "has, and columns of K at a time"),
+         "one token times a weight of codes, without tensor cores: the rows of the weight that "
+         "each program takes, and the columns of K that it reads at a time"),
     Term("128x16x128", "reason", r"\d+x\d+h? ?x\d+",
          "what one program multiplies at a time: rows, columns of the result, and columns of K; "
          "the rows are the weight's where swapped or streaming, else tokens; `h` counts heads"),
     Term("/2", "reason", r"/\d+ w\d",
-         "split-K: this many programs each compute part of one output tile (attention: each reads "
-         "part of the keys)"),
-    Term("w4 s4", "reason", r"\bw\d+\b", "warps of a program, and stages: loads in flight"),
+         "split-K: this many programs each compute a part of one output tile (in attention, each "
+         "reads a part of the keys)"),
+    Term("w4 s4", "reason", r"\bw\d+\b",
+         "`w4`: a program has 4 warps; `s4`: 4 stages, which is the number of loads in flight"),
     Term("p256 early", "reason", r"\bp\d+\b| early\b",
-         "`p256`: prefetches 256 weight columns while the previous kernel finishes; `early`: lets "
-         "the next kernel start early; elsewhere `p2`: two programs per multiprocessor"),
+         "`p256`: prefetches 256 weight columns while the previous kernel finishes; `early`: "
+         "lets the next kernel start early. In other kernels, `p2` means two programs per "
+         "multiprocessor"),
     Term("g8", "reason", r" g\d+\b",
-         "tiles of rows that follow each other on one part of a weight"),
+         "this many tiles of rows run one after the other with the same part of a weight"),
     Term("ws", "reason", r" ws\b", "warps are specialised: some load, some multiply"),
     Term("modelled", "reason", "modelled",
          "the time is predicted by the chip's cost model; nothing was measured"),
     Term("slots=per_sequence", "shapes", r"slots=per_sequence",
-         "one list of places in the cache, which every sequence has in memory of its own"),
+         "all sequences write at the same places, each into its own part of the cache"),
     Term("slots=page+offset", "shapes", r"slots=page\+offset",
-         "the graph gives a page and a place in it apart: the slot is page * page size + offset"),
+         "the graph has a page and an offset as two tensors: the slot is page * page size + "
+         "offset"),
     Term("slots=slice", "shapes", r"slots=slice", "the cache is written as a slice of it"),
     Term("rope=half", "shapes", r"rope=half", "rotary embedding pairs a head's two halves"),
     Term("gqa=4", "shapes", r"gqa=\d+",
@@ -62,17 +68,19 @@ TERMS = (
     Term("routed=128", "shapes", r"routed=\d+",
          "number of experts that the router chooses from; this device holds only some of them"),
     Term("anchored", "stage", "anchored",
-         "a pattern started here, at the write, and the write itself is not as it must be"),
+         "a pattern started here, at a write, but the write itself does not have the form that "
+         "it needs"),
     Term("k path, v path, q path", "stage", "[kvq] path",
-         "the way from the cache (or the attention) back to the projection of K, V or Q: something "
-         "between them is not known"),
+         "an operation between the cache (or the attention) and the projection of K, V or Q is "
+         "not known"),
     Term("activation", "stage", "activation",
-         "the projections do not share one input as they must"),
+         "the projections do not share one input, as they must"),
     Term("guards", "stage", "guards",
-         "the structure is there; the op cannot take this kind of it"),
-    Term("hazards", "stage", "hazards", "it is there, and rewriting it could change a result"),
+         "the structure is present, but the op does not support this variant of it"),
+    Term("hazards", "stage", "hazards",
+         "the structure is present, but rewriting it could change a result"),
     Term("capability", "stage", "capability",
-         "it is there, and the device has no kernel for it"),
+         "the structure is present, but the device has no kernel for it"),
 )  # fmt: skip
 
 

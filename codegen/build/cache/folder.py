@@ -1,8 +1,8 @@
 """The folder of the kernel cache, the rules by which its files are trusted, and the private folder
 that replaces it.
 
-Files from the cache are executed. So the folder and every entry must belong to this user or to
-root, and other users must not be able to write to them. With TILEWRIGHT_CACHE_TRUST=1, all users
+Files from the cache are executed. The folder and every entry must therefore belong to this user or
+to root, and other users must not be able to write to them. With TILEWRIGHT_CACHE_TRUST=1, all users
 who can write to the folder are trusted; a group that shares a cache needs this. docs/soundness.md
 has the threat model.
 """
@@ -30,8 +30,8 @@ log = logging.getLogger("tilewright")
 
 _GROUP_AND_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-#: A temporary folder of at least this age (seconds) that no process holds belongs to a killed
-#: process.
+#: If a temporary folder is at least this old (seconds) and no process holds it, the process that
+#: made it was killed.
 STALE_AFTER_S = 3600.0
 
 

@@ -3,12 +3,12 @@ access.
 
 Each rank has a ring of two slots for each program and each other rank. A program writes its row
 into its slot on every other rank, raises a flag after it, waits for the flags of the others, and
-adds the rows in the order of ranks, so that all ranks get the same bits. A slot is written again
-two rows later. By then all ranks have read it: each had sent the row in between, and sends a row
-only after it has read the one before.
+adds the rows in the order of ranks, so that all ranks get the same bits. A program writes a slot
+again two rows later. By then the other rank has read the slot: it has sent the row in between, and
+a rank sends a row only after it has read the row before.
 
 A program waits only for the programs of the same number on other ranks, and a GPU starts programs
-in order. So the first unfinished program runs on every rank, for any number of programs.
+in order. The first unfinished program therefore runs on every rank, for any number of programs.
 """
 
 import triton
@@ -37,7 +37,7 @@ def slot_of(
 
 @triton.jit
 def give_up(tries, LIMIT: tl.constexpr):
-    """Ends the kernel with an error if it has waited too long, because a rank is gone."""
+    """Ends the kernel with an error after LIMIT polls: the rank that it waits for is gone."""
     if tries >= LIMIT:
         tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r,r", [tries], tl.int32, False, 1)
 

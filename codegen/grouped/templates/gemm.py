@@ -1,9 +1,9 @@
 """Grouped GEMM over rows sorted by expert, and the schedule of tiles that mixtures of experts
 share.
 
-`grouped_gemm` is the kernel of `grouped_matmul`, where it stores each row in its own place. As the
-down projection of a mixture of experts, it stores each row in the place of its route, so that the
-rows of a token lie together.
+`grouped_gemm` is the kernel of `grouped_matmul`: each row of the result has the index of its row of
+x. As the down projection of a mixture of experts, it stores each row in the place of its route, so
+that the rows of a token lie together.
 
 The kernels are persistent. A tile finds its expert by comparing its number with the running sums of
 all experts' tiles at once: no schedule is built beforehand, and an expert without rows costs
@@ -49,9 +49,9 @@ def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.conste
                    TILES_N: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
     """Returns the place of a tile as `tile_place` does, by a binary search.
 
-    The search runs over the first blocks that `moe_order` stores behind the ends. Before version
-    3.9, Triton cannot specialise warps around a reduction. 2 ** SEARCH_STEPS is at least
-    NUM_EXPERTS.
+    The search runs over the numbers of first blocks, which `moe_order` stores behind the ends. It
+    replaces a reduction, around which Triton before 3.9 cannot specialise warps. 2 ** SEARCH_STEPS
+    is at least NUM_EXPERTS.
     """
     block = tile // TILES_N
     expert = tile * 0
@@ -197,10 +197,10 @@ def grouped_gemm(
     by group, weight [experts, HIDDEN, INNER].
 
     The kernel is persistent: the grid may have any size. N_MAJOR: the weight is stored as [experts,
-    INNER, HIDDEN]. order_ptr: the row of y to which each sorted row is stored. None: each row keeps
-    its place, group g has expert expert_ids[g], and rows without a weight are zero. GROUPS: a power
-    of two above NUM_GROUPS; with order_ptr, one of at least NUM_GROUPS. SEARCH_STEPS: with
-    order_ptr, not 0 if warps are specialised; see `searched_place`.
+    INNER, HIDDEN]. order_ptr: the row of y to which each sorted row is stored. If order_ptr is
+    None, each row keeps its place, group g has expert expert_ids[g], and rows without a weight are
+    zero. GROUPS: a power of two above NUM_GROUPS; with order_ptr, it may equal NUM_GROUPS.
+    SEARCH_STEPS: see `searched_place`; 0 unless warps are specialised, which needs order_ptr.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -239,7 +239,7 @@ def grouped_gemm(
             expert = tl.sum(tl.where(tl.arange(0, GROUPS) == expert, experts, 0), axis=0)
         accumulator = tile_of_zeros(BLOCK_M, BLOCK_N, SWAPPED)
         for column in range(0, INNER, BLOCK_K):
-            # Rows past the expert's last belong to the next one; they are not stored.
+            # Rows past the expert's last row belong to the next expert; they are not stored.
             x = x_desc.load([first_row, column])
             if N_MAJOR:
                 weight = weight_desc.load([expert, column, tile_n * BLOCK_N])

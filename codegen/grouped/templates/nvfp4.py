@@ -5,8 +5,8 @@ SM90 the tiles are dequantised to bf16, exactly. SWAPPED puts 128 weight rows on
 rows per group.
 
 The kernel is persistent; a tile finds its group as in `grouped_gemm`. A group may start at any row,
-but its scales start a new block of 128 rows. So tiles of 128 rows, counted from the start of the
-group, have whole blocks of scales.
+but its scales start a new block of 128 rows. Tiles of 128 rows are counted from the start of the
+group, so each of them has whole blocks of scales.
 """
 
 import triton
@@ -18,7 +18,8 @@ from tilewright.codegen.templates.fp4 import dequantize_nvfp4, scale_rows, scale
 
 @triton.jit
 def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
-    """Returns the first block of 128 rows of a group's scales; 2**31 - 1 past the last group."""
+    """Returns the number of the first block (of 128 rows) of a group's scales; 2**31 - 1 past the
+    last group."""
     real = group < num_groups
     start = tl.load(offsets_ptr + group, mask=real, other=0).to(tl.int32)
     delta = tl.load(deltas_ptr + group, mask=real, other=0).to(tl.int32)
@@ -32,8 +33,8 @@ def searched_place(tile, offsets_ptr, deltas_ptr, num_rows, num_groups, TILES_N:
     (group, first row of the group, first row of the tile, one past the group's last row, column
     tile).
 
-    Before version 3.9, Triton cannot specialise warps around a reduction, as in `tile_place`.
-    2 ** SEARCH_STEPS is at least num_groups.
+    The search replaces the reduction of `tile_place`, around which Triton before 3.9 cannot
+    specialise warps. 2 ** SEARCH_STEPS is at least num_groups.
     """
     block = tile // TILES_N
     group = tile * 0

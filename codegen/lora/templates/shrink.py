@@ -1,8 +1,8 @@
 """The shrink of multi-LoRA: rows times their adapters' A matrices, with a plane for each of q, k
 and v.
 
-Columns are counted over all planes: column c is column c % N of plane c // N. So one GEMM computes
-q, k and v, and a row is read once, even if the three weights are different tensors.
+Columns are counted over all planes: column c is column c % N of plane c // N. One GEMM therefore
+computes q, k and v, and reads each row once, even if the three weights are different tensors.
 
 `lora_shrink` is for many rows. It can split K over programs; the last program of a tile to arrive
 adds the parts in their order. `lora_shrink_few` is for a few rows of an adapter. It splits K over
@@ -23,8 +23,8 @@ def weight_rows(
     N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr, ADAPTER_STRIDES: tl.constexpr,
     ROW_STRIDES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Returns (pointers to the weight rows of columns, their stride along K, whether the row
-    exists).
+    """Returns (pointers to the weight rows of `columns`, the stride of these rows along K, whether
+    each row exists).
 
     The weights of the second and third plane lie second_distance and third_distance elements from
     the first weight.
@@ -83,8 +83,8 @@ def weight_tile(
 
 @triton.jit
 def part_places(first_column, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns the offsets, in the workspace of a tile's part, of the columns from first_column
-    on."""
+    """Returns where the columns from first_column on lie in the workspace of one part of a tile, as
+    offsets [BLOCK_M, WIDTH]."""
     columns = first_column + tl.arange(0, WIDTH)
     return tl.arange(0, BLOCK_M)[:, None] * COLUMNS + columns[None, :]
 

@@ -2,9 +2,9 @@
 
 A score is q . k + q_rope . k_rope. Keys and values are read by stride from the output of the
 up-projection. The softmax is computed online over blocks of keys (FlashAttention, Dao et al. 2022),
-in the base-2 domain. Blocks that no query of a tile sees are skipped, and blocks that every query
-sees whole are not masked. Positions determine which blocks these are. A mask tensor has a list of
-blocks for the same purpose.
+in the base-2 domain. Blocks that no query of a tile sees are skipped, and blocks in which every
+query sees all keys are not masked. The kernel finds these blocks by the positions of queries and
+keys or, if there is a mask tensor, in a list of blocks.
 """
 
 import triton

@@ -26,8 +26,8 @@ def store_latents(
     pointer, offsets, mask, values,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    # A lane stores eight columns, also of codes, as it loaded them: otherwise values would have to
-    # move between lanes.
+    # A lane stores eight columns, also of codes, because it loaded eight: otherwise values would
+    # have to move between lanes.
     columns = tl.max_contiguous(tl.arange(0, BLOCK_L), 8)
     inside = mask[:, None] & (columns < RANK)[None, :]
     tl.store(pointer + offsets[:, None] + (columns * STRIDE)[None, :], values, mask=inside)
@@ -80,8 +80,8 @@ def store_pairs(
 def through_scalars(values, ROWS: tl.constexpr):
     """Returns integers [ROWS] unchanged, each converted to a scalar and back.
 
-    Triton computes a tensor again for each layout in which it is read (for latents, rope columns
-    and tables), but a scalar once.
+    Triton computes a tensor again for each layout that reads it (here for latents, rope columns and
+    tables), but it computes a scalar once.
     """
     index = tl.arange(0, ROWS)
     result = tl.zeros_like(values)
@@ -163,7 +163,7 @@ def pair_angles(
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Loads the cosines of the first and second members of pairs, then their sines, each fp32
-    [rows, PAIRS]; zeros in rows that are not known.
+    [rows, PAIRS]; zeros in rows that `known` masks out.
 
     Without sin_ptr, the sine of a pair follows its cosine in one table, which is read once.
     """
@@ -189,7 +189,8 @@ def pair_angles(
 @triton.jit
 def rotated_by(low, high, low_cos, high_cos, low_sin, high_sin):
     """Rotates the members of pairs, all in fp32."""
-    # The FMAs are explicit: the compiler would fuse one product here and the other one elsewhere.
+    # The FMAs are explicit. Otherwise the compiler could fuse one product in one copy of this
+    # function, and the other product in another copy, which rounds differently.
     turned_low = tl.fma(low, low_cos, -(high * low_sin))
     return turned_low, tl.fma(high, high_cos, low * high_sin)
 
@@ -201,7 +202,7 @@ def rotated_pairs(
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Rotates the members of pairs, fp32 [rows, PAIRS], by rows of the tables; zeros in rows that
-    are not known."""
+    `known` masks out."""
     low_cos, high_cos, low_sin, high_sin = pair_angles(
         cos_ptr, sin_ptr, rows, known, ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
         SIN_STRIDES,

@@ -2,8 +2,8 @@
 
 The kernel is one persistent GEMM. With scales, operands are e4m3 codes, and the product of every
 block of columns is computed in fp32, scaled, and added. The epilogue stores the operands of the
-attention kernel: keys and values side by side, in the order of the weight's rows, or each to its
-own tensor with its own layout, rounded to 16 bits or saturated to 8-bit floats.
+attention kernel, rounded to 16 bits or saturated to 8-bit floats. Keys and values are stored side
+by side, in the order of the weight's rows, or in two tensors with different layouts.
 """
 
 import triton
@@ -71,7 +71,7 @@ def mla_up_projection(
     k, whose strides are K_STRIDES (row, head); if heads are not contiguous, a tile has one head.
     Not JOINT: k has the strides K_STRIDES and v (1, v_head_stride, v_column_stride), and K of v is
     padded to a multiple of 16 with zeros. Keys are divided by K_SCALE and values by V_SCALE. limit:
-    one int64; a tile whose rows all have row % run >= limit is skipped.
+    one int64; a tile is skipped if row % run >= limit for all of its rows.
     """
     HEAD_ROWS: tl.constexpr = NOPE + V_DIM
     ROWS: tl.constexpr = NUM_HEADS * HEAD_ROWS

@@ -1,5 +1,5 @@
-"""Experts of a few tokens without tensor cores: each route is computed alone, and nothing is
-sorted.
+"""Computes the experts of a few tokens without tensor cores. Each route is computed alone, and
+nothing is sorted.
 
 A program of `moe_up_dotted` takes a few rows of gate and up of one expert for one route. A program
 of `moe_down_dotted` takes a few rows of all experts of one token, multiplies their products by the
@@ -29,7 +29,8 @@ from tilewright.codegen.templates.streaming import prefetch_rows
 
 @triton.jit
 def experts_of(ids_ptr, routes, mask, NUM_EXPERTS: tl.constexpr):
-    """Returns (experts of routes, int64, 0 for a route without one; whether each route has one)."""
+    """Returns (the expert of each route as int64, whether the route has one). The expert is 0 for a
+    route without one."""
     ids = tl.load(ids_ptr + routes, mask=mask, other=-1).to(tl.int64)
     there = (ids >= 0) & (ids < NUM_EXPERTS)
     return tl.where(there, ids, 0), there
@@ -37,8 +38,8 @@ def experts_of(ids_ptr, routes, mask, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit
 def load_words(lines, there, first, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads words [rows, slots * WORDS] from word `first` of each line on. lines: pointers [rows,
-    slots]. Words past COLUMNS and words of absent slots are zero."""
+    """Loads words [rows, slots * WORDS] of each line, from word number `first` on. lines: pointers
+    [rows, slots]. Words past COLUMNS and words of absent slots are zero."""
     ROWS: tl.constexpr = lines.shape[0]
     SLOTS: tl.constexpr = lines.shape[1]
     columns = first + tl.arange(0, WORDS)
@@ -116,8 +117,8 @@ def add_sums(
     PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr, ZERO: tl.constexpr,
     SCALED: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Returns product [rows, runs] plus the sums of each run of words, times `power` and, with
-    SCALED, times scales."""
+    """Returns product [rows, runs] plus the scaled sums of each run of words. A sum is multiplied
+    by `power` and, with SCALED, by its scale."""
     if INTEGERS:
         sums = code_sums(
             words, low0, low1, low2, high0, high1, high2, total,
@@ -134,7 +135,7 @@ def add_sums(
 
 @triton.jit
 def column_of(ptr, expert, there, rows, EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):
-    """Loads numbers of experts, such as biases, as fp32 [rows, slots]."""
+    """Loads one number for each row of each expert, such as a bias, as fp32 [rows, slots]."""
     places = (expert * EXPERT_STRIDE)[None, :] + (rows * STRIDE)[:, None]
     mask = tl.broadcast_to(there[None, :], places.shape)
     return tl.load(ptr + places, mask=mask, other=0.0).to(tl.float32)
@@ -252,9 +253,9 @@ def moe_down_dotted(
     slots of weights [T, S] * (hidden [T * S, INNER] @ Wdown^T).
 
     Grid (cdiv(HIDDEN, BLOCK_N), T). A step takes BLOCK_S slots and BLOCK_K columns. A slot without
-    an expert adds nothing: its row of hidden was never written. LINES: number of lines of LINE
-    words (128 bytes) of a row that a program prefetches before `hidden` is ready. The other
-    arguments are those of `moe_up_dotted`.
+    an expert adds nothing: its row of hidden was never written. LINES: how many memory lines of
+    each row a program prefetches before `hidden` is ready. A line has LINE words (128 bytes). The
+    other arguments are those of `moe_up_dotted`.
     """
     SCALED: tl.constexpr = down_scale_ptr is not None
     WORDS: tl.constexpr = BLOCK_K // PER

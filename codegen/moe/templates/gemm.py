@@ -39,7 +39,8 @@ def gate_up_scales(
     GATE_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of a tile's weight rows, those of gate and up in the order of the rows."""
+    """Loads the scales of a tile's weight rows. Scales of gate and up have the order of the
+    rows."""
     rows = first_row + tl.arange(0, BLOCK_N)
     scales = block_scales(
         gate_scale_ptr + expert * GATE_STRIDES[0], rows, rows < INNER, column,

@@ -1,7 +1,7 @@
 """A counting sort of routes by expert, in one launch for few routes, else in three.
 
 A route is one slot of one token, with the number `t * S + s`. Routes of an expert keep their order,
-so the result does not depend on the order of programs. A route of expert -1 has no place.
+so the result does not depend on the order of programs. A route of expert -1 gets no place.
 """
 
 import triton

@@ -1,9 +1,10 @@
 """The router of a mixture of experts: logits of the experts, scores, the choice of a few, and their
 weights.
 
-The choice repeatedly takes the largest key. A key is an int32 in the order of the numbers, so that
-a warp finds the largest key, and the lowest column that has it, with one instruction each. Of equal
-experts, the one with the lower number is chosen, and NaN ranks above all numbers, as in torch.topk.
+The choice repeatedly takes the largest key. A key is an int32, and keys have the order of the
+numbers that they stand for, so that a warp finds the largest key, and the lowest column that has
+it, with one instruction each. Among equal experts, the one with the lowest number is chosen. NaN
+ranks above all numbers, as in torch.topk.
 
 A row of logits has a column for each place of each group of experts, with groups padded to a power
 of two: column c is expert c // GROUP * (NUM_EXPERTS // NUM_GROUPS) + c % GROUP.
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from tilewright.codegen.templates.split_k import arrive
 
-# A key below those of all numbers.
+# A key below the keys of all numbers.
 LOWEST_KEY = tl.constexpr(-(2**31))
 # The key of NaN.
 HIGHEST_KEY = tl.constexpr(2**31 - 1)
@@ -45,7 +46,7 @@ def load_logits(
 ):  # fmt: skip
     """Loads logits [tokens, experts]: the sum, in order, of SPLITS parts and the bias.
 
-    A run of RUN tokens has its parts one after another, each [RUN, ROW].
+    The parts of RUN tokens lie one after another, each [RUN, ROW].
     """
     mask = there[:, None] & real[None, :]
     runs = (tokens // RUN).to(tl.int64) * (SPLITS * RUN * ROW)
@@ -159,8 +160,8 @@ def moe_choose(
     SPLITS: tl.constexpr, RUN: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Chooses experts for a router from given logits, in parts or whole: weights and ids
-    [num_tokens, NUM_SLOTS].
+    """Chooses experts for a router from logits, which are given whole or as parts to add: weights
+    and ids [num_tokens, NUM_SLOTS].
 
     Grid (cdiv(num_tokens, ROWS),). SCORES: as in the op. BY_LOGITS: logits decide the choice,
     because scores have the same order. SPLITS, RUN, ROW: as in `load_logits`.

@@ -73,8 +73,8 @@ def norm_heads(
     """Applies RMSNorm ("rms") or LayerNorm ("layer") to whole heads, or with head_limit to all
     heads of a kind together.
 
-    NORMED: whether (q, k) have a norm. V_NORMED: whether v has one. low_shift, high_shift: the bias
-    that is added then, or None. Padded dims and heads are zero and do not count.
+    NORMED: whether (q, k) have a norm. V_NORMED: whether v has one. low_shift, high_shift: the
+    norm's bias, which is added last, or None. Padded dims and heads are zero and do not count.
     """
     width = HEAD_DIM
     if head_limit is not None:
@@ -92,8 +92,8 @@ def norm_heads(
     if V_NORMED:
         normed = normed | (kind == VALUE)
     if NORM == "rms":
-        # Heads without a norm are multiplied by 1, which is exact: so only small tensors are
-        # selected.
+        # Multiply heads without a norm by 1, which is exact. Then only the scales, which are small
+        # tensors, need a select.
         scale = tl.where(normed, scale, 1.0)
         low = low * scale * tl.where(normed, low_norm, 1.0)
         high = high * scale * tl.where(normed, high_norm, 1.0)
@@ -281,8 +281,8 @@ def qkv_epilogue(
 
     Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE). Heads are counted over q, then k, then v, and
     HEADS_PER_TILE divides each of the three counts. With WHOLE_ROWS, the grid is (cdiv(T, BLOCK_T),
-    number of q, k and v), and HEADS_PER_TILE is a power of two that covers the most heads.
-    NUM_HEADS 0 and q_ptr None: there is no q. v_ptr None: there is no v. GATE_RUN: as in
+    number of q, k and v), and HEADS_PER_TILE is a power of two that covers the largest of the three
+    counts. NUM_HEADS 0 and q_ptr None: there is no q. v_ptr None: there is no v. GATE_RUN: as in
     `turned_kind`, a multiple of HEADS_PER_TILE, and 0 with WHOLE_ROWS. q_out [T, Hq, D] is
     contiguous and may be q itself. The caches are windows with strides (page, slot, head, dim), and
     the pointers point to their first elements. Addresses: as in `cache_places`. BLOCK_P: a power of

@@ -1,7 +1,7 @@
 """Loads of the epilogue of projected heads: bias, norm weights, rotary tables, cache scales.
 
 Heads are two tiles, `low` and `high`, of shape [tokens, heads, pairs], with the two members of
-every rotated pair. So the rotation is elementwise and needs no exchange between threads.
+every rotated pair. The rotation is therefore elementwise and needs no exchange between threads.
 `pair_dims` returns the head dims that form a pair in each rotation style. Dims that do not rotate
 are paired in the same way, so every dim is in exactly one tile.
 
@@ -298,7 +298,7 @@ def load_rope(
     pair rotates), each [tokens, 1, pairs].
 
     The tables have a column per stored dim (FULL_WIDTH) or per pair. The values keep the dtype of
-    the tables: Triton would move a change of layout up to a conversion to fp32 here, and wait there
+    the tables: after a conversion to fp32 here, Triton would also change the layout here, and wait
     for the loads.
     """
     pairs = first_pair + tl.arange(0, PAIRS)

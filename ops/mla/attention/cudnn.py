@@ -1,9 +1,9 @@
 """cuDNN's attention as a way to compute the MLA core, over keys whose two parts are joined.
 
-If it is known in advance that the library takes them, keys are made joined: [keys, H, R + N + V],
-with a head's rope columns first, so that the up-projection writes the rest in place. Queries are
-rotated to the same order, by a launch that also writes the rope keys to all heads. Other keys are
-joined by a separate launch.
+If it is known in advance that the library will read the keys, they are made as one joined tensor
+[keys, H, R + N + V]. The rope columns of a head come first, and the up-projection writes the other
+columns in place. One launch rotates the queries, puts their columns into the same order, and writes
+the rope keys to all heads. Other keys are joined by a separate launch.
 
 The library gets only masks that shapes determine. Ragged sequences are excluded, since their
 lengths are on the device (and torch's variable-length form builds a plan at each call, 45 ms on an
@@ -30,8 +30,8 @@ _join_statics = cache(kernels.join_statics)
 
 
 def library_wanted(a: AttentionCall, target: Target) -> bool:
-    """Whether a call, with its queries in parts, goes to the library: it computes the same there,
-    faster."""
+    """Whether the library computes a call whose queries come in parts: its result is the same, and
+    it is faster."""
     if not target.has("wgmma") or a.ragged or a.k.element_size() == 1 or a.k_rope is None:
         return False
     places = (a.query_starts, a.key_starts, a.key_lengths, a.query_positions)
@@ -65,8 +65,8 @@ def _supported(dtype: torch.dtype, nope: int, rope: int, v_dim: int, index: int)
 
 
 def library_steps(a: AttentionCall, target: Target) -> Steps:
-    """Runs attention to keys that are not joined yet: (out [B, S, H, V], and lse [B, S, H] if
-    requested)."""
+    """Runs attention to keys that are not joined yet. The result is out [B, S, H, V], and lse [B,
+    S, H] if requested."""
     batch, num_keys, heads = a.k.shape[:3]
     keys = yield Buffer((batch, num_keys, heads, a.rope + a.nope), a.k.dtype)
     yield join_launch(a, keys, target)
@@ -82,8 +82,8 @@ def join_launch(a: AttentionCall, keys: torch.Tensor, target: Target) -> Launch:
 
 
 def whole_steps(a: AttentionCall, first: torch.Tensor, keys: torch.Tensor) -> Steps:
-    """Runs attention to keys [B, K, H, N + R]. The two parts of queries are adjacent in memory, in
-    the same order as in keys; `first` is the part that comes first."""
+    """Runs attention to joined keys [B, K, H, N + R]. The two parts of the queries must be adjacent
+    in memory, in the same order as in keys; `first` is the part that comes first."""
     q = first.as_strided((*first.shape[:-1], a.rope + a.nope), first.stride())
     given: tuple[torch.Tensor, ...] = (q, keys, a.v)
     if a.return_lse:

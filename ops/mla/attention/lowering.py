@@ -41,7 +41,7 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
     """Runs the steps of a call; the result is (out,) or (out, lse).
 
     joined: [.., H, R + N + V], with as many keys as queries; the call's k and v are views of it.
-    Its rope columns are filled, and the library computes the attention. Raises ArgumentError.
+    The steps fill its rope columns, and the library computes the attention. Raises ArgumentError.
     """
     if joined is not None:
         check_call(a)
@@ -74,8 +74,8 @@ def core_launch(
     *,
     head_group: int | None = None,
 ) -> Launch:
-    """Returns the launch of `mla_attention` that fills (out,) or (out, lse). head_group: replaces
-    the plan's."""
+    """Returns the launch of `mla_attention` that fills (out,) or (out, lse). head_group: a number
+    to use instead of the plan's."""
     tiles = schedule(
         config,
         a.sizes,
@@ -99,9 +99,9 @@ def _results(a: AttentionCall) -> Generator[Step, Any, tuple[torch.Tensor, ...]]
 
 
 def _ready_queries(a: AttentionCall, target: Target) -> Generator[Step, Any, AttentionCall]:
-    """Returns the call with its queries in the form that attention takes: unchanged; to be rotated
-    by our kernel; rotated or cast in advance; or, for the library, also with both parts adjacent in
-    memory."""
+    """Returns the call with its queries in the form that attention takes. Our kernel takes them
+    unchanged, or rotates them itself, or takes them rotated or cast in advance. The library takes
+    them rotated, with both parts adjacent in memory."""
     whole = False
     if a.q.dtype == a.k.dtype:
         parts = a.in_parts()
@@ -130,9 +130,9 @@ def query_steps(
     """Returns (unrotated columns of q, rotated columns), rotated by a.tables and cast to k's dtype.
     A part that needs no change is a view of a.q.
 
-    whole: both are adjacent views of one new tensor. joined [.., H, R + ..], contiguous, with as
-    many keys as tokens: the rotated columns then come first, and the rope keys are written to
-    joined's first columns.
+    whole: whether both parts are adjacent views of one new tensor. joined [.., H, R + ..]:
+    contiguous, with as many keys as tokens. If it is given, the rotated columns of q come first,
+    and the rope keys are written to the first columns of joined.
     """
     problem, rotation, values = query_call(a, whole, joined)
     rows = values["num_rows"]

@@ -48,21 +48,23 @@ class AttentionCall:
     """softmax(scale * [q . k + q_rope . k_rope], masked) @ v, and its log-sum-exp.
 
     q [T, H, N], q_rope [T, H, R], k [K, H, N], v [K, H, V], k_rope [K, R] for ragged sequences;
-    with a batch dimension in front for dense ones. q_rope None: it is q's last R columns. bf16,
-    fp16 or e4m3; q may be wider than 8-bit k and is then divided by q_scale and cast, saturating.
-    Any strides, with contiguous last dimensions; v may be contiguous along its keys instead
-    (fastest for 8 bits).
+    with a batch dimension in front for dense sequences. q_rope None: it is q's last R columns.
+    Dtypes: bf16, fp16 or e4m3. If k is 8-bit and q is wider, q is divided by q_scale and cast to
+    k's dtype, saturating. Any strides, with contiguous last dimensions; v may be contiguous along
+    its keys instead (fastest for 8 bits).
 
     scale: positive. tables: rotate q's last columns first.
-    query_offsets, key_offsets: int [B + 1], rows of each sequence; None for dense ones.
+    query_offsets, key_offsets: int [B + 1], rows of each sequence; None for dense sequences.
     query_starts: int [B], the position of a sequence's first query; None: 0.
     query_positions: int [T], [S] or [B, S], replaces query_starts.
     key_starts: int [B], the position of a sequence's first key; None: 0.
     key_lengths: int [B]: keys at this position and later are not seen.
     mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
         "chunked" (causal, within chunks of `window`).
-    attn_mask: bool (True is seen) or added, [B or 1, H or 1, S or 1, K or more]; dense only.
-    mask_blocks: its list of blocks, as the op `mask_blocks` returns it; None: the call makes it.
+    attn_mask: [B or 1, H or 1, S or 1, K or more]; bool (True: the key is seen), or numbers that
+        are added to the logits; for dense sequences only.
+    mask_blocks: the mask's list of blocks, as the op `mask_blocks` returns it; None: the call makes
+        it.
     q_scale, k_scale, v_scale: fp32 scalars on the device that 8-bit values are multiplied by.
     return_lse: also return fp32 [T, H], the natural log-sum-exp of scaled logits.
 
@@ -130,7 +132,8 @@ class AttentionCall:
         return 1 if self.tables is None else max(given(self.tables.cos).shape[0], 1)
 
     def with_queries(self, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
-        """Returns the call with the rotated columns of the queries separate, if keys have them."""
+        """Returns the call with the rotated columns of the queries as a separate tensor, if keys
+        have rotated columns."""
         return replace(self, q=own, q_rope=None if self.k_rope is None else turned)
 
     def in_parts(self) -> AttentionCall:
@@ -226,8 +229,8 @@ def _reached(part: torch.Tensor) -> bool:
 def query_call(
     a: AttentionCall, whole: bool, joined: torch.Tensor | None
 ) -> tuple[QueryProblem, Rotation, dict[str, Any]]:
-    """Returns the problem, the rotation, and the values except the output, of a launch of
-    `mla_query`.
+    """Returns the problem and the rotation of a launch of `mla_query`, and its values except the
+    output.
 
     whole: all columns are written. joined: keys whose rope columns are written.
     """

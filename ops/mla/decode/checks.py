@@ -23,7 +23,7 @@ from tilewright.ops.checks import (
 from tilewright.ops.mla.arguments import MlaDecodeArguments, widths
 from tilewright.ops.mla.checks import check_heads, check_weight, refuse_scale
 
-# The arguments that `cache_attention` calls by another name.
+# Arguments that have another name in `cache_attention`.
 OWN_NAMES = {"k": "latent"}
 MAX_ROPE = 128
 
@@ -65,7 +65,7 @@ def check_decode_values(op: str, a: MlaDecodeArguments) -> None:
 
 
 def decode_obstacle(a: MlaDecodeArguments) -> str | None:
-    """Returns why no kernel takes a call, or None. Reads metadata only."""
+    """Returns why no kernel takes a call; None if one does. Reads metadata only."""
     rank, rope_dim = a.latent.shape[2], a.rope_keys.shape[2]
     if rank > MAX_WIDTH or rope_dim > MAX_ROPE:
         return f"no kernel for latents of rank {rank} with {rope_dim} rope columns"

@@ -1,5 +1,5 @@
-"""The steps of `mla_decode`: attention to latents between two products per head. Calls of
-`mla_prefill` may use them too."""
+"""The steps of `mla_decode`: a product for each head, attention to latents, and another product for
+each head. Calls of `mla_prefill` may use these steps too."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def head_steps(
 
 
 def absorbed_call(a: MlaPrefillArguments) -> MlaDecodeArguments | None:
-    """Returns a call of `mla_prefill` as a call of `mla_decode` whose queries are not rotated yet;
-    None if that is not equivalent or would take longer. With key_offsets, `with_lengths` sets the
-    lengths later."""
+    """Returns the call of `mla_decode` that is equivalent to a call of `mla_prefill`, but whose
+    queries are not rotated yet. Returns None if there is none, or if it would take longer. With
+    key_offsets, `with_lengths` sets the lengths later."""
     coded = a.quantize_latent or a.latent_scale is not None
     if coded or a.attention_dtype not in (None, a.q.dtype) or sequences(a) == 0:
         return None

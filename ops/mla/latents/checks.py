@@ -80,9 +80,9 @@ def check_latent_cache(
 def pool_windows(
     op: str, options: dict[str, Any], caches: Sequence[torch.Tensor | None], ranked: str, like: Any
 ) -> Sequence[Any]:
-    """Removes the windows from `options` and returns them. Without them, returns the windows of a
-    pool [num_pages, page_size, L + R], or of two pools. ranked: the name of `like` [.., L]. Raises
-    ArgumentError."""
+    """Removes the windows from `options` and returns them. If there are none, returns the windows
+    of a pool [num_pages, page_size, L + R], or of two pools. ranked: the argument name of `like`
+    [.., L], for error messages. Raises ArgumentError."""
     windows = options.pop("latent_window", None), options.pop("rope_window", None)
     if None not in windows:
         return windows
@@ -106,7 +106,8 @@ def written_windows(a: LatentArguments) -> list[tuple[str, torch.Tensor, Any]]:
 
 
 def store_obstacle(a: LatentStoreArguments) -> str | None:
-    """Returns why no kernel takes a `mla_latent_store` call, or None. Reads metadata only."""
+    """Returns why no kernel takes a `mla_latent_store` call; None if one does. Reads metadata
+    only."""
     return width_obstacle(a.latent.shape[1], a.k_rope.shape[1])
 
 

@@ -37,8 +37,8 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
-# The least surplus of a sequence's keys over its queries with which keys past the last position are
-# left out.
+# Keys past the last position are left out if a sequence has at least this many more keys than
+# queries.
 SPARE_KEYS = 256
 
 
@@ -66,8 +66,9 @@ def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
 def latent_calls(
     a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers | None
 ) -> Iterator[LatentCall]:
-    """Yields the calls that fill a chunk's buffers (None: it has no keys) and, before the first
-    chunk, write the new tokens. One launch does both if new keys can be told from the others."""
+    """Yields the calls that fill a chunk's buffers and, before the first chunk, write the new
+    tokens. buffers: None if nothing is to be filled. One launch does both if it can tell new keys
+    from cached keys."""
     store = chunk.first and a.slots != "none" and a.latent is not None and a.latent.shape[0] > 0
     makes = buffers is not None and bool(buffers.made)
     if a.keys == "given":
@@ -83,7 +84,7 @@ def latent_calls(
 
 
 def latent_launch(call: LatentCall, target: Target, config: LatentConfig | None = None) -> Launch:
-    """Returns the launch of a call. config: replaces the plan's tiles."""
+    """Returns the launch of a call. config: tiles to use instead of the plan's."""
     problem, tokens, rows = call.problem, call.values["num_tokens"], call.values["num_rows"]
     if config is None:
         config = latent_config(problem, next_power_of_2(tokens + rows))
@@ -100,9 +101,9 @@ def key_steps(
     target: Target,
     joins: Callable[[Buffers], bool] | None = None,
 ) -> Generator[Step, Any, tuple[Keys, str]]:
-    """Writes the new tokens (before the first chunk), computes a chunk's keys and values, and
-    returns them and a description of their up-projection. joins: says whether the keys are joined
-    (None: they are not)."""
+    """Writes the new tokens (before the first chunk) and computes a chunk's keys and values.
+    Returns the keys and values, and a description of their up-projection. joins: says whether the
+    keys are joined (None: they are not)."""
     buffers = yield from key_buffers(a, chunk)
     for call in latent_calls(a, chunk, buffers):
         yield latent_launch(call, target)
@@ -113,8 +114,8 @@ def key_steps(
 def _up_project(
     a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool
 ) -> Generator[Step, Any, tuple[Keys, str]]:
-    """Computes keys and values of a chunk's latents. joined: with room for the rope columns before
-    them."""
+    """Computes keys and values of a chunk's latents. joined: leaves room for the rope columns
+    before them."""
     rows = chunk.rows
     limit = yield from _last_position(a, chunk)
     problem = up_problem(a, buffers, limited=limit is not None, joined=joined)
@@ -157,7 +158,7 @@ def up_launch(
     config: UpConfig | None = None,
 ) -> tuple[Launch, UpConfig]:
     """Returns the launch of the up-projection of `rows` latents to keys and values, and its tiles.
-    config: replaces the plan's."""
+    config: tiles to use instead of the plan's."""
     k, v = keys
     config, statics = _up_kernel(problem, next_power_of_2(rows), target, config)
     coded = problem.scale_block is not None

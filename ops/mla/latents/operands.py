@@ -34,8 +34,9 @@ from tilewright.ops.runtime.program import Buffer
 class Chunk:
     """The keys that one pass attends to: rows of a buffer, one sequence after the other.
 
-    offsets [B + 1] (None: equal runs); starts [B], the position of each sequence's first row (None:
-    0); rows, of all sequences. first: this call's tokens are written before this chunk.
+    offsets [B + 1]: the rows of each sequence (None: equal runs). starts [B]: the position of each
+    sequence's first row (None: 0). rows: the number of rows of all sequences. first: whether this
+    call's tokens are written before this chunk.
     """
 
     rows: int
@@ -47,8 +48,8 @@ class Chunk:
 @dataclass(frozen=True)
 class Buffers:
     """The tensors that keys are read from: latents (values or codes) [K, >= L], rope columns [K,
-    R], and the codes' scales [groups, >= K] with scale_strides. made: the names of those that the
-    kernel of latents has to fill."""
+    R], and the codes' scales [groups, >= K] with scale_strides. made: the names of the tensors that
+    the kernel of latents has to fill."""
 
     latent: torch.Tensor
     k_rope: torch.Tensor
@@ -71,7 +72,7 @@ def dense_views(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | N
 
 
 def key_buffers(a: MlaPrefillArguments, chunk: Chunk) -> Generator[Buffer, torch.Tensor, Buffers]:
-    """Returns the buffers of a chunk's keys; allocates those that must be computed."""
+    """Returns the buffers of a chunk's keys; allocates the buffers that must be filled."""
     fp8_rope = a.attention_dtype == FP8
     if a.latent_scale is not None:
         strides = (a.latent_scale.stride(1), a.latent_scale.stride(0))
@@ -129,9 +130,11 @@ def latent_call(
     store: bool = False,
     gather: bool = False,
 ) -> LatentCall:
-    """Returns the call that writes the new tokens (store), that reads a chunk's keys from the cache
-    (gather) or makes them of the new tokens (a chunk, without gather), or that does a write and one
-    of these."""
+    """Returns the call that writes the new tokens, or makes the keys of a chunk, or does both.
+
+    store: whether it writes the new tokens. gather: whether it reads the keys of `chunk` from the
+    cache; if not, it makes them from the new tokens. chunk: None if it makes no keys.
+    """
     keep = chunk is not None and not gather
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(
         pointer.tensor for pointer in LATENTS.pointers
@@ -253,8 +256,8 @@ def up_problem(
     a: MlaPrefillArguments, buffers: Buffers, *, limited: bool = False, joined: bool = False
 ) -> UpProblem:
     """Returns the up-projection of a chunk's keys. Weight and latents have q's dtype, unless both
-    are codes; the fp8 core reads keys and values of 8 bits, values transposed. joined: a head's row
-    includes the rope columns."""
+    are codes. The fp8 core reads keys and values of 8 bits, with the values transposed. joined: a
+    head's row includes the rope columns."""
     nope, rope_dim, v_dim = widths(a)
     heads, weight, rank = a.q.shape[1], a.kv_b_weight, a.kv_b_weight.shape[1]
     coded, narrow = buffers.scale is not None, a.attention_dtype == FP8

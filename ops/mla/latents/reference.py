@@ -15,8 +15,8 @@ from tilewright.ops.reference.norm import apply_norm
 def finished_latents(
     a: LatentArguments, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (latent [Tk, L], k_rope [Tk, R]) as a cache holds them: computed in fp32 or float64,
-    each rounded once to its dtype."""
+    """Returns (latent [Tk, L], k_rope [Tk, R]) as a cache holds them: normed and rotated in fp32 or
+    float64, and each rounded once to its dtype."""
     latent, k_rope = given(a.latent), given(a.k_rope)
     dtype = k_rope.dtype
     compute = torch.promote_types(dtype, torch.float32)

@@ -74,7 +74,7 @@ def check_prefill(op: str, a: MlaPrefillArguments) -> None:
 
 
 def _check_uncoded(op: str, a: MlaPrefillArguments) -> None:
-    """Checks that latents have codes only if the weight has."""
+    """Checks that latents have codes only if the weight has codes."""
     if a.kv_b_weight.dtype != FP8:
         codes = {"latent_scale": a.latent_scale is not None, "quantize_latent": a.quantize_latent}
         refuse_codes(op, codes, a.kv_b_weight.dtype)
@@ -96,8 +96,8 @@ def _check_codes(op: str, a: MlaPrefillArguments, rows: Any, rank: Any) -> None:
 
 
 def _check_new(op: str, a: MlaPrefillArguments, rows: Any) -> None:
-    """Checks that new latents are one per query, unless they are all the keys, in their final
-    form."""
+    """Checks that there is one new latent for each query, unless the latents are all the keys, in
+    their final form."""
     rotated = a.rope_style != "none" and "k" in a.rope_on
     if rotated or a.slots != "none" or a.keys != "given":
         num_tokens = a.q.shape[0]
@@ -166,8 +166,8 @@ def _position_source(a: MlaPrefillArguments) -> str:
 
 
 def prefill_obstacle(a: MlaPrefillArguments, weight: str = "kv_b_weight") -> str | None:
-    """Returns why no kernels take a `mla_prefill` call, or None. weight: the argument name of the
-    weight. Reads metadata only."""
+    """Returns why no kernels take a `mla_prefill` call; None if they do. weight: the argument name
+    of the weight. Reads metadata only."""
     if a.q.dtype not in VALUE_DTYPES:
         return f"no kernel for {a.q.dtype}"
     if not a.scale > 0:  # kernels take the largest product as the largest logit

@@ -1,8 +1,8 @@
 """`mla_prefill_plan`: cuts the keys of a ragged batch into chunks that fit a buffer of latents.
 
-The keys of all sequences are placed one after the other, and chunk c holds those from c *
-buffer_size on. With page_size, each sequence takes whole pages, including the unused end of its
-last one.
+The keys of all sequences are placed one after the other, and chunk c holds the rows from c *
+buffer_size up to (c + 1) * buffer_size. With page_size, each sequence takes whole pages, including
+the unused end of its last page.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class PlanArguments:
     result has a row for each.
 
     The result, int32: buffer_row_offsets [C, B + 1], the rows that each sequence's keys take;
-    cache_offsets [C, B + 1], the position of the first of them (the last column is 0); and
-    buffer_lengths [C], the rows in use, -1 for chunks that are not needed (0 for the first of a
-    batch without keys).
+    cache_offsets [C, B + 1], the position of each sequence's first key in the chunk (the last
+    column is 0); and buffer_lengths [C], the rows in use, -1 for chunks that are not needed (0 for
+    the first chunk of a batch without keys).
 
     Keys that do not fit into max_chunks chunks raise ArgumentError if the lengths are on the CPU,
-    and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise the last ones are in no chunk.
+    and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise the last keys are in no chunk.
     """
 
     input_row_offsets: torch.Tensor
@@ -110,8 +110,8 @@ def reference(a: PlanArguments) -> Plan:
 def row_ends(
     row_offsets: torch.Tensor, cache_lengths: torch.Tensor, page_size: int = 1
 ) -> torch.Tensor:
-    """Returns the ends of the sequences' rows, in whole pages, with a 0 before them: int64 [B +
-    1]."""
+    """Returns the offsets of the sequences' rows, in whole pages: a 0, then the end of each
+    sequence, int64 [B + 1]."""
     lengths = cache_lengths.to(torch.int64) + row_offsets.to(torch.int64).diff()
     rows = -(-lengths // page_size) * page_size
     return torch.nn.functional.pad(rows.cumsum(0), (1, 0))
@@ -125,7 +125,7 @@ def cut(
     page_size: int = 1,
 ) -> Plan:
     """Returns (buffer_row_offsets [C, B + 1], cache_offsets [C, B + 1], buffer_lengths [C]) in
-    int32; the lengths have no -1."""
+    int32. A chunk that is not needed has the length 0, not -1."""
     ends = row_ends(row_offsets, cache_lengths, page_size)
     first = torch.arange(max_chunks, device=ends.device)[:, None] * buffer_size
     rows = (ends - first).clamp(0, buffer_size)

@@ -81,8 +81,9 @@ def plan_branch(a: MlaBranchArguments, target: str) -> LoweringReport:
 
 
 def work(a: MlaPrefillArguments) -> Work:
-    """Returns the reads and products of a call of `mla_prefill`: those of `mla_decode` where it is
-    computed so; else keys of all heads are made of every latent, written and read again."""
+    """Returns the reads and products of a call of `mla_prefill`. If the call is computed as
+    `mla_decode`, they are those of `mla_decode`. If not, the keys of all heads are made of every
+    latent, written, and read again."""
     batch, rows = max(sequences(a), 1), buffer_rows(a)
     given_keys = a.keys == "given"
     known = ("latent", "k_rope") if given_keys else ("latent_cache", "rope_cache")
@@ -128,7 +129,7 @@ def _no_keys(a: MlaPrefillArguments) -> Steps:
 
 
 def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
-    """Runs attention to all keys at once; [T, H, V]."""
+    """Runs attention to all keys at once. The result is [T, H, V]."""
     if a.q.numel() == 0:
         return (yield from _no_keys(a))
     if chunk.rows == 0:
@@ -144,8 +145,8 @@ def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
 
 
 def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Target) -> Steps:
-    """Runs one chunk after the other. Each gives a partial result in fp32 with its log-sum-exp;
-    these merge exactly."""
+    """Runs one chunk after the other. Each gives a partial result in fp32 with its log-sum-exp, and
+    the partial results merge exactly."""
     yield NotRepeatable("several chunks")  # so each chunk frees its memory
     if a.q.numel() == 0:
         return (yield from _no_keys(a))
@@ -180,7 +181,8 @@ def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: boo
 def _absorbed(
     a: MlaPrefillArguments, call: MlaDecodeArguments, chunk: Chunk, target: Target
 ) -> Steps:
-    """Writes the new tokens, rotates the queries, and runs `call`, which is equivalent."""
+    """Writes the new tokens, rotates the queries, and runs `call`, the equivalent call of
+    `mla_decode`."""
     for latents in latent_calls(a, chunk, None) if a.keys != "given" else ():
         yield latent_launch(latents, target)
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)
@@ -197,7 +199,7 @@ def _absorbed(
 
 
 def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
-    """Returns the call with copies of the weight, and of latents that are codes, if TMA cannot
+    """Returns the call with copies of the weight, and of latents that are codes, where TMA cannot
     start at their addresses."""
     if not is_aligned(a.kv_b_weight):
         a = replace(a, kv_b_weight=a.kv_b_weight.clone())
@@ -207,8 +209,8 @@ def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
 
 
 def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
-    """Whether a call's keys are made joined: all of them go to the library's attention at once,
-    with as many queries, which are rotated first."""
+    """Whether a call makes its keys joined. It does if the library's attention takes all keys at
+    once, there are as many queries as keys, and the queries have to be rotated first."""
     if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
         return False
     if _dense_batch(a, chunk) is None or not rotates_queries(a):
@@ -251,8 +253,8 @@ def _fill(value: float, out: torch.Tensor) -> None:
 
 
 def _call(a: MlaPrefillArguments, chunk: Chunk, keys: Keys) -> AttentionCall:
-    """Returns the call of attention for one chunk: dense if all sequences are equal runs; else with
-    the given offsets."""
+    """Returns the call of attention for one chunk. It is dense if all sequences are equal runs; if
+    not, it has the given offsets."""
     batch, one, positions = _dense_batch(a, chunk), _one_run(a, chunk), a.positions
     parts = (a.q, keys.k, keys.v, keys.k_rope)
     if batch is not None:
@@ -287,15 +289,15 @@ def _call(a: MlaPrefillArguments, chunk: Chunk, keys: Keys) -> AttentionCall:
 
 
 def _dense_batch(a: MlaPrefillArguments, chunk: Chunk) -> Any:
-    """Returns the number of sequences if all are equal runs; None if they are ragged."""
+    """Returns the number of sequences if they are equal runs; None if they are ragged."""
     if _one_run(a, chunk):
         return 1
     return sequences(a) if a.row_offsets is None and chunk.offsets is None else None
 
 
 def _one_run(a: MlaPrefillArguments, chunk: Chunk) -> bool:
-    """Whether a call is one sequence whose keys are exactly its new tokens. Its lengths then follow
-    from shapes, and nothing on the device is needed."""
+    """Whether a call has one sequence whose keys are exactly its new tokens. Its lengths then
+    follow from shapes, and nothing on the device has to be read."""
     if a.row_offsets is None or a.row_offsets.shape[0] != 2 or a.attention_dtype == FP8:
         return False
     written = a.slots == "ragged" and a.keys == "table" and a.positions is None

@@ -192,6 +192,17 @@ def test_divisible_count_needs_no_mask():
     torch.testing.assert_close(out[0], x.sum())
 
 
+def test_an_axis_from_the_end_and_a_positional_mask_fold_too():
+    constants = {"ROWS": 8, "COLUMNS": 16}
+    spec = spec_of("sums_of_rows", constants, {"x_ptr": "*i32", "out_ptr": "*i32"})
+    body = body_of(emit(spec))
+    assert "where" not in body
+    assert "<" not in body
+    x = torch.arange(128, dtype=torch.int32).view(8, 16)
+    (out,) = run_both(spec, (1,), {"x_ptr": x, "out_ptr": torch.zeros(8).int()}, ["out_ptr"])
+    assert torch.equal(out, x.sum(1).int())
+
+
 def test_helper_passed_as_argument_is_printed():
     spec = spec_of("reduce_with", {"BLOCK": 16}, {"x_ptr": "*fp32", "out_ptr": "*fp32"})
     assert "def _larger" in emit(spec)

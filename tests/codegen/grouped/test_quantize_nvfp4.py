@@ -45,6 +45,14 @@ def test_every_byte_is_that_of_the_formulas(case, block_r, block_c):
     check(sample_inputs(case), block_r, block_c)
 
 
+def test_special_rows_of_samples_lie_at_every_place_of_a_tile():
+    """Tiles and the layout of scales divide rows by powers of two."""
+    largest = sample_inputs(QuantizeCase("plain", spare=130)).x[:, 2:16].float().abs().amax(1)
+    kinds = (largest == 0, (largest > 0) & (largest < 0.01), largest.isinf())
+    for special in kinds:
+        assert {row % 8 for row in special.nonzero().flatten().tolist()} == set(range(8))
+
+
 def test_numbers_of_groups_may_lie_anywhere():
     """One scale for all groups; offsets with others between them."""
     a = sample_inputs(QuantizeCase("apart", (60, 7, 3), 64))

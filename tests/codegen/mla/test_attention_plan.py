@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.attention_cases import attention_spec
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.prefill_tiles import L2_SHARE, schedule
 from tilewright.codegen.attention.problem import AttentionSizes
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.mla.attention_kernels import AttentionProblem
@@ -62,6 +65,23 @@ def sizes(sequences: int, tokens: int) -> AttentionSizes:
 )
 def test_tiles_by_the_keys_of_a_sequence(problem, given, tiles):
     assert str(attention_config(problem, given, SM90)) == tiles
+
+
+@pytest.mark.parametrize("keys", [2048, 16384])
+@pytest.mark.parametrize("problem", [DENSE, WIDE, replace(WIDE, dtype="fp8e4nv")])
+def test_heads_side_by_side_have_keys_and_values_that_l2_holds(problem, keys):
+    """In as few groups of heads as that allows."""
+    given = AttentionSizes(2, keys, keys)
+    config = attention_config(problem, given, SM90)
+    tiles = schedule(
+        config, given, SM90, heads=problem.num_heads, key_bytes=problem.key_bytes, ragged=False
+    )
+    dtype = torch.float8_e4m3fn if problem.is_fp8 else torch.bfloat16
+    held = torch.empty(keys, problem.nope + problem.v_dim, dtype=dtype, device="meta").nbytes
+    pairs, share = 2 * problem.num_heads, L2_SHARE * SM90.l2_bytes
+    groups = cdiv(pairs, tiles.head_group)
+    assert groups > 1
+    assert tiles.head_group * held <= share < cdiv(pairs, groups - 1) * held
 
 
 def test_wider_heads_get_tiles_that_fit():

@@ -166,6 +166,32 @@ def test_rows_past_the_last_position_are_left_out(machine):
     assert machine.kernels == ["mla_latents", "mla_up_projection"]
 
 
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_tiles_of_rows_past_the_limit_are_not_written(block_m):
+    """Those of each sequence: its rows are counted from its own first one."""
+    case = PrefillCase(
+        "limited", keys="pages", pool="static", slots="per_sequence", runs=True,
+        new_tokens=(5, 5), cached_tokens=(30, 30), page_size=160, dtype=torch.float16,
+    )  # fmt: skip
+    a = PREFILL.sample_inputs(case)
+    buffers = performed(key_buffers(a, Chunk(buffer_rows(a), None)), Interpreter(SM100))
+    buffers.latent.copy_(torch.randn(buffers.latent.shape))
+    problem = up_problem(a, buffers, limited=True)
+    out = torch.full((320, problem.rows), float("nan"), dtype=torch.float16)
+    limit, config = torch.tensor([40]), UpConfig(block_m, 64, 64, 4, 2)
+    made, _ = up_launch(
+        a, problem, buffers, a.kv_b_weight, (out, out), SM100, rows=320, limit=limit, config=config
+    )
+    load_interpreted(made.spec)[made.grid](*made.given)
+    wanted = buffers.latent.float() @ a.kv_b_weight.float().T
+    for sequence in range(2):
+        rows = slice(sequence * 160, sequence * 160 + 40)
+        assert_near(out[rows], wanted[rows])
+        # The tile with the last row of a sequence may have rows of the next.
+        past = slice(rows.stop - rows.stop % block_m + block_m, (sequence + 1) * 160 - block_m)
+        assert out[past].isnan().all()
+
+
 @pytest.mark.parametrize("config", [UpConfig(64, 32, 32, 4, 2), UpConfig(64, 64, 64, 4, 2)])
 def test_the_emitted_up_projection_of_values(config):
     a = PREFILL.sample_inputs(PrefillCase("values", dtype=torch.float16))

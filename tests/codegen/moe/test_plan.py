@@ -70,6 +70,22 @@ def test_many_rows_have_tiles_as_long_as_they_are(tokens, rows):
     assert f"{tokens * 8 // EXPERTS} rows per expert" in plan.reason
 
 
+@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
+@pytest.mark.parametrize("problem", [DENSE, NVFP4, INT4], ids=["dense", "nvfp4", "int4"])
+def test_the_programs_of_a_multiprocessor_fit_its_shared_memory(problem, target):
+    """With all their stages; else fewer run side by side. Triton's tiles are powers of two."""
+    for tokens in (1, 16, 64, 256, 512, 640, 768, 1024, 2048, 4096, 8192):
+        plan = plan_moe(problem, tokens, target)
+        coded = problem is not DENSE and plan.decode is None
+        for tiles in (plan.up, plan.down):
+            extents = tiles.block_m, tiles.block_n, tiles.block_k
+            assert all(extent.bit_count() == 1 for extent in extents), plan.reason
+            x = 2 * tiles.block_m * tiles.block_k
+            weight = tiles.block_n * tiles.block_k * 2 // (4 if coded else 1)
+            held = tiles.programs_per_sm * tiles.num_stages * (x + weight)
+            assert held <= target.max_shared_bytes, plan.reason
+
+
 @pytest.mark.parametrize("problem", [NVFP4, INT4], ids=["nvfp4", "int4"])
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 2048])
 def test_codes_stream_and_few_hidden_rows_lie_in_their_order(problem, tokens):

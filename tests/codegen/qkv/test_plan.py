@@ -9,10 +9,11 @@ import pytest
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv import measured
 from tilewright.codegen.qkv.candidates import candidates, fits
-from tilewright.codegen.qkv.kernels import SwappedConfig, TiledConfig
+from tilewright.codegen.qkv.kernels import DotsConfig, SwappedConfig, TiledConfig
 from tilewright.codegen.qkv.plan import TOKEN_BUCKETS, choose, plan_fused_qkv
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem
-from tilewright.codegen.qkv.time import estimate, shared_bytes
+from tilewright.codegen.qkv.time import _LOAD_BYTES_PER_SM_S, estimate, shared_bytes
+from tilewright.codegen.row_norm import RowNorm
 from tilewright.codegen.targets import SM80, SM86, SM89, SM90, SM100, SM120
 
 
@@ -108,6 +109,25 @@ def test_the_model_is_near_what_was_measured() -> None:
             assert best * 1e6 == pytest.approx(microseconds, rel=0.25), (hidden, tokens)
 
 
+@pytest.mark.parametrize("split", [2, 4])
+def test_parts_of_k_are_written_and_read_again(split: int) -> None:
+    """Each is a sum in fp32 of every row and token: eight bytes of traffic or more."""
+    p, tokens = problem(8192, 64, 8), 64
+    whole = SwappedConfig(64, tokens, 128, 8, 4)
+    more = estimate(p, replace(whole, split_k=split), tokens, SM90)
+    traffic = 8 * p.num_rows * tokens * split
+    assert more - estimate(p, whole, tokens, SM90) >= traffic / SM90.hbm_bytes_per_s
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_a_norm_of_x_reads_whole_rows_before_the_first_product(tokens: int) -> None:
+    """In every program, and so on every multiprocessor: its norm follows no product."""
+    normed = replace(LLAMA_8B, input_norm=RowNorm(Operand("bf16", (1,)), 1e-5, 0.0, "layer"))
+    config = SwappedConfig(64, tokens, 128, 4, 3)
+    more = estimate(normed, config, tokens, SM90) - estimate(LLAMA_8B, config, tokens, SM90)
+    assert more >= 0.99 * tokens * LLAMA_8B.hidden * 2 / _LOAD_BYTES_PER_SM_S
+
+
 def test_static_tokens_have_one_choice() -> None:
     static = problem(num_tokens=7)
     plan = plan_fused_qkv(static, SM90)
@@ -178,14 +198,25 @@ def test_pairs_cover_a_head(style, head_dim, rotary_dim, pairs) -> None:
     assert heads.pairs_per_head == pairs
 
 
+def extents_of(config: DotsConfig | SwappedConfig | TiledConfig) -> tuple[int, ...]:
+    """The extents of tiles and the warps, which Triton takes as powers of two."""
+    if isinstance(config, DotsConfig):
+        return config.block_p, config.block_k, config.num_warps
+    if isinstance(config, SwappedConfig):
+        return config.block_p, config.block_t, config.block_k, config.num_warps
+    return config.block_m, config.heads_per_tile, config.block_k, config.num_warps
+
+
 @pytest.mark.parametrize("target", [SM90, SM100, SM120], ids=lambda t: t.name)
 def test_candidates_fit_the_chip(target) -> None:
     for p in (LLAMA_8B, UNMEASURED, problem(2048, 32, 8, 64), problem(2880, 64, 8, 64)):
-        for tokens in (1, 64, 512, 4096):
+        for tokens in (1, 64, 65, 512, 4096):
             found = candidates(p, tokens, target)
             assert found or target is SM120  # tiles of many tokens are the library's
+            assert len(found) == len(set(found))
             for config in found:
                 assert shared_bytes(p, config, target) < target.max_shared_bytes
+                assert all(extent.bit_count() == 1 for extent in extents_of(config)), config
                 if isinstance(config, TiledConfig):
                     heads = p.epilogue.num_heads, p.epilogue.num_kv_heads
                     assert not any(count % config.heads_per_tile for count in heads)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.codegen.qkv.test_plan import extents_of
 from tests.codegen.qkv.test_templates import (
     check,
     fused_spec,
@@ -21,7 +22,7 @@ from tests.interpreted import Interpreter
 from tests.ops.qkv import plain
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.emit import emit
-from tilewright.codegen.qkv.candidates import fits
+from tilewright.codegen.qkv.candidates import candidates, fits
 from tilewright.codegen.qkv.kernels import SwappedConfig
 from tilewright.codegen.qkv.plan import library_choice
 from tilewright.codegen.qkv.problem import swapped_obstacle
@@ -79,6 +80,15 @@ def check_fused(case: AttentionCase, config: SwappedConfig) -> None:
     a = in_wide_cache(case)
     tolerances = plain.LIBRARY if plain.rounds_operands(a) else None
     check(qkv_cache.OP, a, lambda a: run_fused(a, config), tolerances)
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 65, 300])
+@pytest.mark.parametrize("case", [NIBBLES, ROWS], ids=lambda case: case.weight_format)
+def test_candidates_are_distinct_and_powers_of_two(case: AttentionCase, tokens: int) -> None:
+    found = candidates(problem_of(in_wide_cache(case)), tokens, SM90)
+    assert len(found) == len(set(found)) > 0
+    for config in found:
+        assert all(extent.bit_count() == 1 for extent in extents_of(config)), config
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=CASES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ops.test_contract import clone, results_of
-from tilewright.ops import ArgumentError, mla_latent_store
+from tilewright.ops import ArgumentError, mla_latent_store, mla_prefill_branch_fp8
 from tilewright.ops.mla.cases import BranchCase, PrefillCase, StoreCase
 from tilewright.ops.mla.latents.latent_store import OP as STORE
 from tilewright.ops.mla.prefill.branch import OP as BRANCH
@@ -98,6 +98,14 @@ def test_positions_past_the_table_are_named():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_length_that_is_no_integer_is_named(dtype):
+    arguments, options = BRANCH.split(BRANCH.sample_inputs(BranchCase("plain")))
+    arguments[13] = torch.tensor(arguments[13], dtype=dtype)
+    with pytest.raises(ArgumentError, match="buffer_length: expected integers"):
+        mla_prefill_branch_fp8(*arguments, **options)
+
+
 def test_scales_of_another_granularity_are_named():
     a = BRANCH.sample_inputs(BranchCase("plain", rank=256))
     words = r"per 128 x 128 block = \[2, 2\], got shape \[2, 1\]"
@@ -153,6 +161,17 @@ def test_a_prefill_refuses(changes, argument):
         for name, value in changes.items()
     }
     assert_refused(PREFILL, replace(a, **made), argument, "expected")
+
+
+def test_only_a_call_that_writes_needs_its_cache_apart():
+    a = PREFILL.sample_inputs(PrefillCase("paged"))
+    rows, rank = a.latent.shape
+    inside = a.latent_cache.flatten(0, 1)[:rows]
+    latent = inside[:, :rank]
+    assert_refused(PREFILL, replace(a, latent=latent), "latent", "apart from what is written")
+    q = inside.as_strided(a.q.shape, (rank, 1, 1))
+    read = replace(a, latent=None, k_rope=None, slots="none", q=q)
+    assert PREFILL.call(read).isfinite().all()
 
 
 def test_codes_of_the_up_projection_need_scales():

@@ -85,6 +85,18 @@ def test_the_library_is_given_both_parts_of_keys_and_queries(case, around, monke
     assert {"mla_query", "mla_join", "mla_attention"} & set(kernels) == around
 
 
+@pytest.mark.parametrize("name", ["key_slots", "whole_table"])
+def test_a_write_by_slots_is_not_given_the_bounds_of_sequences(name):
+    """With them the kernel would search each token's sequence, and would be another one for each
+    of their strides."""
+    op = get_op("mla_prefill")
+    a = op.sample_inputs(next(case for case in op.cases if case.name == name))
+    assert a.row_offsets is not None
+    kernels = [spec for spec in op.plan_for(a, "sm90").specs if spec.kernel == "mla_latents"]
+    assert [dict(spec.constants)["STORE"] for spec in kernels] == [True, False]
+    assert not {"row_offsets_ptr", "lengths_ptr"} & {name for name, _ in kernels[0].signature}
+
+
 @pytest.mark.parametrize("mask", ["causal", "none"])
 def test_the_librarys_log_sum_exp_is_that_of_the_logits(mask, monkeypatch):
     case = CoreCase("dense", (19,) * 2, (19,) * 2, nope=24, rope=8, dense=True)

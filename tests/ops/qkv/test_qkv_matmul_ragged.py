@@ -158,6 +158,26 @@ def test_mla_writes_k_alone():
     assert int(changed.sum()) == 13
 
 
+def test_mla_writes_the_first_head_of_blocks_with_more():
+    """A latent is one head; the heads beside it in the blocks are others' memory."""
+    a = OP.sample_inputs(CASES["mla"])
+    more = torch.cat((a.blocks, torch.randn_like(a.blocks)), dim=4)
+    others = more[..., 1:, :].clone()
+    q = OP.call(replace(a, blocks=more))
+    assert torch.equal(q, OP.call(a))
+    assert torch.equal(more[..., :1, :], a.blocks)
+    assert torch.equal(more[..., 1:, :], others)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_scale_for_all_may_have_any_rank(shape):
+    a = OP.sample_inputs(RaggedCase("one", scale="tensor", input_scale="tensor", hidden=160))
+    scales = {name: getattr(a, name).view(shape) for name in ("weight_scale", "input_scale")}
+    flat = replace(a, blocks=a.blocks.clone(), **scales)
+    assert torch.equal(OP.call(flat), OP.call(a))
+    assert torch.equal(flat.blocks, a.blocks)
+
+
 def test_called_by_hand_as_a_serving_engine_would():
     a = OP.sample_inputs(PLAIN)
     args, _ = OP.split(a)

@@ -124,6 +124,14 @@ MASKS = {
         ),
         "causal by position",
     ),
+    "numbers_of_a_triangle": (
+        lambda k, p, s: torch.full((QUERIES, KEYS), HIDDEN).triu(KEYS - QUERIES + 1),
+        "causal by position",
+    ),
+    "numbers_of_a_triangle_not_infinite": (
+        lambda k, p, s: torch.full((QUERIES, KEYS), -9.0).triu(KEYS - QUERIES + 1),
+        "tensor",
+    ),
     "numbers_after_a_cache": (
         lambda k, p, s: torch.hstack(
             [

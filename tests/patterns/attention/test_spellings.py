@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.found import matches_of, misses_of
+from tests.found import codes_of, matches_of, misses_of
 from tests.patterns.attention.plain_attention import (
     BATCH,
     GROUP,
@@ -296,6 +296,19 @@ def test_a_sum_over_two_dimensions_is_not_read():
 
     (miss,) = misses_of(run(attend, inputs()), "attention")
     assert miss.code == "ATTENTION_FORM"
+
+
+def test_heads_across_which_a_view_cuts_are_not_read():
+    """The scaled products are seen as three blocks of four rows, of four heads of three queries."""
+
+    def attend(q, k, v, mask, *_):
+        rows = (q @ repeat_kv(k).mT).flatten(1, 2) * 0.3
+        blocks = rows.view(BATCH, QUERIES, HEADS, -1).softmax(-1)
+        return blocks.view(BATCH, HEADS, QUERIES, -1) @ repeat_kv(v)
+
+    report = run(attend, inputs())
+    assert matches_of(report, "attention") == []
+    assert codes_of(report, "attention") == {"ATTENTION_FORM"}
 
 
 def test_keys_whose_numbers_lie_apart_are_not_read():

@@ -187,6 +187,28 @@ def test_one_compilation_serves_every_start():
     assert patterns() == ["qkv_cache"]
 
 
+def scattered(cache, heads, slots):
+    """Each sequence has slots of its own."""
+    cache.scatter_(1, slots[:, :, None, None].expand_as(heads), heads)
+
+
+def scattered_pages(cache, heads, slots):
+    """Each page of each sequence has them."""
+    at = slots[:, None, :, None, None].expand(-1, 2, -1, *heads.shape[2:])
+    cache.view(4, 2, 8, *heads.shape[2:]).scatter_(2, at % 8, heads[:, None].expand_as(at))
+
+
+@pytest.mark.parametrize(
+    ("write", "found", "missed"),
+    [(scattered, ["qkv_cache"], set()), (scattered_pages, [], {"CACHE_LAYOUT"})],
+)
+def test_rows_with_slots_of_their_own_are_flat_slots(write, found, missed):
+    slots = torch.tensor([[3, 0, 9], [1, 2, 4], [15, 7, 5], [0, 1, 2]])
+    args = (*sliced_args(4, 3)[:3], slots)
+    check_against_eager("rows", Sliced(write), args, found)
+    assert codes() == missed
+
+
 def strided(cache, heads, start):
     cache[: heads.shape[0], start : start + 2 * heads.shape[1] : 2] = heads
 
@@ -361,6 +383,28 @@ def test_a_stack_whose_dimension_is_the_cache_s_last_stays_one_write():
     torch.testing.assert_close(ours[1], eager[1], rtol=1e-4, atol=1e-5)
     assert patterns() == []
     assert {miss.code for miss in misses_of(reports()[-1], "qkv_cache")} == {"CACHE_LAYOUT"}
+
+
+class Convolution(torch.nn.Module):
+    """Keeps the last inputs of a convolution, [batch, channels, width]: new tokens are joined to
+    them behind `between`."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.project, self.between = torch.nn.Linear(8, 8, bias=False), between
+
+    def forward(self, x, inputs):
+        new = self.between(self.project(x)).transpose(1, 2)
+        inputs.copy_(torch.cat((inputs, new), -1)[..., -inputs.shape[-1] :])
+        return inputs.sum()
+
+
+@pytest.mark.parametrize("between", [F.silu, torch.tanh])
+def test_inputs_of_a_convolution_are_no_cache(between):
+    """Joined to earlier tokens along its last axis: how the new ones were made does not matter."""
+    with torch.no_grad():
+        run(Convolution(between), torch.randn(2, 3, 8), torch.zeros(2, 8, 4))
+    assert (patterns(), codes()) == ([], set())
 
 
 # --- one storage --------------------------------------------------------------------------------

@@ -122,6 +122,30 @@ def test_counts_may_be_symbols():
     assert site_of(reports()[-1]).shapes["keys"] == "T"
 
 
+def test_a_query_put_into_fresh_memory_is_fused():
+    """The writes of its two parts vanish with the memory that they are in."""
+
+    def attend(model, q_nope, q_rope, entries, seen):
+        w_uk, w_uv = model.halves
+        rank = model.axes.kv_rank
+        q = q_rope.new_empty(*q_rope.shape[:-1], entries.shape[-1])
+        q[..., :rank] = torch.einsum("bshn,hnl->bshl", q_nope, w_uk)
+        q[..., rank:] = q_rope
+        scores = torch.einsum("bshd,bkd->bhsk", q, entries) * model.scale
+        out = weighted(scores.masked_fill(~seen, HIDDEN), entries[..., :rank])
+        return torch.einsum("bshl,hvl->bshv", out, w_uv)
+
+    model, args = build("wide_values")
+    model.attend = attend
+    expected = model(*args)
+    found = lower(model, args)
+    assert site_of(found)
+    names = {str(node.target) for node in found.graphs[0].after.graph.nodes}
+    assert not names & {"new_empty", "_operator.setitem", "<built-in function setitem>"}
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    torch.testing.assert_close(compiled(*args), expected, rtol=0.05, atol=0.02)
+
+
 # --- near misses ----------------------------------------------------------------------------------
 
 

@@ -366,6 +366,24 @@ def test_a_write_that_is_not_one_says_why(change, code):
     assert code in codes
 
 
+def norm_without_weight(module):
+    module.kv_norm.forward = lambda x: torch.nn.functional.rms_norm(x, (40,), eps=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "norm"),
+    [(lambda module: None, "rms"), (norm_without_weight, "none")],
+    ids=["with", "without"],
+)
+def test_the_write_normalises_the_latent_if_the_norm_has_a_weight(change, norm):
+    """The op has no norm without a weight: then it takes the latent that the graph normalised."""
+    module, args = build("plain")
+    change(module)
+    (site,) = matches_of(lower(module, args), STORE)
+    assert (site.shapes["norm"], site.shapes["rope"]) == (norm, "half")
+    check_with(change)
+
+
 def test_a_latent_finished_in_its_own_way_is_stored_as_it_comes():
     """Only the rotation is absorbed: what the latent went through after its norm is not known."""
     assert missed(latent_bent(lambda x: x.sin())) == ([STORE, PREFILL], set())

@@ -63,6 +63,23 @@ def test_the_public_grouped_mm_is_the_private_one():
     assert_no_worse(fused, eager, exact(module, *args), "grouped_mm")
 
 
+def test_experts_that_are_rows_of_a_table_are_matched():
+    """Each expert's matrix is a row [N * K], looked up by its number."""
+    module, args = build("batched")
+
+    def looked_up(x, weight, ids):
+        rows = torch.index_select(weight.flatten(1), 0, ids)
+        return torch.bmm(rows.view(-1, *weight.shape[1:]), x.unsqueeze(-1)).squeeze(-1)
+
+    module.multiply_each = looked_up
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        fused, eager = compiled(*args), module(*args)
+    assert [site.op for site in matches_of(reports()[-1], "fused_moe")] == ["fused_moe"]
+    assert_no_worse(fused, eager, exact(module, *args), "rows of a table")
+
+
 def test_every_layer_of_a_chain_with_biases_is_fused():
     """The index of a layer's biases comes from the layer before, and so leads back to its GEMMs."""
     layers = [build("plain", gemm="einsum", bias=True, weigh="tokens")[0] for _ in range(2)]

@@ -128,6 +128,21 @@ def in_order(rows):
     return at.view(rows.num_heads, rows.head_dim)
 
 
+@pytest.mark.parametrize("scales", [(1, 1), (2, 1), (2, 3), (1, 384)])
+def test_a_scale_of_blocks_is_the_view_that_repeats_it(scales):
+    """Equal views have equal effects, so a scale that the graph repeats itself is the same."""
+    x, weight = value("input", torch.ones(T, 256)), value("constant", torch.ones(256, 384))
+    scale, one = value("constant", torch.ones(scales)), value("constant", torch.ones(1, 1))
+    of = value("aten._scaled_mm", torch.ones(T, 384), x.whole, weight.whole, one.whole, scale.whole)
+    repeats = 256 // scales[0], 384 // scales[1]
+    apart = effects.unsqueeze(effects.unsqueeze(scale.whole.effect, 2), 1)
+    spread = effects.expand(apart, (scales[0], repeats[0], scales[1], repeats[1]))
+    expected = effects.permute(effects.reshape(spread, (256, 384)), (1, 0))
+    found = match_gemm(of)
+    assert found is not None
+    assert found.weight_scale == View(scale, expected)
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_rows_of_a_weight(block):
     rng = random.Random(block)

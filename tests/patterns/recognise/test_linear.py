@@ -89,3 +89,17 @@ def test_misses_have_their_callers_codes():
             match_linear(replace(above, node=torch.fx.Graph().placeholder("x")), path)
         assert (rejection.value.miss.code, rejection.value.miss.stage) == (code, Stage.ACTIVATION)
     assert match_linear(of, path).value is of
+
+
+@pytest.mark.parametrize(("factors", "named"), [(1, True), (N, False)])
+def test_a_miss_names_a_factor_that_is_one_number(factors, named):
+    """The weight can hold one number for all features when the model is loaded."""
+    of, result, _ = linear("linear")
+    factor = value("constant", torch.ones(factors))
+    above = value("aten.mul", result, replace(of, projected=True).whole, factor.whole)
+    with pytest.raises(Reject) as rejection:
+        match_linear(
+            replace(above, node=torch.fx.Graph().placeholder("x")),
+            Path("HEADS", Stage.ACTIVATION, "the gate"),
+        )
+    assert ("a constant factor" in rejection.value.miss.message) == named

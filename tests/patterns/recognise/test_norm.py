@@ -183,6 +183,18 @@ def test_a_weightless_norm_of_one_rotated_token():
     assert_matched(norm, "rms, weightless", tokens=1)
 
 
+def test_norms_of_single_heads_are_one_norm_with_a_weight_by_head():
+    table = angles()
+    cos, sin = table.cos(), table.sin()
+
+    def norm(m, x, _):
+        pairs = zip(x.split(1, 1), m.by_head, strict=True)
+        heads = [F.rms_norm(head, (D,), weight, 1e-6) for head, weight in pairs]
+        return ropes.half(torch.cat(heads, 1), cos, sin)
+
+    assert_matched(norm, "rms")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_default_epsilon_is_pytorch_s(dtype):
     """Small heads, so that the epsilon decides."""

@@ -9,6 +9,7 @@ from tests.models import ropes
 from tests.tables import in_turn
 from tilewright.compiler import lower, reports
 from tilewright.compiler.dataflow.build import build_view
+from tilewright.patterns import effects
 from tilewright.patterns.language import Reject, Stage
 from tilewright.patterns.projection.epilogue import one_head_axis
 from tilewright.patterns.recognise.rope import match_rope
@@ -245,6 +246,20 @@ def test_near_misses_are_refused_by_name(form):
         match_rope(whole, Stage.K_PATH)
     assert rejected.value.miss.code == "ROPE_STYLE"
     assert NEAR_MISSES[form] in rejected.value.miss.message
+
+
+def test_stacked_halves_are_one_head_where_a_view_joins_them():
+    """In a view that keeps them apart they may be two heads."""
+
+    def stacked(x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), -2).flatten(-2)
+
+    joined = rotated(stacked)
+    whole, effect = one_head_axis(joined)
+    assert (whole.shape, effect) == ((T, H, D), effects.identity((T, H, D)))
+    assert match_rope(whole).style == "half"
+    assert one_head_axis(joined.value.whole)[0].shape == (T, H, 2, D // 2)
 
 
 def test_arithmetic_that_is_no_rotation_is_none():
