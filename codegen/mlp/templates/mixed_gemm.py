@@ -380,17 +380,33 @@ def halves(numbers):
 
 
 @gluon.jit
-def store_activated(sums, out, ACTIVATION: gl.constexpr):
-    """Stores the activation of sums [rows, tokens] to out [tokens, rows], few tokens at a time, as
-    an activation needs more registers than its result."""
-    TOKENS: gl.constexpr = sums.shape[1]
+def store_activated(
+    total, out, first_row, bias_ptr, factor_ptr, scale_ptr, N: gl.constexpr, SCALE: gl.constexpr,
+    SCALED: gl.constexpr, UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    SCALE_ROW_STRIDE: gl.constexpr, BIAS_STRIDE: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Stores the activation of finished sums [rows, tokens] to out [tokens, rows], 64 tokens at a
+    time, as an activation needs more registers than its result."""
+    ROWS: gl.constexpr = total.shape[0]
+    TOKENS: gl.constexpr = total.shape[1]
     if TOKENS > 64:
-        first, second = halves(sums)
-        store_activated(first, out.slice(0, TOKENS // 2), ACTIVATION)
-        store_activated(second, out.slice(TOKENS // 2, TOKENS // 2), ACTIVATION)
+        first, second = halves(total)
+        store_activated(
+            first, out.slice(0, TOKENS // 2), first_row, bias_ptr, factor_ptr, scale_ptr, N, SCALE,
+            SCALED, UNIT_OF_CODES, SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE, ACTIVATION,
+        )  # fmt: skip
+        store_activated(
+            second, out.slice(TOKENS // 2, TOKENS // 2), first_row, bias_ptr, factor_ptr, scale_ptr,
+            N, SCALE, SCALED, UNIT_OF_CODES, SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE, ACTIVATION,
+        )  # fmt: skip
     else:
-        made = activate(sums, sums, ACTIVATION, 1.0, 0.0, False)
-        out.permute((1, 0)).store(made.to(gl.bfloat16))
+        rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
+        total = finished(
+            total, rows, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_CODES,
+            SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE,
+        )  # fmt: skip
+        total = activate(total, total, ACTIVATION, 1.0, 0.0, False)
+        out.permute((1, 0)).store(total.to(gl.bfloat16))
 
 
 @gluon.jit
@@ -494,11 +510,12 @@ def multiply_tiles(
         if workspace_ptr is not None:
             whole_k = last - first == UNITS
         if whole_k:
-            own = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
-            total = finished(
-                total, own, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_CODES,
-                SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE,
-            )  # fmt: skip
+            if not ACTIVATES:
+                own = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
+                total = finished(
+                    total, own, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_CODES,
+                    SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE,
+                )  # fmt: skip
             if PAIRED:
                 # The first consumer hands the activated gate to the second one.
                 sums += 1
@@ -518,7 +535,10 @@ def multiply_tiles(
                 tma.store_wait(0)
             barrier()
             if ACTIVATES:
-                store_activated(total, out, ACTIVATION)
+                store_activated(
+                    total, out, first_row, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED,
+                    UNIT_OF_CODES, SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE, ACTIVATION,
+                )  # fmt: skip
             else:
                 out.permute((1, 0)).store(total.to(gl.bfloat16))
             if PAIRED and CONSUMER == 0:
