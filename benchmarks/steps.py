@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True, "inne
 #: The share of its time that a wave of processes may compile, and the seconds beyond it after which
 #: a case that still compiles is given up.
 COMPILING, PATIENCE = 0.75, 25
-#: How often each step is timed.
+#: The number of times that each step is timed.
 ROUNDS, REPLAYS = 12, 5
 
 
@@ -158,7 +158,7 @@ def run_model(given: argparse.Namespace) -> None:
 
 
 def case_fields(facts: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a row that name its case."""
+    """Returns the fields of a row that identify its case."""
     return {name: facts[name] for name in ("batch", "tokens", "start", "capacity")}
 
 

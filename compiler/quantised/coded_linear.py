@@ -17,9 +17,9 @@ class CodedLinear(nn.Module):
     """x [..., K] -> [..., N]: a linear whose weight [N, K] is decoded from this module's codes.
 
     It takes the place of a library's module and holds that module's own tensors, under its names:
-    parameters as parameters, other tensors as buffers. A subclass for each way of storing codes
-    implements `weight_of_codes`; `rounded` if activations are quantised too; and `lend_to` and
-    `return_to` if it holds codes in another order of memory.
+    parameters as parameters, other tensors as buffers. There is a subclass for each way of storing
+    codes. It implements `weight_of_codes`. It also implements `rounded` if activations are
+    quantised too, and `lend_to` and `return_to` if it stores the codes in another order.
     """
 
     bias: torch.Tensor | None
@@ -130,11 +130,11 @@ _TURNED_ROWS = 1024
 
 
 def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Transposes words [A, B / 8] of eight codes along B to words [B, A / 8] of the codes along A.
+    """Transposes words [A, B / 8] of eight codes along B, and returns words [B, A / 8] along A.
 
-    words: int32; A and B are multiples of 8. order: the nibble of a word in which each of its codes
-    lies, before and after. A second call undoes the first. The result is contiguous, and the
-    function needs little other memory.
+    words: int32; A and B are multiples of 8. order: for each code of a word, the nibble that holds
+    it, in the given words and in the result. A second call undoes the first. The result is
+    contiguous, and the function needs little other memory.
     """
     rows, columns = words.shape
     turned = words.new_empty(8 * columns, rows // 8)
@@ -152,25 +152,28 @@ def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def nibbles_of_words(words: torch.Tensor) -> torch.Tensor:
-    """[N, W] words of eight codes, the first in the lowest bits -> [N, 8 W] codes, 0 to 15."""
+    """Returns the codes, 0 to 15, in words of eight codes, the first in the lowest bits: [N, W] ->
+    [N, 8 W]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2)
 
 
 def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
-    """[N, W] words of four codes, the first in the lowest bits -> [N, 4 W] codes, 0 to 255. On a
-    little-endian machine, which is all that PyTorch compiles for, these are the bytes in memory
-    order."""
+    """Returns the codes, 0 to 255, in words of four codes, the first in the lowest bits: [N, W] ->
+    [N, 4 W]. They are the bytes in memory order, because PyTorch compiles for little-endian
+    machines only."""
     return words.contiguous().view(torch.uint8)
 
 
 def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[.., W] bytes of two E2M1 codes, the first in the lower bits -> [.., 2 W] numbers, exact."""
+    """Returns the exact numbers in bytes of two E2M1 codes, the first in the lower bits: [.., W] ->
+    [.., 2 W]."""
     return fp4.decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), dtype)
 
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Rounds to the nearest E2M1 number, and halfway to the even code; NaN stays NaN."""
+    """Returns x rounded to the nearest E2M1 number or, halfway between two, to the one with the
+    even code. NaN stays NaN."""
     size, rounded = x.abs(), torch.zeros_like(x)
     for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
         middle = (below + above) / 2

@@ -2,7 +2,7 @@
 
 Arithmetic: the hub's nvfp4-gemm (`functional.py`, `nvfp4_utils.cuh`). One or two rows are
 multiplied as they are. More rows are first rounded to 4-bit floats, in blocks of 16 columns; the
-scales of the blocks share a factor, which the largest element of all rows decides.
+scales of the blocks share a factor, which depends on the largest element of all rows.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from tilewright.patterns.quantised.factors import fp32, product_of, repeats
 from tilewright.patterns.quantised.positions import joined
 from tilewright.patterns.quantised.weights import DequantizedWeight, packed, refuse
 
-#: The argument names of a weight's codes, scale, zero and factor. If several weights share the last
-#: name, it holds the factors of all, one after the other.
+#: The argument names of a weight's codes, scale, zero and factor. If several weights share the name
+#: of the factor, that argument holds the factors of all, one after the other.
 Names = tuple[str, str, str, str]
 QKV_NAMES: tuple[Names, ...] = tuple(
     (f"{x}_weight", f"{x}_scale", f"{x}_zero", "factors") for x in "qkv"
@@ -28,11 +28,11 @@ QKV_NAMES: tuple[Names, ...] = tuple(
 def weight_arguments(
     weights: Sequence[DequantizedWeight], names: Sequence[Names] = QKV_NAMES
 ) -> dict[str, Any]:
-    """Returns the op's arguments for its weights, which are quantised alike: q, k and v, or those
-    of `names`.
+    """Returns the op's arguments for its weights, which must be quantised in the same way.
 
-    Raises Reject. WEIGHT_FORMAT: they differ, or have no scale. SCALE_BLOCK: their scales are not
-    by blocks.
+    names: the arguments of each weight, by default those of q, k and v. Raises Reject
+    (WEIGHT_FORMAT) if the weights differ or have no scale, and Reject (SCALE_BLOCK) if their scales
+    are not by blocks.
     """
     first = weights[0]
     for weight in weights:
@@ -84,7 +84,7 @@ def _cut(view: View, block: Block) -> View:
 
 
 def _has_one_factor(weight: DequantizedWeight) -> bool:
-    """Whether all factors besides the scale are the same number for all of a weight."""
+    """Whether every factor besides the scale is one number for the whole weight."""
     device = weight.codes.value.device
     parts = (*weight.factors, *weight.divisors)
     whole = all(block_of(v.effect.dims) == (None, None) and v.value.device == device for v in parts)
@@ -135,8 +135,8 @@ def _number(view: View) -> View:
 
 
 def _scale(weight: DequantizedWeight, block: Block, apart: bool) -> View | Computed:
-    """Returns the scale with one number per block, as stored if there are no other factors. apart:
-    factors are a separate argument."""
+    """Returns the scale with one number per block. If the weight has other factors, the scale is
+    multiplied by them, unless they are a separate argument (`apart`)."""
     assert weight.scale is not None
     item: View | Computed = _cut(weight.scale, block)
     for function, given in weight.steps:
