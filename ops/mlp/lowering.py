@@ -49,7 +49,7 @@ from tilewright.ops.mlp.arguments import (
     LinearResidualArguments,
     ScaledLinearArguments,
 )
-from tilewright.ops.mlp.mixed import decodes_many, decoding_product
+from tilewright.ops.mlp.mixed import decodes_many, decoding_pair, decoding_product
 from tilewright.ops.mlp.operands import activation_problem, residual_problem, scaled_operands
 from tilewright.ops.reference.norm import RowNorm
 from tilewright.ops.runtime.kernels import launch
@@ -284,15 +284,19 @@ def _activation_by_library(call: _Call, x: torch.Tensor) -> Steps:
 
 
 def _activation_by_decoding(a: LinearActivationArguments, target: Target) -> Steps:
-    """Multiplies x by the weights one after the other, each by a kernel that decodes the weight."""
+    """Multiplies by both weights with one kernel that decodes them, or by one after the other."""
     if a.norm.kind:
         x = yield from normed(a.x, a.norm, target)
         a = replace(a, **without_norm(x, a.norm))
     call = _Call(activation_problem(a), a, target)
+    if a.up_weight is None:
+        activation = call.problem.activation
+        out, tiles = yield from decoding_product(call.problem, a, 0, target, activation)
+        return Outcome(out, "decoding kernel", tiles)
+    if (pair := (yield from decoding_pair(call.problem, a, target))) is not None:
+        return Outcome(pair[0], "decoding kernel", pair[1])
     out, tiles = yield from decoding_product(call.problem, a, 0, target)
-    up = None
-    if a.up_weight is not None:
-        up, _ = yield from decoding_product(call.problem, a, 1, target)
+    up, _ = yield from decoding_product(call.problem, a, 1, target)
     yield _activated(call, out, up, out)
     return Outcome(out, "decoding kernel", tiles)
 
