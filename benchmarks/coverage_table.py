@@ -18,7 +18,7 @@ DOC = Path(__file__).parents[1] / "docs" / "coverage.md"
 KEPT = Path(__file__).parent / "results" / "coverage.json"
 Row = Mapping[str, Any]
 NONE = "-"
-#: Fields of a row that describe its own run.
+#: The fields of a row that say when, and with which releases, it was made.
 MADE = ("date", "torch", "transformers")
 #: Lists of rows in the file of results: unmodified classes, and models with quantised weights.
 SECTIONS = ("rows", "coded")

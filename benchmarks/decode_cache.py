@@ -1,16 +1,20 @@
 """Static caches for whole forward passes, and the arguments that `generate()` passes with them.
 
-A cache holds random numbers and is rewound between replays.
+A cache holds random numbers and is rewound between rounds of replays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import StaticCache
 from transformers.masking_utils import create_masks_for_generate
+
+#: The most replays of a captured pass between two times that its cache is rewound.
+REPLAYS = 16
 
 
 def widths(config: Any) -> tuple[int, int, int]:
@@ -59,10 +63,57 @@ def new_cache(
 
 def rewind(cache: StaticCache, position: int) -> None:
     """Sets how many tokens a cache holds, so that repeated calls do not run past its end."""
+    _rewind_host(cache, position)
+    lengths = [layer.cumulative_length for layer in cache.layers]
+    torch._foreach_zero_(lengths)  # one launch for all layers, and so is the addition
+    if position:
+        torch._foreach_add_(lengths, position)
+
+
+def _rewind_host(cache: StaticCache, position: int) -> None:
+    """Sets the lengths that sliding layers keep as numbers, which compiled code guards on."""
     for layer in cache.layers:
-        layer.cumulative_length.fill_(position)
         if layer.is_sliding:
             layer.cumulative_length_int = position
+
+
+@dataclass(frozen=True)
+class CachedPass:
+    """A forward pass over a cache that holds `position` tokens before it; a call returns logits.
+
+    inputs: the other arguments, with `input_ids` [batch, tokens].
+    """
+
+    forward: Callable[..., Any]
+    cache: StaticCache
+    position: int
+    inputs: dict[str, Any]
+
+    def __call__(self) -> torch.Tensor:
+        self.rewind()
+        return self._logits()
+
+    def rewind(self) -> None:
+        rewind(self.cache, self.position)
+
+    @property
+    def captured(self) -> Callable[[], torch.Tensor]:
+        """The pass as a CUDA graph captures it, whose cache is rewound before each round.
+
+        It has no launch beyond those of a user's pass. Its replays write into the next slots of the
+        cache, which is the same work: the mask and the positions are given. If the cache has no
+        room for REPLAYS passes, as for prompts, the pass rewinds the cache itself.
+        """
+        tokens = self.inputs["input_ids"].shape[1]
+        capacity = max(layer.max_cache_len for layer in self.cache.layers)
+        return self._going_on if self.position + REPLAYS * tokens <= capacity else self
+
+    def _going_on(self) -> torch.Tensor:
+        _rewind_host(self.cache, self.position)
+        return self._logits()
+
+    def _logits(self) -> torch.Tensor:
+        return self.forward(past_key_values=self.cache, use_cache=True, **self.inputs).logits
 
 
 def padded_tokens(batch: int, tokens: int, device: torch.device | str = "cuda") -> torch.Tensor:

@@ -6,8 +6,9 @@
 microseconds. A case is batch x tokens with a static cache; the model is called as `generate()`
 calls it, with positions and a 4-D mask made outside of the pass. "-padded": the prompts differ in
 length, so shorter ones are padded on the left. "-nomask": no mask is given, as in a call by hand.
-"-nocache": no cache is given. Each case is a process: all compile side by side, then each has the
-GPU to itself. The weights of one pass exceed the L2 cache many times, so every pass is cold.
+"-nocache": no cache is given. The cache is rewound between rounds of replays, and in the graph only
+for prompts. Each case is a process: all compile side by side, then each has the GPU to itself. The
+weights of one pass exceed the L2 cache many times, so every pass is cold.
 
 floor: the time to read the weights in use, and in a decode step the tokens present, at the copy
 rate of the same run; it is a bound only where memory limits the pass. peak: memory of a pass beyond
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 from bounds import copy_bytes_per_s
-from decode_cache import generate_inputs, new_cache, padded_tokens, rewind, widths
+from decode_cache import CachedPass, generate_inputs, new_cache, padded_tokens, widths
 from end_to_end_models import MODELS, build
 from side_by_side import finished_rows, has_turn
 from timing import capture, interleaved_us, keep
@@ -65,7 +66,8 @@ def peak_mib(call: Any) -> float:
 
 
 def caller(model: Any, forward: Any, case: Case, ids: torch.Tensor) -> Any:
-    """Returns a function that calls `forward` as a case says, on its own cache."""
+    """Returns a function that calls `forward` as a case says: a `CachedPass` on its own cache, if
+    the case has one."""
     if case.kind == "nocache":
         return lambda: forward(input_ids=ids, use_cache=False).logits
     cache = new_cache(model, case.batch, max(MAX_LENGTH, case.tokens))
@@ -73,12 +75,7 @@ def caller(model: Any, forward: Any, case: Case, ids: torch.Tensor) -> Any:
     if case.kind != "nomask":
         padded = case.kind == "padded"
         given = generate_inputs(model, cache, ids, case.position, padded=padded)
-
-    def call() -> torch.Tensor:
-        rewind(cache, case.position)
-        return forward(input_ids=ids, past_key_values=cache, use_cache=True, **given).logits
-
-    return call
+    return CachedPass(forward, cache, case.position, {"input_ids": ids, **given})
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def prepared(model: Any, case: Case) -> tuple[dict[str, Any], dict[str, Any], li
         calls.append(call)
         outputs[name] = call().float()
         row[f"{name}_peak"] = peak_mib(call)
-        graphs[name] = capture([call], warmup=2)
+        graphs[name] = capture([getattr(call, "captured", call)], warmup=2)
     found = reports()[-1]
     ops = [match.op for match in found.matches]
     row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
@@ -151,7 +148,10 @@ def run_case(name: str, layers: int, text: str) -> None:
         row, graphs, calls = prepared(model, case)
         if not has_turn():
             return
-        row |= interleaved_us(graphs, 1, rounds=12, replays=5)
+        cached = [call for call in calls if isinstance(call, CachedPass)]
+        row |= interleaved_us(
+            graphs, 1, rounds=12, replays=5, before_round=lambda: [one.rewind() for one in cached]
+        )
         del calls  # the graphs needed their caches and tokens until here
         known = MODELS[name]
         idle = 1 - known.experts_per_token / known.experts

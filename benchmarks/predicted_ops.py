@@ -1,12 +1,12 @@
-"""Holds the time model's parts to measured calls of single ops.
+"""Compares the parts of the cost model with measured calls of single ops.
 
     python benchmarks/predicted_ops.py
 
-Mixtures (moe.json, moe_quantized.json), linears of codes (linears_quantized.json) and attention to
-a cache (cache_attention.json), each as one part of a step (`compiler/report/times.py`). A mixture's
-row says how many experts its tokens reached. Some constants follow from these files: the summary is
-a check of the formula, not a held-out test. Needs no GPU. Results go to
-benchmarks/results/predicted_ops.json, a row for each file and format.
+The ops are mixtures (moe.json, moe_quantized.json), linears of codes (linears_quantized.json) and
+attention over a cache (cache_attention.json). Each is modelled as one part of a step
+(`compiler/report/times.py`). A mixture's row says how many experts its tokens reached. Some
+constants follow from these files, so the summary checks the formulas; it is not a held-out test.
+Needs no GPU. Results go to benchmarks/results/predicted_ops.json, a row for each file and format.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ H200 = get_target("sm90")
 H100 = replace(H200, hbm_bytes_per_s=3.0e12)
 #: Rows, columns and weights of the linears of Llama-3-8B.
 LINEARS = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-#: Formats of linears that the model calls by another name.
+#: Formats of linears that have another name in the cost model.
 NAMES = {"bf16": "", "fp8_block": "fp8", "int4": "int4_k", "gptq": "int4_n", "awq": "int4_n"}
 #: Queries, heads and widths of the benchmark of attention.
 HEADS, WIDTH, LATENT, ROPE = 32, 128, 512, 64
@@ -43,7 +43,8 @@ def kept(name: str) -> list[dict[str, Any]]:
 
 
 def mixtures(name: str) -> Iterator[tuple[str, float, Unit, Target]]:
-    """Rows of a file of mixtures: format, measured us, part, chip."""
+    """Yields the rows of a file of mixtures: format, measured microseconds, part of a step,
+    chip."""
     for row in kept(name):
         shape, tokens, form = BY_NAME[row["model"]], row["tokens"], row["format"]
         coded = "" if form == "dense" else form.removesuffix("fp8") or "fp8"
@@ -64,7 +65,7 @@ def mixtures(name: str) -> Iterator[tuple[str, float, Unit, Target]]:
 
 
 def linears() -> Iterator[tuple[str, float, Unit, Target]]:
-    """Rows of linears of Llama-3-8B, as of `mixtures`."""
+    """Yields the rows of linears of Llama-3-8B, in the form of `mixtures`."""
     for row in kept("linears_quantized"):
         if row["model"] != "llama3-8b" or not row.get("us"):
             continue
@@ -84,7 +85,7 @@ def linears() -> Iterator[tuple[str, float, Unit, Target]]:
 
 
 def attention() -> Iterator[tuple[str, float, Unit, Target]]:
-    """Rows of attention with a mask in a tensor, as of `mixtures`."""
+    """Yields the rows of attention with a mask tensor, in the form of `mixtures`."""
     for row in kept("cache_attention"):
         latent = row["case"].startswith("mla")
         heads = int(row["case"].rpartition("-")[2]) if latent else HEADS

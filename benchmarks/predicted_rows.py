@@ -1,8 +1,8 @@
-"""The measured rows that `predictions.py` holds the time model to, and the steps behind them.
+"""Reads the rows that `predictions.py` compares with the cost model, and builds their steps.
 
-A row is an entry of a results file of whole forward passes in CUDA graphs. Its model is built by
-its configuration on the meta device: no weights, no GPU. Layers that are alike are built once or
-twice and counted as often as the row has them.
+A row is an entry of a results file of whole forward passes in CUDA graphs. Its model is built from
+its configuration on the meta device, without weights and GPU. Equal layers are built once or twice,
+and counted as often as the row's model has them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from tilewright.tools.models.checkpoint import model_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 QUANTISED = "quantised_step.json"
-#: The rows of `steps.py`, whose model is a key of `steps_models.WIDTHS`.
+#: The file with the rows of `steps.py`, whose models are keys of `steps_models.WIDTHS`.
 STEPS = "steps.json"
-#: Room in the cache, and tokens in it before a decode step, as `end_to_end.py` has them.
+#: The capacity of a cache in tokens, and the tokens in it before a decode step, as in
+#: `end_to_end.py`.
 CAPACITY = 2048
 START = 1000
-#: Layers that are built: the first ones may differ from those behind them.
+#: The number of layers that are built. The first layers may differ from those after them.
 BUILT = 4
 
-#: Names of the chips in results files, and the rate of a copy on each, in bytes a second: an H100's
-#: of docs/quantised-performance.md, an H200's is the target's.
+#: Names of the chips in results files -> the rate of a copy in bytes per second. The H100's is from
+#: docs/quantised-performance.md; None stands for the target's own rate.
 COPY_RATES = {"NVIDIA H200": None, "NVIDIA H100 80GB HBM3": 3.0e12}
 
-#: What `quantised_step.py` builds: true dims, a small vocabulary.
+#: Configurations that `quantised_step.py` builds: true dims with a small vocabulary.
 _SHARED: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 4096,
@@ -62,7 +63,7 @@ _SMALL: dict[str, tuple[Any, int, dict[str, Any]]] = {
         | {"norm_topk_prob": True},
     ),
 }
-#: Of compressed-tensors' formats: the scheme, and the name of how codes are packed.
+#: Formats of compressed-tensors -> the scheme, and the name of the way in which codes are packed.
 _SCHEMES = {
     "ct-w4a16": ("W4A16", "pack-quantized"),
     "ct-fp8-dynamic": ("FP8_DYNAMIC", "float-quantized"),
@@ -77,9 +78,9 @@ class Row:
     """One measured forward pass.
 
     source: the results file. model: a key of `end_to_end_models.MODELS`, of `_SMALL` or of
-    `steps_models.WIDTHS`. form: of the weights, "bf16" or a format of `quantised_step.py`. batch,
-    tokens: new ones of a sequence. masked: whether a mask was given. us: measured, in microseconds.
-    start: tokens in the cache before the pass. capacity: those that it has room for.
+    `steps_models.WIDTHS`. form: the weights' format, "bf16" or a format of `quantised_step.py`.
+    tokens: the new tokens of each sequence. masked: whether a mask was given. us: the measured time
+    in microseconds. start: the tokens in the cache before the pass. capacity: the cache's capacity.
     """
 
     source: str
@@ -96,7 +97,7 @@ class Row:
 
     @property
     def present(self) -> int:
-        """Tokens of each sequence in the cache when attention reads it."""
+        """The number of tokens of each sequence in the cache when attention reads it."""
         return self.start + 1 if self.tokens == 1 else self.tokens
 
     @property
@@ -113,7 +114,8 @@ class Row:
 
 
 def measured_rows() -> list[Row]:
-    """Every row of the results files of steps; of equal cases of one model and form the first."""
+    """Returns the rows of the results files of steps. Of rows with equal model, form and case, only
+    the first is returned."""
     rows = [*_dense_rows(), *_quantised_rows(), *_step_rows()]
     first = {(r.source, r.model, r.form, r.case): r for r in reversed(rows)}
     return [row for row in rows if row in first.values()]
@@ -132,8 +134,9 @@ def _dense_rows() -> Iterator[Row]:
 
 
 def _quantised_rows() -> Iterator[Row]:
-    """Rows of the dense model stand beside each format's. A file of before has no "tokens": its
-    prompts of 1024 are those that take several times the memory of a decode step of 64."""
+    """Yields the rows of quantised models, and of the dense model measured beside each format.
+    Older files have no "tokens": their prompts of 1024 tokens are the rows that take several times
+    the memory of a decode step of 64 sequences."""
     kept = json.loads((RESULTS / QUANTISED).read_text("utf-8"))
     for r in kept["rows"]:
         if not r.get("tilewright"):
@@ -154,7 +157,7 @@ def _step_rows() -> Iterator[Row]:
 
 
 def row_of(model: str, case: Case, gpu: str, us: float) -> Row:
-    """The row of a case of `steps_models.py`."""
+    """Returns the row of a case of `steps_models.py`."""
     layers = steps_models.WIDTHS[model].layers
     size, room = (case.batch, case.tokens), (case.start, case.capacity)
     return Row(STEPS, gpu, model, "bf16", layers, *size, True, us, *room)
@@ -164,8 +167,8 @@ def row_of(model: str, case: Case, gpu: str, us: float) -> Row:
 
 
 def step_behind(row: Row) -> Step:
-    """The step of a row on sm90, its layers those that are built. Raises ImportError where a
-    format's library is not installed."""
+    """Returns the step of a row on sm90, with the layers that are built. Raises ImportError if the
+    library of a format is not installed."""
     torch._dynamo.reset()
     if row.source == STEPS:
         lowered = lower(*_generated(row), target="sm90")
@@ -207,7 +210,7 @@ def _small(row: Row) -> Any:
 
 
 def _stated(form: str, layers: int) -> dict[str, Any]:
-    """The quantization_config of a checkpoint in a format."""
+    """Returns the quantization_config of a checkpoint in a format."""
     if form == "finegrained-fp8":
         gates = [f"model.layers.{layer}.mlp.gate" for layer in range(layers)]
         return {
@@ -230,7 +233,7 @@ def _stated(form: str, layers: int) -> dict[str, Any]:
 
 
 def _inputs(model: Any, row: Row) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model with the arguments of a row's step, on the meta device."""
+    """Returns the model and the arguments of a row's step, on the meta device."""
     size, capacity = (row.batch, row.tokens), max(CAPACITY, row.tokens)
     with torch.device("meta"):
         cache = StaticCache(config=model.config, max_cache_len=capacity)
@@ -247,7 +250,7 @@ def _inputs(model: Any, row: Row) -> tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def _generated(row: Row) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model and the arguments of a row of `steps.py`, on the meta device.
+    """Returns the model and the arguments of a row of `steps.py`, on the meta device.
 
     A mask depends only on the lengths of a cache, so it is made on the CPU with a cache of one
     column.
@@ -267,7 +270,7 @@ def _generated(row: Row) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def _on_meta(value: Any) -> Any:
-    """The value with its tensors on the meta device."""
+    """Returns the value with its tensors moved to the meta device."""
     if isinstance(value, dict):
         return {name: _on_meta(one) for name, one in value.items()}
     return value.to("meta") if isinstance(value, torch.Tensor) else value

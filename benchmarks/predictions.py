@@ -1,13 +1,13 @@
-"""Holds the time model of `tilewright inspect` to measured steps.
+"""Compares the cost model of `tilewright inspect` with measured steps.
 
     python benchmarks/predictions.py [--only llama3-8b ...] [--out FILE]
 
-For each row of `predicted_rows.py` the model's time on the chip of that row, over what was
-measured. Needs no GPU; compressed-tensors for the rows of its formats. A row stands in one class
-(`compiler/report/bars.py` `class_of`). The constants of `compiler/report/times.py` are fitted to
-rows that HELD_OUT does not name; bars follow from those that it names. Results go to
-benchmarks/results/predictions.json, which docs/predictions.md is made of
-(`python docs/predictions_page.py`).
+For each row of `predicted_rows.py`, it computes the modelled time on the chip of the row, divided
+by the time that was measured. It needs no GPU; rows of the formats of compressed-tensors need that
+library. Each row belongs to one class of steps (`compiler/report/bars.py` `class_of`). The
+constants of `compiler/report/times.py` are fitted to the rows that HELD_OUT does not name, and the
+error bars follow from the rows that it names. Results go to benchmarks/results/predictions.json,
+which docs/predictions.md is made of (`python docs/predictions_page.py`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from timing import keep
 from tilewright.compiler.report.bars import held_percent
 from tilewright.compiler.report.step import SPENT
 
-#: Models and formats that no constant was fitted to, written down before any was.
+#: Models and formats that no constant was fitted to. The list was written before any was fitted.
 HELD_OUT_MODELS = frozenset({"qwen3-30b-a3b", "glm-4.7-flash", "youtu"})
 HELD_OUT_FORMATS = frozenset({"ct-fp8-block", "ct-nvfp4a16", "ct-mxfp4a16", "finegrained-fp8"})
 
 
 def is_held_out(row: Row) -> bool:
-    """Whether no constant may be fitted to a row: of a model or a format that is held out, or of a
+    """Whether no constant may be fitted to a row: its model or format is held out, or it is of a
     dense model on the other chip, whose memory has another rate."""
     if row.source == STEPS:
         return steps_models.is_held_out(row.model, row.batch, row.tokens)
@@ -42,7 +42,7 @@ def is_held_out(row: Row) -> bool:
 
 
 def predicted(row: Row) -> dict[str, Any]:
-    """A row of the results."""
+    """Returns a row of the results."""
     step = step_behind(row)
     spent = dict.fromkeys(SPENT, 0.0)
     modelled = 0.0
@@ -68,7 +68,8 @@ def predicted(row: Row) -> dict[str, Any]:
 
 
 def said_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Lines that sum the rows up: all, then by class those that are held out."""
+    """Yields lines that sum up the rows: all rows, all held-out rows, then the held-out rows of
+    each class."""
     yield _line("all", rows)
     yield _line("held out", [row for row in rows if row["held_out"]])
     classes: dict[str, list[dict[str, Any]]] = defaultdict(list)

@@ -1,11 +1,11 @@
-"""Holds the time model of sm100 to published measurements of others' kernels on a B200.
+"""Compares the cost model of sm100 with times of other projects' kernels that were published.
 
     python benchmarks/published.py
 
-No kernel of ours has run on that chip. Each row is a figure that a public thread states, with its
-address; where it gives a rate, the time is the product's FLOPs over it. The model's time is that of
-one part of such a shape (`compiler/report/times.py`). Results go to
-benchmarks/results/published_b200.json.
+The measurements are from a B200, on which no kernel of ours has run. Each row is a figure that a
+public thread states, with the thread's address. If the thread gives a rate, the time is the
+product's FLOPs divided by it. The modelled time is that of a part of a step with this shape
+(`compiler/report/times.py`). Results go to benchmarks/results/published_b200.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilewright.compiler.report.work import reached
 from tilewright.ops.cache.read import CacheRead
 
 SM100 = get_target("sm100")
-#: Bytes of a number; of nvfp4 with its share of a scale.
+#: Bytes of a number in a format; for nvfp4 with its share of a scale.
 BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8e4nv": 1.0, "nvfp4": 0.5625}
 VLLM_GEMM = "https://github.com/vllm-project/vllm/pull/19566"
 CUTLASS_LINEAR = "https://github.com/NVIDIA/cutlass/issues/2923"
@@ -38,8 +38,8 @@ FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention/pull/2280"
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure. what: was measured. us: as published, or of its rate. units: what the
-    model is asked for, one after the other."""
+    """A published figure. what: what was measured. us: the published time, or that of the published
+    rate. units: the parts whose modelled times are added."""
 
     source: str
     kind: Literal["product", "mixture", "attention"]
@@ -54,7 +54,7 @@ class Published:
 
 
 def unit(kind: Literal["fused", "library"], **given: Any) -> Unit:
-    """A unit by itself."""
+    """Returns a unit that stands alone."""
     plain: dict[str, Any] = dict.fromkeys(("scope", "name", "node"), "")
     plain |= dict.fromkeys(("weights", "caches", "activations", "flops", "scratch"), 0)
     plain |= {"nodes": 1, "launches": 1, "flop_rate": SM100.flops_per_s("bf16")}
@@ -63,7 +63,7 @@ def unit(kind: Literal["fused", "library"], **given: Any) -> Unit:
 
 
 def product(m: int, n: int, k: int, dtype: str) -> Unit:
-    """A library's product [m, k] x [n, k], its result in 16 bits."""
+    """Returns a library's product [m, k] x [n, k] with a 16-bit result."""
     return unit(
         "library",
         weights=int(BYTES[dtype] * n * k),
@@ -76,14 +76,15 @@ def product(m: int, n: int, k: int, dtype: str) -> Unit:
 def of_rate(
     source: str, what: str, size: tuple[int, int, int], dtype: str, tflops: float
 ) -> Published:
-    """A product whose rate is published."""
+    """Returns a product whose rate was published."""
     m, n, k = size
     us = 2 * m * n * k / (1e6 * tflops)
     return Published(source, "product", what, f"{m} x {n} x {k}", us, (product(m, n, k, dtype),))
 
 
 def mixture(tokens: int, us: float) -> Published:
-    """DeepSeek-V3's mixture in NVFP4 on one chip, tokens spread evenly."""
+    """Returns DeepSeek-V3's mixture in NVFP4 on one chip, with tokens spread evenly over
+    experts."""
     experts, slots, hidden, inner = 256, 8, 7168, 2048
     read = experts * reached(tokens, slots / experts) * 3 * hidden * inner
     one = unit(
@@ -103,10 +104,10 @@ def mixture(tokens: int, us: float) -> Published:
 
 
 def attention(causal: bool, us: float) -> Published:
-    """Attention of 4 sequences of 8192 tokens, 16 heads of 128."""
+    """Returns attention of 4 sequences of 8192 tokens, with 16 heads of 128 columns."""
     batch, tokens, heads, width = 4, 8192, 16, 128
     pairs = 2 * heads * 2 * width
-    # Without a mask a query sees every key: as many FLOPs as twice the causal half.
+    # Without a mask a query sees every key, which takes twice the FLOPs of the causal half.
     read = CacheRead((), 0, batch, tokens, queries=tokens, pair_flops=pairs * (1 if causal else 2))
     one = unit("fused", cache_reads=(read,), activations=4 * 2 * batch * tokens * heads * width)
     what = f"attention, {'causal' if causal else 'no mask'}, FlashAttention-4"
@@ -115,7 +116,7 @@ def attention(causal: bool, us: float) -> Published:
 
 
 def published() -> Iterator[Published]:
-    """Every figure, as its source has it."""
+    """Returns every figure as its source states it."""
     square = (4096, 4096)
     torch_bf16 = {
         1: 2.735701,
@@ -152,7 +153,7 @@ def published() -> Iterator[Published]:
 
 
 def row_of(one: Published) -> dict[str, Any]:
-    """A row of the results."""
+    """Returns a row of the results."""
     modelled = one.modelled_us
     return {
         "source": one.source,

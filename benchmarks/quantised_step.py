@@ -8,7 +8,7 @@ fused.
 The models have true dims, few layers, a vocabulary of 8192 and random weights. Cases are named as
 in `end_to_end.py`. A static cache of 2048 tokens holds 1000 (0 before a prompt such as 1x1024), and
 the mask is the one that `generate()` gives. Times are microseconds of CUDA graphs, variants in
-turn:
+turn; the cache is rewound between rounds of them, and in the graph only for prompts:
 
     library       torch.compile of the model as loaded; null if it cannot be compiled or captured
     stock         torch.compile of the prepared model
@@ -47,13 +47,13 @@ from typing import Any
 
 import torch
 from coverage import first_line
-from decode_cache import generate_inputs, new_cache, rewind
+from decode_cache import CachedPass, generate_inputs, new_cache, rewind
 from end_to_end import MAX_LENGTH, Case, peak_mib
 from quantised import FORMATS, exact_logits, is_made, loaded, made_by
 from quantised_table import is_further
 from side_by_side import finished_rows, has_turn
 from timing import capture, interleaved_us, keep
-from transformers import GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV2Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -76,10 +76,21 @@ EXPERTS = {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_to
 #: Adds models of true dims to the small models of `tests/models/shipped.py`.
 CONFIGS |= {
     "llama3-8b": (LlamaConfig, SHARED | {"intermediate_size": 14336, "num_hidden_layers": 4}),
+    "llama3-8b-32": (LlamaConfig, SHARED | {"intermediate_size": 14336, "num_hidden_layers": 32}),
     "qwen3-8b": (Qwen3Config, SHARED | {"intermediate_size": 12288}),
     "qwen3-30b-a3b": (
         Qwen3MoeConfig,
         SHARED | EXPERTS | {"hidden_size": 2048, "num_key_value_heads": 4, "norm_topk_prob": True},
+    ),
+    "deepseek-v2-lite": (
+        DeepseekV2Config,
+        SHARED
+        | {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}
+        | {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64}
+        | {"qk_nope_head_dim": 128, "v_head_dim": 128, "topk_method": "greedy"}
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 3},
     ),
     "gpt-oss-20b": (
         GptOssConfig,
@@ -88,6 +99,9 @@ CONFIGS |= {
         | {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
     ),
 }
+#: The formats that are measured by default: all but "mxfp4", which transformers decodes to bfloat16
+#: while it loads a model, unless the hub's kernels are installed. "mxfp4-gpu" keeps the codes.
+USUAL = [form for form in FORMATS if form != "mxfp4"]
 CASES = ("1x1", "16x1", "16x1-padded", "64x1")
 #: Variants in the order of capture. `library` is last, as its failed capture could disturb others.
 VARIANTS = ("tilewright", "rounded_apart", "bf16", "stock", "library")
@@ -126,12 +140,16 @@ class Step:
         self.given = generate_inputs(model, self.cache, self.ids, case.position, padded=padded)
 
     def inputs(self) -> dict[str, Any]:
-        rewind(self.cache, self.case.position)
+        self.rewind()
         cached = {"past_key_values": self.cache, "use_cache": True}
         return {"input_ids": self.ids, **cached, **self.given}
 
-    def call(self, forward: Any) -> torch.Tensor:
-        return forward(**self.inputs()).logits
+    def rewind(self) -> None:
+        rewind(self.cache, self.case.position)
+
+    def of(self, forward: Any) -> CachedPass:
+        inputs = {"input_ids": self.ids, **self.given}
+        return CachedPass(forward, self.cache, self.case.position, inputs)
 
 
 def attempted(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
@@ -154,9 +172,7 @@ class Prepared:
         self.steps = {model.dtype: Step(model, case) for model in models.values()}
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         step, ours = self.step("library"), models["tilewright"]
-        self.logits = {
-            "library": attempted(self.row, "eager", lambda: step.call(models["library"]))
-        }
+        self.logits = {"library": attempted(self.row, "eager", step.of(models["library"]))}
         with one_at_a_time():
             self.exact = attempted(self.row, "exact", lambda: exact_logits(ours, step.inputs))
 
@@ -173,7 +189,7 @@ class Prepared:
         model = self.models[variant]
         forward = torch.compile(model, backend=backend, options=given or None, dynamic=False)
         before = len(reports())
-        made = attempted(self.row, variant, lambda: self.step(variant).call(forward))
+        made = attempted(self.row, variant, self.step(variant).of(forward))
         if made is None:
             return None
         if variant == "tilewright":
@@ -201,14 +217,19 @@ class Prepared:
             return
 
         def captured() -> torch.cuda.CUDAGraph:
-            self.row[f"{variant}_peak"] = peak_mib(lambda: step.call(forward))
-            return capture([lambda: step.call(forward)], warmup=2)
+            made = step.of(forward)
+            self.row[f"{variant}_peak"] = peak_mib(made)
+            return capture([made.captured], warmup=2)
 
         graph = attempted(self.row, variant, captured)
         if graph is None:
             torch.cuda.synchronize()
         else:
             self.graphs[variant] = graph
+
+    def rewind(self) -> None:
+        for step in self.steps.values():
+            step.rewind()
 
 
 def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
@@ -254,7 +275,9 @@ def run_format(given: argparse.Namespace) -> None:
             return
         for case in cases:
             if case.graphs:
-                case.row |= interleaved_us(case.graphs, 1, rounds=12, replays=5)
+                case.row |= interleaved_us(
+                    case.graphs, 1, rounds=12, replays=5, before_round=case.rewind
+                )
     rows = [case.row for case in cases]
     print(json.dumps({"rows": rows if len(facts) == 2 else [*rows, facts]}), flush=True)
 
@@ -298,7 +321,7 @@ def has_lost(row: dict[str, Any]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", default=USUAL, choices=list(FORMATS))
     parser.add_argument("--models", nargs="+", default=["llama3-8b"], choices=list(CONFIGS))
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     usual = [name for name in VARIANTS if name != "rounded_apart"]

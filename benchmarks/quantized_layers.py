@@ -28,9 +28,10 @@ class Format:
     """Storage format of a layer's weights.
 
     block: the rows and columns that share a scale; 0 stands for all of them. transposed: weights
-    are [K, N] in memory, as in GPTQ and AWQ. prepared: of these, the codes alone lie along K, as
-    `tilewright.compiler.prepare` stores them. order: the place of each code in its word; empty for
-    ascending order. x: "bf16", or fp8 with scales by "token" or by "block" of 128 columns.
+    are [K, N] in memory, as in GPTQ and AWQ. prepared: a transposed format whose codes, but not
+    scales and zeros, lie along K, as `tilewright.compiler.prepare` stores them. order: the place of
+    each code in its word; empty for ascending order. x: "bf16", or fp8 with scales by "token" or by
+    "block" of 128 columns.
     """
 
     name: str

@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 from bounds import copy_bytes_per_s
-from decode_cache import generate_inputs, layer_widths, new_cache, rewind
+from decode_cache import CachedPass, generate_inputs, layer_widths, new_cache
 from side_by_side import finished_rows, has_turn
 from steps_models import WIDTHS, Case, build, cases_of
-from timing import Call, capture, interleaved_us, keep
+from timing import capture, interleaved_us, keep
 
 from tilewright.compiler import reports
 
@@ -46,17 +46,17 @@ OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True, "inne
 #: The share of its time that a wave of processes may compile, and the seconds beyond it after which
 #: a case that still compiles is given up.
 COMPILING, PATIENCE = 0.75, 25
-#: How often each step is timed.
+#: The number of times that each step is timed.
 ROUNDS, REPLAYS = 12, 5
 
 
 class Measured:
     """One row: a case's call, its CUDA graph, and what is known of it so far."""
 
-    def __init__(self, facts: dict[str, Any], call: Call) -> None:
+    def __init__(self, facts: dict[str, Any], call: CachedPass) -> None:
         self.facts = facts
         self.call = call
-        self.graph = capture([call], warmup=2) if DEVICE == "cuda" else None
+        self.graph = capture([call.captured], warmup=2) if DEVICE == "cuda" else None
 
     def timed(self) -> dict[str, Any]:
         """Returns the row with its time."""
@@ -64,8 +64,9 @@ class Measured:
             start = time.perf_counter()
             self.call()
             return self.facts | {"tilewright": 1e6 * (time.perf_counter() - start)}
-        us = interleaved_us({"tilewright": self.graph}, 1, ROUNDS, REPLAYS)["tilewright"]
-        return self.facts | {"tilewright": round(us, 2)}
+        graphs = {"tilewright": self.graph}
+        us = interleaved_us(graphs, 1, ROUNDS, REPLAYS, before_round=self.call.rewind)
+        return self.facts | {"tilewright": round(us["tilewright"], 2)}
 
     def kernels(self) -> list[tuple[str, int, float]]:
         """Returns (name, number, microseconds) of the kernels of one pass, the longest first."""
@@ -73,6 +74,7 @@ class Measured:
 
         if self.graph is None:
             return []
+        self.call.rewind()
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             for _ in range(REPLAYS):
                 self.graph.replay()
@@ -122,16 +124,11 @@ def _kernels_of(case: Case) -> tuple[int, int, int]:
     return case.batch, case.tokens, case.capacity
 
 
-def _caller(model: Any, forward: Any, cache: Any, case: Case) -> Call:
+def _caller(model: Any, forward: Any, cache: Any, case: Case) -> CachedPass:
     size = (case.batch, case.tokens)
     ids = torch.randint(model.config.vocab_size, size, device=DEVICE)
     given = generate_inputs(model, cache, ids, case.start, padded=False)
-
-    def call() -> Any:
-        rewind(cache, case.start)
-        return forward(input_ids=ids, past_key_values=cache, use_cache=True, **given).logits
-
-    return call
+    return CachedPass(forward, cache, case.start, {"input_ids": ids, **given})
 
 
 def _described(found: Sequence[Any]) -> dict[str, Any]:
@@ -161,7 +158,7 @@ def run_model(given: argparse.Namespace) -> None:
 
 
 def case_fields(facts: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a row that name its case."""
+    """Returns the fields of a row that identify its case."""
     return {name: facts[name] for name in ("batch", "tokens", "start", "capacity")}
 
 

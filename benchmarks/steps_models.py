@@ -22,10 +22,10 @@ _COLUMNS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_
 class Widths:
     """Published widths of a model.
 
-    family: of its classes in transformers, such as "Qwen3" for Qwen3Config. dims: hidden size, MLP
-    size, heads, heads of keys and values. fields: further fields of its config. layers: how many
-    are built: at least one of each kind, and more than the L2 cache holds. config: the family of
-    its config class, if another.
+    family: the prefix of its classes in transformers, such as "Qwen3" for Qwen3Config. dims: hidden
+    size, MLP size, heads, heads of keys and values. fields: further fields of its config. layers:
+    the number of layers that are built: at least one of each kind, and more than the L2 cache
+    holds. config: the family of its config class, if another.
     """
 
     family: str
@@ -40,13 +40,13 @@ def _rope(theta: float = 10000.0, **more: Any) -> dict[str, Any]:
 
 
 def _kinds(*kinds: str, window: int) -> dict[str, Any]:
-    """The fields that give each layer its kind of attention."""
+    """Returns the fields that give each layer its kind of attention."""
     return {"layer_types": [f"{kind}_attention" for kind in kinds], "sliding_window": window}
 
 
 def _experts(names: str, experts: int, each: int, width: int, **more: Any) -> dict[str, Any]:
-    """The fields of a mixture. names: of the fields for the numbers of experts, of those of a
-    token, and for their width."""
+    """Returns the fields of a mixture. names: the names of the fields for the number of experts,
+    for the number of experts of a token, and for the width of an expert."""
     return dict(zip(names.split(), (experts, each, width), strict=True)) | more
 
 
@@ -59,7 +59,7 @@ _TWO = ("sliding", "full")
 _BOTH = {"sliding_attention": _rope(), "full_attention": _rope(1000000.0)}
 
 WIDTHS: dict[str, Widths] = {
-    # Dense, every query head beside few heads of keys and values.
+    # Dense, with fewer heads of keys and values than of queries.
     "llama3-8b": Widths("Llama", (4096, 14336, 32, 8), {"head_dim": 128}),
     "qwen3-8b": Widths("Qwen3", (4096, 12288, 32, 8), {"head_dim": 128}),
     "qwen3-32b": Widths("Qwen3", (5120, 25600, 64, 8), {"head_dim": 128}),
@@ -96,7 +96,7 @@ WIDTHS: dict[str, Widths] = {
         {"head_dim": 128, "rope_parameters": _rope(partial_rotary_factor=0.5)},
     ),
     "seed-oss-36b": Widths("SeedOss", (5120, 27648, 80, 8), {"head_dim": 128}),
-    # Dense, with norms of the mean, biases, or attention beside the MLP.
+    # Dense, with layer norms, biases, or attention parallel to the MLP.
     "starcoder2-7b": Widths("Starcoder2", (4608, 18432, 36, 4), {"sliding_window": None}),
     "command-r": Widths("Cohere", (8192, 22528, 64, 64)),
     "command-r7b": Widths(
@@ -173,7 +173,7 @@ WIDTHS: dict[str, Widths] = {
     ),
 }
 
-#: Models of which every row is held out; chosen before any was measured.
+#: Models whose rows are all held out. They were chosen before any row was measured.
 HELD_OUT = frozenset(
     {
         "qwen3-32b",
@@ -199,8 +199,8 @@ HELD_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Case:
-    """A pass: `tokens` new ones of each of `batch` sequences, which have `start` tokens in a cache
-    with room for `capacity`."""
+    """A pass over `tokens` new tokens of each of `batch` sequences. The cache holds `start` tokens
+    of each sequence, and has room for `capacity`."""
 
     batch: int
     tokens: int
@@ -212,8 +212,8 @@ class Case:
         return self.tokens == 1
 
 
-#: Cases of which every row is held out, of all models: decode steps of four sequences, and prompts
-#: of 256 tokens. Chosen before any was measured.
+#: Cases whose rows are held out for all models: decode steps of four sequences, and prompts of 256
+#: tokens. They were chosen before any row was measured.
 HELD_OUT_CASES = frozenset({(4, 1), (1, 256)})
 
 
@@ -223,7 +223,8 @@ def is_held_out(model: str, batch: int, tokens: int) -> bool:
 
 
 def _decode(batch: int, *starts: int) -> list[Case]:
-    """Decode steps of one batch, which share a cache and, without windows, all kernels."""
+    """Returns decode steps of one batch size. They share a cache and, in models without windows,
+    all kernels."""
     capacity = 4096 if max(starts) > 2000 else 2048
     return [Case(batch, 1, start, capacity) for start in starts]
 
@@ -232,8 +233,8 @@ def _prompt(batch: int, tokens: int) -> list[Case]:
     return [Case(batch, tokens, 0, 2048)]
 
 
-#: The plans that models take in turn, in the order of their cases: each names every kind of case,
-#: so that a run that ends early is still balanced.
+#: Lists of cases, which models take in turn. Each list has every kind of case, so that a run that
+#: ends early is still balanced.
 PLANS: tuple[list[Case], ...] = (
     [*_decode(1, 1000, 4000), *_prompt(1, 1024), *_decode(128, 200, 1000), *_decode(16, 200)],
     [*_decode(64, 200, 1000), *_prompt(4, 1024), *_decode(4, 200, 4000), *_decode(1, 200)],
@@ -245,8 +246,8 @@ MOST_CACHE = 2.5e9
 
 
 def cases_of(name: str, tiny: bool = False) -> list[Case]:
-    """The cases of a model, those first that matter most to a balanced sample; tiny: of an eighth
-    of the tokens."""
+    """Returns the cases of a model; those that matter most to a balanced sample come first. tiny:
+    with an eighth of the tokens."""
     plan = PLANS[list(WIDTHS).index(name) % len(PLANS)]
     cases = dict.fromkeys(_fitting(name, case) for case in plan)
     return [_smaller(case) for case in cases] if tiny else list(cases)
@@ -265,7 +266,8 @@ def _fitting(name: str, case: Case) -> Case:
 
 
 def token_bytes(name: str) -> int:
-    """The bytes of a token in the caches of all layers, of the dims that are cached most often."""
+    """Returns the bytes of a token in the caches of all layers, with the most frequent dims of a
+    layer's cache."""
     widths = WIDTHS[name]
     hidden, _, heads, kv_heads = widths.dims
     rank = widths.fields.get("kv_lora_rank")
@@ -276,7 +278,7 @@ def token_bytes(name: str) -> int:
 
 
 def config_of(name: str, tiny: bool = False) -> Any:
-    """The config of a model; tiny: at small widths, to try a benchmark on a CPU."""
+    """Returns the config of a model; tiny: with small widths, to try a benchmark on a CPU."""
     widths = WIDTHS[name]
     fields = dict(zip(_COLUMNS, widths.dims, strict=True)) | dict(widths.fields)
     fields |= {"num_hidden_layers": widths.layers, "vocab_size": VOCABULARY}
@@ -288,7 +290,7 @@ def config_of(name: str, tiny: bool = False) -> Any:
 
 
 def _tiny(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Small values of the fields that hold widths."""
+    """Returns small values for the fields that hold widths."""
     small: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
     small |= {"num_attention_heads": 4, "vocab_size": 256}
     kv_heads = fields["num_key_value_heads"]
@@ -304,7 +306,7 @@ def _tiny(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(name: str, device: str, tiny: bool = False) -> Any:
-    """The model in bfloat16; its weights are random, except on the meta device."""
+    """Returns the model in bfloat16, with random weights, except on the meta device."""
     config = config_of(name, tiny)
     torch.manual_seed(0)
     mixture = any("expert" in field for field in WIDTHS[name].fields)
@@ -320,7 +322,8 @@ def build(name: str, device: str, tiny: bool = False) -> Any:
 
 
 def _fill(model: Any) -> None:
-    """Fills all parameters, as some releases leave some of them as they were in memory."""
+    """Fills all parameters, since some releases of transformers leave some of them
+    uninitialised."""
     for name, parameter in model.named_parameters():
         is_norm = parameter.dim() == 1 and name.endswith("weight")
         parameter.normal_(mean=1.0 if is_norm else 0.0, std=0.02)

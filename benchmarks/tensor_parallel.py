@@ -215,7 +215,8 @@ def run_soak(given: argparse.Namespace) -> None:
 
 
 class Rows(torch.nn.Module):
-    """Linear of which each rank has some columns of the weight; it sums its results over ranks."""
+    """A linear whose weight's columns are divided among the ranks; it sums the results over
+    ranks."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Formats of weights that are stored as codes, and the static facts about the codes of a problem.
 
-Every layer of the package uses this table. The module does not need torch."""
+Every layer of the package uses the table WEIGHT_FORMATS. The module does not need torch."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def table_words(name: str) -> tuple[int | float, ...]:
     """Returns a table in the form in which kernels look it up.
 
     First come the low bytes of its 16 numbers in bfloat16, then their high bytes, four in a signed
-    word; then those in float16; then the factors that restore the numbers of bfloat16 and of
-    float16.
+    word; then the bytes of the numbers in float16; then the factors that restore the numbers of
+    bfloat16 and of float16.
     """
     made: list[int | float] = []
     for bits, factor in zip((_bfloat16_bits, _float16_bits), _FACTORS[name], strict=True):

@@ -85,7 +85,7 @@ class Kernel:
             records whether 16 divides them. An absent tensor, or a dimension that a tensor lacks,
             has the stride 0.
         broadcast: tensors whose dimensions of at most one element also have the stride 0.
-        types: Triton types of the other numbers that are not "i32".
+        types: Triton types of numbers, other than launch strides, that are not "i32".
         ranges: numbers that are counts, from 1 to INT32_MAX.
         divisible: numbers for which the spec records whether 16 divides them.
         unaligned: tensors for which the spec records no alignment, and launch strides for which it
@@ -162,11 +162,12 @@ class Kernel:
         operands: tensors by name, each with the strides of its pointer's `dims`, in that order.
         constants: constants by name, and Triton's options. A number given here becomes a constant
             of this spec.
-        records: objects with more constants as attributes, in small letters, and with Triton's
-            options. If several have one, the first counts.
+        records: objects with more constants as attributes, in lower case, and with Triton's
+            options. If several records have the same constant or option, the first counts.
         divisible: the numbers that 16 divides.
 
-        Raises ValueError if a constant is missing or if the kernel has no constant of a name.
+        Raises ValueError if a constant is missing, or if a given name is not a constant of the
+        kernel.
         """
         records = tuple(records)
         self._check("constants", constants, [*self._names, *OPTIONS])

@@ -29,8 +29,8 @@ class RowNorm:
 
     @property
     def follows(self) -> bool:
-        """Whether the kernel may multiply by the norm's factor of a row after the product, so that
-        it computes the factor beside the product."""
+        """Whether the kernel may multiply a row by the norm's factor after the product. It then
+        computes the factor in the same loop as the product."""
         return self.kind == "rms"
 
     @property

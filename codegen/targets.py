@@ -234,8 +234,8 @@ SM103 = replace(
     sm_name="sm_103a",
 )
 
-# The chips below multiply with mma.sync, whose opcodes are their own path. sm120 also has mma.sync
-# for NVFP4, which is not emitted.
+# The chips below multiply with mma.sync. On these chips, its opcodes are not an older, slower path.
+# sm120 also has mma.sync for NVFP4, which is not emitted.
 _HALVES_BY_MMA_SYNC = (("bf16", "HMMA"), ("fp16", "HMMA"))
 _FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA"))
 

@@ -1,6 +1,6 @@
-"""Kernels and tuned times among torch's cache artifacts.
+"""Adds kernels and tuned times to torch's cache artifacts.
 
-`torch.compiler.save_cache_artifacts()` takes those that this process has used, and
+`torch.compiler.save_cache_artifacts()` saves the artifacts that this process has used, and
 `load_cache_artifacts` puts them into the caches of another process. The backend imports this
 module. A process that loads artifacts must import it first: torch refuses a whole bundle if it does
 not know the type of one artifact in it.
@@ -22,7 +22,7 @@ TYPE = "tilewright"
 def _register() -> None:
     record = inductor.register_artifacts(TYPE, travel.deliver)
     if record is None:
-        log.info("this torch takes no cache artifacts of others: kernels are made anew elsewhere")
+        log.info("this torch saves no kernels of tilewright with its cache artifacts")
         return
     for name, data in travel.parcels().items():
         record(name, data)

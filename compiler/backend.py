@@ -66,7 +66,8 @@ def tilewright(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The Dynamo backend: fuses what it finds, then hands the graph to Inductor.
+    """Compiles a graph as the Dynamo backend: fuses what it finds, then hands the graph to
+    Inductor.
 
     options: see :class:`tilewright.compiler.options.Options`. mode: Inductor's, e.g.
     `reduce-overhead`. Raises ValueError for a bad option or mode. A graph without a match, or one
@@ -133,13 +134,14 @@ _WARNED: set[Miss | str] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
 if not entry_points(group="torch_dynamo_backends", name="tilewright"):
-    # The sources are on Python's path and not installed. Dynamo itself registers what is installed,
-    # and refuses a name that it has.
+    # The sources are on Python's path but not installed. Dynamo registers installed backends
+    # itself, and refuses a name that it already has.
     torch._dynamo.register_backend(tilewright)
 
 
 def reports() -> tuple[GraphReport, ...]:
-    """Reports of the latest 64 graphs that the backend compiled in this process, oldest first.
+    """Returns the reports of the latest 64 graphs that the backend compiled in this process, oldest
+    first.
 
     They are text and numbers (:meth:`GraphReport.without_graphs`), and keep no graph, tensor or
     model alive.
@@ -186,7 +188,7 @@ def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) ->
 
 
 def _failure_of_the_graph(error: Exception) -> Miss:
-    """The miss for a failure that belongs to the whole graph and to no single site."""
+    """Returns the miss for a failure that belongs to the whole graph and to no single site."""
     what = f"tilewright failed on the graph as a whole: {type(error).__name__}: {error}"
     return Miss("tilewright", "INTERNAL", Stage.ANCHORED, what, hint=REPORT_IT)
 

@@ -32,6 +32,7 @@ from tilewright.compiler.rewrite.bodies import unseen_in_bodies
 from tilewright.compiler.rewrite.dropouts import count_dropouts
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.normal import normalise
+from tilewright.compiler.rewrite.single_columns import multiply_single_columns
 from tilewright.compiler.rewrite.spelled import (
     KeptCallsError,
     drop_taken,
@@ -93,7 +94,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
-    """Fuses the patterns' matches in a copy of `gm`; `gm` itself does not change.
+    """Fuses the patterns' matches in a copy of `gm`, and returns the report. `gm` does not change.
 
     gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. Where a pattern or an op
     raises at a site, that site stays as written, and a miss INTERNAL says so. Raises StrictError
@@ -130,7 +131,7 @@ def _counted(
     rounds: Sequence[Round], options: Options, failures: Failures
 ) -> tuple[tuple[Point, ...], list[Miss]]:
     """Returns the census of a graph, and a miss for each point that no match or miss accounts for.
-    No such misses if the options leave patterns or sites out."""
+    Returns no such misses if the options leave patterns or sites out."""
     try:
         points = census_of(rounds, registered(options.patterns))
     except Exception as error:
@@ -143,8 +144,8 @@ def _counted(
 class _Attempt:
     """A rewritten copy of the graph. inputs: which of its inputs share memory.
 
-    It keeps no reference to the Dataflow: that is freed before the collector runs again, which
-    would walk it.
+    It keeps no reference to the Dataflow, so that the Dataflow is freed before the collector runs
+    again and walks it.
     """
 
     after: fx.GraphModule
@@ -163,16 +164,19 @@ def _attempt(
     rounds: list[Round],
     kept: dict[str, Miss | None],
 ) -> _Attempt | None:
-    """Rewrites a copy of the graph. Returns None where the copy cannot be used: a rewrite failed
-    half-way, or the plan of an op failed, and the next copy refuses that site; or calls turned out
-    to be better left as they are. rounds: the results of each pass over the patterns are appended
-    here. kept: the calls not to spell out; such calls are added here."""
+    """Rewrites a copy of the graph. Appends the results of each pass over the patterns to `rounds`.
+    kept: the calls not to spell out; the function may add calls.
+
+    Returns None if the copy cannot be used and another must be made. The reason may be that a
+    rewrite failed half-way, or that the plan of an op failed; the next copy then refuses that site.
+    It may also be that some spelled-out calls are better left as they are.
+    """
     with clock.phase("copy"):
         after = _copy(gm)
     rewritten: list[Rewritten] = []
     misses: list[Miss] = []
     inputs: list[InputMemory] = []
-    scopes: Counter[str] = Counter()  # all matches of each module
+    scopes: Counter[str] = Counter()  # the number of matches in each module
     told_of: list[str] = []
 
     patterns, afterwards = _in_two(registered(options.patterns))
@@ -224,10 +228,12 @@ def _attempt(
                 if rewritten:
                     misses.extend(ask_afterwards(graph))
                     advance_lengths_last(graph)
+                    multiply_single_columns(graph)
                 return
 
     def ask_afterwards(graph: fx.Graph) -> list[Miss]:
-        """Rewrites what patterns find that look at the graph after all others; returns misses."""
+        """Tries the patterns that look at the graph after all others, and rewrites their matches.
+        Returns the misses."""
         wanted = [one for one in afterwards if one.asked_afterwards(rounds[0].flow)]
         if not wanted:
             return []
@@ -270,7 +276,8 @@ def _attempt(
 
 
 def _in_two(patterns: Sequence[Pattern]) -> tuple[list[Pattern], list[Any]]:
-    """Separates the patterns that look at the graph after all others have rewritten it."""
+    """Returns (the other patterns, the patterns that look at the graph after all others have
+    rewritten it)."""
     later = [one for one in patterns if hasattr(one, "asked_afterwards")]
     return [one for one in patterns if one not in later], later
 
@@ -325,7 +332,7 @@ def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[s
 
 
 def target_name(options: Options) -> str:
-    """The target that the options name, else the GPU at hand, else sm100."""
+    """Returns the target that the options name, else the GPU at hand, else sm100."""
     if options.target is not None:
         return options.target
     present = detect_target()
@@ -362,7 +369,8 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
-    """Returns the matches in conflict to give up, each with a kept match that it conflicts with."""
+    """Returns the numbers of the matches to give up, each with a kept match that it conflicts
+    with."""
     compatible = nx.complement(conflicts)
     for i in compatible:
         compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)
@@ -445,7 +453,8 @@ def _site(done: Rewritten, target: str, plans: _Plans) -> Site:
 
 
 def _intermediate_bytes(match: Match) -> int:
-    """Bytes of the values that the rewrite removes from the graph; 0 where a size is a symbol."""
+    """Returns the bytes of the values that the rewrite removes from the graph; 0 where a size is a
+    symbol."""
     kept = {result.replaced for result in match.results}
     gone = [v for v in match.absorbed if v not in kept and v.op != "store"]
     sizes = [(*value.shape, value.dtype.itemsize) for value in gone]
@@ -454,7 +463,8 @@ def _intermediate_bytes(match: Match) -> int:
 
 
 def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
-    """Other nodes of our ops, with their names, that the rewrite added as inputs of `node`."""
+    """Returns other nodes of our ops, with their names, that the rewrite added as inputs of
+    `node`."""
     found: list[tuple[fx.Node, str]] = []
     for source in node.all_input_nodes:
         called = source.target
@@ -468,7 +478,7 @@ def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
 
 
 def _lowering(node: fx.Node, name: str, target: str, plans: _Plans) -> LoweringReport:
-    """The plan of an op at the shapes of one node."""
+    """Returns the plan of an op at the shapes of one node."""
     key = call_key(node)
     if key not in plans:
         op = get_op(name)

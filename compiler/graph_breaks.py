@@ -1,9 +1,9 @@
 """Listens for graph breaks: where Dynamo ended a graph or gave up a function, and why.
 
 Dynamo's own counter misses branches on data, and functions that Dynamo gives up as a whole. A break
-leaves two traces: the reason why a graph ended (on the graph, and in `graph_break_reasons`), and
-the exception with which Dynamo gave up a frame, which is still being handled when the frame's
-compilation ends.
+leaves two traces. One is the reason why a graph ended, on the graph and in `graph_break_reasons`.
+The other is the exception with which Dynamo gave up a frame: it is still being handled when the
+frame's compilation ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _NUMBER = (
     f"mask by torch.arange(length) <= positions[:, None]; or {_IN_PYTHON}",
 )
 
-# The beginnings of Dynamo's reasons, each with our words and hint: Dynamo's own name its settings.
+# Our words and hint for each reason of Dynamo, by the reason's beginning. Dynamo's own hints name
+# settings of Dynamo.
 _REASONS = {
     "generic_jump": _BRANCH,
     "Data-dependent branching": _BRANCH,
@@ -70,7 +71,7 @@ _REASONS = {
     "Attempted to call function marked as skipped": (
         "Dynamo cannot trace {called}",
         "call it outside of what is compiled; a computation in C or C++ can be made an operator by "
-        "torch.library.custom_op; where an earlier break is told of this line, mend that one",
+        "torch.library.custom_op; if an earlier break names this line, mend that one",
     ),
 }
 # For the words in braces above, the pattern that finds their values in Dynamo's text.
@@ -115,7 +116,7 @@ _latest: Any = None
 
 
 def why_graph_ended(gm: fx.GraphModule) -> list[str]:
-    """The text of the break that ends a Dynamo graph; an empty list if no break does."""
+    """Returns the text of the break that ends a Dynamo graph; an empty list if no break does."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return []
@@ -159,8 +160,8 @@ def noting_breaks(backend: Any) -> Iterator[list[str]]:
 
 
 class _Callbacks(list[Any]):
-    """Dynamo's list of callbacks, in which ours survives `torch._dynamo.reset()`, as backends
-    do."""
+    """Dynamo's list of callbacks. Our callback stays in it after `torch._dynamo.reset()`, as
+    backends do."""
 
     def clear(self) -> None:
         self[:] = [callback for callback in self if callback is _frame_ended]
@@ -201,7 +202,8 @@ def _report_breaks() -> None:
 
 
 def _listener_of_frame() -> tuple[Listener | None, Mapping[str, Any], Mapping[str, Any]]:
-    """(listener, the backend's options, Dynamo's variables) of the compilation that is ending."""
+    """Returns (listener, the backend's options, Dynamo's variables) of the compilation that is
+    ending."""
     place: FrameType | None = sys._getframe()
     while place is not None:
         if place.f_code.co_filename == convert_frame.__file__ and "compiler_fn" in place.f_locals:
@@ -243,7 +245,7 @@ def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _filled(words: str, reason: str) -> str:
-    """Fills the braces in the words with the values from Dynamo's text."""
+    """Returns the words with the values from Dynamo's text in place of the braces."""
     for place, named in _NAMED.items():
         if place in words:
             found = named.search(reason)
@@ -253,7 +255,7 @@ def _filled(words: str, reason: str) -> str:
 
 
 def _is_among_experts(stack: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether names in the user's code there contain "expert" or "moe": enough for a hint."""
+    """Whether names in the user's code at a break contain "expert" or "moe": enough for a hint."""
     words = " ".join(f"{os.path.basename(f.filename)} {f.name} {f.line}" for f in stack).lower()
     return "expert" in words or "moe" in words
 
@@ -264,7 +266,7 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _library(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The package below `site-packages` in which the break lies; empty for other code."""
+    """Returns the package below `site-packages` in which the break lies; empty for other code."""
     found = _innermost(stack)
     _, _, inside = (found[0] if found else "").rpartition(f"site-packages{os.sep}")
     return inside.partition(os.sep)[0]

@@ -12,9 +12,9 @@ from typing import Any
 from griffe import Extension, Object
 
 _REFERENCE = re.compile(r":\w+:(`[^`]+`)")
-# "name: text", "name, other: text"; also behind the end of a sentence on the same line.
+# "name: text" or "name, other: text", at the start of a line or after the end of a sentence.
 _ARGUMENT = re.compile(r"(?:^|(?<=\. )|(?<=\.\n))(\w+(?:, \w+)*): (?=\S)", re.MULTILINE)
-# What a function gives back, or raises, behind its arguments.
+# A sentence after the arguments that says what a function returns or raises.
 _AFTER = re.compile(r"(?<=\.)\s(?=(?:Returns|Raises) )")
 
 
@@ -27,13 +27,13 @@ class Markdown(Extension):
 
 
 def markdown(docstring: str) -> str:
-    """The docstring with its arguments as lists."""
+    """Returns the docstring with its arguments as lists."""
     paragraphs = re.split(r"\n{2,}", _REFERENCE.sub(r"\1", docstring))
     return "\n\n".join(_as_list(text) for text in paragraphs)
 
 
 def _as_list(paragraph: str) -> str:
-    """A paragraph that begins with an argument as a list; any other as it is."""
+    """Returns a paragraph as a list if it begins with an argument, and unchanged otherwise."""
     if not _ARGUMENT.match(paragraph):
         return paragraph
     text, *after = _AFTER.split(paragraph, maxsplit=1)

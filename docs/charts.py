@@ -2,9 +2,9 @@
 
     python docs/charts.py
 
-A chart has panels, a panel groups of bars. Each group has a scale of its own: its longest bar has
-the full width, and each bar ends in its number. A test fails where a picture is not what the
-results say.
+A chart has panels, and a panel has groups of bars. Each group has a scale of its own: its longest
+bar has the full width. The number of a bar stands at its end. A test fails if a picture differs
+from the results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from measured_tables import END_TO_END, GENERATE, RESULTS, place
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 
-#: Of what is drawn, the class in STYLE and the name in the legend.
+#: Variants that are drawn: the class in STYLE -> the name in the legend.
 VARIANTS = {
     "eager": "eager",
     "stock": "torch.compile (Inductor)",
@@ -46,7 +46,7 @@ BAR, GAP, GROUP_GAP, NUMBER, LINE = 13, 2, 12, 62, 18
 
 @dataclass(frozen=True)
 class Group:
-    """Bars on one scale. values: by variant, in the order in which they are drawn."""
+    """Bars on one scale. values: the value of each variant, in the order of drawing."""
 
     label: str
     values: dict[str, float]
@@ -59,7 +59,7 @@ class Panel:
 
 
 def svg(title: str, panels: list[Panel], note: str, width: int = 840) -> str:
-    """A chart of panels side by side; `note` stands below it."""
+    """Returns a chart of panels side by side, with `note` below it, as SVG."""
     each = width // len(panels)
     variants = list(dict.fromkeys(v for p in panels for g in p.groups for v in g.values))
     tops, bottom = 3 * LINE, 0
@@ -204,7 +204,8 @@ def _kept(name: str) -> dict[str, Any]:
 
 
 def _places(found: list[dict[str, Any]]) -> str:
-    """GPU and versions of several results, with the days on which they were measured."""
+    """Returns the GPUs and versions of several results, with the days on which they were
+    measured."""
     where = {place(data).rpartition(", ")[0] for data in found}
     days = sorted({data["date"] for data in found})
     return f"{'; '.join(sorted(where))}, {' and '.join(days)}"

@@ -1,7 +1,7 @@
 """Draws a small captured graph as SVG for a document: in layers, fused nodes highlighted.
 
-The layout is grandalf's (Sugiyama's method). Weights are not drawn as nodes: they are named in the
-facts of the node that reads them, its title. Whole layers are drawn by `tools/report/flow.py`.
+grandalf computes the layout (Sugiyama's method). Weights are not drawn as nodes; the title of the
+node that reads a weight names it. `tools/report/flow.py` draws whole layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def draw(
     title: str,
     css_class: Callable[[fx.Node], str],
 ) -> str:
-    """The nodes and what flows between them, as an SVG element.
+    """Returns the nodes, and lines for the values that flow between them, as an SVG element.
 
     css_class: a class for a node, empty for none.
     """
@@ -48,7 +48,7 @@ def draw(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" '
         f'width="{right:.0f}" height="{bottom:.0f}" role="group" aria-label="{escape(title)}">'
     ]
-    # The layout gives the lines in an order that differs between runs.
+    # grandalf returns the lines in another order in each run.
     parts += sorted(f'<polyline points="{_points(line)}"/>' for line in lines)
     parts += [_node(node, box, css_class(node)) for node, box in boxes.items()]
     return "".join([*parts, "</svg>"])
@@ -57,8 +57,8 @@ def draw(
 def _place(boxes: Mapping[fx.Node, _Box]) -> list[list[tuple[float, float]]]:
     """Places each box, and returns the lines between them. Unconnected parts stand side by side.
 
-    The layout goes from the results upwards and is then turned over, so that an input stands right
-    above its first use.
+    The layout is computed from the results upwards and then turned upside down, so that an input
+    stands directly above its first use.
     """
     vertices = {node: Vertex(node) for node in boxes}
     for node, vertex in vertices.items():

@@ -2,8 +2,9 @@
 
     python docs/page_pictures.py [--chromium PATH] [--page FILE]
 
-Needs Chromium, and Pillow, which matplotlib brings. Without a Chromium nothing is done. The page is
-made of DeepSeek-V3 with its 61 layers (minutes), or is FILE, one that `inspect --html` wrote.
+Needs Chromium, and Pillow, which is installed with matplotlib. Without Chromium it does nothing.
+The page shows DeepSeek-V3 with its 61 layers, which takes minutes to make. FILE is a page that
+`inspect --html` wrote, to use instead.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MODEL = "deepseek-v3"
-#: Colours of a picture: text stays sharp, and a file has some 50 KB.
+#: The number of colours of a picture. With so many, text stays sharp and a file takes some 50 KB.
 COLOURS = 48
 
 
 class Picture(NamedTuple):
-    """A screenshot: its file, the sections that it shows (all, where none is named), the window,
-    the colour scheme."""
+    """A screenshot: its file, the sections of the page that it shows (empty for all sections), the
+    size of the window, and the colour scheme."""
 
     name: str
     sections: tuple[str, ...]
@@ -78,7 +79,7 @@ def _written(path: Path) -> Path:
 
 
 def _take(chromium: str, page: Path, picture: Picture, folder: Path) -> None:
-    """Raises CalledProcessError or TimeoutExpired where the browser fails."""
+    """Takes one screenshot. Raises CalledProcessError or TimeoutExpired if the browser fails."""
     import PIL.Image
 
     shot, shown = folder / picture.name, folder / "shown.html"
@@ -99,9 +100,10 @@ def _take(chromium: str, page: Path, picture: Picture, folder: Path) -> None:
 
 
 def _few_colours(image: Image) -> Image:
-    """Returns the image in its `COLOURS` most frequent colours, all others as the nearest of those.
+    """Returns the image with its `COLOURS` most frequent colours; each other colour becomes the
+    nearest of them.
 
-    Pillow's own choice mixes a bar's colour with those of the edges of letters.
+    Pillow's own choice of colours would mix the colour of a bar with those of the edges of letters.
     """
     import numpy as np
     from PIL.Image import fromarray
@@ -116,7 +118,8 @@ def _few_colours(image: Image) -> Image:
 
 
 def _only(page: str, sections: Sequence[str]) -> str:
-    """The page with no other sections: a headless browser takes pictures of its top alone."""
+    """Returns the page with only these sections, since a headless browser takes pictures of the top
+    of a page only."""
     if not sections:
         return page
     kept = "".join(f":not([aria-labelledby={name}])" for name in sections)

@@ -2,9 +2,10 @@
 
     python docs/pattern_pictures.py [PATTERN ...]
 
-The models are the examples of docs/patterns.md: a block of Python behind `<!-- example PATTERN -->`
-assigns `example`, a module and its arguments; the block called `names` is run before it.
-A test says when a picture is no longer what the code makes.
+The models are the examples of docs/patterns.md. The block of Python after
+`<!-- example PATTERN -->` assigns a module and its arguments to `example`; the block
+`<!-- example names -->` is run before it. A test fails if a picture differs from what the code
+draws.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ _BLOCK = re.compile(r"<!-- example (\w+) -->\n```python\n(.*?)```", re.DOTALL)
 
 
 def examples() -> dict[str, str]:
-    """Pattern -> the code of its example, in the page's order; `names` is what they share."""
+    """Returns the code of each pattern's example, in the page's order; `names` is the code they
+    share."""
     return dict(_BLOCK.findall(PAGE.read_text("utf-8")))
 
 
 def pictures(pattern: str, blocks: Mapping[str, str]) -> dict[str, str]:
-    """File name to SVG, as the first of two ranks sees it. Raises ValueError where the example does
-    not match."""
+    """Returns the SVG of each file, as the first of two ranks sees the graph. Raises ValueError if
+    the example does not match."""
     torch._dynamo.reset()
     with one_rank_of(2):
         with torch.device("meta"):
@@ -58,8 +60,8 @@ def pictures(pattern: str, blocks: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(pattern: str, blocks: Mapping[str, str]) -> Any:
-    """The example's module and arguments. Each block is a file of its own to tracebacks, so that a
-    picture names lines of its own example alone."""
+    """Returns the example's module and arguments. Each block is compiled under a file name of its
+    own, so that a picture names only lines of its own example."""
     names: dict[str, Any] = {"__name__": "patterns"}
     for block in ("names", pattern):
         file = f"patterns.md, {block}"

@@ -1,8 +1,9 @@
-"""Hooks of mkdocs.yml: documents beside docs/ are pages too, and a link to any file leads to one.
+"""Hooks of mkdocs.yml that make pages of documents outside docs/, and of every linked file.
 
-A link in a document is a path in the repository, as a git host reads it. Here each is resolved in
-the repository and written as the site has it: README.md and its like are pages at the top; any
-other file outside of docs/ that a page links to is a page of its own, with its text in colour.
+A link in a document is a path in the repository, as a git host reads it. The hooks find the file in
+the repository, and replace the path by that of the site's page. README.md and similar files are
+pages at the top of the site. Any other file outside docs/ that a page links to becomes a page with
+its text in colour.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs"
-#: Documents at the top of the repository, by the page that each is.
+#: The page of each document at the top of the repository.
 TOP = {name: name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
 SOURCES = "source"
 
-# A link or picture: group 1 is what stands before the path, 2 the path, 3 its anchor.
+# A link or picture. Group 1 is the text before the path, 2 the path, 3 its anchor.
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
 _FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 
@@ -45,7 +46,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page's text with the site's links."""
+    """Returns the page's text with the site's links."""
     if page.file.src_uri.startswith(f"{SOURCES}/"):
         return markdown
     return with_site_links(markdown, page.file.src_uri)
@@ -62,7 +63,7 @@ def on_post_template(output_content: str, **_: Any) -> str:
 
 
 def linked_files() -> set[str]:
-    """Every file of the repository, not itself a page, that a document links to."""
+    """Returns every file of the repository that a document links to and that is no page itself."""
     documents = [*(ROOT / DOCS).rglob("*.md"), *(ROOT / name for name in TOP)]
     found: set[str] = set()
     for document in documents:
@@ -73,7 +74,8 @@ def linked_files() -> set[str]:
 
 
 def with_site_links(markdown: str, page: str) -> str:
-    """The text of a page with each link to a file of the repository as one to the file's page."""
+    """Returns the text of a page in which links to files of the repository lead to the files'
+    pages."""
     place = page if page in TOP else f"{DOCS}/{page}"
 
     def turned(link: re.Match[str]) -> str:
@@ -90,7 +92,7 @@ def with_site_links(markdown: str, page: str) -> str:
 
 
 def page_of(path: str) -> str:
-    """The page (or picture) of a file, as a path in the site's sources."""
+    """Returns the path of a file's page (or picture) in the site's sources."""
     if path in TOP:
         return TOP[path]
     if path.startswith(f"{DOCS}/") and not path.endswith(".py"):
@@ -105,14 +107,15 @@ def _links(markdown: str) -> Iterator[str]:
 
 
 def _resolved(link: str, place: str) -> str | None:
-    """A link's file, by its path in the repository; None for an address elsewhere."""
+    """Returns the file of a link, by its path in the repository; None for an address elsewhere."""
     if "://" in link or link.startswith("mailto:"):
         return None
     return os.path.normpath(os.path.join(os.path.dirname(place), link))
 
 
 def _source_page(path: str) -> str:
-    """A file's text as a page; more tildes than any file has, so that it cannot end the block."""
+    """Returns a file's text as a page. Its block begins with more tildes than any file has, so that
+    the text cannot end the block."""
     text = (ROOT / path).read_text("utf-8")
     kind = Path(path).suffix.removeprefix(".") or "text"
     return f"# {path}\n\n~~~~~~~~{kind}\n{text.rstrip()}\n~~~~~~~~\n"

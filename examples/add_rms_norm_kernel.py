@@ -1,7 +1,7 @@
 """The kernel of `examples::add_rms_norm`, from its template to the steps of a call, in one file.
 
-In the package each part is a file of the family's folder; docs/adding-a-pattern.md goes through
-them. Dimension letters: T tokens, K hidden size.
+In the package each part is a file of its own in the family's folder; docs/adding-a-pattern.md
+explains the parts. Dimension letters: T tokens, K hidden size.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ADD_RMS_NORM = Kernel(
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Tokens of one program."""
+    """The tile: the number of tokens of one program."""
 
     block_t: int
     num_warps: int
@@ -70,13 +70,14 @@ def norm_grid(config: NormConfig, num_tokens: int) -> tuple[int]:
 
 # --- plan ---------------------------------------------------------------------------------------
 
-# Elements of a program: enough loads in flight, few enough registers.
+# Elements of a program: enough for many loads in flight, and few enough for the registers.
 TILE = 4096
 
 
 @cache
 def norm_plan(hidden: int, num_tokens: int, target: Target) -> NormConfig:
-    """Takes the tokens that fill a tile, where that leaves a program for each multiprocessor."""
+    """Gives each program as many tokens as fill a tile, but not so many that a multiprocessor would
+    have no program."""
     most = max(TILE // next_power_of_2(hidden), 1)
     while most > 1 and cdiv(num_tokens, most) < target.num_sms:
         most //= 2
@@ -85,13 +86,13 @@ def norm_plan(hidden: int, num_tokens: int, target: Target) -> NormConfig:
 
 # --- lowering -----------------------------------------------------------------------------------
 
-# A row is held in registers.
+# A program holds whole rows in registers.
 MAX_HIDDEN = 16384
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unsupported(a: Any) -> str | None:
-    """Returns why the kernel cannot take a call, from metadata alone; None where it can."""
+    """Returns why the kernel does not support a call, from metadata alone; None if it does."""
     if a.y.dtype not in DTYPES:
         return f"no kernel for {a.y.dtype}"
     if a.y.shape[1] > MAX_HIDDEN:
@@ -102,7 +103,7 @@ def unsupported(a: Any) -> str | None:
 
 
 def add_rms_norm_steps(a: Any, target: Target) -> Steps:
-    """The steps of a call: memory for the result, one launch."""
+    """Yields the steps of a call: memory for the result, and one launch."""
     tokens, hidden = a.y.shape
     config = norm_plan(hidden, next_power_of_2(tokens), target)
     out = yield Buffer(a.y.shape, a.y.dtype)
@@ -114,5 +115,6 @@ def add_rms_norm_steps(a: Any, target: Target) -> Steps:
 
 # --- audit --------------------------------------------------------------------------------------
 
-#: What the kernel's machine code has to show: no GEMM and no loop, so only the limits of the chip.
+#: The rules for the kernel's machine code. It has no GEMM and no loop, so only the chip's limits
+#: hold.
 CLAIMS = Expectations()

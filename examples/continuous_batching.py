@@ -1,15 +1,15 @@
-"""A model in transformers' continuous batching, run by tilewright.
+"""Runs a model in transformers' continuous batching, with and without tilewright.
 
     python examples/continuous_batching.py                      a small Llama with random weights
     python examples/continuous_batching.py --model NAME         a checkpoint, in bfloat16
     python examples/continuous_batching.py --requests 64 --new-tokens 256
 
-Requests of different lengths go through `generate_batch()` twice: by transformers' own attention,
-and by tilewright. It prints what is fused in each graph, tokens per second of both, and, in
-float32, where tokens differ. A GPU is used where there is one; without, the ops run as their
-PyTorch references, and times say nothing.
+Requests of different lengths go through `generate_batch()` twice: with transformers' own attention,
+and with tilewright. The program prints what is fused in each graph, the tokens per second of both
+runs, and, in float32, where tokens differ. It uses a GPU if there is one. Without a GPU, the ops
+run as their PyTorch references, and the times mean nothing.
 
-The exit status is 1 where a layer is not fused, or tokens of the small model differ.
+The exit status is 1 if a layer is not fused, or if tokens of the small model differ.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMALL = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=1024,
 )
-#: The engine's sizes without a GPU, whose memory it would size itself.
+#: The engine's sizes on a machine without a GPU. On a GPU the engine computes them from its memory.
 ON_A_CPU = {
     "page_size": 16,
     "num_blocks": 256,
@@ -51,7 +51,7 @@ ON_A_CPU = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs both and prints the outcome; returns the exit status."""
+    """Runs the model both ways and prints the outcome; returns the exit status."""
     wanted = parsed(arguments)
     gpu = torch.cuda.is_available()
     model = loaded(wanted.model).to("cuda" if gpu else "cpu")
@@ -101,7 +101,7 @@ def made_prompts(requests: int, vocabulary: int) -> list[list[int]]:
 
 
 def timed(who: str, model: Any, prompts: list[list[int]], how: Any, config: Any) -> list[list[int]]:
-    """Returns the new tokens of each request; prints how many came in a second."""
+    """Returns the new tokens of each request, and prints the tokens per second."""
     started = time.perf_counter()
     results = model.generate_batch(
         prompts, generation_config=how, continuous_batching_config=config

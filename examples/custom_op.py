@@ -2,10 +2,11 @@
 
     python examples/custom_op.py
 
-`engine::rotate` stands for a kernel of a library, which no pattern sees into: the site around it is
-a miss. `declare` says what it computes. docs/tutorials/declare-an-op.md has the rest.
+`engine::rotate` stands for a kernel of a library. No pattern knows what it computes, so the
+operations around it are not fused. `declare` says what it computes, in plain PyTorch.
+docs/tutorials/declare-an-op.md explains more.
 
-The exit status is 1 where the declaration is not used, or the result differs.
+The exit status is 1 if the declaration is not used, or if the result differs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ HEADS, KV_HEADS, HEAD_DIM, SLOTS = 4, 2, 64, 128
 
 @torch.library.custom_op("engine::rotate", mutates_args=())
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding: x [tokens, heads, head dim], cos and sin [tokens, head dim]."""
+    """Computes a rotary embedding of x [tokens, heads, head dim]; cos and sin are [tokens, head
+    dim]."""
     return rotate_meaning(x, cos, sin)
 
 
@@ -60,7 +62,7 @@ class Attention(nn.Module):
 
 
 def found(model: nn.Module, args: tuple[torch.Tensor, ...]) -> list[str]:
-    """The ops that the sites of a model become."""
+    """Returns the fused ops of a model's report."""
     torch._dynamo.reset()
     lowered = lower(model, args)
     for miss in lowered.lost:

@@ -2,15 +2,16 @@
 
     make demo
 
-1. Llama-3-8B at its true size, on the meta device: every layer's QKV projection, rotation and cache
-   write is found and fused.
-2. The kernels it would run on a B200 are emitted, cross-compiled and held to the chip's limits.
-3. A small Llama decodes for real (on the GPU, where there is an NVIDIA one) through
-   `torch.compile(model, backend="tilewright")`; its logits and caches are compared with the eager
-   model's, both against a float64 run. The option `everywhere` has the ops run on a CPU too, as
-   their PyTorch reference: by default a graph without kernels for its device stays as it is.
+1. Llama-3-8B at its true size, on the meta device: tilewright finds and fuses the QKV projection,
+   the rotation and the cache write of every layer.
+2. The kernels that this model would run on a B200 are emitted and cross-compiled, and their machine
+   code is checked against the chip's limits.
+3. A small Llama runs with `torch.compile(model, backend="tilewright")`, on an NVIDIA GPU if there
+   is one. The errors of its logits and caches against a float64 run are compared with those of the
+   eager model. On a CPU the option `everywhere` makes the ops run as their PyTorch references; by
+   default tilewright leaves a graph on a device without kernels unchanged.
 
-The exit status is 1 where anything is not as it should be.
+The exit status is 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SMALL = {
     "max_position_embeddings": 128,
 }
 BATCH, PROMPT_TOKENS, DECODE_STEPS, CACHE_LENGTH = 2, 9, 6, 64
-# bfloat16 keeps 8 bits: one rounding may fall the other way. Beyond that fused must not be worse.
+# One rounding of bfloat16, which keeps 8 bits. The fused model's error may exceed eager's by that.
 ALLOWANCE = 2.0**-8
 
 
@@ -70,7 +71,7 @@ class Checks:
 
 
 def fuse_llama(name: str, checks: Checks) -> list[Kernel]:
-    """Counts the fused layers of a zoo model; gives its kernels."""
+    """Counts the fused layers of a zoo model, and returns its kernels."""
     model, args, kwargs = load_model(name)
     torch._dynamo.reset()
     lowered = lower(model, args, kwargs, target=TARGET)
@@ -86,7 +87,7 @@ def fuse_llama(name: str, checks: Checks) -> list[Kernel]:
 
 
 def audit(kernels: list[Kernel], checks: Checks) -> None:
-    """Cross-compiles the kernels and reads their machine code."""
+    """Cross-compiles the kernels, and checks their machine code."""
     target = get_target(TARGET)
     outcomes = audit_kernels(kernels, TARGET)
     make_console().print(kernel_table(outcomes, target))
@@ -109,7 +110,7 @@ def audit(kernels: list[Kernel], checks: Checks) -> None:
 
 
 def emitted_loop(kernel: Kernel) -> str:
-    """The main loop of an emitted kernel, as it stands in the file."""
+    """Returns the source of an emitted kernel's main loop."""
     loops = [node for node in ast.walk(ast.parse(kernel.source)) if isinstance(node, ast.For)]
     first = min(loops, key=lambda loop: loop.lineno)
     return "\n".join(kernel.source.splitlines()[first.lineno - 1 : first.end_lineno])
@@ -120,7 +121,8 @@ def emitted_loop(kernel: Kernel) -> str:
 
 @dataclass
 class Run:
-    """One model decoding. caches: K and V of every layer before and after the decode steps."""
+    """The results of a model that decodes. caches: K and V of every layer before and after the
+    steps."""
 
     logits: list[torch.Tensor]
     before: list[torch.Tensor]
@@ -130,9 +132,9 @@ class Run:
 def decode(
     model: LlamaForCausalLM, step: Callable[..., Any], tokens: torch.Tensor, noise: torch.Tensor
 ) -> Run:
-    """The prompt through `model`, then each further token through `step`.
+    """Runs the prompt through `model`, then each further token through `step`.
 
-    tokens [B, T]; noise [2 * layers, B, H, S, D]: what the caches hold where nothing is written.
+    tokens: [B, T]. noise: [2 * layers, B, H, S, D], the content of the caches before the prompt.
     """
     cache = StaticCache(config=model.config, max_cache_len=CACHE_LENGTH)
     heads, head_dim = SMALL["num_key_value_heads"], SMALL["head_dim"]
@@ -144,7 +146,7 @@ def decode(
     takes_places = "cache_position" in inspect.signature(model.forward).parameters
 
     def run(call: Callable[..., Any], first: int, end: int) -> torch.Tensor:
-        # transformers 5.0 counts the slots that are not zero where no place is given.
+        # Without a position, transformers 5.0 counts the slots that are not zero.
         given = {"cache_position": places[first:end]} if takes_places else {}
         return call(tokens[:, first:end], past_key_values=cache, **given).logits
 
@@ -186,7 +188,7 @@ def run_small(checks: Checks) -> None:
     print("  relative error against float64      fused     eager")
     for i, trio in enumerate(zip(fused.logits, eager.logits, exact.logits, strict=True)):
         compare(f"logits of step {i + 1}", *trio, checks)
-    # Written slots alone: the rest would hide their error.
+    # Compare only written slots: the other slots would hide their error.
     last = PROMPT_TOKENS + DECODE_STEPS
     for what, part in (("K", 0), ("V", 1)):
         written = (

@@ -1,4 +1,4 @@
-"""`generate()` of a Hugging Face model, eager and with tilewright: tokens per second of both.
+"""Measures `generate()` of a Hugging Face model in tokens per second, eager and with tilewright.
 
     python examples/generate.py                                   # a small model, random weights
     python examples/generate.py NAME --prompt "Once upon a time"  # yours, from the hub or a folder
@@ -7,7 +7,7 @@
 On a GPU the steps are compiled and captured in CUDA graphs. Without one, nothing is faster: the
 fused ops run as their PyTorch references, which shows that the tokens are the same.
 
-The exit status is 1 where nothing was fused.
+The exit status is 1 if nothing was fused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SMALL = LlamaConfig(
 
 
 def load(name: str | None, device: str) -> Any:
-    """A model for inference: of the hub or a folder, or a small one with random weights."""
+    """Returns a model for inference from the hub or a folder, or a small one with random
+    weights."""
     if name is None:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32  # which fixes the tokens
@@ -46,7 +47,7 @@ def load(name: str | None, device: str) -> Any:
 
 
 def inputs_of(name: str | None, prompt: str, batch: int, device: str) -> dict[str, torch.Tensor]:
-    """The prompt as tokens, once for each sequence of the batch."""
+    """Returns the prompt as tokens, repeated for each sequence of the batch."""
     if name is None:
         return {"input_ids": torch.arange(1, 10, device=device).repeat(batch, 1)}
     tokenizer = AutoTokenizer.from_pretrained(name)
@@ -64,7 +65,7 @@ def compiled_by(device: str) -> CompileConfig:
 
 
 def timed(model: Any, inputs: dict[str, torch.Tensor], new: int, **options: Any) -> torch.Tensor:
-    """The tokens of a second call, [batch, prompt + new]; prints how fast it was."""
+    """Returns the tokens of a second call, [batch, prompt + new], and prints its speed."""
     for _ in range(2):  # the first call compiles
         if "past_key_values" in options:
             options["past_key_values"].reset()

@@ -1,13 +1,13 @@
-"""A GPT of your own, with a cache that it allocates once: fused as it is written.
+"""A GPT with a cache of its own, which it allocates once, so that tilewright can fuse it.
 
     python examples/own_model.py
     tilewright inspect examples/own_model.py:decode      # the same at a true size, on meta tensors
 
-Nothing of the model knows of tilewright. What makes it fuse: the cache has a fixed size and is
-written in place at positions that are a tensor, and the mask compares positions
-(docs/cookbook.md). A prompt and a decode step are two calls of one compiled model.
+The model does not depend on tilewright. It is fused because the cache has a fixed size, is written
+in place at positions in a tensor, and because the mask compares positions (docs/cookbook.md). A
+prompt and a decode step are two calls of one compiled model.
 
-The exit status is 1 where a layer is not fused, or the logits are worse than eager's.
+The exit status is 1 if a layer is not fused, or if the logits are less accurate than eager's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Config:
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [1, heads, tokens, head dim]; cos and sin [tokens, head dim]."""
+    """Rotates [1, heads, tokens, head dim]; cos and sin are [tokens, head dim]."""
     one, two = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-two, one], dim=-1) * sin
 
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Logits [1, tokens, vocabulary] of tokens [1, tokens] at positions [tokens]."""
+    """Computes logits [1, tokens, vocabulary] of tokens [1, tokens] at positions [tokens]."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Gpt(nn.Module):
 
 
 def logits_of(step: Any, prompt: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Logits of a prompt [1, T] and, one by one, of given new tokens [N]."""
+    """Computes the logits of a prompt [1, T], then of given new tokens [N], one by one."""
     device = prompt.device
     found = [step(prompt, torch.arange(prompt.shape[1], device=device))]
     for number, token in enumerate(new, start=prompt.shape[1]):
@@ -117,7 +117,7 @@ def logits_of(step: Any, prompt: torch.Tensor, new: torch.Tensor) -> torch.Tenso
 
 
 def decode() -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
-    """A decode step at a true size, for `tilewright inspect`."""
+    """Returns a decode step at a realistic size, for `tilewright inspect`."""
     large = Config(32000, 4096, 14336, 2, 32, 8, 128, 4096)
     with torch.device("meta"):
         model = Gpt(large).to(torch.bfloat16).requires_grad_(False)

@@ -1,4 +1,5 @@
-"""A pattern with a norm, a write of the graph's own, and computed arguments; from one file.
+"""A pattern in one file, with a norm, an in-place write into the graph's own memory, and arguments
+that are computed.
 
     y = x.clone()
     y += sublayer(x)                    ⇒   examples::add_rms_norm(y, s, weight, eps)
@@ -38,7 +39,8 @@ NAME = "add_rms_norm"
 
 @dataclass(frozen=True)
 class AddRmsNormArguments:
-    """y, s [T, K]; weight [K]. The result is the RMS norm of y + s, [T, K]; nothing is written."""
+    """y, s: [T, K]. weight: [K]. The result [T, K] is the RMS norm of y + s; the op writes
+    nothing."""
 
     y: torch.Tensor
     s: torch.Tensor
@@ -96,7 +98,7 @@ class AddRmsNorm:
     op: str = f"examples::{NAME}"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """The last step of every norm: no part of another one."""
+        """Yields the last value of every norm that is not a part of another norm."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             norm = None if value in inside else _norm(value)
@@ -132,7 +134,7 @@ def _norm(value: Value) -> Norm | None:
 
 
 def _weight(norm: Norm, anchor: Value) -> View | Computed:
-    """`offset + weight` as the op takes it, [K]; ones where there is no weight."""
+    """Returns `offset + weight` as the op takes it, [K]; ones if there is no weight."""
     if norm.weight is None:
         options = (("dtype", anchor.dtype), ("device", anchor.device))
         return Computed("full", ((norm.width,), 1.0), options)
@@ -142,7 +144,8 @@ def _weight(norm: Norm, anchor: Value) -> View | Computed:
 
 
 def _sum(view: View) -> Value:
-    """The sum that is normalised; `y += s` may be the sum and, as a value of its own, its store."""
+    """Returns the sum that is normalised. `y += s` is two values: the sum, and the store of the
+    sum."""
     bare, _ = strip_casts(view)
     summed = bare.value
     if summed.op != "aten.add" or len(summed.operands) != 2 or not bare.is_whole:
@@ -174,7 +177,7 @@ class PostNorm(torch.nn.Module):
 
 
 def post_norm(device: str = "meta") -> tuple[Any, tuple[Any, ...], dict]:
-    """(model, args, kwargs), as `tilewright inspect` takes it."""
+    """Returns (model, args, kwargs), as `tilewright inspect` takes them."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(PostNorm(64, form) for form in ("plain", "offset", "none")))
     model = model.to(device).requires_grad_(False)
@@ -190,7 +193,7 @@ def main() -> None:
     model, args, _ = post_norm()
     print(lower(model, args, patterns=[NAME]))
     model, (x,), _ = post_norm("cpu")
-    # On the CPU, where the op has no kernel, the graph would be left as it is.
+    # Without this, the graph would stay unfused on a CPU, where the op has no kernel.
     options = {"inner": "eager", "everywhere": True}
     compiled = torch.compile(model, backend="tilewright", options=options)
     with torch.no_grad():

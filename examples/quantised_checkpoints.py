@@ -19,7 +19,8 @@ GROUP = 64
 
 
 def awq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Words of eight codes each, random: [K, N / 8], zeros [K / 64, N / 8], scales [K / 64, N]."""
+    """Returns random words of eight codes [K, N / 8], zeros [K / 64, N / 8] and scales [K / 64,
+    N]."""
     rows, columns = weight.shape
     groups = columns // GROUP
     words = [torch.randint(-(2**31), 2**31, (n, rows // 8)).int() for n in (columns, groups)]
@@ -28,7 +29,7 @@ def awq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Codes [N, K] with a scale for each row, as compressed-tensors has FP8_DYNAMIC."""
+    """Returns codes [N, K] with a scale for each row, as in FP8_DYNAMIC of compressed-tensors."""
     scale = weight.abs().amax(1, keepdim=True).float() / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale": scale.to(weight.dtype)}

@@ -35,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class SwigluArguments:
-    """x [T, K]; gate_weight and up_weight [N, K], of x's dtype. The result is [T, N]."""
+    """x: [T, K]. gate_weight, up_weight: [N, K], in x's dtype. The result is [T, N]."""
 
     x: torch.Tensor
     gate_weight: torch.Tensor
@@ -67,7 +67,7 @@ def reference(a: SwigluArguments) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SwigluCase:
-    """One setting for the tests that hold for every op."""
+    """One case for the tests that run for every op."""
 
     name: str
     num_tokens: int = 5
@@ -109,11 +109,11 @@ class Swiglu:
     op: str = "examples::swiglu"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Every product with a silu in it: few, and there whatever else the model does."""
+        """Yields every product with a silu among its factors: few, and present in every variant."""
         return (v for v in flow.values if v.op == "aten.mul" and _silu_and_other(v))
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
-        """The match at a product; `reject` ends the attempt with the reason."""
+        """Returns the match at a product. `reject` ends the attempt with a reason."""
         silu, other = _silu_and_other(anchor)
         gate, up = _linear(silu.args[0], "gate"), _linear(other, "up")
         x = _tokens_first(gate.args[0])
@@ -131,7 +131,7 @@ class Swiglu:
         return Match(
             anchor=anchor,
             arguments={"x": x, "gate_weight": gate.args[1], "up_weight": up.args[1]},
-            # The op gives [T, N]; the product may be [B, S, N].
+            # The op returns [T, N], but the product may be [B, S, N].
             results=(Result(anchor, effects.reshape(whole, anchor.shape)),),
             absorbed=(gate, up, silu, anchor),
             stores=(),
@@ -141,7 +141,7 @@ class Swiglu:
 
 
 def _silu_and_other(product: Value) -> tuple[Value, View] | None:
-    """The silu and the other operand of a product of two whole tensors."""
+    """Returns the silu and the other operand of a product of two whole tensors."""
     if len(product.operands) != 2:
         return None
     left, right = product.operands
@@ -152,7 +152,7 @@ def _silu_and_other(product: Value) -> tuple[Value, View] | None:
 
 
 def _linear(view: View, who: str) -> Value:
-    """The linear that a view is the whole of."""
+    """Returns the linear whose whole result a view is."""
     linear = view.value
     if linear.op != "aten.linear" or not view.is_whole:
         reject("SWIGLU_PATH", Stage.ACTIVATION, f"{who} is {linear.op}, expected a linear", linear)
@@ -168,7 +168,7 @@ def _linear(view: View, who: str) -> Value:
 
 
 def _tokens_first(activation: View) -> View:
-    """[..., K] as [T, K]."""
+    """Returns a view [..., K] as [T, K]."""
     *tokens, hidden = activation.shape
     flat = effects.reshape(activation.effect, (effects.product(tokens), hidden))
     return View(activation.value, flat)
@@ -184,7 +184,7 @@ language.register(Swiglu())
 
 
 class GatedMlp(torch.nn.Module):
-    """The MLP of Llama and its kin."""
+    """The MLP of Llama and similar models."""
 
     def __init__(self, hidden: int, intermediate: int, bias: bool = False) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class GatedMlp(torch.nn.Module):
 
 
 def gated_mlp(bias: bool = False, device: str = "meta") -> tuple[Any, tuple[Any, ...], dict]:
-    """(model, args, kwargs), as `tilewright inspect` takes it."""
+    """Returns (model, args, kwargs), as `tilewright inspect` takes them."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(*(GatedMlp(64, 96, bias) for _ in range(3)))
     model = torch.nn.Sequential(OrderedDict(layers=layers))

@@ -1,13 +1,13 @@
-"""A Llama that several processes share, each compiled by tilewright.
+"""Runs a Llama that is sharded over several processes, each compiled by tilewright.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-One GPU for each process (NCCL), or none at all (gloo, on the CPU). torch's `parallelize_module`
-cuts the projections by heads and the MLP by columns; each rank keeps its own heads in its cache.
-Logits and caches are compared with the sharded model as it was written, both against the whole
-model in float64.
+Each process has a GPU (NCCL), or all run on the CPU (gloo). torch's `parallelize_module` shards the
+projections by heads and the MLP by columns; each rank keeps its own heads in its cache. The errors
+of logits and caches against the unsharded model in float64 are compared with those of the sharded
+model without tilewright.
 
-The exit status is 1 where a layer is not fused, or the result is worse.
+The exit status is 1 if a layer is not fused, or if the result is less accurate.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ CONFIG = LlamaConfig(
     max_position_embeddings=128,
 )
 PROMPT, STEPS, CACHE_LENGTH = 9, 3, 64
-#: Once for each layer of the graph.
+#: The ops that each layer must have, once each.
 WANTED = ("qkv_cache", "cache_attention")
-# bfloat16 keeps 8 bits: one rounding may fall the other way. Beyond that fused must not be worse.
+# One rounding of bfloat16, which keeps 8 bits. The fused model's error may exceed the other by
+# that.
 ALLOWANCE = 2.0**-8
 
 
 def shared(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
-    """The model with this rank's part of each layer's weights."""
+    """Returns the model with this rank's part of each layer's weights."""
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     plan: dict[str, Any] = {
         name: ColwiseParallel() for name in (*columns, "mlp.gate_proj", "mlp.up_proj")
@@ -61,7 +62,8 @@ def shared(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
 
 
 def decode(step: Any, dtype: torch.dtype, kv_heads: int, device: torch.device) -> torch.Tensor:
-    """Logits [PROMPT + STEPS, vocabulary] of given tokens: a prompt, then one by one."""
+    """Computes logits [PROMPT + STEPS, vocabulary] of given tokens: of a prompt, then one by
+    one."""
     cache = StaticCache(config=CONFIG, max_cache_len=CACHE_LENGTH)
     cache.early_initialization(1, kv_heads, HEAD_DIM, dtype, device)
     tokens = torch.arange(PROMPT + STEPS, device=device)[None]
@@ -75,7 +77,7 @@ def error(made: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def run(rank: int, ranks: int, device: torch.device) -> list[str]:
-    """Lists the faults on this rank; empty where all is well."""
+    """Lists the faults on this rank; the list is empty if all is well."""
     torch.manual_seed(0)  # every rank makes the same model, and keeps its part of it
     whole = LlamaForCausalLM(CONFIG).to(device, torch.bfloat16).eval()
     exact = decode(copy.deepcopy(whole).double(), torch.float64, KV_HEADS, device)

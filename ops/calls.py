@@ -1,5 +1,5 @@
 """Calls of a registered op: the checks of each call, and the facts remembered about earlier
-ones."""
+calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Calls:
 
     A call with new metadata is checked completely, and its lowering is chosen. Later calls with
     that metadata only have their values checked and use the same lowering. On CUDA, the third call
-    at the same addresses repeats the launches of the earlier ones and does nothing else.
+    at the same addresses repeats the launches of the earlier calls and does nothing else.
     """
 
     def __init__(self, op: FusedOp, device_type: str) -> None:
@@ -102,7 +102,8 @@ class Calls:
     def _performed(
         self, kind: _Kind, arguments: Any, args: Any, kwargs: Any, seen: bool
     ) -> tuple[Any, OpCallable | None]:
-        """Returns the result, and a function that repeats the call or None.
+        """Returns the result and a function that repeats the call. The function is None if the call
+        cannot be repeated.
 
         seen: whether such a call was made before; only then is the repeat prepared.
 
@@ -208,9 +209,9 @@ def transformed(op: FusedOp) -> OpCallable:
     """Returns the op's implementation under the transforms of torch.func. PyTorch's dispatcher runs
     it before the op's other implementations.
 
-    Without it grad, vjp and jvp would give zeros, since the op records nothing for them. A tensor
-    that a transform wraps but does not differentiate is unwrapped and passed on. Calls outside a
-    transform are not affected.
+    Without this implementation, grad, vjp and jvp would give zeros, since the op records nothing
+    for them. A tensor that a transform wraps but does not differentiate is unwrapped and passed on.
+    Calls outside a transform are not affected.
     """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
     keys = keys.add(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)

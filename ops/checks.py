@@ -58,8 +58,8 @@ def proven(condition: Any) -> bool:
     """Whether `condition` is known to hold. Like `holds`, it adds no guard. A relation between
     sympy's symbols is known to hold if it does for all values of the symbols."""
     if isinstance(condition, torch.SymBool):
-        # This import takes a third of torch's own import time, for sympy; with a symbol, sympy is
-        # loaded.
+        # Imported here because it loads sympy, which takes a third of torch's own import time. If
+        # the condition has a symbol, sympy is loaded already.
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(condition)
@@ -119,9 +119,9 @@ def check_absent(op: str, a: Any, names: Iterable[str], since: str) -> None:
 def check_shape(
     op: str, argument: str, tensor: torch.Tensor | None, letters: str, sizes: Sequence[Any]
 ) -> None:
-    """Raises ArgumentError unless the tensor is there (torch accepts None for a tensor), has the
-    rank of `sizes`, and has every size that is not None. letters: names the axes in the message,
-    such as `[Hkv, D, K]`."""
+    """Raises ArgumentError unless the tensor is given (torch accepts None for a tensor), has the
+    rank of `sizes`, and has every size in `sizes` that is not None. letters: names the axes in the
+    message, such as `[Hkv, D, K]`."""
     if not isinstance(tensor, torch.Tensor):
         actual = None if tensor is None else repr(tensor)
         raise ArgumentError(op, argument, f"a tensor of shape {letters}", actual)

@@ -118,16 +118,16 @@ class FusedOp:
     slower: slower(**sizes), with the sizes of a call by name, returns why PyTorch's own calls are
         faster at these sizes. Returns None if the op is faster, and for symbolic sizes. Patterns
         call it.
-    slower_on: slower_on(arguments, target, varies) returns why the graph is faster than such a call
-        on a chip, even if kernels can take the call. Returns None if the call is faster. varies:
-        whether a size of the tensors is a symbol. The rewrite calls this for matches that need a
-        kernel.
-    chip_obstacle: chip_obstacle(arguments, target) returns why a chip cannot compute such a call,
-        even if it can compute other calls of the op. Returns None if it can. Without chip_obstacle,
-        support does not depend on the arguments.
-    without_writes: the op with the same arguments that replaces a traced call in which every
-        argument to write is None: torch's functionalisation does not support a mutating op that
-        writes nothing.
+    slower_on: slower_on(arguments, target, varies) returns why the graph is faster than a call with
+        these arguments on a chip, even if kernels can take the call. Returns None if the call is
+        faster. varies: whether a size of the tensors is a symbol. The rewrite calls this for
+        matches that need a kernel.
+    chip_obstacle: chip_obstacle(arguments, target) returns why a chip cannot compute a call with
+        these arguments, even if it can compute other calls of the op. Returns None if it can.
+        Without chip_obstacle, support does not depend on the arguments.
+    without_writes: an op with the same arguments, for traced calls in which every argument to write
+        is None. It replaces this op there, because torch's functionalisation does not support a
+        mutating op that writes nothing.
     """
 
     name: str

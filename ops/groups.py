@@ -70,7 +70,8 @@ class OptionalGroup(Generic[T]):
 
     @property
     def divided(self) -> frozenset[str]:
-        """The op's arguments that hold one field of a group in each element."""
+        """The op's arguments whose elements are fields of groups, such as `factors` in the module's
+        example."""
         names: Mapping[str, str] = self._kind.__dict__["names"]
         return frozenset(n.partition("[")[0] for n in names.values() if "[" in n)
 

@@ -13,9 +13,9 @@ class Tolerance:
     absolute`.
 
     `relative` bounds the rounding to the output dtype. `absolute` bounds the rounding of subnormal
-    numbers, for dtypes with few other numbers. `of_rms` bounds the error of accumulating in the
-    op's compute precision when terms cancel. `exact` is the reference run in float64, saturated for
-    8-bit floats.
+    numbers; it matters for dtypes with few exponents, such as 8-bit floats. `of_rms` bounds the
+    error of accumulating in the op's compute precision when terms cancel. `exact` is the reference
+    run in float64, saturated for 8-bit floats.
     """
 
     relative: float

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 #: `lost`: a fusion that the model is written for is missing. `advice`: nothing is lost.
 Weight = Literal["lost", "advice"]
 
-# A code, its meaning, its marks, its hint.
+# One entry of the page: a code, its meaning, its marks, its hint.
 _ENTRY = re.compile(r"^### ([A-Z0-9_]+)\n\*(.+)\*(?: \((.+)\))?\n\n> (.+)\n", re.MULTILINE)
 _ENTRIES = _ENTRY.findall(Path(__file__).with_name("miss-codes.md").read_text("utf-8"))
 
@@ -28,7 +28,7 @@ def register_code(code: str, meaning: str, weight: Weight | None = None) -> None
     """Adds a miss code of a user's pattern. Raises ValueError if the code already has another
     meaning or weight.
 
-    weight: of its misses, `lost` (also the default) or `advice`; see :class:`Miss`.
+    weight: the weight of its misses, `lost` (the default) or `advice`; see :class:`Miss`.
     """
     if CODES.setdefault(code, meaning) != meaning:
         raise ValueError(f"code: {code!r} already means {CODES[code]!r}, got {meaning!r}")

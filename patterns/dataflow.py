@@ -25,10 +25,11 @@ from tilewright.codegen.targets import Target
 from tilewright.patterns import effects
 from tilewright.patterns.effects import Dim, Effect, Size
 
-# The note of a write whose window is unknown: the memory is viewed as another dtype or shape.
+# `Store.note` of a write whose window is unknown, as the memory is viewed as another dtype or
+# shape.
 REINTERPRETED = "a reinterpreting view"
 WRAPPED = "a tensor subclass"
-#: In the `meta` of nodes that stand for a part of a call that is spelled out.
+#: Key in the `meta` of nodes that were inserted to spell out a library operator's call.
 STANDS_IN = "tilewright_stands_in"
 
 
@@ -37,7 +38,7 @@ class Value:
     """One tensor, computed once.
 
     op: `input` and `constant` (placeholders; a constant is a Parameter), `store` (an in-place
-        write), `cast`, an ATen name such as `aten.linear`, or `opaque:<target>` for the unknown.
+        write), `cast`, an ATen name such as `aten.linear`, or `opaque:<target>` for other calls.
     args: operands in ATen's order: views, numbers, strings, None, or tuples of them.
     shape, dtype, device: of the result; sizes are ints or sympy expressions.
     node: the graph's node that computes it. position: its place in program order.
@@ -118,9 +119,11 @@ def remembering() -> Iterator[None]:
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
-    """Caches a function of values and views that reads only what these are computed from.
+    """Caches a function of values and views. The function must read only its arguments and the
+    values that they are computed from.
 
-    Results are kept within :func:`remembering`, not on the values, which would then be kept alive.
+    Results are kept while :func:`remembering` lasts. They are not kept on the values, because that
+    would keep the values alive.
     """
 
     @wraps(function)
@@ -161,7 +164,7 @@ class View:
             return False
 
     def through(self, effect: Effect) -> View:
-        """Returns the view of this view that `effect` describes."""
+        """Returns the part of this view that `effect` selects."""
         return View(self.value, effects.compose(effect, self.effect))
 
     @property
@@ -196,7 +199,7 @@ class View:
         """Returns the part of an element-wise value's operand that this view of the value
         corresponds to.
 
-        Raises InexpressibleError if it does not broadcast to the value's shape.
+        Raises InexpressibleError if the operand does not broadcast to the value's shape.
         """
         wide = operand.expand(*self.value.shape)
         return wide if self.is_whole else wide.through(self.effect)
@@ -207,8 +210,8 @@ class Computed:
     """A small expression that the rewriter adds to the graph, e.g. page * page_size + offset.
 
     function: a function of tensors that the graph may call, a name that
-        `compiler.rewrite.materialise` knows, or a fused op's name. operands, options (the call's
-        keywords): views, numbers, more of these.
+        `compiler.rewrite.materialise` knows, or a fused op's name.
+    operands, options (the call's keywords): views, numbers, or other Computed.
     """
 
     function: str | Callable[..., Any]
@@ -218,10 +221,10 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """A piece of storage, known by the node whose tensor spans it.
+    """A region of storage, identified by the node whose tensor spans it.
 
     root: the placeholder, or the node that allocated it. strides, offset: of the root's tensor, in
-    elements. storage: equal for memories that alias.
+    elements. storage: a number, equal for memories that alias.
     """
 
     root: fx.Node
@@ -245,8 +248,8 @@ class Store:
     kind: how the user spelled it (`index_copy_`, `setitem`, ...).
     dtype: of the written-to view; differs from the memory's if that is viewed as another dtype.
     accumulate: adds instead of overwriting.
-    along: a dimension of the target that the index tensors' first dimension walks as well: row i of
-        it has its own slots, as in `scatter_`. It is not one of the "other dimensions".
+    along: a target dimension that the index tensors' first dimension also runs over, as in
+        `scatter_`: row i has slots of its own. `source` does not list it as an "other dimension".
     """
 
     memory: Memory
@@ -295,7 +298,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def is_in_package(node: fx.Node, package: str) -> bool:
-    """Whether code in a folder of this name, a library's, called for a node."""
+    """Whether a library's code made a node: its trace has a file in a folder of this name."""
     trace = node.meta.get("stack_trace") or ""
     return f"/{package}/" in trace.replace("\\", "/")
 
@@ -307,8 +310,7 @@ _FRAME = re.compile(
 
 
 def lines_of(trace: str) -> dict[tuple[str, int], str]:
-    """Returns the line of code, or "", of every (file, line) that a trace names, outermost
-    first."""
+    """Returns the code of every (file, line) in a trace, outermost first; "" where it has none."""
     return {(file, int(line)): code for file, line, _, code in _FRAME.findall(trace)}
 
 
@@ -346,8 +348,8 @@ def iter_views(args: Any) -> Iterator[View]:
 def upstream(
     value: Value, reach: int, through: Callable[[Value], bool] = lambda value: True
 ) -> Iterator[Value]:
-    """Yields `value` and the values that it is computed from, nearest first, each once, at most
-    `reach`. Does not go past values that `through` refuses."""
+    """Yields `value` and the values that it is computed from, nearest first, each once. Yields at
+    most `reach` values, and does not go past values that `through` refuses."""
     found, seen = [value], {value}
     for count, item in enumerate(found):  # grows in the loop
         if count == reach:
@@ -367,11 +369,11 @@ class Dataflow:
     values: in program order. users: the readers of a value. views: each node's tensor, as it was
     when the node ran. outputs: the views that the graph returns. homes: see :meth:`home`. opaque:
     calls with unknown writes: all tensors count as written there. failed: nodes that could not be
-    read, each with the reason; they count as reading and writing anything. storage_of: the number
-    of a fake tensor's storage, equal for tensors that may share memory. reshaped: storages of
-    tensors whose shape, strides or storage change in place (`set_`). same_size: whether two sizes
-    are equal; for symbols this adds a guard to the compiled code. target: the chip that the graph
-    is compiled for; None if it is unknown.
+    read, each with the reason; they count as reading and writing anything. storage_of: returns the
+    number of a fake tensor's storage, equal for tensors that may share memory. reshaped: storages
+    of tensors whose shape, strides or storage change in place (`set_`). same_size: returns whether
+    two sizes are equal; for symbols this adds a guard to the compiled code. target: the chip that
+    the graph is compiled for; None if it is unknown.
     """
 
     graph: fx.Graph
@@ -399,7 +401,8 @@ class Dataflow:
         through: Callable[[Value], bool] = lambda value: True,
     ) -> list[Value]:
         """Returns `value` and the values computed from it through values that `through` accepts,
-        nearest first: at most `reach`, None for all. Refused values are left out."""
+        nearest first. Leaves out refused values. reach: the maximum number of values; None for
+        all."""
         found, seen = [value], {value}
         for item in found:  # grows in the loop
             for user in self.users.get(item, ()):
@@ -409,7 +412,7 @@ class Dataflow:
         return found
 
     def only_user(self, value: Value) -> Value | None:
-        """Returns the only value that reads another; None if several do, or if the graph returns
+        """Returns the only value that reads `value`; None if several do, or if the graph returns
         it."""
         users = dict.fromkeys(self.users.get(value, ()))
         return next(iter(users)) if len(users) == 1 and value not in self.output_values else None
@@ -466,8 +469,8 @@ class Dataflow:
         return found
 
     def written_back(self, value: Value) -> Iterator[Value]:
-        """Yields the in-place writes of exactly a value, such as the end of `x[...] += y` and
-        `dist.all_reduce(x)`."""
+        """Yields the in-place writes whose source is exactly this value, such as the end of `x[...]
+        += y` and `dist.all_reduce(x)`."""
         for user in self.users.get(value, ()):
             if user.store is not None and user.store.source == value.whole:
                 yield user

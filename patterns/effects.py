@@ -29,7 +29,7 @@ class InexpressibleError(ValueError):
 class Atom(NamedTuple):
     """`length` indices along base axis `axis`, `step` apart; `axis` None repeats one element.
 
-    A step is a symbol only if tokens are split by one, e.g. [B*S] -> [B, S].
+    A step is symbolic only where tokens are split by a symbol, e.g. [B*S] -> [B, S].
     """
 
     axis: int | None
@@ -83,7 +83,7 @@ def _identity(shape: tuple[Size, ...]) -> Effect:
 
 
 def is_identity(effect: Effect, base_shape: Sequence[Size]) -> bool:
-    """Whether `effect` selects the whole base, in its own shape."""
+    """Whether `effect` selects the whole base, in the base's shape."""
     return effect == identity(base_shape)
 
 
@@ -116,7 +116,7 @@ def once(dims: Iterable[Dim]) -> tuple[Dim, ...]:
 
 
 def divides(divisor: Size, size: Size) -> Size | None:
-    """Returns size / divisor if it certainly divides, else None."""
+    """Returns size / divisor if the divisor certainly divides the size, else None."""
     if size == divisor:
         return 1
     if isinstance(size, int) and isinstance(divisor, int):
@@ -136,7 +136,7 @@ def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
         return effect
     if 0 in sizes and 0 in effect.shape:
         return Effect(tuple(() if n == 1 else (Atom(None, 0, n),) for n in sizes), effect.start)
-    # Innermost first: the stack of atoms that are not used yet.
+    # The stack of atoms that are not used yet, with the innermost on top.
     pending = [atom for dim in effect.dims for atom in dim]
     dims: list[Dim] = []
     for size in reversed(sizes):
@@ -158,7 +158,7 @@ def regroup(effect: Effect, sizes: Sequence[Size]) -> Effect:
         dims.append(_take_inner(pending, left.pop()))
     if len(pending) > 1:
         raise InexpressibleError(f"cannot view {effect.shape} as {tuple(sizes)}")
-    for atom in pending:  # the sizes that are left are all that the one atom is split into
+    for atom in pending:  # the one atom left is split into the remaining sizes
         step = atom.step
         while left:
             dims.append(coalesce([Atom(atom.axis, step, left[-1])]))
@@ -300,8 +300,8 @@ def compose(outer: Effect, inner: Effect) -> Effect:
 
 
 def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, list[Atom]] | None:
-    """Returns, by the atom's id, the digits of a merged dimension that every atom of the outer
-    effect walks; adds to `start`. None if sizes are symbols, or if an index would carry over."""
+    """Returns the atoms of a merged dimension that each atom of the outer effect walks, by the
+    outer atom's id; adds to `start`. None if sizes are symbols, or if an index would carry over."""
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
     first = outer.start[axis]
     numbers = [first, *(n for a in (*dim, *taken) for n in (a.length, a.step))]
@@ -339,9 +339,9 @@ def split_index(index: int, digits: Sequence[Digit]) -> list[int]:
 
 
 def split_atom(atom: Atom, digits: Sequence[Digit], reach: list[int]) -> list[Atom] | None:
-    """Returns the atoms that one atom along the index walks on each digit, outermost first like
-    `digits`; adds to `reach` how far each digit is walked. None if its steps do not split into
-    steps of the digits."""
+    """Returns, for each digit, the atom with which one atom along the index walks the digit,
+    outermost first like `digits`. Adds to `reach` how far each digit is walked. None if the atom's
+    steps do not split into steps of the digits."""
     step, left = atom.step, atom.length
     found: list[Atom] = []
     for at in range(len(digits) - 1, -1, -1):
@@ -367,7 +367,7 @@ def split_atom(atom: Atom, digits: Sequence[Digit], reach: list[int]) -> list[At
 def _through(
     atom: Atom, outer: Effect, axes: list[Dim], start: list[Size], shifted: set[int]
 ) -> Dim:
-    """Walks one atom of the outer effect through the inner dimension that it refers to."""
+    """Returns one atom of the outer effect as atoms on the axes of the inner effect's base."""
     axis = atom.axis
     assert axis is not None
     dim = axes[axis]

@@ -1,4 +1,4 @@
-"""Hints for misses, by code, for messages without a hint of their own."""
+"""Default hints of misses, by code, for misses that bring none of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewright.patterns.dataflow import scope_of
 
 # Calls whose result has the dtype of their operands, unless autocast computes them.
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
-# The number of nodes before a miss that are searched for products that autocast computed.
+# The number of nodes upstream of a miss that are searched for products that autocast computed.
 _REACH = 64
 
 

@@ -61,7 +61,7 @@ UNRECOGNISED = "UNRECOGNISED"
 
 @dataclass(frozen=True)
 class Place:
-    """A node of a graph that is not kept: its name, its module and its line of source."""
+    """A record of a node whose graph is not kept: its name, its module and its line of source."""
 
     name: str
     scope: str
@@ -72,12 +72,13 @@ class Place:
 class Miss:
     """The reason why an anchor did not become a match.
 
-    code: a stable identifier, see :data:`CODES`. message: expected and found, in the user's terms.
-    nodes: the culprits in the graph. hint: what the user can do; by default the code's own
-    (`patterns/hints.py`). count: the number of anchors it stands for. weight: `lost` or `advice`;
-    None for the code's own, see :data:`WEIGHTS`. `strict` raises, and warnings count, for `lost`
-    only. covers: the nodes of its anchors, or of the match that it was; :func:`find` adds them, and
-    a census starts from them (:class:`Sought`).
+    code: a stable identifier, see :data:`CODES`. message: what was expected and what was found, in
+    the user's terms. nodes: the nodes of the graph that caused the miss. hint: what the user can
+    do; by default the hint of the code (`patterns/hints.py`). count: the number of anchors that the
+    miss stands for. weight: `lost` or `advice`; None for the default of the code, see
+    :data:`WEIGHTS`. Under `strict`, and for warnings, only `lost` counts. covers: the nodes of the
+    anchors, or of the match that was refused; :func:`find` adds them, and a census starts from them
+    (:class:`Sought`).
     """
 
     pattern: str
@@ -117,8 +118,8 @@ class Miss:
         return place.source if place is not None else ""
 
     def without_graph(self) -> Miss:
-        """Returns the miss as text: each of `nodes` becomes a :class:`Place`, and `covers` is
-        empty."""
+        """Returns a copy that keeps no graph: each of `nodes` becomes a :class:`Place`, and
+        `covers` is empty."""
         places = tuple(Place(n.name, scope_of(n), source_of(n)) for n in self.nodes)
         made = copy(self)  # a new Miss would look for hints again, which needs nodes
         object.__setattr__(made, "nodes", places)
@@ -134,12 +135,12 @@ class Miss:
 
 @dataclass(frozen=True)
 class Result:
-    """`replaced`, a value of the user's graph, is what `effect` selects of the op's output, times
-    `factor`.
+    """An output of the fused op that takes the place of a value of the user's graph.
 
-    output: the index of the output, for an op that returns several. One op may replace several
-    values: a match has one Result for each value that others read. added: a view of the value's
-    shape and dtype to add to it; None for nothing.
+    replaced: the value. It equals what `effect` selects of the output, times `factor`, plus
+    `added`. output: the index of the output, for an op that returns several. added: a view of the
+    value's shape and dtype; None for nothing. A match has one Result for each value that others
+    read.
     """
 
     replaced: Value
@@ -152,8 +153,7 @@ class Result:
     def of_rows(
         cls, replaced: Value, made: Sequence[Size], output: int = 0, added: View | None = None
     ) -> Result:
-        """Returns the Result for a value that is a whole output, of rows [T, columns], in another
-        shape."""
+        """Returns the Result for a value that is a whole output of shape [T, columns], reshaped."""
         rows, columns = made
         if replaced.shape[1:] == (columns,):  # the number of rows may be any expression
             return cls(replaced, effects.identity(replaced.shape), output, added=added)
@@ -163,7 +163,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Parts:
-    """Some of the views of `replaced` are views of the op's output; the value itself disappears.
+    """Views of `replaced` that become views of the op's output; the value itself disappears.
 
     restate: turns an effect on `replaced` into the effect on the output that selects the same
     elements; raises InexpressibleError for elements that the output does not hold.
@@ -178,17 +178,19 @@ class Parts:
 class Match:
     """A subgraph and the fused op that takes its place.
 
-    arguments: by the schema's names: views (the rewriter builds them), numbers, strings, None.
+    arguments: by their names in the op's schema: views (the rewriter builds them), numbers,
+        strings, None.
     results: values of the graph, or parts of one, that the op's output replaces.
     absorbed: values that disappear.
     stores: the in-place writes that the op performs instead; the op takes the place of the last
         one. Without any, it takes the place of the last replaced value.
-    facts: what reports and snapshots print of the site: heads, rotation, kind of write, ...
+    facts: what reports and snapshots print about the site: heads, rotation, kind of write, ...
     scratch: in-place writes into memory that the graph made itself and that only absorbed values
         read (`y += bias`, `out[order] = y`): they vanish with the match.
     needs_kernel: leave the graph alone on a GPU for which the op has no kernel.
-    miss_weight: of the miss that it becomes if it cannot be rewritten; None for its code's own.
-    pattern, op: names of the pattern, and of the op in `torch.ops.tilewright`, or
+    miss_weight: the weight of the miss that the match becomes if it cannot be rewritten; None for
+        the default of the miss's code.
+    pattern, op: the names of the pattern, and of the op in `torch.ops.tilewright`, or
         `namespace::name`; :func:`attempt` sets them from the pattern.
     """
 
@@ -211,7 +213,7 @@ class Match:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """The nodes of everything that it replaces or performs."""
+        """The nodes of all values that the op replaces, and of all writes that it performs."""
         replaced = (result.replaced for result in self.results)
         values = (*self.absorbed, *self.stores, *self.scratch, *replaced)
         return tuple(dict.fromkeys(value.node for value in values))
@@ -263,10 +265,10 @@ def _node(culprit: Value | View | fx.Node) -> fx.Node:
 
 @contextmanager
 def as_advice(*culprits: Value | View | fx.Node) -> Iterator[None]:
-    """Makes every miss in the context advice, where the graph is as good as it is, or its purpose
-    is unknown.
+    """Turns every miss that is raised in the context into advice. Patterns use it where fusing
+    would gain nothing, or where the purpose of the nodes is unknown.
 
-    culprits: the nodes of a miss for a layout that no view expresses, which names none.
+    culprits: the nodes that the miss names if the cause is a layout that no view expresses.
     """
     try:
         yield
@@ -285,14 +287,14 @@ Kind = Literal["product", "softmax", "write", "top-k"]
 
 @dataclass(frozen=True)
 class Sought:
-    """A description of a pattern's anchors for readers, and the operations that its misses account
+    """Describes a pattern's anchors to readers, and lists the operations that its misses account
     for.
 
-    what: a line. near: the operations that come nearest if there is no anchor, by the names of
-    `patterns.dataflow`; an in-place write is a "store". before, behind: besides the anchor's own
-    nodes, a miss accounts for the first operations of these kinds upstream and downstream of it.
-    depth: how many consecutive products upstream. beside: also accounts for other products of the
-    same activation.
+    what: a description in one line. near: the operations that come nearest if there is no anchor,
+    by the names of `patterns.dataflow`; an in-place write is a "store". before, behind: a miss
+    accounts for its anchor's nodes, and also for the first operations of these kinds upstream and
+    downstream of them. depth: how many consecutive products upstream it accounts for. beside:
+    whether it also accounts for other products of the same activation.
     """
 
     what: str = ""
@@ -312,15 +314,16 @@ def sought_by(pattern: Any) -> Sought:
 class Pattern(Protocol):
     """A family of subgraphs that one op replaces.
 
-    It may also have an attribute `sought`, a :class:`Sought`, and `asked_before`, the names of
-    patterns that would otherwise take its anchors. With a true attribute `asked_last`, it comes
-    after all patterns without one. With a true attribute `optional`, the graph as it is computes as
-    well: each match `needs_kernel`, and each miss is advice.
-    A pattern with a method `asked_afterwards` is asked after all others have rewritten the graph,
-    if the method returns True for the Dataflow of the graph before that. Its anchors are the
-    tensors that fused ops read or return.
-    `speaks_for` names patterns that match nothing where this one misses: `strict` raises for its
-    misses where it names one of these.
+    These attributes are optional. `sought`: a :class:`Sought`. `asked_before`: the names of
+    patterns that would otherwise take its anchors; they are tried after it. `asked_last`: if true,
+    the pattern is tried after all patterns without this attribute. `optional`: if true, the unfused
+    graph is good enough where the op has no kernel: each match `needs_kernel`, and each miss is
+    advice. `speaks_for`: the names of patterns that match nothing where this one misses; `strict`
+    with one of these names raises for this pattern's misses.
+
+    A pattern may also have a method `asked_afterwards`, which takes the Dataflow of the graph. If
+    it returns True, the pattern is tried after all others have rewritten the graph. Its anchors are
+    the tensors that fused ops read or return.
     """
 
     @property
@@ -339,7 +342,8 @@ class Pattern(Protocol):
 
 
 def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
-    """Tries one pattern at one anchor."""
+    """Returns the match of one pattern at one anchor, or the miss that explains why there is
+    none."""
     if isinstance(anchor, Missed):
         return replace(anchor.miss, pattern=pattern.name)
     answer = _attempt(pattern, anchor, flow)
@@ -370,10 +374,10 @@ def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
 
 @dataclass(frozen=True)
 class Missed:
-    """An anchor that a pattern knows to be a miss before it matches; :func:`attempt` returns that
-    miss.
+    """An anchor that is already known to be a miss. :func:`attempt` returns that miss.
 
-    stores: the writes that a match would take. values, products: others that the miss accounts for.
+    stores: the writes that a match would take. values, products: other values that the miss
+    accounts for.
     """
 
     miss: Miss
@@ -383,12 +387,12 @@ class Missed:
 
 
 class PatternError(RuntimeError):
-    """Raised when a pattern breaks its contract, or raises something else than Reject; names the
-    pattern."""
+    """Raised when a pattern breaks its contract, or raises an exception other than Reject. The
+    message names the pattern."""
 
 
 def _checked(pattern: Pattern, answer: Any) -> Match:
-    """Checks the contract of a match; raises PatternError if it is broken."""
+    """Returns the answer if it keeps the contract of a match; raises PatternError otherwise."""
     if not isinstance(answer, Match):
         raise PatternError(
             f"pattern {pattern.name!r}: match returned {answer!r}; return a Match or reject(...)"
@@ -411,12 +415,12 @@ _REGISTRY: dict[str, Pattern] = {}
 
 
 def register(pattern: Pattern) -> Pattern:
-    """Adds a pattern. Adding the same one twice does nothing; raises ValueError for another of the
-    same name.
+    """Adds a pattern. Adding a pattern twice does nothing; raises ValueError if a pattern of
+    another type has its name.
 
     An anchor goes to the first pattern that matches. Patterns are tried in the order of
-    registration, except that those `asked_before` others come before them, and those with
-    `asked_last` come last.
+    registration, with two exceptions: a pattern comes before the patterns that its `asked_before`
+    names, and patterns with `asked_last` come last.
     """
     known = _REGISTRY.get(pattern.name)
     if known is not None and type(known) is not type(pattern):
@@ -437,7 +441,7 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
     """Returns the registered patterns in the order in which they are tried: all, those named, or
     all but those named with a leading `-`.
 
-    Raises ValueError naming an unknown pattern, or patterns that each must come before the other.
+    Raises ValueError for an unknown name, and for patterns that must each come before the other.
     """
     if names is None:
         return _in_order()
@@ -454,7 +458,7 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
 
 
 def spoken_for(name: str) -> frozenset[str]:
-    """Returns the pattern of that name, and those that its misses speak for."""
+    """Returns the name, and the names in the `speaks_for` of that pattern."""
     return frozenset((name, *getattr(_REGISTRY.get(name), "speaks_for", ())))
 
 
@@ -517,12 +521,12 @@ def find(
 
     An unexpected exception costs only that anchor: `failed` makes a miss of it.
 
-    A store goes to the first pattern that matches it and passes `check`. If a later pattern takes
-    what an earlier one missed, the earlier miss is kept, since it is more informative, unless the
-    later one also absorbs the written value: then nothing of the site is lost. A miss whose anchors
-    are all absorbed by matches is dropped for the same reason. A pattern with a true attribute
-    `takes_leftovers` is not tried at values that a match absorbs; its own matches do not absorb
-    anchors of other patterns, and drop only misses of patterns with its op.
+    A store goes to the first pattern that matches it and passes `check`. If a later pattern takes a
+    store that an earlier one missed, the earlier miss is kept, since it is more informative. It is
+    dropped if the later match also absorbs the written value, since nothing of the site is then
+    lost. For the same reason, a miss is dropped if matches absorb all its anchors. A pattern with a
+    true attribute `takes_leftovers` is not tried at values that a match absorbs. Its own matches do
+    not absorb anchors of other patterns, and drop only misses of patterns with its op.
     """
     found = Findings()
     taken: set[Value] = set()
@@ -531,8 +535,8 @@ def find(
     furthest: dict[Value, Stage] = {}
     ops: dict[int, str] = {}  # the op that each missed pattern would have inserted
     sites: dict[int, list[Value]] = defaultdict(list)
-    whole: set[Value] = set()  # fused: writes with the written values, and all between
-    by_op: dict[str, set[Value]] = defaultdict(set)  # fused by patterns that take leftovers
+    whole: set[Value] = set()  # absorbed values, and the writes of matches that absorb some
+    by_op: dict[str, set[Value]] = defaultdict(set)  # absorbed by patterns that take leftovers
     written: dict[str, set[Value]] = defaultdict(set)  # the stores that each pattern takes
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
@@ -574,8 +578,8 @@ def find(
 def _outdone(
     miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage], fused: Sequence[Set[Value]]
 ) -> bool:
-    """Whether a miss can be dropped: it saw only the write, and another pattern got further there;
-    or all of its site is fused: writes with the written values, or values that a match absorbs."""
+    """Whether a miss can be dropped: matches have fused its whole site, or the miss is only about a
+    write at which another pattern got further."""
     inside = all(any(store in values for values in fused) for store in stores)
     if stores and inside and miss.code != "INTERNAL":
         return True
@@ -619,14 +623,13 @@ def _is_empty(node: fx.Node) -> bool:
 
 
 def anchored_stores(anchor: Any) -> Iterator[Value]:
-    """Returns the in-place writes that an anchor starts from."""
+    """Yields the in-place writes that an anchor starts from."""
     items = anchor if isinstance(anchor, tuple) else getattr(anchor, "stores", (anchor,))
     return (v for v in items if isinstance(v, Value))
 
 
 def anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
-    """Returns the nodes that an anchor starts from: its own, its writes', its `values`' and
-    `products`'."""
+    """Returns the nodes of an anchor: its own, and those of its writes, `values` and `products`."""
     lists = (getattr(anchor, name, ()) for name in ("values", "products"))
     values = (*anchored_stores(anchor), *(value for listed in lists for value in listed))
     return tuple(dict.fromkeys((*_anchor_nodes(anchor), *(value.node for value in values))))

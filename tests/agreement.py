@@ -1,4 +1,4 @@
-"""Whether a compiled model is as good as the eager one, measured against float64."""
+"""Checks that a compiled model is at most as far from a float64 run as the eager model is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# One rounding of the result may fall the other way; beyond that fused must not be worse.
+# One rounding of each dtype. The fused model's error may exceed eager's by that.
 ALLOWANCE = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
@@ -20,7 +20,8 @@ ALLOWANCE = {
 
 
 def upcast(item):
-    """A float64 copy of a module or tensor; anything else as it is."""
+    """Returns a float64 copy of a module or of a floating-point tensor, a clone of any other
+    tensor, and anything else unchanged."""
     if isinstance(item, torch.nn.Module):
         return copy.deepcopy(item).to(torch.float64)
     if isinstance(item, torch.Tensor):
@@ -29,12 +30,12 @@ def upcast(item):
 
 
 def in_float64(record: Any) -> Any:
-    """A copy of a record of arguments whose tensors are float64 copies, indices clones."""
+    """Returns a copy of a record of arguments, with tensors in float64 and clones of indices."""
     return replace(record, **{f.name: upcast(getattr(record, f.name)) for f in fields(record)})
 
 
 def with_fresh_caches(record: Any) -> Any:
-    """A record of arguments whose caches are clones."""
+    """Returns a record of arguments with clones of its caches."""
     caches = {name: getattr(record, name) for name in ("k_cache", "v_cache")}
     return replace(record, **{name: t.clone() for name, t in caches.items() if t is not None})
 
@@ -50,15 +51,16 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def assert_no_worse(fused: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str):
-    """The fused result's error against float64 is no larger than eager's, plus a rounding."""
+    """Asserts that the fused result's error against float64 is at most eager's plus one
+    rounding."""
     ours, theirs = relative_error(fused, exact), relative_error(eager, exact)
     allowed = theirs + ALLOWANCE[eager.dtype]
     assert ours <= allowed, f"{what}: fused is off by {ours:.2e}, eager by {theirs:.2e}"
 
 
 def assert_as_eager(layer, make, exactly: bool):
-    """Outputs, and the arguments after the call, under eager and under the backend; `make()` gives
-    new arguments. Caches that alias each other stay so."""
+    """Compares outputs, and arguments after the call, of eager and of the backend. `make()` returns
+    new arguments. Caches that alias each other still do so in copies."""
     eager, ours = make(), make()
     torch.manual_seed(0)
     expected = layer(*eager)
@@ -72,16 +74,17 @@ def assert_as_eager(layer, make, exactly: bool):
 
 
 def flat(items) -> list[torch.Tensor]:
-    """The tensors of nested sequences."""
+    """Returns the tensors of nested sequences."""
     if isinstance(items, torch.Tensor):
         return [items]
     return [t for item in items for t in flat(item)]
 
 
 def assert_untouched(before, fused, exact, what: str):
-    """Where the float64 run left a cache alone, the fused run left every bit."""
+    """Asserts that the fused run changed no bit of a cache where the float64 run changed
+    nothing."""
     alone = exact.double() == before.double()
     assert alone.any(), f"{what}: every element was written, the test shows nothing"
-    if before.dtype.itemsize == 1:  # comparisons of eight-bit floats are not there everywhere
+    if before.dtype.itemsize == 1:  # not every device can compare 8-bit floats
         fused, before = fused.view(torch.uint8), before.view(torch.uint8)
     assert torch.equal(fused[alone], before[alone]), f"{what}: an untouched slot changed"

@@ -1,7 +1,7 @@
-"""Other users, and processes that are not this one: what tests of permissions need.
+"""Files of other users, and child processes, for tests of permissions.
 
-As root, a file can be given away and a child can be another user; as anybody else, this user is
-told to be another one.
+As root, a file can be given to another user, and a child process can run as another user. For any
+other user, the test replaces the id that this process sees as its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOBODY = 65534
 
 
 def give_away(path, monkeypatch):
-    """From now on `path` belongs to another user than the one that this process seems to be."""
+    """Makes `path` belong to another user than the one that this process seems to be."""
     if os.geteuid() == 0:
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     else:
@@ -25,14 +25,15 @@ def give_away(path, monkeypatch):
 
 
 def public_folder():
-    """A new folder that every user can reach and write to."""
+    """Returns a new folder that every user can reach and write to."""
     folder = Path(tempfile.mkdtemp(prefix="test-cache-"))
     folder.chmod(0o777)
     return folder
 
 
 def in_a_child(function, *arguments, user=None):
-    """What `function` returns in a forked process; one of user `user` where this one is root."""
+    """Returns what `function` returns in a forked process. If this process is root, the fork runs
+    as `user`."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
 

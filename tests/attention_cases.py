@@ -1,4 +1,4 @@
-"""Calls of the MLA attention core, and what they mean in float64."""
+"""Calls of the MLA attention core, and their exact results in float64."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def attention_spec(problem: AttentionProblem, config: PrefillConfig, key_stride: int) -> KernelSpec:
-    """The kernel of a problem on SM90 whose tensors are aligned, and no stride of which 16 divides
-    but that of keys. key_stride: from key to key."""
+    """Returns the kernel of a problem on SM90. All tensors are aligned, and only the stride between
+    keys is a multiple of 16. key_stride: the stride from key to key."""
     rows, index = Operand(problem.dtype), Operand("i32") if problem.ragged else None
     operands: dict[str, Operand | None] = dict.fromkeys(p.tensor for p in ATTENTION.pointers)
     operands |= {"q": rows, "q_rope": rows, "k": Operand(problem.dtype, (key_stride,)), "v": rows}
@@ -41,7 +41,8 @@ def attention_spec(problem: AttentionProblem, config: PrefillConfig, key_stride:
 
 @dataclass(frozen=True)
 class Case:
-    """queries, keys: of each sequence; dense where `dense`, all alike then."""
+    """A call of the core. queries, keys: their numbers for each sequence. dense: the call has no
+    offsets; all sequences then have equal numbers."""
 
     name: str
     queries: tuple[int, ...] = (37,)
@@ -57,13 +58,13 @@ class Case:
 
 
 def prefix(case: Case) -> dict[str, Any]:
-    """Queries are the last of their sequence's keys."""
+    """Returns options with which the queries are at the last keys of their sequence."""
     starts = [k - q for q, k in zip(case.queries, case.keys, strict=True)]
     return {"query_starts": torch.tensor(starts, dtype=torch.int32)}
 
 
 def call_of(case: Case, seed: int = 0, device: str = "cpu") -> AttentionCall:
-    """Random operands, views as callers have them."""
+    """Returns a call with random operands, which are views with the layouts that callers have."""
     torch.manual_seed(seed)
     total_q, total_k = sum(case.queries), sum(case.keys)
     wide = torch.float32 if case.dtype == FP8 else case.dtype
@@ -94,12 +95,12 @@ def call_of(case: Case, seed: int = 0, device: str = "cpu") -> AttentionCall:
 
 
 def performed(steps, machine):
-    """What steps give on a machine."""
+    """Returns the outcome of steps on a machine."""
     return drive(steps, machine).outcome
 
 
 def attend(a: AttentionCall, machine: Any = None) -> tuple[torch.Tensor, ...]:
-    """(out,) or (out, lse) of a call; on its GPU, or on the machine given."""
+    """Returns (out,) or (out, lse) of a call, computed on its GPU or on the given machine."""
     machine = machine or machine_of(a.q.device)
     return performed(attention_steps(a, machine.target), machine).result
 
@@ -113,7 +114,7 @@ def with_options(case: Case, **options: Any) -> Case:
 
 
 def exact(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in float64, sequence by sequence; NaN where no sequence has the token."""
+    """Computes (out, lse) in float64, sequence by sequence; NaN for tokens that belong to none."""
     q, k, v = (t.flatten(0, -3).double() for t in (a.q, a.k, a.v))
     rows = a.q.shape[-3] if not a.ragged else 0
     out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=torch.float64, device=q.device)

@@ -1,4 +1,4 @@
-"""Makes the shared models importable as `tests.models` wherever pytest is started."""
+"""Settings and fixtures of all tests. Makes the shared models importable as `tests.models`."""
 
 import functools
 import gc
@@ -11,35 +11,36 @@ from traceback import StackSummary
 
 import pytest
 
-# The process that hands out the tests to workers imports no torch: they start earlier.
-if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are in each other's way
+# pytest-xdist's main process does not import torch, so that its workers start earlier.
+if "PYTEST_XDIST_WORKER" in os.environ:
     import torch
 
-    torch.set_num_threads(1)
-    # Many tests start processes, which compile all that they import where no byte code is kept.
+    torch.set_num_threads(1)  # there is a worker for each core
+    # Many tests start processes. Without byte code, each would compile everything that it imports.
     sys.dont_write_bytecode = False
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The ops' references are tested here, on the CPU.
 os.environ.setdefault("TILEWRIGHT_EVERYWHERE", "1")
 
-# Inductor compiles a program for each instruction set that the processor says it has.
+# Without this, Inductor compiles a test program for each vector instruction set of the processor.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# Dynamo makes many short-lived objects beside a large heap, which the collector reads each time,
-# and which Dynamo has it read after each compilation.
+# Dynamo makes many short-lived objects beside a large heap. The garbage collector would read the
+# whole heap often, and Dynamo would also start it after each compilation.
 gc.set_threshold(100_000, 20, 20)
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
-# pytest listens to every logger that does not propagate; one that listens to this has torch write
-# each graph and guard of each compilation as JSON.
+# pytest adds a handler to every logger that does not propagate. With a handler on this logger,
+# torch would write each graph and guard of each compilation as JSON.
 logging.getLogger("torch.__trace").propagate = True
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def pytest_collection_finish(session):
-    """Modules and tests stay: a tenth of a second less for every collection."""
+    """Excludes modules and tests from garbage collection, which makes every collection a tenth of a
+    second shorter."""
     gc.collect()
     gc.freeze()
 
@@ -49,10 +50,11 @@ def pytest_runtest_setup(item):
 
 
 def quicken_dynamo():
-    """Dynamo times the guards of each compilation with cold caches, for its log, a tenth of what
-    compiling a small model costs; writes all of its and Inductor's settings into it, each change
-    of an object with all places that made it, the function's name beside each call, for which it
-    reads whole files, and the line of the model beside each guard."""
+    """Turns off parts of Dynamo that only write its log. For the log, Dynamo times the guards of
+    each compilation with cold caches, which takes a tenth of the time to compile a small model. It
+    also logs all settings of Dynamo and Inductor, each change of an object with the places that
+    made it, the name of the function of each call (for which it reads whole files), and the model's
+    line beside each guard."""
     guards = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *arguments: 0.0
@@ -75,8 +77,8 @@ def quicken_dynamo():
 
 
 def _read_quickly(unset, original):
-    """Torch's settings, of which Dynamo reads one at every instruction: where nothing but the
-    default and a value that was set decide one, nothing else is asked."""
+    """Returns a faster way to read torch's settings, since Dynamo reads one at every instruction.
+    If only the default and a value set by the user decide a setting, nothing else is looked at."""
     known = {}
 
     def decides_itself(entry):
@@ -103,7 +105,8 @@ def _read_quickly(unset, original):
 
 
 def _kept_by_place(original):
-    """How a line of code is shown, kept for the nodes of graphs, of which each shows its stack."""
+    """Returns `format_frame_summary` with a cache. Each node of a graph formats its whole stack,
+    and most nodes have the same frames."""
     known = {}
 
     @functools.wraps(original)
@@ -126,7 +129,7 @@ StackSummary.format_frame_summary = _kept_by_place(StackSummary.format_frame_sum
 
 @pytest.fixture
 def fresh_dynamo():
-    """Nothing compiled, nothing reported, no gradients."""
+    """Starts a test with nothing compiled, without reports, and under `no_grad`."""
     import torch
 
     from tilewright.compiler import backend
@@ -139,7 +142,8 @@ def fresh_dynamo():
 
 @pytest.fixture
 def graphs_kept(monkeypatch):
-    """Reports of compilations keep their graphs, so that one trace is both run and looked at."""
+    """Makes reports of compilations keep their graphs, so that a test can both run a model and look
+    at its graph with one trace."""
     from tilewright.compiler.report import GraphReport
 
     monkeypatch.setattr(GraphReport, "without_graphs", lambda report: report)

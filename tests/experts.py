@@ -1,4 +1,4 @@
-"""What tests of `fused_moe` and `grouped_matmul` share."""
+"""Helpers of the tests of `fused_moe` and `grouped_matmul`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tilewright.codegen.targets import SM100
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 
-# Few programs, so that the interpreter is done soon: each takes several tiles.
+# Few multiprocessors mean few programs with several tiles each, so the interpreter finishes soon.
 SMALL_SM100 = replace(SM100, num_sms=3)
-# One rounding of the result, where the weights need none.
+# One rounding of the result, for weights that are not rounded.
 ONE_ROUNDING = {
     torch.bfloat16: Tolerance(2.0**-8, 2.0**-16),
     torch.float16: Tolerance(2.0**-11, 2.0**-16),
@@ -22,7 +22,8 @@ WIDENED = {"x", "x_scale", "bias", "expert_weights", "gate_bias", "up_bias", "do
 
 
 def as_double(a):
-    """The call whose reference computes in float64; codes stay codes."""
+    """Returns the call with float64 tensors, so that its reference computes in float64. Codes stay
+    codes."""
     given = {name: value for name, value in vars(a).items() if name in WIDENED}
     wide = {n: v.double() for n, v in given.items() if v is not None and v.element_size() > 1}
     if isinstance(a, GroupedMatmulArguments):
@@ -31,6 +32,6 @@ def as_double(a):
 
 
 def dequantized(weight, dtype):
-    """The weights of all experts, [E, N, K] in dtype."""
+    """Returns the dequantised weights of all experts, [E, N, K] in `dtype`."""
     experts = range(weight.shape[0])
     return torch.stack([weight.expert(e, dtype).dequantize(dtype) for e in experts])

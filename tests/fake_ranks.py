@@ -1,4 +1,5 @@
-"""The first of two ranks that are not there: torch's fake process group moves nothing."""
+"""Makes this process the first of two ranks, without the second: torch's fake process group
+transfers nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-#: The mesh of both ranks, while the fixture is in use.
+#: Holds the mesh of both ranks while the fixture is in use.
 MESH: list[object] = []
 
 

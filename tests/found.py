@@ -1,4 +1,5 @@
-"""What a report says of the patterns that a test is about; of others it may say what it likes."""
+"""Selects the matches and misses of a report by pattern, so that a test ignores all other
+patterns."""
 
 from __future__ import annotations
 
@@ -13,33 +14,34 @@ from tilewright.patterns import language
 
 
 def matches_of(report: Any, *names: str) -> list:
-    """The matches of a report (`reports()[-1]`, or what `lower` gives) by the patterns named.
+    """Returns the matches of a report (`reports()[-1]`, or the result of `lower`) by the named
+    patterns.
 
-    names: patterns, families, which are folders of `patterns/`: "qkv" for all patterns in it, or
-    ops: "fused_moe" for all patterns that put it in place.
+    names: names of patterns; of families, which are folders of `patterns/` ("qkv" stands for all
+    patterns in it); or of ops ("fused_moe" stands for all patterns that insert it).
     """
     patterns = patterns_of(*names)
     return [site for site in report.matches if site.pattern in patterns]
 
 
 def patterns_in(report: Any, *names: str) -> list[str]:
-    """The pattern of each of these matches."""
+    """Returns the pattern of each match by the named patterns."""
     return [site.pattern for site in matches_of(report, *names)]
 
 
 def misses_of(report: Any, *names: str) -> list:
-    """The misses by the patterns named, or in families; "capture" for what Dynamo did not see."""
+    """Returns the misses by the named patterns or families; "capture" stands for graph breaks."""
     patterns = patterns_of(*names)
     return [miss for miss in report.misses if miss.pattern in patterns]
 
 
 def codes_of(report: Any, *names: str) -> set[str]:
-    """The codes of these misses."""
+    """Returns the codes of the misses by the named patterns."""
     return {miss.code for miss in misses_of(report, *names)}
 
 
 def patterns_of(*names: str) -> set[str]:
-    """The patterns of some families, or for some ops; what names neither is a pattern."""
+    """Returns the patterns of families and of ops. Any other name is that of a pattern."""
     families: dict[str, set[str]] = {}
     ops: dict[str, set[str]] = {}
     for pattern in language.registered():
@@ -53,7 +55,8 @@ def patterns_of(*names: str) -> set[str]:
 
 
 def counting(points: list[Point]) -> Callable[..., Any]:
-    """tilewright's backend, which also adds the census of each graph to `points`."""
+    """Returns tilewright's backend, extended so that it adds the census of each graph to
+    `points`."""
 
     def backend(gm: fx.GraphModule, inputs: Any, **given: Any) -> Callable[..., Any]:
         compiled = tilewright(gm, inputs, **given)
@@ -64,6 +67,7 @@ def counting(points: list[Point]) -> Callable[..., Any]:
 
 
 def assert_accounted(points: list[Point]) -> None:
-    """Every point of a census has a match, a miss or a reason why it is of no interest."""
+    """Asserts that every point of a census has a match, a miss, or a reason why it is of no
+    interest."""
     assert points
     assert Census(tuple(points)).unaccounted == ()

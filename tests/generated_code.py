@@ -1,4 +1,5 @@
-"""What Inductor would run, without compiling the loops of it: a C++ compiler takes 2 s for each."""
+"""Captures the code that Inductor generates, without compiling its C++ loops, each of which would
+take 2 s."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def _not_compiled(*arguments: Any, **options: Any) -> Callable[..., None]:
 
 
 def generated_code(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """The Python that Inductor generates for one call of a compiled function, whose loops are not
-    compiled: the call ends at the first of them, or at its end where there is none."""
+    """Returns the Python code that Inductor generates for one call of a compiled function. The
+    loops are not compiled, so the call ends at the first loop, or normally if there is none."""
     call = function
 
     def until_a_loop(*arguments: Any, **options: Any) -> None:

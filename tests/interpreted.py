@@ -1,4 +1,4 @@
-"""The steps of a call performed without a GPU: kernels on Triton's interpreter."""
+"""Performs the steps of a call without a GPU, with kernels on Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from tilewright.ops.runtime.program import (
 
 @lru_cache(maxsize=128)
 def interpreted(spec):
-    """The spec's kernel on Triton's interpreter, which rewrites a kernel when it is first run."""
+    """Returns the spec's kernel for Triton's interpreter, which rewrites a kernel at its first
+    run."""
     return load_interpreted(spec)
 
 
@@ -37,8 +38,8 @@ def interpreted(spec):
 class Interpreter:
     """Performs steps on the CPU; memory that nothing filled holds NaN, or the largest integer.
 
-    kernels: names of the launched kernels in order. runs: False: they are named, and not run.
-    peers: what ranks share, None where they share nothing.
+    kernels: names of the launched kernels, in order. runs: if False, kernels are recorded but not
+    run. peers: the memory that ranks share; None if they share none.
     """
 
     target: Target = field(default_factory=lambda: replace(SM90, num_sms=3))
@@ -80,14 +81,16 @@ class Interpreter:
 
 
 def view_of(value):
-    """How a kernel sees a tensor: its dtype, shape and strides; None of a number."""
+    """Returns a tensor's dtype, shape and strides, which is all that a kernel sees; None for a
+    number."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride()
     return None
 
 
 def argument(value, view):
-    """What the interpreter is given: a repeated launch has addresses in place of tensors."""
+    """Returns the argument for the interpreter. A repeated launch has addresses instead of
+    tensors."""
     if view is None or isinstance(value, torch.Tensor):
         return value
     dtype, shape, strides = view
@@ -99,29 +102,29 @@ def argument(value, view):
 
 
 def filled(tensor):
-    """The tensor with numbers that show where nothing is written."""
+    """Fills a tensor with numbers that show where nothing was written."""
     if tensor.dtype.is_floating_point:
         return tensor.fill_(torch.nan)
     return tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
 def steps_of(op: FusedOp, arguments, target: Target) -> Steps:
-    """Of the lowering that a GPU would take."""
+    """Returns the steps of the lowering that a GPU would use."""
     lowering = op.choose("cuda", arguments).lowering
     assert lowering.build is not None, f"{op.name} is computed by its reference"
     return fused_op.loaded(lowering.build)(arguments, target)
 
 
 def interpret(op: FusedOp, arguments, target: Target = SM90, num_sms: int = 3) -> Program:
-    """The program of a call, performed by the interpreter."""
+    """Performs a call on the interpreter, and returns its program."""
     machine = Interpreter(replace(target, num_sms=num_sms))
     return drive(steps_of(op, arguments, machine.target), machine)
 
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Ops run on CPU tensors as on a GPU, on the interpreter: `calls.Calls(op,
-    "cuda")` finds it."""
+    """Makes ops run on CPU tensors as they would on a GPU, with kernels on the interpreter. Calls
+    made by `calls.Calls(op, "cuda")` use it."""
     machine = Interpreter()
     monkeypatch.setattr(calls, "machine_of", lambda device: machine)
     return machine

@@ -1,8 +1,9 @@
-"""Every kernel that an audit, an op's cases or a kept benchmark asks for, by what asks for it.
+"""Lists every kernel that an audit case, an op's case or a benchmark needs, by the name of the
+case.
 
-The net under the kernels: which specs each labelled case gets, and what is emitted for each spec,
-as short hashes. Neither depends on where a file of this repository lies, so that moving code is
-seen to change no kernel.
+The kernel net has short hashes of the specs that each named case gets, and of the source that is
+emitted for each spec. No hash depends on the path of a file in this repository, so moving code
+changes none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
-# All that the net knows of where things are.
+# All places of this repository that the net depends on.
 from tilewright.codegen.emit import emit, emitter_fingerprint
 from tilewright.codegen.emit.source import fingerprint
 from tilewright.codegen.qkv.plan import fused_choice, library_choice, ranked
@@ -43,13 +44,13 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 NET_TARGETS = ("sm90", "sm100")
 DIGITS = 8
 ALIGNED = 512  # bytes
-# label -> its kernels, or why there are none.
+# The name of a case -> its kernels, or the reason why there are none.
 Found = dict[str, Sequence[KernelSpec] | str]
 
 
 @cache
 def spec_hash(spec: KernelSpec) -> str:
-    """Of the spec's JSON but for `template`, which says where the kernel's text lies."""
+    """Hashes the spec's JSON without `template`, which is the path of the kernel's source."""
     values = json.loads(spec.to_json())
     del values["template"]
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
@@ -57,9 +58,10 @@ def spec_hash(spec: KernelSpec) -> str:
 
 
 def source_hash(spec: KernelSpec) -> str:
-    """Of the emitted file's syntax tree without docstrings, the kernel called as in its template.
+    """Hashes the emitted file without docstrings, with the kernel named as in its template.
 
-    The tree is hashed as Python prints it: its dump differs between Python's releases.
+    The syntax tree is hashed as `ast.unparse` prints it, since `ast.dump` differs between Python's
+    releases.
     """
     tree = ast.parse(emit(spec))
     for node in ast.walk(tree):
@@ -83,13 +85,13 @@ def text_hash(template: str) -> str:
 
 
 def own_ops() -> list[FusedOp]:
-    """The ops of this project: other tests register examples of users' ops."""
+    """Returns the ops of this project. Other tests register examples of users' ops."""
     return [op for op in all_ops() if op.namespace == "tilewright"]
 
 
 @cache
 def quick_cases(target: str) -> Found:
-    """Of the audits and of the ops' own cases. Not to be changed."""
+    """Returns the audit cases and the ops' own cases. The result is cached: do not change it."""
     found: Found = {}
     for case in audit_cases(TARGETS[target]):
         _add(found, f"audit, {case.name}", [case.spec])
@@ -102,7 +104,7 @@ def quick_cases(target: str) -> Found:
 
 
 def all_cases(target: str) -> Found:
-    """With the shapes of the benchmarks."""
+    """Returns the cases of `quick_cases` and those with the shapes of the benchmarks."""
     found = dict(quick_cases(target))
     for label, op, arguments in benchmark_calls():
         _add(found, f"benchmark, {label}", _planned(op, arguments, target))
@@ -123,8 +125,9 @@ def _add_all(found: Found, more: Iterator[tuple[str, Sequence[KernelSpec]]]) -> 
 
 
 def placed(a: Any) -> Any:
-    """The arguments at addresses that are the same in every process, relative to each other: one
-    storage after the other, aligned as a GPU's allocator does it. Kernels depend on them."""
+    """Returns the arguments at addresses that have the same distances in every process: storages
+    follow each other, aligned as by a GPU's allocator. Kernels depend on the alignment of
+    addresses."""
     given = {name: t for name, t in vars(a).items() if isinstance(t, torch.Tensor) and t.numel()}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in given.values()}
     sizes = {key: -(-storage.nbytes() // ALIGNED) * ALIGNED for key, storage in storages.items()}
@@ -147,12 +150,12 @@ def placed(a: Any) -> Any:
 def _planned(op: FusedOp, arguments: Any, target: str) -> Sequence[KernelSpec] | str:
     try:
         return op.plan_for(arguments, target).specs
-    except Exception as error:  # that there is no plan belongs to the case
-        return type(error).__name__  # its words are Python's, and differ
+    except Exception as error:  # the case records that there is no plan
+        return type(error).__name__  # messages differ between Python's releases
 
 
 def forced_qkv(target: str) -> Iterator[tuple[str, Sequence[KernelSpec]]]:
-    """Each lowering that a QKV projection could take, with the best config of its kind."""
+    """Yields each lowering that a QKV projection could use, with the best config of its kind."""
     op, chip = get_op("fused_qkv_paged"), TARGETS[target]
     for case in op.cases:
         a = placed(op.sample_inputs(case))
@@ -172,12 +175,13 @@ def forced_qkv(target: str) -> Iterator[tuple[str, Sequence[KernelSpec]]]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """What asks for a GPU's memory gets none: benchmarks make their arguments on the GPU."""
+    """Makes tensors for a GPU on the meta device, since benchmarks make their arguments on the
+    GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.bincount:  # its length depends on values
+        if func is torch.bincount:  # the length of its result depends on values
             return args[0].new_zeros(kwargs["minlength"] if kwargs else 0)
         if func is torch.Tensor.cuda:
             return args[0].to("meta")
@@ -195,7 +199,7 @@ def _off_gpu(value: Any) -> Any:
 
 @contextmanager
 def _benchmark_imports() -> Iterator[None]:
-    """The scripts import each other by their bare names."""
+    """Lets the benchmarks import each other by their bare names."""
     before = set(sys.modules)
     sys.path.insert(0, str(BENCHMARKS))
     try:
@@ -209,7 +213,7 @@ def _benchmark_imports() -> Iterator[None]:
 
 @cache
 def benchmark_calls() -> list[tuple[str, FusedOp, Any]]:
-    """(label, op, arguments without memory) of every shape in the benchmarks' tables."""
+    """Yields (label, op, arguments on the meta device) of every shape in the benchmarks' tables."""
     families = (_qkv, _quantized, _lora, _moe, _grouped, _quantizer, _mla)
     with _benchmark_imports(), _OnMeta():
         return [call for family in families for call in family()]
@@ -219,7 +223,7 @@ Calls = Iterator[tuple[str, FusedOp, Any]]
 
 
 def _at_counts(label: str, op: FusedOp, make: Callable[[int], Any], counts: Sequence[int]) -> Calls:
-    """One call with any number of tokens, then one of each static number."""
+    """Yields one call with any number of tokens, then one call for each static number."""
     yield f"{label}, any T", op, make(counts[0])
     for tokens in counts:
         yield f"{label}, T={tokens}", op, replace(make(tokens), static_tokens=True)
@@ -298,7 +302,8 @@ def _lora() -> Calls:
 
 
 class _Noting:
-    """Stands for `FusedOp.plan_for` where a benchmark asks for one target only."""
+    """Replaces `FusedOp.plan_for` in benchmarks that ask for one target only, and records the
+    calls."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[FusedOp, Any]] = []
@@ -375,7 +380,7 @@ def _mla() -> Calls:
 
 
 def attention_cores(target: str) -> Iterator[tuple[str, Sequence[KernelSpec]]]:
-    """MLA's attention alone, which is no op."""
+    """Yields the cases of MLA's attention core, which is not an op by itself."""
     with _benchmark_imports(), _OnMeta():
         import mla
 

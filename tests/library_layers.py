@@ -1,5 +1,5 @@
-"""Layers of a quantisation library's linears, beside eager and float64: projections with a cache
-write, and a gated MLP."""
+"""Layers made of a quantisation library's linears (projections with a cache write, and a gated
+MLP), and comparisons of them with eager and float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS = {"q": 4, "k": 2, "v": 2}
 
 
 def run(model: nn.Module, *args: Any, **options: Any):
-    """(result and arguments) compiled, and eager."""
+    """Returns (result, arguments after the call) of the compiled layer, and of the eager layer."""
     ours, eager = cloned(args), cloned(args)
     options = {"inner": "eager", **options}
     made = torch.compile(model, backend="tilewright", options=options)(*ours)
@@ -27,7 +27,7 @@ def run(model: nn.Module, *args: Any, **options: Any):
 
 
 class Attention(nn.Module):
-    """Projections and a cache write. linear: makes one of rows and columns, by a seed."""
+    """Projections and a cache write. linear: makes a linear of given rows, columns and seed."""
 
     def __init__(self, linear: Linear, hidden: int) -> None:
         super().__init__()
@@ -42,13 +42,14 @@ class Attention(nn.Module):
 
 
 def attention_args(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The arguments of `Attention` for x of up to four tokens."""
+    """Returns the arguments of `Attention` for x of up to four tokens."""
     cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
     return x, torch.tensor([3, 9, 1, 6])[: len(x)], cache, cache.clone()
 
 
 def assert_attention_no_worse(ours: Any, eager: Any, exact: Mapping[str, torch.Tensor]) -> None:
-    """ours, eager: (result, arguments) of a call. exact: the projections of x [T, N] in float64."""
+    """Asserts that ours is no further from float64 than eager. ours, eager: (result, arguments) of
+    a call. exact: the projections of x, [T, N] in float64."""
     (actual, caches), (expected, theirs) = ours, eager
     q, k, v = (exact[name].unflatten(-1, (-1, HEAD_DIM)) for name in HEADS)
     assert_no_worse(actual, expected, q * 2, "q")
@@ -59,7 +60,7 @@ def assert_attention_no_worse(ours: Any, eager: Any, exact: Mapping[str, torch.T
 
 
 class Mlp(nn.Module):
-    """A gated MLP behind a residual. linear: makes one of rows and columns, by a seed."""
+    """A gated MLP with a residual. linear: makes a linear of given rows, columns and seed."""
 
     def __init__(self, linear: Linear, hidden: int, inner: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""PyTorch's attention in the place of cuDNN's: calls that go to the library run on a CPU."""
+"""Replaces cuDNN's attention by PyTorch's, so that calls which use the library run on a CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tilewright.ops.mla.attention import cudnn
 
 
 def attention(q, k, v, bias, lse, dropout, causal, *more, scale):
-    """As `aten::_scaled_dot_product_cudnn_attention`: rows of whole 16 bytes, a result laid out as
-    q is."""
+    """Stands for `aten::_scaled_dot_product_cudnn_attention`. It requires rows of a multiple of 16
+    bytes, and returns a result with the layout of q."""
     assert bias is None
     assert all(t.stride(-1) == 1 for t in (q, k, v))
     assert all(step * t.element_size() % 16 == 0 for t in (q, k, v) for step in t.stride()[:-1])
@@ -24,6 +24,6 @@ def attention(q, k, v, bias, lse, dropout, causal, *more, scale):
 
 
 def take_every_call(monkeypatch):
-    """Every call that the library can compute goes to it."""
+    """Makes every call that the library can compute use the library."""
     monkeypatch.setattr(cudnn, "library_gains", lambda *sizes: True)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attention)

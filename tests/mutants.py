@@ -35,12 +35,12 @@ RECORD = ROOT / "tests" / "mutants.json"
 LAYERS = ("codegen", "ops", "patterns", "compiler")
 #: The number of test files that import a module and are run: some modules are imported everywhere.
 MOST_FILES = 24
-#: The deselected test fails for any change of a template, whatever it computes.
+#: Options of pytest. The deselected test fails for any change of a template's text.
 PYTEST = (
     *("-x", "-q", "-p", "no:cacheprovider"),
     *("--deselect", "tests/test_kernel_net.py::test_the_source_of_a_kernel_is_what_it_was"),
 )
-#: What the tests import that is not of the repository: imported once, before the forks.
+#: Modules outside the repository that the tests import. They are imported once, before the forks.
 OTHERS_MODULES = (
     *("pytest", "_pytest.assertion.rewrite", "hypothesis", "numpy", "sympy", "networkx"),
     *("torch._dynamo", "torch._inductor.compile_fx", "triton.runtime.interpreter", "transformers"),
@@ -72,7 +72,7 @@ class Fault:
 
 
 def faults_of(file: str) -> list[Fault]:
-    """Faults of the functions of a file, in the order of their places."""
+    """Yields the faults of the functions of a file, in the order of their places."""
     text, begins = (ROOT / file).read_bytes(), [0]
     for line in text.splitlines(keepends=True):
         begins.append(begins[-1] + len(line))
@@ -88,7 +88,7 @@ def faults_of(file: str) -> list[Fault]:
 
 
 def changes(body: list[ast.stmt]) -> Iterator[tuple[ast.AST, str]]:
-    """Pairs (node, new text) of a function's statements, without its docstring."""
+    """Yields pairs (node, new text) for a function's statements, without its docstring."""
     documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     for statement in body[documented:]:
         for node in without_annotations(statement):
@@ -108,7 +108,7 @@ def without_annotations(root: ast.AST) -> Iterator[ast.AST]:
 
 
 def others(node: ast.expr) -> Iterator[ast.expr]:
-    """Variants of an expression that differ in one operator or number."""
+    """Yields variants of an expression that differ in one operator or number."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in OTHER:
             yield replaced(node, ops=[OTHER[type(op)]()])
@@ -129,8 +129,8 @@ def replaced(node: ast.expr, **parts: object) -> ast.expr:
 
 
 def tests_of(root: Path, file: str) -> list[str]:
-    """Test files for a source file: those that import its module, then those of the families that
-    have or import it."""
+    """Returns the test files for a source file: those that import its module, then those of the
+    families that contain or import it."""
     layer, *rooms, _ = Path(file).parts
     module = ".".join(Path(file).with_suffix("").parts).removesuffix(".__init__")
     parent, _, name = module.rpartition(".")
@@ -153,8 +153,9 @@ def imports(path: Path, named: re.Pattern[str]) -> bool:
 
 
 def run(root: Path, fault: Fault, limit: float, passing: set[str]) -> dict[str, object]:
-    """Result of the tests with a fault planted in a copy of the repository. passing: tests seen
-    passing without a fault, to which the one that fails is added."""
+    """Returns the result of the tests with a fault planted in a copy of the repository. passing:
+    tests that passed without a fault; a test that now fails is run again without it, and added if
+    it passes."""
     path = root / fault.file
     text = path.read_bytes()
     started, by = time.monotonic(), ""
@@ -180,7 +181,7 @@ def run(root: Path, fault: Fault, limit: float, passing: set[str]) -> dict[str, 
 
 
 def tested(root: Path, tests: list[str], limit: float) -> tuple[int | None, str]:
-    """Exit code of pytest and what it printed; None where it had to be stopped."""
+    """Returns pytest's exit code and output, or None if it had to be stopped."""
     printed = root.parent / "printed"
     child = os.fork()
     if not child:
@@ -215,7 +216,7 @@ def pytest_main(arguments: list[str]) -> int:
 
 
 def drawn(seed: int, count: int) -> list[Fault]:
-    """Random faults of all files."""
+    """Returns random faults of all files."""
     files = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
     found = [fault for path in files for fault in faults_of(str(path.relative_to(ROOT)))]
     return random.Random(seed).sample(found, count)

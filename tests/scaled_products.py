@@ -1,4 +1,4 @@
-"""Scaled products on a CPU: whether this PyTorch has one for rows, and a stand-in for blocks."""
+"""Scaled products on a CPU: a test whether PyTorch has one for rows, and a stand-in for blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 def scales_rows() -> bool:
-    """Whether it takes a scale for each row."""
+    """Whether `torch._scaled_mm` of this PyTorch takes a scale for each row on a CPU."""
     codes, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
     try:
         torch._scaled_mm(
@@ -29,7 +29,8 @@ ROW_SCALES = pytest.mark.skipif(
 
 @contextmanager
 def blocks_on_a_cpu():
-    """Within it `F.scaled_mm` multiplies by blocks on a CPU, of operands as a GPU wants them."""
+    """Makes `F.scaled_mm` multiply by blocks on a CPU, for operands with the layouts that a GPU
+    needs."""
     known = getattr(functional, "scaled_mm", None)
 
     def scaled_mm(x, weight, **options):
@@ -53,7 +54,8 @@ def _by_blocks(
     output_dtype,
     use_fast_accum,
 ):
-    """Raises AssertionError where cuBLAS would not take its arguments."""
+    """Multiplies codes with scales by blocks. Raises AssertionError for arguments that cuBLAS
+    refuses."""
     recipes = functional.ScalingType
     assert (scale_recipe_a, scale_recipe_b) == (recipes.BlockWise1x128, recipes.BlockWise128x128)
     (tokens, columns), rows = x.shape, weight.shape[1]

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 
-#: Values of one parameter. A mapping gives names to them, for the ids of tests.
+#: Values of one parameter. A mapping gives each value a name for the ids of tests.
 Axis = Mapping[str, Any] | Iterable[Any]
 
 
 def in_turn(*axes: Axis) -> list[Any]:
-    """Rows that cover each value of each axis. Their number is that of the longest axis."""
+    """Returns rows that cover each value of each axis, as many as the longest axis has values."""
     named = [_named(axis) for axis in axes]
     longest = max(map(len, named))
     return [_row([axis[row % len(axis)] for axis in named]) for row in range(longest)]
 
 
 def all_pairs(*axes: Axis) -> list[Any]:
-    """Rows that cover each pair of values of two axes, chosen greedily by new pairs."""
+    """Returns rows that cover each pair of values of two axes. They are chosen greedily by the
+    number of new pairs."""
     named = [_named(axis) for axis in axes]
     rows = [
         (row, frozenset(combinations(enumerate(places), 2)))

@@ -23,7 +23,7 @@ FILE = Path(__file__).parent / "extension_example" / "scaled_store.py"
 
 @pytest.fixture(scope="module")
 def extension():
-    """The file, loaded as a stranger's would be."""
+    """Loads the example's file as a user's file is loaded."""
     spec = importlib.util.spec_from_file_location("somebodys_scaled_store", FILE)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -34,7 +34,7 @@ def extension():
 
 @pytest.fixture
 def registered(extension):
-    """The pattern, registered for one test; afterwards the registry is as it was."""
+    """Registers the pattern for one test, and restores the registry afterwards."""
     before = language.registered()
     language.register(extension.PATTERN)
     yield extension

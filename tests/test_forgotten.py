@@ -1,6 +1,6 @@
-"""What a new op, pattern, kernel or family still lacks, each with the file and what to add there.
+"""Says what a new op, pattern, kernel or family still lacks: the file, and what to add there.
 
-Other tests hold what is there; these say what is not. CONTRIBUTING.md has the whole list.
+Other tests check what exists; these find what is missing. CONTRIBUTING.md has the whole list.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYERS = ("codegen", "ops", "patterns")  # a family's kernels may be tested with
 
 
 def undescribed(patterns: Iterable[str], page: str) -> list[str]:
-    """Patterns without a section, or an example, in docs/patterns.md."""
+    """Returns a line for each pattern without a section or an example in docs/patterns.md."""
     said = []
     for name in (p for p in patterns if p not in DESCRIBED_WITH):
         if f"\n## {name}\n" not in page:
@@ -47,7 +47,7 @@ def undescribed(patterns: Iterable[str], page: str) -> list[str]:
 
 
 def untested(patterns: Iterable[str], folder: Path) -> list[str]:
-    """Patterns that no file of tests/patterns names."""
+    """Returns a line for each pattern that no file of tests/patterns names."""
     text = "\n".join(path.read_text("utf-8") for path in folder.rglob("*.py"))
     return [
         f"{folder.relative_to(ROOT)}/FAMILY/test_{name}.py: add what {name} finds, near misses "
@@ -58,7 +58,8 @@ def untested(patterns: Iterable[str], folder: Path) -> list[str]:
 
 
 def unaudited(net: str) -> list[str]:
-    """Kernels of the net (its snapshots' texts) that no audit case asks for."""
+    """Returns a line for each kernel of the net (the texts of its snapshots) that no audit case
+    has."""
     lines = net.splitlines()
     kernels = (line.split() for line in lines if " => " not in line and line.count(" ") == 2)
     kernel_of = {spec: kernel for kernel, spec, _ in kernels}
@@ -76,8 +77,8 @@ def unaudited(net: str) -> list[str]:
 
 
 def unexplained(code: str, page: str, known: Iterable[str]) -> list[str]:
-    """Codes that misses are given in the code's text and that have no entry on the page, entries
-    that nothing uses, and those that are not read."""
+    """Returns a line for each code that the source uses but the page lacks, for each entry that
+    nothing uses, and for each entry that the program does not read."""
     known = set(known)
     used = set(re.findall(r'(?:reject|miss_at)\(\s*"([A-Z0-9_]+)"', code))
     said = [
@@ -92,7 +93,8 @@ def unexplained(code: str, page: str, known: Iterable[str]) -> list[str]:
 
 
 def incomplete_families(families: Iterable[str], audited: Iterable[str]) -> list[str]:
-    """Families that lack a folder, tests or audits; folders with kernels that are no family."""
+    """Returns a line for each family without a folder, tests or audits, and for each folder with
+    kernels that is no family."""
     said = []
     for name in sorted(families):
         places = [

@@ -1,6 +1,6 @@
-"""The shape of the house: modules import each other without cycles, and know torch by its face.
+"""Modules import each other without cycles, and use only public names of torch.
 
-That imports run downwards between layers is held in tests/tools/test_layers.py.
+tests/tools/test_layers.py checks that imports between layers run downwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def imports(tree: ast.Module) -> Iterator[str]:
 
 
 def graph_of(sources: dict[str, str]) -> nx.DiGraph:
-    """An edge from each module to every one of ours that it imports."""
+    """Returns a graph with an edge from each module to each module of this package that it
+    imports."""
     graph = nx.DiGraph()
     graph.add_nodes_from(sources)
     for module, source in sources.items():
@@ -65,7 +66,7 @@ def test_a_cycle_would_be_seen():
 
 
 def private_imports(source: str) -> list[str]:
-    """Names from torch's private modules that a file imports."""
+    """Returns the names that a file imports from torch's private modules."""
     names = [n for n in imports(ast.parse(source)) if n.split(".")[0] == "torch"]
     return [n for n in names if any(part.startswith("_") for part in n.split(".")[1:])]
 

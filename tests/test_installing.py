@@ -1,4 +1,4 @@
-"""What is published: a wheel made of the sdist holds every module, and starts where it is put."""
+"""The wheel that is built from the sdist has every module, and works where it is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = ("src", *LAYERS, "docs", "README.md", "LICENSE", "MANIFEST.in", "pyproje
 
 
 def run(*command: str, cwd: Path, path: Path | None = None) -> str:
-    """What a program prints, with nothing but `path` before the installed packages."""
+    """Returns the output of a program, with only `path` before the installed packages."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"PYTHONPATH": str(path)} if path else {}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
@@ -28,7 +28,7 @@ def run(*command: str, cwd: Path, path: Path | None = None) -> str:
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """The file that setuptools, as the project's build backend, makes of a folder."""
+    """Returns the file that setuptools, the project's build backend, builds from a folder."""
     out.mkdir()
     code = f"import setuptools.build_meta as backend; backend.build_{kind}({str(out)!r})"
     run(sys.executable, "-c", code, cwd=source)
@@ -38,7 +38,7 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> tuple[Path, Path]:
-    """The sdist of a copy of the checkout, and the wheel made of the sdist alone."""
+    """Returns the sdist of a copy of the checkout, and the wheel that is built from the sdist."""
     folder = tmp_path_factory.mktemp("published")
     copy = folder / "copy"
     copy.mkdir()
@@ -113,7 +113,8 @@ def test_the_wheel_is_installed_into_an_empty_environment_and_starts(published, 
 
 
 def installed_here() -> list[str]:
-    """The folders of installed packages; a checkout that is installed editable is not followed."""
+    """Returns the folders of installed packages, without checkouts that are installed in editable
+    mode."""
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 

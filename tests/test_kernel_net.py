@@ -1,12 +1,13 @@
-"""No kernel changes unseen: what the cases of `tests/kernel_net.py` ask for is what they asked for.
+"""Compares the kernels of all cases of `tests/kernel_net.py` with snapshots, so that none changes
+unnoticed.
 
-`pytest tests/test_kernel_net.py --tilewright-update` writes the snapshots anew; read the diff. Each
-family has a folder. In it `OP.snapshot` has a line for each case of an op: its kernels' specs on
-each target. `TEMPLATE.kernels.snapshot` has what the template's sources were emitted from; for each
-spec the kernel's name, the spec, the emitted source; and the audits' and benchmarks' cases that
-begin with the template. An update emits what is new, and what was emitted from another text (all
-kernels, after a change of the emitter: minutes). All specs are compared here, and the sources of a
-part of them.
+`pytest tests/test_kernel_net.py --tilewright-update` writes the snapshots; read the diff. Each
+family has a folder. In it, `OP.snapshot` has a line for each case of an op, with the specs of its
+kernels on each target. `TEMPLATE.kernels.snapshot` has a hash of the text that the template's
+sources are emitted from; for each spec the kernel's name, the hash of the spec, and the hash of the
+emitted source; and the audit and benchmark cases whose first kernel uses the template. An update
+emits kernels that are new or whose text has changed (all kernels after a change of the emitter,
+which takes minutes). The tests compare all specs, and the sources of a part of them.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from tilewright.ops.contract import get_op
 FOLDER = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"
 UPDATE = "--tilewright-update"
 MEANT = f"if that is meant: pytest tests/test_kernel_net.py {UPDATE}"
-# Of the specs that audits and ops ask for, one in so many is emitted here; of each kernel one.
+# The tests emit one of this many specs of audits and ops, and at least one of each kernel.
 ONE_IN = 96
 SHOWN = 5
 
 
 def case_lines(found: dict[str, Found]) -> dict[str, str]:
-    """label -> what it gets on each target."""
+    """Returns, for the name of each case, the hashes of its specs on each target."""
     lines: dict[str, list[str]] = {}
     for target, cases in found.items():
         for label, specs in cases.items():
@@ -45,7 +46,7 @@ def case_lines(found: dict[str, Found]) -> dict[str, str]:
 
 
 def by_hash(found: Iterable[Found]) -> dict[str, KernelSpec]:
-    """Every spec by its hash, which no two share."""
+    """Returns every spec by its hash. No two specs have the same hash."""
     specs: dict[str, KernelSpec] = {}
     for cases in found:
         for asked in cases.values():
@@ -57,7 +58,8 @@ def by_hash(found: Iterable[Found]) -> dict[str, KernelSpec]:
 
 @cache
 def stored() -> tuple[dict[str, str], dict[str, tuple[str, str]], dict[str, str]]:
-    """label -> what it gets; spec -> (kernel, source); template -> what it was emitted from."""
+    """Reads the snapshots: name of a case -> its specs; spec -> (kernel, source); template -> hash
+    of the text that its sources were emitted from."""
     cases: dict[str, str] = {}
     kernels: dict[str, tuple[str, str]] = {}
     templates: dict[str, str] = {}
@@ -100,7 +102,7 @@ def kernels_of(template: str) -> Path:
 
 
 def place_of(label: str, found: dict[str, Found]) -> Path:
-    """The file of a case: that of its op, or that of the first kernel that it asks for."""
+    """Returns the file of a case: that of its op, or that of its first kernel."""
     kind, _, rest = label.partition(", ")
     if kind == "op":
         op = get_op(rest.partition(",")[0])
@@ -112,8 +114,8 @@ def place_of(label: str, found: dict[str, Found]) -> Path:
 
 
 def known_sources(specs: dict[str, KernelSpec], texts: dict[str, str]) -> dict[str, str]:
-    """The stored sources of the specs whose templates were emitted from the texts that they have
-    now."""
+    """Returns the stored sources of specs whose template has not changed since they were
+    emitted."""
     _, kernels, before = stored()
     return {
         key: kernels[key][1]
@@ -149,7 +151,7 @@ def test_every_case_gets_the_kernels_that_it_got(request):
 
 
 def drawn(found: Found) -> dict[str, KernelSpec]:
-    """The specs whose sources are compared: always the same ones."""
+    """Returns the specs whose sources are compared, which are the same in every run."""
     specs = by_hash([found])
     firsts = {specs[key].kernel: key for key in sorted(specs, reverse=True)}.values()
     return {k: s for k, s in specs.items() if k in firsts or int(k, 16) % ONE_IN == 0}
@@ -160,7 +162,7 @@ def test_the_source_of_a_kernel_is_what_it_was(target, request):
     if request.config.getoption(UPDATE):
         pytest.skip("written anew with the specs")
     found, (_, known, _) = kernel_net.quick_cases(target), stored()
-    # What is not known is a case that has changed, and named there.
+    # An unknown spec belongs to a case that has changed, which the other test names.
     specs = {key: spec for key, spec in drawn(found).items() if key in known}
     assert len(specs) > len({spec.kernel for spec in specs.values()}) > 20
     changed = [key for key, spec in specs.items() if known[key][1] != source_hash(spec)]

@@ -27,7 +27,7 @@ MOST_FILES = 20
 
 
 def folders() -> list[Path]:
-    """Where Python files of the package lie."""
+    """Yields the folders that hold Python files of the package."""
     return sorted({path.parent for layer in LAYERS for path in (ROOT / layer).rglob("*.py")})
 
 
@@ -96,7 +96,7 @@ def test_no_folder_holds_more_files_than_one_takes_in():
 
 
 def shadowed(modules: dict[str, ModuleType]) -> list[str]:
-    """Modules whose package has something else by their name."""
+    """Returns the modules whose package has another object of the same name."""
     ours = [name for name in modules if name.startswith("tilewright.") and name.count(".") > 1]
     parts = {name: name.rpartition(".") for name in ours}
     return [

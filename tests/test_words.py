@@ -1,6 +1,6 @@
 """Plain English: sentences that say who does what, and one word for one thing.
 
-A docstring's first sentence begins with a verb or a noun. The lists here are of openings and words
+A docstring's first sentence begins with a verb or a noun. The lists below have openings and words
 that made readers read a sentence twice.
 """
 
@@ -26,7 +26,7 @@ PAGES = [
 OPENINGS = re.compile(
     r"(?:Of|The same|So|None of|Nobody|Those|Such|What|Whatever|Whoever|Whose)\b(?! course)"
 )
-#: A sentence in a page may say what "So" and "Of the 16" say: these it may not begin with.
+#: Openings that no sentence of a page may have. "So" and "Of the 16" are allowed in pages.
 SENTENCES = re.compile(
     r"(?:(?<=[.:!?]\s)|(?<=\n\n)|(?<=^- )|(?<=\| ))"
     r"(?:Of those|The same|So many|None of|Nobody|Those|Whoever|What)\b[^\n|.]*",
@@ -36,7 +36,7 @@ WORDS = re.compile(r"\b(?:nobody|none of which|whoever|manieth)\b", re.IGNORECAS
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:
-    """(place, docstring) of a file's module, classes and functions."""
+    """Yields (place, docstring) of a file's module, classes and functions."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, kinds) and (text := ast.get_docstring(node)):
@@ -45,13 +45,13 @@ def docstrings(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code and its headings."""
+    """Returns a page without its blocks of code and its headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
     return re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
 
 
 def badly_begun(text: str) -> str | None:
-    """The opening of a docstring, where it is neither a verb nor a noun."""
+    """Returns the opening of a docstring if it is neither a verb nor a noun, else None."""
     found = OPENINGS.match(text)
     return found[0] if found else None
 

@@ -20,7 +20,7 @@ from tilewright.codegen.dead_barriers import count_dead_barriers
 from tilewright.codegen.targets import Target
 
 SPILL_OPCODES = frozenset({"LDL", "STL"})
-# Up to this many bytes of spilled registers per thread, outside of loops, are a note and no broken
+# Up to this many bytes of spilled registers per thread, outside of loops, give a note and break no
 # rule.
 FEW_SPILLED_BYTES = 16
 # A kernel with at most this many registers may be a trap that Triton put in place of its body.

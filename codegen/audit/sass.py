@@ -98,7 +98,7 @@ def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:
         target = _BRANCH_TARGET.search(operands) if opcode == "BRA" else None
         if target and not name.endswith(".ANY"):
             blocks[-1].target = target.group(1)
-        # A uniform predicate stands before the target.
+        # A guard may also be a uniform predicate, which stands before the target.
         guarded = guard or (opcode == "BRA" and not operands.strip().startswith("`"))
         blocks[-1].falls_through = bool(guarded)
         blocks.append(_Block([]))

@@ -93,7 +93,8 @@ def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
         }
 
     def is_whole(entry: Entry) -> bool:
-        """Checks an entry, which may come from another machine."""
+        """Whether the entry, which may come from another machine, holds exactly the expected
+        file."""
         return entry.files.keys() == names
 
     key = emitter.source_fingerprint(spec)
@@ -153,7 +154,7 @@ def compile_for(
             folder = Path(name)
             (folder / "source.py").write_text(text, "utf-8")
             _run_worker(python, folder, request)
-            shutil.rmtree(folder / ".triton", ignore_errors=True)  # Triton's cache: copies of these
+            shutil.rmtree(folder / ".triton", ignore_errors=True)  # holds only copies
             audited = audit_folder(folder).to_json().encode()
             made = {path.name: path.read_bytes() for path in folder.iterdir()}
             return made | {"audit.json": audited}

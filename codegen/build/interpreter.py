@@ -91,9 +91,9 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
 
 
 def _comparing(original: Callable) -> Callable:
-    """Wraps a builder method so that comparisons return int1. Triton's own return the operands'
-    type: a comparison of scalars, repeated over a block, becomes int32, which triton 3.9 and later
-    refuse as a mask."""
+    """Wraps a builder method so that comparisons return int1. Triton's own comparisons return the
+    operands' type: a comparison of scalars, repeated over a block, becomes int32, which triton 3.9
+    and later refuse as a mask."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, lhs: Any, rhs: Any, op: Any) -> TensorHandle:

@@ -2,10 +2,10 @@
 
 An interpreted operation on a small block takes about 100 microseconds, nearly all of it for the
 types of operands and results: Triton unwraps and checks shapes, formats names and builds tables of
-dtypes. A sum of integers adds a dozen operations that look for an overflow and do not report it.
-The replacements here cache the attributes of a block type by element and shape, the attributes of a
-tensor by type, and the broadcasts of operands by their types. The results of kernels and the errors
-that Triton raises stay as they are.
+dtypes. For a sum of integers, Triton adds a dozen operations that search for an overflow, even if
+nothing reports the overflow. The replacements here cache the attributes of a block type by element
+and shape, the attributes of a tensor by type, and the broadcasts of operands by their types. The
+results of kernels and the errors that Triton raises stay as they are.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Located(interpreter.ASTTransformer):
         kept = node.value
         changed: ast.Assign = super().visit_Assign(node)
         added: list[ast.AST] = [changed.value]
-        for new in added:  # grows
+        for new in added:  # the list grows during the loop
             if new is not kept:
                 ast.copy_location(new, node)
                 added += ast.iter_child_nodes(new)
@@ -86,7 +86,7 @@ class _Located(interpreter.ASTTransformer):
 
 def _transformed_in_place(self: interpreter.FunctionRewriter, source: str) -> ast.AST:
     """Replaces `_transform_ast`: parses the function at its line numbers in the file. Triton's own
-    walks over the whole tree twice to move it there."""
+    method parses it at line 1, and walks over the whole tree twice to move it there."""
     tree = ast.parse("\n" * (self.def_file_lineno - 1) + source)
     return _Located().visit(tree)
 
@@ -243,7 +243,8 @@ def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) 
 
 
 def _if_it_is_read(original: Callable) -> Callable:
-    """Skips Triton's search for overflows unless debugging is on, as it has no effect otherwise."""
+    """Skips Triton's search for overflows unless debugging is on, because the search has no effect
+    otherwise."""
 
     @functools.wraps(original)
     def method(self: TritonSemantic, *args: Any) -> None:

@@ -5,8 +5,8 @@ If Triton aborts the process on unsupported input, the parent process continues.
 
 The request is {"source": path, "out": folder, "arch": 90 | 100, "options": {...}}. The script
 writes kernel.ptx, kernel.cubin, kernel.ttgir, kernel.ttir and metadata.json to `out`. Exit code 74
-means that the disk is full or cannot be written, any other except 0 that Triton did not compile the
-kernel.
+means that the disk is full or cannot be written. Any other code except 0 means that Triton did not
+compile the kernel.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from tilewright.codegen.collective.kernels import ReduceConfig
 MOST_COLUMNS = 16384
 # The number of columns is a multiple of this: 16 bytes of 16-bit numbers.
 COLUMN_STEP = 8
-# The kernel sends every row to every other rank. With two ranks, a ring sends as many bytes: on two
-# H200s the kernel takes 0.38 (1 x 8192) to 0.63 (8192 x 8192) of the time of NCCL and a norm. With
-# more ranks a ring sends fewer bytes, so this constant bounds the bytes that a rank sends with the
-# kernel. The bound was not measured.
+# The kernel sends every row to every other rank. With two ranks, the library's ring sends as many
+# bytes as the kernel. On two H200s the kernel takes 0.38 (1 token of 8192 columns) to 0.63 (8192
+# tokens) of the time of NCCL and a norm. With more ranks a ring sends fewer bytes, so this constant
+# bounds the bytes that a rank sends with the kernel. The bound was not measured.
 MOST_BYTES_OF_MANY = 1 << 20
 # The most programs. With 128, two H200s take 1.5 times as long for 8192 tokens; 512 are no faster.
 BLOCKS = 256

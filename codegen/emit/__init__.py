@@ -61,7 +61,7 @@ def _emit(spec: KernelSpec) -> str:
         )
     function = JitFunction(module, module.functions[spec.kernel])
     if function.is_gluon:
-        return "\n".join([*_preamble(spec, function, []), gluon.body(spec, function)])
+        return "\n".join([*_preamble(spec, function, []), gluon.body(spec, function, library)])
     evaluator = PartialEvaluator(spec, library)
     parameters, body = evaluator.kernel(function)
     helpers = [_standalone(kept) for _, kept in sorted(evaluator.kept.items())]

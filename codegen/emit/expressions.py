@@ -95,8 +95,8 @@ class Expressions:
         used: names that a new local variable must not take.
         returned: the return value of the helper that is inlined.
         root: the expression of the current statement; statements of helpers are put before it.
-        conditional: the construct that is evaluated, if helpers in it must not add statements
-            before it, such as "a conditional expression"; None outside of one.
+        conditional: the name of the construct that is evaluated, such as "a conditional
+            expression", if helpers in it must not add statements before it; else None.
     """
 
     def __init__(self, spec: KernelSpec, library: Library) -> None:
@@ -115,7 +115,7 @@ class Expressions:
         self.conditional: str | None = None
 
     def inline(self, function: JitFunction, call: ast.Call) -> Folded:
-        raise NotImplementedError  # by PartialEvaluator
+        raise NotImplementedError  # PartialEvaluator overrides this
 
     def error(self, node: ast.AST, message: str) -> EmitError:
         """Returns the error to raise if `node` cannot be carried over."""

@@ -1,26 +1,33 @@
 """Emits a kernel that is written in Gluon: its template's text, and a kernel without constants.
 
+<<<<<<< HEAD
+The partial evaluator knows Triton's language, not Gluon's. So the template stays as it is, and the
+emitted kernel calls its function with the constants of the spec; Gluon's compiler inlines the call.
+Functions that it imports from Triton templates stay as they are, too. They may only compute element
+by element.
+=======
 The partial evaluator knows Triton's language, not Gluon's. The template therefore stays as it is,
 and the emitted kernel calls its function with the constants of the spec; Gluon's compiler inlines
 the call. A Gluon template imports nothing but Triton.
+>>>>>>> main
 """
 
 from __future__ import annotations
 
 import ast
 
-from tilewright.codegen.emit.source import EmitError, Imported, JitFunction
+from tilewright.codegen.emit.source import EmitError, JitFunction, Library, TemplateModule
 from tilewright.codegen.spec import KernelSpec
 
 
-def body(spec: KernelSpec, function: JitFunction) -> str:
-    """Returns the text of an emitted file after its first lines. Raises EmitError if the template
-    imports another one, or if the spec's arguments differ from the kernel's."""
-    others = {one.module for one in function.module.imports.values() if isinstance(one, Imported)}
-    if others:
-        raise EmitError(f"{function}: a Gluon template must not import {sorted(others)}")
+def body(spec: KernelSpec, function: JitFunction, library: Library) -> str:
+    """Returns the text of an emitted file after its first lines. Raises EmitError if an imported
+    template has more than functions, or if the spec's arguments differ from the kernel's."""
     _check_arguments(spec, function)
-    return "\n".join(["", _without_docstring(function), "", *_kernel(spec), ""])
+    own, *others = library.closure(function.module.name)
+    imported = [_functions(module) for module in others]
+    text = _without(own, [node for node in _nodes(own) if _is_docstring(node) or _is_local(node)])
+    return "\n".join(["", text, *imported, "", *_kernel(spec), ""])
 
 
 def _check_arguments(spec: KernelSpec, function: JitFunction) -> None:
@@ -33,12 +40,34 @@ def _check_arguments(spec: KernelSpec, function: JitFunction) -> None:
         raise EmitError(f"{function}: unknown arguments {unknown}, missing arguments {missing}")
 
 
-def _without_docstring(function: JitFunction) -> str:
-    """Returns the template's text behind its docstring."""
-    lines = function.module.text.rstrip().split("\n")
-    first = ast.parse(function.module.text).body[0]
-    described = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return "\n".join(lines[first.end_lineno or 0 :] if described else lines).strip()
+def _functions(module: TemplateModule) -> str:
+    """Returns the functions of an imported Triton template, and its imports of Triton."""
+    if module.constants:
+        raise EmitError(
+            f"{module.name}: a Gluon template must not import {sorted(module.constants)}"
+        )
+    left_out = [node for node in _nodes(module) if _is_docstring(node) or _is_local(node)]
+    return f"\n\n{_without(module, left_out)}"
+
+
+def _nodes(module: TemplateModule) -> list[ast.stmt]:
+    return ast.parse(module.text).body
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_local(node: ast.stmt) -> bool:
+    """Whether a statement imports from another template."""
+    return isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != "triton"
+
+
+def _without(module: TemplateModule, nodes: list[ast.stmt]) -> str:
+    """Returns a template's text without some of its statements."""
+    gone = {line for node in nodes for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    lines = module.text.rstrip().split("\n")
+    return "\n".join(text for line, text in enumerate(lines, 1) if line not in gone).strip()
 
 
 def _kernel(spec: KernelSpec) -> list[str]:

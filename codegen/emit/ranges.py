@@ -70,8 +70,8 @@ class Range:
         return self.low == self.high
 
     def fit(self, dtype: str) -> Range:
-        """Returns the range in `dtype`: all numbers of the type, with a power of two that divides
-        them, if the value might wrap around."""
+        """Returns the range of the value as a `dtype`. If the value might wrap around, it may be
+        any number of the type, but a power of two that divides the value still divides it."""
         low, high = INT_RANGES[dtype]
         if low <= self.low and self.high <= high:
             return self
@@ -121,8 +121,8 @@ class Range:
         return Range(0, min(self.high, divisor.high - 1), multiple, self.limits)
 
     def minimum(self, other: Range) -> Range:
-        """Returns the range of the smaller number. If one of the two is always smaller, this is its
-        own Range object."""
+        """Returns the range of the smaller number. If one of the two is always smaller, this is the
+        Range object of that number."""
         for one, another in ((self, other), (other, self)):
             if one.compares(operator.le, another):
                 return one
@@ -130,8 +130,8 @@ class Range:
         return Range(low, high, math.gcd(self.multiple, other.multiple))
 
     def maximum(self, other: Range) -> Range:
-        """Returns the range of the larger number. If one of the two is always larger, this is its
-        own Range object."""
+        """Returns the range of the larger number. If one of the two is always larger, this is the
+        Range object of that number."""
         for one, another in ((self, other), (other, self)):
             if one.compares(operator.ge, another):
                 return one
@@ -144,7 +144,7 @@ class Range:
         return Range(min(self.low, other.low), max(self.high, other.high), multiple)
 
     def compares(self, comparison: Comparison, other: Range) -> bool | None:
-        """Returns True if a comparison of `operator` always holds, False if it never does, and None
+        """Returns True if `comparison` with `other` always holds, False if it never does, and None
         if it depends on the values."""
         low, high = self.low - other.high, self.high - other.low
         if other is self:

@@ -2,11 +2,12 @@
 
 dead        An assignment without side effects is dropped if no later needed statement reads its
             variable. Loops and branches that this empties are dropped too.
-copy        If `x = y` is the first use of x, both become one variable, provided that neither is
-            assigned afterwards, or that y is not used afterwards and is first assigned in the same
+copy        If `x = y` is the first use of x, x and y become one variable in two cases: neither is
+            assigned afterwards; or y is not used afterwards and is first assigned in the same
             block.
-round trip  If `x = y` is followed by `y = x` in the same block, both become one variable, provided
-            that no statement between the two uses y and no statement outside of them uses x.
+round trip  If `x = y` is followed by `y = x` in the same block, x and y become one variable,
+            provided that y is not used between the two statements and x is used only from the
+            first to the second.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def as_pointer(type_name: str) -> str | None:
 
 
 def dtype_of(value: Value) -> str | None:
-    """Returns "float32" for the constant tl.float32; None for a value that is no dtype."""
+    """Returns "float32" for the constant tl.float32; None for a value that is not a dtype."""
     if isinstance(value.const, External) and value.const.path.startswith(f"{TL}."):
         name = value.const.path[len(TL) + 1 :]
         return name if name in DTYPE_NAMES else None

@@ -1,6 +1,7 @@
-"""Conditions and constants of GEMMs that read weights of 4-bit codes as stored, in words of eight.
+"""Conditions and constants of GEMMs that read 4-bit codes of weights as they are stored, in words
+of eight codes.
 
-A GEMM loads the columns of a step together and multiplies them in parts.
+A GEMM loads the columns of one step of its loop together, and multiplies them in several parts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ INTEGERS = (1, 2, 4)
 
 
 def part_columns(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns the columns of a part; for int4, these share a scale."""
+    """Returns the number of columns of a part. For int4, the columns of a part share a scale."""
     most = weight.scale_block[1] if weight.format == "int4" else config.part_k
     return min(config.block_k // config.split, most)
 

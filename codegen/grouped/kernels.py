@@ -29,7 +29,8 @@ _WEIGHT: Strides = {**_SCALES, "BIAS_STRIDES": all_strides("bias", 2)}
 _CODED_ROWS: Strides = {"X_SCALE_STRIDES": all_strides("x_scale", 2)}
 # Tensors with one number per group, which kernels load one by one.
 _INDICES = ("ends", "expert_ids")
-# The GEMM kernel by kind of tiles: numbers, words of 4-bit codes, e4m3 rows by e4m3 weights.
+# The GEMM kernel by kind of tiles: for weights that are numbers, for words of 4-bit codes, and for
+# e4m3 rows by e4m3 weights.
 GROUPED = {
     GemmConfig: Kernel("grouped.gemm", "grouped_gemm", _WEIGHT, unaligned=_INDICES),
     CodesConfig: Kernel("grouped.codes", "moe_down_codes", _WEIGHT, unaligned=("ends",)),
@@ -37,7 +38,8 @@ GROUPED = {
         "grouped.scaled", "grouped_scaled", {**_WEIGHT, **_CODED_ROWS}, unaligned=_INDICES
     ),
 }
-# The GEMM kernels for calls that made rows, scales and ends of groups themselves, contiguous.
+# The GEMM kernels for calls that made the rows, the scales and the ends of groups themselves. These
+# tensors are contiguous.
 OWN_ROWS = {
     tiles: replace(kernel, strides=_WEIGHT, unaligned=()) for tiles, kernel in GROUPED.items()
 }
@@ -47,9 +49,9 @@ QUANTIZE_ROWS = Kernel("grouped.scaled", "quantize_rows", num_stages=1)
 
 
 def gemm_kernel(problem: GroupedProblem, config: GemmConfig) -> tuple[Kernel, Statics]:
-    """Returns the kernel of a grouped GEMM in these tiles, with the constants that are no strides
-    of its tensors."""
-    # One more group has the rows that belong to no group.
+    """Returns the kernel of a grouped GEMM in these tiles, with its constants except for the
+    strides of its tensors."""
+    # The kernel counts one additional group: the rows that belong to no group.
     groups = next_power_of_2(problem.num_groups + (not problem.ordered))
     weight = problem.weight
     own: dict[str, Constant] = {"num_experts": problem.num_experts}

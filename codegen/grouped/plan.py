@@ -2,8 +2,8 @@
 
 With few rows, reading the weights in use takes all the time; with many, tensor cores are the bound.
 Quantised weights are dequantised in the GEMM; 4-bit codes are streamed as they are stored if rows
-are few. If the GEMM would dequantise each weight too often, a kernel dequantises all of them before
-it. At the bounds, both ways took equal time on an H200.
+are few. If the GEMM would dequantise each weight too often, a separate kernel dequantises all
+weights before the GEMM. The bounds lie where both ways took equal time on an H200.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ WIDE_CODES_ROWS = 96
 LONG_ROWS = 512
 # Fewest rows per group for which weights are dequantised before the GEMM.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
-# The bounds for 4-bit codes that the GEMM cannot read as stored: to dequantise them again for each
-# tile takes far longer.
+# The bounds for 4-bit codes that the GEMM cannot read as stored. They are lower, because such a
+# GEMM would dequantise the codes again for each tile.
 DECODED_FROM_TILES = {"int4": 48, "nvfp4": 40, "mxfp4": 48}
 # Columns of a step over the inner dimension. Where reading the weights takes all the time, a step
 # has STREAMED_K columns.

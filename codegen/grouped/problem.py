@@ -70,9 +70,9 @@ class WeightOperands:
 class GroupedProblem:
     """The static part of a grouped GEMM: x [M, K] in groups of rows, weights [E, N, K].
 
-    num_groups: number of ends of groups. rows: N. inner: K. x: dtype of x. coded: x has e4m3 codes,
-    with a scale for each row and 128 columns. named: the experts of the groups are given; if not,
-    the expert of group g is g. ordered: a tensor gives the row to which each row of the result is
+    num_groups: number of groups. rows: N. inner: K. x: dtype of x. coded: x has e4m3 codes, with a
+    scale for each row and 128 columns. named: the experts of the groups are given; if not, the
+    expert of group g is g. ordered: a tensor gives the row to which each row of the result is
     stored.
     """
 

@@ -57,8 +57,8 @@ class CodesConfig(GemmConfig):
     64. ordered: the columns of x are stored in the order in which the GEMM needs them
     (`rows_in_order`); if not, the GEMM permutes them itself. part_k: most columns of a part, which
     are unpacked and multiplied together; block_k columns are loaded together. split: number of
-    warps that each take their own columns of a step; 1 if all take the same. by_route: every route
-    is a block of rows in its own place, and nothing is sorted.
+    warps that each take their own columns of a step; 1 if all warps take the same columns.
+    by_route: every route counts as a block of rows of its own, and nothing is sorted.
     """
 
     swapped: bool = True

@@ -147,8 +147,8 @@ def shrink_grid(
 def shrink_scratch(
     problem: ShrinkProblem, config: ShrinkConfig, counts: RowCounts
 ) -> tuple[int, int]:
-    """Returns (tiles, fp32 elements of each) of the memory in which the programs that split K
-    exchange their sums; (0, 0) if K is not split."""
+    """Returns (number of tiles, fp32 elements of a tile) of the memory in which the programs that
+    split K exchange their sums; (0, 0) if K is not split."""
     if not isinstance(config, TiledShrink) or config.split_k == 1:
         return 0, 0
     _, tiles, column_blocks = shrink_grid(problem, config, counts)

@@ -1,7 +1,8 @@
 """Plans that use a cuBLAS GEMM for the shrink of one adapter's rows.
 
-cuBLAS is fast for one matrix and many rows, but its result is not planar. At the bounds, it and the
-kernels took equal time on an H200 with torch 2.11 (docs/lora-performance.md).
+cuBLAS is fast for one matrix and many rows, but its result does not have a plane for each of q, k
+and v. At the bounds below, cuBLAS and our kernels took equal time on an H200 with torch 2.11
+(docs/lora-performance.md).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ LIBRARY_DTYPES = ("bf16", "fp16")
 # With strides that are multiples of this, rows of 16-bit elements begin at multiples of 16 bytes.
 ALIGNED = 8
 
-# Pairs (fewest rows, the fastest way from there on). Before the first pair, and after "kernels",
-# the kernels are the fastest.
+# Pairs (fewest rows, the fastest way for this many rows or more). The way "kernels" means our
+# kernels. They are also the fastest for fewer rows than the first pair has.
 Steps = tuple[tuple[int, str], ...]
 # Steps for the least K (outer key) and the most columns of all planes (inner key).
 Bounds = dict[int, dict[int, Steps]]

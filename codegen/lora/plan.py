@@ -1,6 +1,7 @@
 """Plans of a LoRA shrink or expand: the kernel for its rows, columns and K.
 
-At the bounds, the kernels on both sides took equal time on an H200 (docs/lora-performance.md).
+The bounds lie where the kernels on both sides took equal time on an H200
+(docs/lora-performance.md).
 """
 
 from __future__ import annotations

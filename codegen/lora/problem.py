@@ -57,14 +57,15 @@ def tile_bound(form: RowForm, counts: RowCounts, block_m: int) -> int:
         sequences = counts.num_rows // max(counts.rows_per_id, 1)
         return sequences * cdiv(counts.rows_per_id, block_m) + rest
     kinds = counts.groups if form.addressing == "groups" else form.num_adapters
-    # The last tile of each adapter's rows, and of the rows without one, may be partly empty.
+    # The last tile of each adapter's rows, and of the rows without an adapter, may be partly empty.
     partial = min(kinds + 1, counts.total_rows)
     return partial + (counts.total_rows - partial) // block_m
 
 
 @dataclass(frozen=True)
 class ShrinkProblem:
-    """The static part of a `shrink_qkv_permute_3mn` call, for the given weights.
+    """The static part of a `shrink_qkv_permute_3mn` call. It describes only the weights that the
+    call gives.
 
     hidden: K. ranks: rank of each weight. a: operand with strides (row,). weights: operands with
     strides (adapter, row, column of K). Kernels get the address of the first weight and the

@@ -1,6 +1,6 @@
 """Plans of MLA attention, by the chip, the widths of operands and the sizes of a call.
 
-At the bounds, two ways took equal time on an H200."""
+The bounds lie where two ways took equal time on an H200."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _in_tensor_memory(
     problem: AttentionProblem, sizes: AttentionSizes, reached: bool
 ) -> PrefillConfig:
     """Returns the tiles for chips with tensor memory. With Triton before 3.9, two products must not
-    share an accumulator there, so no tiles here are chained."""
+    share an accumulator in tensor memory, so none of these tiles has `chained`."""
     wide, masked = max(problem.blocks) > 128, problem.attn_mask != ""
     if reached and not (masked or wide):
         # A partial result includes its log-sum-exp. Two loops would leave no registers for it.

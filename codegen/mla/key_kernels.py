@@ -66,7 +66,7 @@ class LatentProblem:
         cap: upper bound of a group's largest magnitude; 0 for no bound.
         rope_scale: divisor of the rope columns of the buffer.
         units: numbers that divide the strides (in elements) of pages and slots; one for the cache
-            of latents and one for that of rope columns.
+            of latents and one for the cache of rope columns.
         one_source: whether the kernel loads a row of a token and a row of the cache alike.
     """
 
@@ -113,9 +113,10 @@ class LatentProblem:
 class LatentConfig:
     """Tiles of `mla_latents`.
 
-    block_t: rows of a program. checked: in a fused launch, the number of new tokens that one
-    program checks for being keys. A token that is no key is computed by the program that checked
-    it, block_t tokens at a time, so a larger number is slower if there are such tokens.
+    block_t: rows of a program. checked: in a fused launch, the number of new tokens for which one
+    program finds out whether they are keys. A token that is not a key is computed by the program
+    that checked it, block_t tokens at a time. If there are such tokens, a larger `checked` is
+    slower.
     """
 
     block_t: int
@@ -139,9 +140,9 @@ class UpProblem:
     """The static part of an up-projection: kv [K, H, N + V] = latents [K, L] @ weight^T.
 
     latent, weight: numbers or codes, strides (row,). scale_block: (rows, columns) of the weight
-    that share a scale; None for numbers. As many columns of a latent share a scale. k: strides
-    (row, head). joint: the values of a head follow its keys in one tensor; if not, values have
-    their own tensor [H, V, K]. k_scale, v_scale: divisors of the results. limited: rows past a
+    that share a scale; None for numbers. The scales of latents cover the same number of columns. k:
+    strides (row, head). joint: the values of a head follow its keys in one tensor; if not, values
+    have their own tensor [H, V, K]. k_scale, v_scale: divisors of the results. limited: rows past a
     limit are skipped.
     """
 

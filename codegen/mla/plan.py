@@ -81,12 +81,13 @@ class DecodeSizes:
     rows: int
 
 
-# Fewest keys for which absorbed attention, with fewer bytes and products, is worth its two more
-# launches.
+# Fewest keys for which absorbed attention is used. It takes two more launches, but reads fewer
+# bytes and computes fewer products.
 FEWEST_KEYS = 256
 # The multiply-adds that an H200 computes while its memory transfers one 16-bit number.
 NUMBER_MACS = 170
-# The cost of a multiply-add in absorbed attention, relative to one in a GEMM: its tiles are narrow.
+# The cost of a multiply-add in absorbed attention, relative to one in a GEMM. The tiles of absorbed
+# attention are narrow.
 NARROW_MACS = 3
 
 
@@ -95,9 +96,10 @@ def absorbs(sizes: DecodeSizes) -> bool:
 
     The estimate counts the cost of each key. Expanded: the up-projection multiplies a latent into
     the columns of all heads, H * L * (N + V) multiply-adds, and the columns are written and read
-    again; attention to them costs little. Absorbed: each tile of rows reads L + R numbers and
-    multiplies each twice, except for the R rope columns. The cost of a query is left out, because
-    both ways read the weight once.
+    again. For each query, attention then adds one multiply-add per column, including the R rope
+    columns. Absorbed: each tile of rows reads L + R numbers and multiplies each twice, except for
+    the R rope columns. Costs that do not depend on the keys are left out, because both ways read
+    the weight once.
     """
     if sizes.keys < FEWEST_KEYS:
         return False

@@ -32,7 +32,7 @@ class Rotation:
     rope_style: a style of ops/reference/rope.py; "none" for no rotation. cos_strides, sin_strides:
     strides (row, column) of the tables. full_width: the tables have a column for each rotated
     column; if not, for each pair. by_position: a token uses the table row of its position; if not,
-    the row of its number.
+    the row of its index among the tokens.
     """
 
     rope_style: str = "none"

@@ -13,7 +13,7 @@ from tilewright.codegen.operand import ALIGNMENT, Operand
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
-MIXED = Kernel("mlp.mixed_gemm", "mixed_linear", unaligned=("factor", "counters"))
+MIXED = Kernel("mlp.mixed_gemm", "mixed_linear", unaligned=("factor", "up_factor", "counters"))
 # Rows of a tile, half of them of each consumer, and columns of a step.
 BLOCK_N = 128
 BLOCK_K = 64
@@ -66,7 +66,10 @@ class MixedTiles:
     columns_us: float
     split_us: float
 
-    def seconds(self, n: int, k: int, num_tokens: int, target: Target, split: bool) -> float:
+    def seconds(
+        self, n: int, k: int, num_tokens: int, target: Target, split: bool = False
+    ) -> float:
+        """Returns the modelled time of a product by a weight of n rows and k columns."""
         tiles = cdiv(n, BLOCK_N) * cdiv(num_tokens, self.block_t)
         waves = tiles / target.num_sms if split else cdiv(tiles, target.num_sms)
         us = waves * (self.tile_us + self.columns_us * k / 1024)
@@ -167,15 +170,32 @@ def mixed_config(n: int, k: int, num_tokens: int, target: Target) -> MixedConfig
 
 
 @cache
-def mixed_statics(problem: LinearProblem, config: MixedConfig, index: int, stored: str) -> Statics:
-    """Returns the constants of the product by the index-th weight. stored: dtype of its codes
-    before they are read as words."""
-    return Statics(config, **mixed_constants(problem, index, stored))
+def pair_config(n: int, k: int, num_tokens: int, target: Target) -> MixedConfig | None:
+    """Returns the tiles of one kernel for a gate and its up projection, each of n rows; None if two
+    products and an activation have less modelled time."""
+    tiles = min(TILES, key=lambda one: one.seconds(2 * n, k, num_tokens, target))
+    apart = min(
+        one.seconds(n, k, num_tokens, target, split) for one in TILES for split in (False, True)
+    )
+    activation = 3 * 2 * n * num_tokens / target.hbm_bytes_per_s
+    if tiles.seconds(2 * n, k, num_tokens, target) > 2 * apart + activation:
+        return None
+    return MixedConfig(tiles.block_t, tiles.stages, False, target.num_sms)
+
+
+@cache
+def mixed_statics(
+    problem: LinearProblem, config: MixedConfig, index: int, stored: str, activation: str
+) -> Statics:
+    """Returns the constants of the product by the index-th weight, or by both. stored: dtype of its
+    codes before they are read as words. activation: of the product, or of the first one."""
+    constants = mixed_constants(problem, index, stored)
+    return Statics(config, **constants, ACTIVATION=activation)
 
 
 def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str, Constant]:
     """Returns the constants of `mixed_linear` that are neither the plan's nor strides of its
-    tensors."""
+    tensors, without its activation."""
     q = problem.quantization
     assert q is not None
     scale = q.scales[index]

@@ -48,9 +48,16 @@ DOWN_DOTTED = Kernel(
 # int4 13, 20, 35 and 66 (17, 29, 45, 70); NVFP4 16, 27, 48 and 90 (19, 34, 51, 81). Experts of
 # gpt-oss-20b: MXFP4 34, 63, 115 and 222 (81, 110, 172, 272).
 MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
+# How often the kernels may read a weight, on average over the weights that they read, if tokens
+# choose experts at random: a program takes one token, so it reads what another token has read. A
+# step of Mixtral with four tokens, each of two of eight experts (1.46 reads), took as long as one
+# of 64 tokens, which reads each weight once. With codes of MXFP4, 1.53 reads were faster than the
+# tensor core's kernels.
+MOST_READS, MOST_READS_OF = 1.3, {"mxfp4": 1.6}
 # Bytes of a row that a thread loads at once, and bytes of a line of memory.
 LOAD_BYTES, LINE_BYTES = 16, 128
-# Possible bytes of a row in a step, and the fixed cost of a step as a fraction of a row's time.
+# Possible numbers of bytes of a row in a step. STEP_COST: the fixed cost of a step, as a fraction
+# of the time of a row.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
 STEP_COST = 0.08
 # Most columns of x that a program holds, over all slots. The second bound applies to codes that are
@@ -101,7 +108,7 @@ def codes_a_word(weight: WeightOperands) -> int:
 
 
 def multiplies_integers(weight: WeightOperands) -> bool:
-    """Whether codes are multiplied as integers; if not, as fp32 numbers."""
+    """Whether codes are multiplied as integers. If not, they are multiplied as fp32 numbers."""
     return codes_a_word(weight) == 8
 
 
@@ -123,6 +130,9 @@ def dots_obstacle(problem: MoeProblem, num_tokens: int) -> str | None:
     most = MOST_TOKENS.get(problem.format, 0)
     if num_tokens > most:
         return f"more than {most} tokens"
+    reads = _reads(problem, num_tokens)
+    if reads > MOST_READS_OF.get(problem.format, MOST_READS):
+        return f"{num_tokens} tokens read an expert {reads:.1f} times"
     weights = {"gate": problem.gate, "up": problem.up, "down": problem.down}
     for name, weight in weights.items():
         rows, columns = problem.inner, problem.hidden
@@ -132,6 +142,13 @@ def dots_obstacle(problem: MoeProblem, num_tokens: int) -> str | None:
         if obstacle:
             return f"{name}_weight: {obstacle}"
     return None
+
+
+def _reads(problem: MoeProblem, num_tokens: int) -> float:
+    """Returns how often the kernels read an expert, on average over those that a token chose, if
+    each token chooses its experts at random."""
+    chosen = problem.num_slots / problem.num_experts
+    return num_tokens * chosen / (1 - (1 - chosen) ** num_tokens)
 
 
 def _weight_obstacle(weight: WeightOperands, rows: int, columns: int) -> str | None:

@@ -44,8 +44,8 @@ class OrderConfig:
     """Tiles of the counting sort.
 
     chunk: routes of a program. counted: `moe_count` and `moe_scan` count the routes beforehand.
-    row_block: if not 0, the sort also returns the number of each expert's first block of this many
-    rows.
+    row_block: if not 0, rows are also counted in blocks of row_block, and the sort returns the
+    number of the first block of each expert.
     """
 
     chunk: int
@@ -80,8 +80,8 @@ def order_config(problem: MoeProblem, num_routes: int) -> OrderConfig:
 
 
 def sort_kernels(problem: MoeProblem, config: OrderConfig) -> dict[str, tuple[Kernel, Statics]]:
-    """Returns the kernels of the sort by step, with their constants: count and scan, if there are
-    many routes, and order."""
+    """Returns the kernels of the sort with their constants, by step. The steps are "order" and, if
+    there are many routes, "count" and "scan" before it."""
     statics = Statics(
         config,
         experts=problem.experts,
@@ -105,8 +105,8 @@ def up_kernel(
     problem: MoeProblem, config: GemmConfig, order: tuple[int, int] = (0, 0)
 ) -> tuple[Kernel, Statics]:
     """Returns the first GEMM with its constants. order: the order of the result's columns, see
-    `order_of`. The constant "distance" from gate to up counts the kernel's elements; it is None if
-    the distance is known only at the launch."""
+    `order_of`. The constant "distance" is the distance from gate to up, in elements as the kernel
+    reads them; None if it is known only at the launch."""
     weight, distance, own = problem.gate_up, problem.distance, {}
     if isinstance(config, CodesConfig):
         own = codes_constants(weight, config)

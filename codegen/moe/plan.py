@@ -100,7 +100,7 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
 def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
     """Returns the tiles of GEMMs that load weights by TMA. For few rows, two or three programs per
     SM have enough bytes in flight and hide each other's epilogues. For many rows, tiles are as
-    large as possible; with codes, as large as leaves registers to unpack the codes."""
+    large as possible; with codes, they are smaller, which leaves registers to unpack the codes."""
     dense = problem.format == "dense"
     if rows <= SWAPPED_ROWS:
         block_m = token_tile(rows)

@@ -13,8 +13,8 @@ from tilewright.codegen.grouped.problem import (
     weight_obstacle,
 )
 
-# The most bytes of scratch memory for dequantised weights. These take as much memory as the dense
-# weights of a layer.
+# The most bytes of scratch memory for dequantised weights. The dequantised weights of a layer take
+# as much memory as dense weights.
 DECODED_BYTES = 4 * 2**30
 
 
@@ -89,7 +89,8 @@ def down_problem(problem: MoeProblem) -> GroupedProblem:
 
 
 def gemms(problem: MoeProblem) -> dict[str, GroupedProblem]:
-    """Returns the problem of a GEMM with each weight, by the weight's name."""
+    """Returns the problem of the GEMM with each weight, keyed by the weight's name: "gate", "up",
+    "down"."""
     made = {"gate": up_problem(problem, problem.gate)}
     if problem.up:
         made["up"] = up_problem(problem, problem.up)

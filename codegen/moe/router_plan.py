@@ -56,7 +56,7 @@ def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> Ro
 
 
 def uses_library(problem: RouterProblem, num_tokens: int) -> bool:
-    """Whether the library multiplies, which it does for fp32 numbers of many tokens."""
+    """Whether the library computes the product. It does for many tokens in fp32."""
     return problem.widened and num_tokens > LIBRARY_TOKENS
 
 

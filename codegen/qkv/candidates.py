@@ -31,16 +31,16 @@ MOST_TOKENS_IN_REGISTERS = 32
 # (sm90).
 MOST_SUMS_OF_FLOATS = 1024
 
-# Formats that few tokens multiply without tensor cores, and the most tokens. Times of the
-# projection of Llama-3-8B on an H100 in us; in parentheses, those of the tensor core's kernel:
-# int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1), float8 in blocks 10.0 (14.6), NVFP4 8.9
-# (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
+# The formats of weights that are multiplied without tensor cores, and the most tokens for which
+# they are. Times of the projection of Llama-3-8B on an H100 in us; in parentheses, those of the
+# tensor core's kernel: int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1), float8 in blocks 10.0
+# (14.6), NVFP4 8.9 (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
 DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
 MOST_DOTTED_TOKENS = 1
 # Pairs of a head that a program without tensor cores takes, unless a norm needs whole heads.
 DOT_PAIRS = 8
-# 32-bit words (rows times columns) that four warps take in a step, and the fewest words of a row:
-# for bytes and for nibbles.
+# DOT_WORDS: 32-bit words (rows times columns) that four warps take in a step. LEAST_DOT_WORDS: the
+# fewest words of a row in a step. Each has one value for bytes and one for nibbles.
 DOT_WORDS, DOT_WORDS_OF_NIBBLES = 4096, 2048
 LEAST_DOT_WORDS, LEAST_DOT_WORDS_OF_NIBBLES = 32, 16
 # Programs per multiprocessor. If there are fewer tiles, K is split until there are as many.
@@ -137,7 +137,7 @@ def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfi
     format.
 
     Few tokens get small tiles, with K in many parts. For more tokens, one kernel puts x in order,
-    so that not every program has to.
+    so that not every program has to do it.
     """
     q = problem.codes
     whole = next_power_of_2(problem.epilogue.pairs_per_head)

@@ -19,7 +19,7 @@ _STRIDES: Strides = {
     "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
 }
 _OMITTED = ("GATE_RUN", "V_NORMED", "NORM_BIAS_STRIDES", "SATURATES")
-# Counts that are at least 1, which kernels rely on.
+# Counts for which kernels rely on a value of at least 1.
 _COUNTS = ("sequence_tokens", "rope_tokens")
 
 EPILOGUE = Kernel(
@@ -59,8 +59,8 @@ class TiledConfig:
     registers. A tile is divided into heads first, and then the pairs of each head into slices. With
     pairs_first, the pairs of all heads are divided into slices, so that each part of the rope table
     is read once. persistent: programs_per_sm programs per SM loop over all tiles; if not, there is
-    a program for each tile. flatten: the loads of the next tile start before the epilogue of the
-    last.
+    a program for each tile. flatten: the loads of a tile start before the epilogue of the previous
+    tile.
     """
 
     block_m: int

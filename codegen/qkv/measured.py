@@ -52,8 +52,8 @@ def row_key(problem: QkvProblem, target: Target) -> dict[str, Any]:
 
 
 def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
-    """Returns the row for the problem's dims, and its format if weights are codes, at the smallest
-    measured token count of at least `num_tokens`; None without such a row."""
+    """Returns the row for the problem's dims (and its format, if weights are codes) at the smallest
+    measured token count of at least `num_tokens`. Returns None if there is no such row."""
     coded, heads = problem.quantization is not None, problem.epilogue
     if heads.dtype not in ("bf16", "fp16") or not heads.writes_v:
         return None

@@ -8,11 +8,12 @@ Four lowerings compute `fused_qkv_paged`:
     library    library GEMMs (one if the three weights are rows of one tensor), then
                `qkv_epilogue` over their results
 
-`dots` can include a norm of x, and so can `swapped` if weights are no codes. Before the other
+`dots` can include a norm of x, and so can `swapped` if weights are not codes. Before the other
 lowerings, a separate kernel norms x.
 
-Times come from the measured tables if they have the problem's dims, else from the cost model of
-`time`. If `dots_config` has tiles, `dots` takes precedence over `swapped`, whatever their times.
+Times come from the measured tables if they have the problem's dims, else from the cost model in
+`codegen.qkv.time`. If `dots_config` has tiles, `dots` takes precedence over `swapped`, whatever
+their times.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ class HeadEpilogue:
 
     @property
     def norm_halves(self) -> int:
-        """`halves` for the norm's weights: that of the rotation if the norm comes after it, else
-        0."""
+        """`halves` for the norm's weights: the value of `halves` if the norm comes after the
+        rotation, else 0."""
         return 0 if self.norm_after == "none" else self.halves
 
     @property
@@ -229,8 +229,8 @@ class TiledWeights:
 
     weight_strides: (unit, row) if heads lie at multiples of unit, or (column,) for n-major weights,
     whose heads may begin at any element. head_steps: steps (q's group, q's head, k's head, v's
-    head) in units, or in elements if n-major. weight_extent: the extent of all heads in the same
-    measure. adjacent: whether several heads can be loaded together.
+    head) in units, or in elements if n-major. weight_extent: the extent of all heads, in the same
+    measure as head_steps. adjacent: whether several heads can be loaded together.
     """
 
     weight_strides: tuple[int, ...]
@@ -376,7 +376,7 @@ def steps_fit(problem: QkvProblem, block_k: int) -> bool:
 
 
 def fused_obstacle(heads: HeadEpilogue) -> str | None:
-    """Returns why no kernel that multiplies tiles can have this epilogue; None if they can."""
+    """Returns why no kernel that multiplies tiles can have this epilogue; None if kernels can."""
     if heads.dtype not in ("bf16", "fp16"):
         return f"tensor cores take bf16 and fp16 here, not {heads.dtype}"
     if heads.row_norm:

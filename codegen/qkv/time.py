@@ -20,7 +20,7 @@ from tilewright.codegen.targets import Target
 # below, it was fitted to the table measured on an H200. The model is within a quarter of the table,
 # except for few tiles with long columns.
 _WARP_GROUP_SHARE = {1: 0.62, 2: 0.93, 3: 0.94}
-# An epilogue that does not overlap with anything, for a tile of 128 x 256.
+# The time of an epilogue that overlaps with nothing, for a tile of 128 x 256.
 _EPILOGUE_S = 1.6e-6
 # The time of the first loads and the last stores, besides the launch. With it, 50 MB of weights
 # take 15 us in all, and 168 MB take 41 us.
@@ -41,8 +41,9 @@ _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
 # For the kernel without tensor cores: its time besides the launch (7.4 us in all for 13 MB of int4
-# on an H100), and the modelled numbers of integers (True) and floats (False) that an SM multiplies
-# per second: 6 instructions at half rate for 8 integers, 3 for each float.
+# on an H100), and the numbers of integers (True) and floats (False) that an SM multiplies per
+# second. These numbers are modelled: 8 integers take 6 instructions at half rate, and a float takes
+# 3 instructions.
 _DOTS_FILL_S = 1.0e-6
 _DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 
@@ -214,8 +215,8 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
         rows, columns = 2 * config.block_p, config.block_t
         limit = 4 if problem.quantization is None else by_shared
     elements = rows * columns // (32 * config.num_warps)
-    # Registers hold the accumulator, and half as much for the epilogue and addresses; more for
-    # codes.
+    # Registers hold the accumulator, and half as many numbers for the epilogue and addresses.
+    # Kernels of codes need more registers.
     wanted = 40 + elements * 3 // 2 if problem.quantization is None else 80 + 2 * elements
     registers = min(wanted, target.max_registers)
     by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)

@@ -1,9 +1,9 @@
 """Chooses a lowering by measuring: the candidates to try, and the times kept on disk.
 
-This module does not use a GPU: a caller with one passes a `Timer`. The times of all candidates are
-kept beside the kernels, under a key of everything that affects them: the machine, the problem, and
-all sources that the candidates' kernels are emitted from. Times measured here take precedence over
-the shipped table, and the table over the cost model.
+This module does not use a GPU: a caller that has a GPU passes a `Timer`. The times of all
+candidates are kept beside the kernels, under a key of everything that affects them: the machine,
+the problem, and all sources that the candidates' kernels are emitted from. Times measured here take
+precedence over the shipped table, and the table over the cost model.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def tuned(
 ) -> LoweringChoice | None:
     """Returns the fastest trial of a case on this machine. Measures the trials if no times are
     kept. If there is only one trial, returns it unmeasured. Without a timer, returns the fastest by
-    the kept times, or None if there are no valid ones.
+    the kept times, or None if no valid times are kept.
 
     If several processes ask at once, one measures and the others wait. Raises NothingMeasuredError
     if no trial could be timed, and passes on the timer's errors; nothing is kept then.

@@ -69,9 +69,9 @@ def number_pair(
     words, position: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
     DTYPE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Returns the numbers of the codes at `position` and `position` + 4 of each word or, with a
-    table, of the two codes in byte `position`, along a new last axis of two, divided by
-    `number_unit`."""
+    """Returns the numbers of two codes of each word along a new last axis, divided by
+    `number_unit`. The codes are at `position` and `position` + 4 or, with a table, in byte
+    `position`."""
     if NUMBER == "":
         return nibble_pair(words, position, OFFSET, DTYPE)
     elif NUMBER == "e2m1":
@@ -126,7 +126,8 @@ def codes_in_order(
     ROWS: tl.constexpr = words.shape[0]
     COLUMNS: tl.constexpr = words.shape[1]
     if PER == 8:
-        # These are separate statements, because the emitter requires it of inline instructions.
+        # Each call is a statement of its own, because the emitter requires that of inline
+        # instructions.
         pair = number_pair(words, 0, REVERSED, OFFSET, DTYPE, NUMBER)
         second_pair = number_pair(words, 1, REVERSED, OFFSET, DTYPE, NUMBER)
         even = tl.join(pair, second_pair)
@@ -161,8 +162,8 @@ def scaled_numbers(words, scale, DTYPE: tl.constexpr):
     `number_unit`: [rows, 8 * words], with K in the order of `x_in_order` with one group.
 
     The products are exact: they have 2 + 4 significant bits. The numbers of `e2m1_pair` are too
-    small by 2 ** 126 (bf16) or 2 ** 14 (fp16). The scales correct all of this but 2 ** 7, which
-    would exceed their range.
+    small by 2 ** 126 (bf16) or 2 ** 14 (fp16). The scales are multiplied by this factor divided by
+    2 ** 7: the whole factor would exceed their range.
     """
     LOST: tl.constexpr = 2.0**119 if tl.bfloat16 == DTYPE else 2.0**7
     ROWS: tl.constexpr = words.shape[0]

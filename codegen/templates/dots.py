@@ -7,8 +7,8 @@ memory, and many small programs keep the memory busy.
 of 23 bits, with a power of two for each RUN of words. The conversion is exact for bfloat16
 (float16) numbers of at least 2 ** -14 (2 ** -11) of the largest number of their run. Smaller
 numbers lose fewer bits than they lose in fp32 sums. Each integer has three bytes, and one
-instruction (`dp4a`) multiplies four bytes by four codes. Codes of floats are multiplied as fp32
-numbers, and so are weights that are no codes.
+instruction (`dp4a`) multiplies four bytes by four codes. Codes of floats, and weights that are not
+codes, are multiplied as fp32 numbers.
 """
 
 import triton
@@ -92,11 +92,11 @@ def parts_of_x(
     """Converts fp32 x [words, PER] to the factors by which `code_sums` multiplies codes. A word of
     nibbles takes 8 numbers of x, and a word of bytes 4.
 
-    Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word, then for the odd ones,
-    each [words] (with BYTES, for the first four and the last four nibbles; for words of bytes, the
-    same three twice); then the sum of the integers of each run, and the power of two of each run.
-    REVERSED: the high nibble of a byte is its first code. INTERLEAVED: words of eight are in AWQ's
-    order.
+    Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word; the same bytes for the
+    odd nibbles; the sum of the integers of each run; and the power of two of each run. The bytes
+    are [words] each. With BYTES, they belong to the first four and the last four nibbles instead.
+    For words of bytes, both groups of three bytes are equal. REVERSED: the high nibble of a byte is
+    its first code. INTERLEAVED: words of eight are in AWQ's order.
     """
     WORDS: tl.constexpr = x.shape[0]
     PER: tl.constexpr = x.shape[1]

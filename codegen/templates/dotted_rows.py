@@ -106,6 +106,16 @@ def dotted_rows(
     up_words = words
     if up_lines is not None:
         up_words = words_of_step(up_lines, word_columns, first // PER, end, UP_STRIDE, EVEN)
+    if SCALE_COLUMNS >= K:  # one scale a row: its load is not waited for in each step
+        scale, zero = load_scales(
+            scale_ptr, zero_ptr, scale_rows, row_mask, tl.arange(0, 1), strides,
+            ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
+        )  # fmt: skip
+        if up_lines is not None:
+            up_scale, up_zero = load_scales(
+                up_scale_ptr, up_zero_ptr, scale_rows, row_mask, tl.arange(0, 1), up_strides,
+                ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
+            )  # fmt: skip
     for step in range(0, PART, BLOCK_K):
         start = first + step
         x, square = words_of_row(
@@ -122,14 +132,12 @@ def dotted_rows(
             next_words = words_of_step(lines, word_columns, ahead, end, STRIDE, False)
             if up_lines is not None:
                 next_up_words = words_of_step(up_lines, word_columns, ahead, end, UP_STRIDE, False)
-        if SCALE_COLUMNS >= K:
-            blocks = tl.arange(0, 1)
-        else:
+        if SCALE_COLUMNS < K:
             blocks = (start + tl.arange(0, RUNS) * (RUN * PER)) // SCALE_COLUMNS
-        scale, zero = load_scales(
-            scale_ptr, zero_ptr, scale_rows, row_mask, blocks, strides,
-            ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
-        )  # fmt: skip
+            scale, zero = load_scales(
+                scale_ptr, zero_ptr, scale_rows, row_mask, blocks, strides,
+                ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
+            )  # fmt: skip
         if FLOATS:
             sums = number_sums(words, x, REVERSED, NUMBER, RUN)
             power = tl.full((RUNS,), 1.0, tl.float32)
@@ -147,10 +155,11 @@ def dotted_rows(
             product, sums, scale, zero, power, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
         )
         if up_lines is not None:
-            up_scale, up_zero = load_scales(
-                up_scale_ptr, up_zero_ptr, scale_rows, row_mask, blocks, up_strides,
-                ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
-            )  # fmt: skip
+            if SCALE_COLUMNS < K:
+                up_scale, up_zero = load_scales(
+                    up_scale_ptr, up_zero_ptr, scale_rows, row_mask, blocks, up_strides,
+                    ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
+                )  # fmt: skip
             if FLOATS:
                 sums = number_sums(up_words, x, REVERSED, NUMBER, RUN)
             else:

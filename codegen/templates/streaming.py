@@ -19,7 +19,7 @@ def prefetch_rows(
 ):  # fmt: skip
     """Prefetches LINES lines of LINE elements (128 bytes) of each row of K to the L2 cache, from
     column `first` on. A prefetch is a hint that reads nothing, so another kernel may still be
-    writing there."""
+    writing these rows."""
     columns = tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)
     lines = rows_ptr[:, None] + columns[None, :]
     tl.inline_asm_elementwise(

@@ -1,8 +1,8 @@
 """Collects every private or version-dependent torch import.
 
-Those for tensors, sizes and nodes are in this file; those for trials of calls, autocast, Inductor
-and the surroundings of a compilation have their own files. Names imported `as` themselves are used
-by other modules of the compiler.
+Imports for tensors, sizes and nodes are in this file. Imports for trials of calls, autocast,
+Inductor and the surroundings of a compilation have files of their own. Names imported `as`
+themselves are used by other modules of the compiler.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
 
 
 def holds_in_place(outer: torch.Tensor, inner: torch.Tensor) -> bool:
-    """Whether the one tensor of `outer` (inside it, or `outer` itself) is element for element the
-    one of `inner`: of the same dtype, at the same addresses of the same storage."""
+    """Whether `outer` and `inner` hold the same elements: one plain tensor each, with the same
+    dtype, at the same addresses of the same storage."""
     parts = [parts_of(tensor) for tensor in (outer, inner)]
     if not all(len(held) == 1 and storage_keys(held[0]) for held in parts):
         return False
@@ -200,8 +200,8 @@ def is_plain(value: Any) -> bool:
 
 
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
-    """Returns a test whether two sizes (ints or sympy expressions) are equal; it guards on
-    symbols."""
+    """Returns a function that tests whether two sizes (ints or sympy expressions) are equal. The
+    test adds guards on symbols."""
     environment = next((e for e in map(_shape_env, inputs) if e is not None), None)
 
     def same(a: Any, b: Any) -> bool:
@@ -235,7 +235,7 @@ def _shape_env(value: Any) -> Any:
 
 
 def fake_mode_of(tensors: Iterable[Any]) -> Any:
-    """The fake mode of the first tensor that has one, or None."""
+    """Returns the fake mode of the first tensor that has one, or None."""
     modes = (getattr(tensor, "fake_mode", None) for tensor in tensors)
     return next((mode for mode in modes if mode is not None), None)
 
@@ -247,8 +247,8 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached(value: Any) -> Any:
-    """Returns a fake tensor on the memory of the given one, whose own shape stays if the result is
-    reshaped in place. Returns anything else as it is."""
+    """Returns a fake tensor on the memory of the given one. If the result is reshaped in place, the
+    given tensor keeps its shape. Returns anything but a tensor as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
@@ -284,8 +284,8 @@ def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def made_again(value: Any) -> Any:
-    """Copies the layout of a fake tensor, or of each in a tuple, into a fake tensor in new memory.
-    The sizes must be numbers."""
+    """Returns a fake tensor in new memory with the layout of the given one, or a tuple of them for
+    a tuple. The sizes must be numbers."""
     return _strided_again(value) if type(value) is FakeTensor else tree_map(_strided_again, value)
 
 
@@ -326,7 +326,7 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
     replace some arguments."""
     if instead is None and _is_quick(node):
         source = cast(fx.Node, node.args[0]).meta["example_value"]
-        # `reshape` would ask for the device, which a fake tensor answers in Python, that is slowly.
+        # `reshape` would ask for the device, which a fake tensor answers slowly, in Python.
         method = "view" if node.target == "reshape" else cast(str, node.target)
         with torch.no_grad(), in_kernel_invocation_manager(source.fake_mode):
             made = call(method, (source, *node.args[1:]), {})

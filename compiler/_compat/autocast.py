@@ -12,8 +12,8 @@ from torch.amp.autocast_mode import _enter_autocast
 
 
 def autocast_in_force(node: fx.Node) -> dict[str, torch.dtype | None]:
-    """Returns the dtype of autocast at a node (None: off) for each device type for which the graph
-    itself sets a dtype other than the current one."""
+    """Returns the dtype of autocast at a node (None: off) by device type. Leaves out the types for
+    which the graph itself does not change the current dtype."""
     found: dict[str, torch.dtype | None] = {}
     for entry in node.graph.find_nodes(op="call_function", target=_enter_autocast):
         # The only user of an enter node is the exit node that takes it.
@@ -34,14 +34,14 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def autocast_at_devices(node: fx.Node, devices: Iterable[str]) -> frozenset[Any]:
-    """Returns the dtypes of autocast at a node for those of some device types where it is on."""
+    """Returns (device type, dtype) for each of these devices for which autocast is on at a node."""
     known = autocast_in_force(node)
     now = {device: known.get(device, autocast_dtype(device)) for device in devices}
     return frozenset((device, dtype) for device, dtype in now.items() if dtype is not None)
 
 
 def autocast_at(node: fx.Node) -> AbstractContextManager[Any]:
-    """Inside this context, autocast is as it is at the node in its graph."""
+    """Returns a context in which autocast is as it is at the node in its graph."""
     stack = ExitStack()
     for device, dtype in autocast_in_force(node).items():
         stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))

@@ -12,17 +12,18 @@ from torch._logging import trace_structured
 
 
 def mode_patches(mode: str | None) -> dict[str, Any] | None:
-    """Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown one."""
+    """Returns Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown
+    one."""
     return torch._inductor.list_mode_options(mode) if mode else None
 
 
 def modes() -> list[str]:
-    """The names of `torch.compile`'s modes."""
+    """Returns the names of `torch.compile`'s modes."""
     return list(torch._inductor.list_mode_options())
 
 
 def option_problem(options: Mapping[str, Any]) -> str | None:
-    """Names the first option that Inductor does not have, or that has another type, and the fault;
+    """Returns the fault of the first option that Inductor does not have, or that has another type;
     None if all are good."""
     from torch._inductor import config
 

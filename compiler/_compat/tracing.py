@@ -14,7 +14,8 @@ from torch import fx
 
 
 def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Calls torch.compile with its own recompile limit, if this torch offers that."""
+    """Returns the model compiled by torch.compile, with its own recompile limit if this torch
+    offers that."""
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(model, **options)
@@ -78,7 +79,8 @@ def autocast_off_on_meta() -> AbstractContextManager[None]:
 
 
 def numbers_fake_on_meta() -> AbstractContextManager[None]:
-    """Inside this context, tensors that Dynamo traces on the meta device are fake, as on any other.
+    """Inside this context, tensors that Dynamo traces on the meta device are fake, as on other
+    devices.
 
     Under fake tensors, `torch.tensor(0.0, device="meta")` still makes a plain tensor, which the
     next call on fake tensors refuses. On other devices it makes a fake one.

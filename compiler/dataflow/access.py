@@ -1,6 +1,6 @@
 """Finds which tensors a node of a graph writes.
 
-The name of a function does not tell. An operator's schema says what it writes; torch analyses a
+The name of a function does not tell what it writes. An operator's schema says it; torch analyses a
 user's Triton kernel; the bodies of a higher-order operator are read. Any other callable runs on
 fake tensors that stand in for its arguments, as AOTAutograd would trace it. If it cannot run, it is
 assumed to write all its tensors and, unless it is torch's own, any other tensor.
@@ -104,7 +104,7 @@ def _written_by_schema(node: fx.Node, target: Any) -> Access:
 
 
 def _overloads(node: fx.Node, packet: Any) -> list[Any]:
-    """The overloads of a packet that take the keywords of a call."""
+    """Returns the overloads of a packet that take the keywords of a call."""
     return [
         overload
         for overload in (getattr(packet, name) for name in packet.overloads())
@@ -136,7 +136,7 @@ def attribute_of(node: fx.Node) -> Any:
 
 # A test compares both tables with the schemas of the operators of those names.
 _WRITES_ITS_FIRST = spelling.IN_PLACE_ARITHMETIC | frozenset(WRITES)
-# They write only if `out=` or `inplace=` is given. `embedding` may renormalise its weight.
+# Calls that write only if `out=` or `inplace=` is given. `embedding` may renormalise its weight.
 _PURE = spelling.LISTED - {"embedding"}
 
 
@@ -148,7 +148,7 @@ def asked_in_place(node: fx.Node) -> bool:
 
 @cache
 def inplace_position(function: Callable[..., Any]) -> int | None:
-    """The position of a function's parameter `inplace`, or None."""
+    """Returns the position of a function's parameter `inplace`, or None."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # many built-in functions have no signature
@@ -207,8 +207,8 @@ def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
 
 
 def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places | None:
-    """The positions of the `tensors` that a call writes, and of those whose shape, strides or
-    storage it changes; None if the call cannot be tried."""
+    """Returns the positions of the `tensors` that a call writes, and of those whose shape, strides
+    or storage it changes; None if the call cannot be tried."""
     if not torchs and has_unbacked(node):
         return None  # another size may take another branch of the user's code
     try:
@@ -226,7 +226,7 @@ def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places
 
 
 def has_unbacked(node: fx.Node) -> bool:
-    """Whether a node's input is a number that only data decide, or has such a number in its shape.
+    """Whether a node's input is a number that depends on data, or has such a number in its shape.
     Other symbols are safe: Dynamo has run the call with them already, and guards on the branch it
     took."""
     values = [source.meta.get("example_value") for source in node.all_input_nodes]
@@ -250,9 +250,10 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def call_key(node: fx.Node) -> Any:
-    """Returns a key of all that determines a call except the data: the target, the layouts of the
-    tensors (for a subclass also its metadata, such as placements), which of them share memory, and
-    the other arguments. Keys with symbolic sizes may be compared only within one graph."""
+    """Returns a key of all that determines a call except the data. It holds the target, the layouts
+    of the tensors, which tensors share memory, and the other arguments. For a tensor subclass, it
+    also holds the metadata, such as placements. Keys with symbolic sizes may be compared only
+    within one graph."""
     inputs = {source: i for i, source in enumerate(node.all_input_nodes)}
     storages: dict[tuple[int, ...], int] = {}
 

@@ -268,8 +268,8 @@ class _Builder:
 
     def _first_inner(self, node: fx.Node, wrapper: fx.Node, result: torch.Tensor) -> None:
         """Adds the first plain tensor that a node takes from inside a subclass. If the subclass is
-        an input of the graph, so is that tensor, with its own shape: the graph does not say which
-        elements of the whole it holds."""
+        an input of the graph, the tensor counts as an input too, with its own shape. The graph does
+        not say which elements of the whole it holds."""
         memory = self.memory.places[wrapper].memory
         if not memory.is_input:
             self._define(node, "opaque:" + name_of(node), (self._read(wrapper),), result, {})

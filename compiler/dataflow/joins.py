@@ -21,8 +21,8 @@ def piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View
 
 def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | None, ...]:
     """Returns the pieces of a concatenation without the empty slices of tensors that have elements,
-    such as the part of a head that is not rotated where all of it is. Returns all pieces if no
-    other is left."""
+    such as the unrotated part of a head that is rotated as a whole. Returns all pieces if only such
+    slices are left."""
     kept = [p for p in pieces if p is None or p.shape[dim] != 0 or 0 in p.value.shape]
     kept_dtypes = {p.value.dtype for p in kept if p is not None}
     plain = all(p is None or p.value.dtype in kept_dtypes for p in pieces)  # they promote, too
@@ -30,7 +30,7 @@ def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | Non
 
 
 def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View | None:
-    """Returns the only piece of a concatenation, which then is a copy of it; None for other
+    """Returns the only piece of a concatenation that copies a single piece; None for other
     cases."""
     (piece, *others) = pieces or (None,)
     if others or piece is None or piece.value.dtype != result.dtype:

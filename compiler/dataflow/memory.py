@@ -15,7 +15,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 
-#: Key in a node's metadata: further fake tensors that stand for the node's own memory.
+#: The key, in a node's metadata, of further fake tensors that stand for the node's own memory.
 LIES_WITH = "tilewright_lies_with"
 
 
@@ -76,7 +76,8 @@ class Storages:
         ]
 
     def keys(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The keys of a tensor's memory, also for a tensor whose storage torch does not tell."""
+        """Returns the keys of a tensor's memory. A tensor whose storage torch does not tell has
+        keys too."""
         known = self._keys.get(id(tensor))
         return _compat.storage_keys(tensor) if known is None else known[1]
 
@@ -204,8 +205,8 @@ class MemoryMap:
 class Slices:
     """Slice copies that fill a `new_empty`, collected write by write: a loop makes thousands.
 
-    axis: the axis that the slices divide. covered: the length of it that is written so far. plain:
-    no other kind of write is among them.
+    axis: the axis that the slices divide. covered: the length along it that is written so far.
+    plain: whether no other kind of write is among them.
     """
 
     plain: bool = True

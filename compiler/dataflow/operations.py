@@ -32,8 +32,8 @@ Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
 class Operations:
     """Reads the operations of one graph.
 
-    operand: converts an argument of a node to what patterns see. unknown: nodes are appended here
-    that are in no table and are no single ATen operation.
+    operand: converts an argument of a node to what patterns see. unknown: collects the nodes that
+    are in no table and are no single ATen operation.
     """
 
     def __init__(self, operand: Callable[[Any], Any], unknown: list[fx.Node]) -> None:
@@ -137,7 +137,8 @@ class Operations:
     # --- what is in no table ---
 
     def _ask(self, node: fx.Node, name: str) -> Operation:
-        """Finds the ATen call of a node that is in no table."""
+        """Returns the operation of a node that is in no table, from the ATen calls that it
+        makes."""
         if not meets_subclasses(node):
             call, sources = self.alone(node, aten_call)
             if call is None and has_symbols(node):
@@ -225,13 +226,13 @@ def _number_or_view(view: View) -> Any:
 
 
 def meets_subclasses(node: fx.Node) -> bool:
-    """Whether a tensor class outside torch (DTensor, quantised weights) decides what a node
-    does."""
+    """Whether a tensor subclass (DTensor, quantised weights) decides what a node does."""
     return any(map(_compat.is_subclass, _compat.tensors_of(node, *node.all_input_nodes)))
 
 
 def _leading(node: fx.Node) -> list[str]:
-    """Which of `input` and `other` are keywords instead of the first positional arguments."""
+    """Returns which of `input` and `other` are keywords instead of the first positional
+    arguments."""
     if not node.kwargs or len(node.args) > 1 or (node.args and "input" in node.kwargs):
         return []
     names = ("other",) if node.args else ("input", "other")

@@ -25,7 +25,7 @@ from tilewright.patterns.effects import Effect
 
 @dataclass(frozen=True)
 class Selection:
-    """A result as a selection from the call's tensor number `of`: the steps, applied in order."""
+    """A result that is a selection from the call's tensor number `of`: all steps, in order."""
 
     of: int
     steps: tuple[Callable[[Effect], Effect], ...] = ()
@@ -110,5 +110,5 @@ def _first(node: fx.Node) -> fx.Node:
 
 
 def _made(node: fx.Node) -> Any:
-    """The value of a node of a trace: fake tensors, sizes."""
+    """Returns the value of a node of a trace: fake tensors or sizes."""
     return node.meta.get("val")

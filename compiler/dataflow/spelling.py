@@ -185,8 +185,9 @@ def _to_shape(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 
 def _to_sizes(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
-    """Regroups to the sizes that the call names. The result's shape would not do: in a shape with
-    symbols, torch may write a number as a quotient of sizes."""
+    """Returns the effect regrouped to the sizes that the call names. They are more reliable than
+    the result's shape: if that has symbols, torch may write a number in it as a quotient of
+    sizes."""
     given = sizes_from(node, 1, "size" if "size" in node.kwargs else "shape")
     return effects.regroup(effect, _as_given(given, shape))
 
@@ -383,7 +384,8 @@ def _end(index: Size, length: Size) -> Size:
 
 
 def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) -> Effect:
-    """Slices dimension `dim` by `item`. length: the result's size, if its shape is known."""
+    """Returns the effect with dimension `dim` sliced by `item`. length: the result's size, if its
+    shape is known."""
     size = effect.shape[dim]
     start = 0 if item.start is None else _end(size_of(item.start), size)
     step = 1 if item.step is None else size_of(item.step)
@@ -480,7 +482,7 @@ def _apply_item(
 
 
 def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
-    """Selects a list of positions that ascend evenly, as a slice."""
+    """Returns the effect that selects a list of positions, which must ascend evenly, as a slice."""
     if not item or not all(isinstance(i, int) and not isinstance(i, bool) for i in item):
         raise InexpressibleError("an index list that is not of numbers")
     at = [_offset(i, effect.shape[dim]) for i in item]

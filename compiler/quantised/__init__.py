@@ -30,7 +30,11 @@ from tilewright.compiler.quantised import (
     nvfp4,
     tensor_subclasses,
 )
-from tilewright.compiler.quantised.coded_linear import CodedLinear, share_equal_scales
+from tilewright.compiler.quantised.coded_linear import (
+    CodedLinear,
+    put_factors_together,
+    share_equal_scales,
+)
 
 #: A library's reader of a module: returns the module to put in its place; or why the module stays;
 #: or None for a module that is not this library's.
@@ -79,9 +83,9 @@ class Left:
 class Prepared:
     """The result of `prepare`. model: the model, itself or a copy. replaced, left: its modules.
 
-    `undo()` puts the original modules back; a second call does nothing. Codes stay in memory once:
-    until `undo()`, where `prepare` worked in place, the original of a GPTQ linear holds the codes
-    of its replacement, and the original of an AWQ linear holds none.
+    `undo()` puts the original modules back; a second call does nothing. Codes are in memory only
+    once. If `prepare` worked in place, the original of a GPTQ linear shares the codes of its
+    replacement until `undo()`, and the original of an AWQ linear holds no codes.
     """
 
     model: nn.Module
@@ -125,13 +129,14 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     modules, which shares the original's tensors; the original then stays as it is.
 
     Reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ and AWQ (gptqmodel),
-    torchao, quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. Names in
-    `state_dict` stay where the library has a tensor for each, except for AWQ, bitsandbytes and HQQ.
-    Activations are rounded as the library rounds them.
+    torchao, quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. Activations are
+    rounded as the library rounds them. If the library has one tensor for each name in `state_dict`,
+    the names stay as they are, except for AWQ, bitsandbytes and HQQ.
 
     Codes of GPTQ and AWQ are laid out again, once, so that the codes in a row of a weight are
     contiguous. That needs temporary memory for one linear's codes at a time, N * K / 2 bytes. With
-    copy=True the copy has its own such codes, beside those of the original.
+    copy=True, the copy has such codes of its own, in addition to the original's. Linears in NVFP4
+    hold the reciprocal of `weight_global_scale`; `load_state_dict` computes it again.
 
     Raises TypeError if model is no module.
     """
@@ -152,7 +157,9 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
         elif found is not None:
             _put(model, name, found)
             prepared.replaced.append(Replaced(name, module, found))
-    share_equal_scales({one.name: one.module for one in prepared.replaced})
+    linears = {one.name: one.module for one in prepared.replaced}
+    share_equal_scales(linears)
+    put_factors_together(linears)
     if any(compressed_tensors.is_compressed(one.original) for one in prepared.replaced):
         left = any(compressed_tensors.is_compressed(one.original) for one in prepared.left)
         if not left:

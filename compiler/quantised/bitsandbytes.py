@@ -7,7 +7,7 @@ dtype of the computation.
 
 8 bits: int8 codes and a scale for each row. x is rounded to codes too, row by row. The library
 takes out the columns of x that have an outlier, and multiplies them separately. Both products read
-the same weight, so one product computes both, of an x that is rounded except in these columns.
+the same weight, so one product computes both here: its x is rounded except in these columns.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from tilewright.codegen.formats import TABLES
 from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 _FOUR_BITS = ("Linear4bit", "LinearNF4", "LinearFP4")
-# The number of scales in a block with one second-level scale, if scales are codes too; fixed by the
-# library.
+# How many scales share a second-level scale, if scales are codes too; fixed by the library.
 _SCALES = 256
 
 
@@ -60,9 +59,11 @@ class TableLinear(CodedLinear):
 
 
 class ByteLinear(CodedLinear):
-    """A linear of codes [N, K] int8, with scale [N] fp32, the largest magnitude of each row. The
-    library's own operators, whose meaning is declared, round x to int8 row by row. The library's
-    module would change a parameter in each call."""
+    """A linear of codes [N, K] int8, with scale [N] fp32, the largest magnitude of each row.
+
+    Its forward pass calls the library's own operators, whose meaning is declared; they round x to
+    int8 row by row. The library's module is not used, as it changes a parameter in each call.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -94,8 +95,8 @@ class ByteLinear(CodedLinear):
 
 
 class OutlierLinear(ByteLinear):
-    """A linear like :class:`ByteLinear`, except that columns of x in which any row has a magnitude
-    of threshold or more are not rounded, in any row."""
+    """A linear like :class:`ByteLinear` that does not round some columns of x: those in which a row
+    has a magnitude of `threshold` or more."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() == 0:

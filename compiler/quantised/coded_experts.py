@@ -7,10 +7,10 @@ from torch import nn
 
 
 class CodedExperts(nn.Module):
-    """x [T, K], experts [T, S] and their weights [T, S] -> [T, K].
+    """The experts of a mixture: x [T, K], experts [T, S] and their weights [T, S] -> [T, K].
 
-    A subclass for each way of storing codes implements `of_rows`. Dimension letters: T tokens, S
-    slots, K columns.
+    There is a subclass for each way of storing codes; it implements `of_rows`. Dimension letters: T
+    tokens, S slots, K columns.
     """
 
     num_experts: int

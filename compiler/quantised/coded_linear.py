@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,9 @@ class CodedLinear(nn.Module):
     """x [..., K] -> [..., N]: a linear whose weight [N, K] is decoded from this module's codes.
 
     It takes the place of a library's module and holds that module's own tensors, under its names:
-    parameters as parameters, other tensors as buffers. A subclass for each way of storing codes
-    implements `weight_of_codes`; `rounded` if activations are quantised too; and `lend_to` and
-    `return_to` if it holds codes in another order of memory.
+    parameters as parameters, other tensors as buffers. There is a subclass for each way of storing
+    codes. It implements `weight_of_codes`. It also implements `rounded` if activations are
+    quantised too, and `lend_to` and `return_to` if it stores the codes in another order.
     """
 
     bias: torch.Tensor | None
@@ -57,6 +58,65 @@ class CodedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+class DividedLinear(CodedLinear):
+    """A linear whose scales a number divides, `weight_global_scale` [1].
+
+    `weight_factors` holds its reciprocal, at `place`, so that no forward pass computes it; it is
+    None if there is no such number. It is not in `state_dict`, and `load_state_dict` computes it
+    again. It stays as it was if the divisor is changed in place by other means.
+    """
+
+    weight_global_scale: torch.Tensor
+    weight_factors: torch.Tensor | None
+    place = 0
+
+    def __init__(
+        self, in_features: int, out_features: int, tensors: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        super().__init__(in_features, out_features, tensors)
+        self.register_buffer("weight_factors", None, persistent=False)
+        self.hold_factor()
+        self.register_load_state_dict_post_hook(_hold_factor_again)
+
+    @property
+    def weight_factor(self) -> torch.Tensor:
+        """The reciprocal, [1]."""
+        assert self.weight_factors is not None
+        return self.weight_factors[self.place : self.place + 1]
+
+    def reciprocal(self) -> torch.Tensor | None:
+        """Returns the reciprocal, [1], or None if scales are to be divided."""
+        divisor: torch.Tensor | None = getattr(self, "weight_global_scale", None)
+        return None if divisor is None else 1.0 / divisor.detach().reshape(1)
+
+    def hold_factor(self) -> None:
+        """Computes the reciprocal, in its place if other linears hold theirs in the same tensor."""
+        factor, held = self.reciprocal(), self.weight_factors
+        if factor is None or held is None or held.device != factor.device:
+            self.weight_factors, self.place = factor, 0
+        else:
+            held[self.place] = factor[0]
+
+
+def _hold_factor_again(linear: nn.Module, _: Any) -> None:
+    assert isinstance(linear, DividedLinear)
+    linear.hold_factor()
+
+
+def put_factors_together(linears: Mapping[str, nn.Module]) -> None:
+    """Makes linears of one parent, given by name, hold their factors in one tensor, in order. An op
+    that reads several of them then takes that tensor, or a part of it."""
+    of_parents: dict[tuple[str, torch.device], list[DividedLinear]] = {}
+    for path, linear in linears.items():
+        if isinstance(linear, DividedLinear) and linear.weight_factors is not None:
+            where = path.rpartition(".")[0], linear.weight_factors.device
+            of_parents.setdefault(where, []).append(linear)
+    for group in of_parents.values():
+        together = torch.cat([linear.weight_factor for linear in group])
+        for place, linear in enumerate(group):
+            linear.weight_factors, linear.place = together, place
+
+
 def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Replaces a parameter or a buffer of a module by a tensor."""
     if name in module._parameters:
@@ -70,11 +130,11 @@ _TURNED_ROWS = 1024
 
 
 def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Transposes words [A, B / 8] of eight codes along B to words [B, A / 8] of the codes along A.
+    """Transposes words [A, B / 8] of eight codes along B, and returns words [B, A / 8] along A.
 
-    words: int32; A and B are multiples of 8. order: the nibble of a word in which each of its codes
-    lies, before and after. A second call undoes the first. The result is contiguous, and the
-    function needs little other memory.
+    words: int32; A and B are multiples of 8. order: for each code of a word, the nibble that holds
+    it, in the given words and in the result. A second call undoes the first. The result is
+    contiguous, and the function needs little other memory.
     """
     rows, columns = words.shape
     turned = words.new_empty(8 * columns, rows // 8)
@@ -92,25 +152,28 @@ def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def nibbles_of_words(words: torch.Tensor) -> torch.Tensor:
-    """[N, W] words of eight codes, the first in the lowest bits -> [N, 8 W] codes, 0 to 15."""
+    """Returns the codes, 0 to 15, in words of eight codes, the first in the lowest bits: [N, W] ->
+    [N, 8 W]."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2)
 
 
 def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
-    """[N, W] words of four codes, the first in the lowest bits -> [N, 4 W] codes, 0 to 255. On a
-    little-endian machine, which is all that PyTorch compiles for, these are the bytes in memory
-    order."""
+    """Returns the codes, 0 to 255, in words of four codes, the first in the lowest bits: [N, W] ->
+    [N, 4 W]. They are the bytes in memory order, because PyTorch compiles for little-endian
+    machines only."""
     return words.contiguous().view(torch.uint8)
 
 
 def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[.., W] bytes of two E2M1 codes, the first in the lower bits -> [.., 2 W] numbers, exact."""
+    """Returns the exact numbers in bytes of two E2M1 codes, the first in the lower bits: [.., W] ->
+    [.., 2 W]."""
     return fp4.decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), dtype)
 
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Rounds to the nearest E2M1 number, and halfway to the even code; NaN stays NaN."""
+    """Returns x rounded to the nearest E2M1 number or, halfway between two, to the one with the
+    even code. NaN stays NaN."""
     size, rounded = x.abs(), torch.zeros_like(x)
     for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
         middle = (below + above) / 2

@@ -17,6 +17,7 @@ from torch import nn
 
 from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
+    DividedLinear,
     bytes_of_words,
     floats_of_bytes,
     nearest_e2m1,
@@ -29,6 +30,8 @@ _LIMITS = {
     ("int", 8): (-128.0, 127.0),
     ("float", 4): (-fp4.MAX, fp4.MAX),
 }
+#: The bytes of positive e4m3 numbers are below this one, which is NaN.
+_FINITE_SCALES = 0x7F
 #: The number by which the library replaces a scale of zero, by the scale's dtype.
 _LEAST_SCALE = {torch.float8_e4m3fn: 0.125, torch.uint8: 1.0}
 
@@ -73,15 +76,15 @@ class CompressedLinear(CodedLinear):
         return f"{super().extra_repr()}, {self.strategy}, {self.rounding or 'x as it is'}"
 
     def codes(self) -> torch.Tensor:
-        """The codes [N, K], in the dtype of the scales."""
+        """Returns the codes [N, K], in the dtype of the scales."""
         return self.weight.to(self.scales().dtype)
 
     def scales(self) -> torch.Tensor:
-        """The scales as they are stored: [1], [N, 1], [N, K / group] or by blocks."""
+        """Returns the scales as they are stored: [1], [N, 1], [N, K / group] or by blocks."""
         return self.weight_scale
 
     def zeros(self) -> torch.Tensor | None:
-        """The zero points, in the shape of the scales."""
+        """Returns the zero points, in the shape of the scales."""
         return getattr(self, "weight_zero_point", None)
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
@@ -98,7 +101,7 @@ class CompressedLinear(CodedLinear):
         return (codes * scales).reshape(self.out_features, self.in_features).to(dtype)
 
     def _of_blocks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Repeats a number for each block to one for each weight."""
+        """Returns numbers, one for each block, repeated to one for each element of the weight."""
         rows, columns = self.block
         spread = numbers.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return spread[: self.out_features, : self.in_features]
@@ -144,16 +147,17 @@ class CompressedLinear(CodedLinear):
 
 
 def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
-    """Clamps x, which is in units of its scale, and rounds it to the format's numbers, in x's
-    dtype."""
+    """Returns x, which is in units of its scale, clamped and rounded to the format's numbers, in
+    x's dtype."""
     if (how.kind, how.bits) == ("float", 4):
         return nearest_e2m1(x)
     return x.round() if how.kind == "int" else x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
-    """Returns MX scales of groups with these largest magnitudes: each rounded down to a power of
-    two, or up from 1.75 times that power on, and divided by the power of two below `most`."""
+    """Returns the MX scales of groups, given their largest magnitudes. A magnitude is rounded down
+    to a power of two, or up if it is at least 1.75 times that power, and divided by the power of
+    two below `most`."""
     digits = -math.frexp(torch.finfo(largest.dtype).eps)[1] + 1
     bits = largest.view(torch.int32 if digits > 16 else torch.int16).to(torch.int32)
     exponent = (bits + (1 << (digits - 2))) >> digits
@@ -163,9 +167,9 @@ def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
     return (2.0 ** least.to(torch.float32)).to(largest.dtype)
 
 
-class FloatLinear(CompressedLinear):
+class FloatLinear(CompressedLinear, DividedLinear):
     """A linear of 4-bit E2M1 codes, two to a byte, the even one in the low nibble. NVFP4 divides
-    its scales by a factor; the scales of MXFP4 are powers of two."""
+    its scales by a number; the scales of MXFP4 are powers of two."""
 
     weight_packed: torch.Tensor
 
@@ -176,9 +180,30 @@ class FloatLinear(CompressedLinear):
         scale = self.weight_scale
         if scale.dtype == torch.uint8:
             return 2.0 ** (scale.to(torch.int32) - e8m0.BIAS).to(torch.bfloat16)
-        factor = getattr(self, "weight_global_scale", None)
         scale = scale.to(torch.bfloat16)
-        return scale if factor is None else scale / factor
+        if self.weight_factors is not None:
+            return scale * self.weight_factor
+        divisor = getattr(self, "weight_global_scale", None)
+        return scale if divisor is None else scale / divisor
+
+    def reciprocal(self) -> torch.Tensor | None:
+        factor = super().reciprocal()
+        if factor is None or self.weight_scale.dtype != torch.float8_e4m3fn:
+            return None
+        return factor if _decodes_alike(self.weight_global_scale, factor) else None
+
+
+def _decodes_alike(divisor: torch.Tensor, factor: torch.Tensor) -> bool:
+    """Whether weights in NVFP4 are the same bfloat16 numbers if scales are multiplied by a factor,
+    as if they are divided by its reciprocal, for all codes and scales. On the meta device, which
+    has no numbers, they count as the same."""
+    if divisor.is_meta:
+        return True
+    scales = torch.arange(_FINITE_SCALES, dtype=torch.uint8, device=divisor.device)
+    scales = scales.view(torch.float8_e4m3fn).to(torch.bfloat16)
+    codes = torch.tensor(fp4.MAGNITUDES, device=divisor.device).unsqueeze(1)
+    quotients, products = scales / divisor.reshape(1), scales * factor
+    return torch.equal((codes * quotients).bfloat16(), (codes * products).bfloat16())
 
 
 class PackedLinear(CompressedLinear):
@@ -347,7 +372,7 @@ def keys_and_values_of(attention: nn.Module) -> Rounding | None:
 
 
 def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
-    """Replaces the hooks by which the library rounds keys and values by hooks that a graph shows;
+    """Replaces the library's hooks that round keys and values by hooks that Dynamo can trace;
     returns functions that put the old ones back."""
     undo: list[Callable[[], None]] = []
     for module in model.modules():
@@ -360,8 +385,8 @@ def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _rounds_keys_and_values(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A hook that runs before an attention. Leaves a cache that stores eight bits
-    (`PagedLayer.stored`) alone: it rounds itself, and each number is to be rounded once."""
+    """Rounds keys and values in a hook that runs before an attention. Leaves a cache alone that
+    stores eight bits (`PagedLayer.stored`): it rounds itself, and a number is rounded only once."""
     cache, rounding = kwargs.get("past_key_values"), keys_and_values_of(module)
     if cache is None or rounding is None:
         return args, kwargs

@@ -1,6 +1,6 @@
 """Reads mixtures of gpt-oss in MXFP4, as transformers gives them to the hub's Triton kernels.
 
-The weights are objects of the hub and no tensors, and the hub's routing breaks the graph for every
+The weights are objects of the hub, not tensors, and the hub's routing breaks the graph for every
 backend. Arithmetic: transformers `integrations/mxfp4.py`, and `matmul_ogs` of the hub's
 `gpt-oss-triton-kernels`, which adds biases and applies the activation in fp32.
 
@@ -50,15 +50,14 @@ class Mxfp4Experts(CodedExperts):
     def _product(
         self, name: str, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
     ) -> torch.Tensor:
-        """Multiplies rows, sorted by expert, by that expert's weight, and adds its bias: in
-        fp32."""
+        """Returns rows, sorted by expert, times their expert's weight, plus its bias, in fp32."""
         product = torch.ops.transformers.grouped_mm_fallback(
             x.float(), self.weight_of_codes(name), offs=ends
         )
         return product + self.get_parameter(f"{name}_bias")[expert].float()
 
     def _hidden(self, both: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Applies the activation to gate and up, whose columns alternate."""
+        """Returns the activation of gate and up, whose columns alternate in `both`."""
         gate = both[..., ::2].clamp(max=self.limit)
         up = both[..., 1::2].clamp(-self.limit, self.limit)
         return (gate * torch.sigmoid(self.alpha * gate) * (up + 1)).to(dtype)

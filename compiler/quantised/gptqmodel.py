@@ -36,9 +36,12 @@ class _GroupedLinear(CodedLinear):
 
 
 class GptqLinear(_GroupedLinear):
-    """A linear of qweight [K / 8, N], words of eight columns' codes in which the codes of a row of
-    the weight are contiguous; qzeros [K / group, N / 8] words; scales [K / group, N]: weight[n, k]
-    = scale * (code - zero)."""
+    """A linear with qweight [K / 8, N], qzeros [K / group, N / 8] and scales [K / group, N]:
+    `weight[n, k] = scale * (code - zero)`.
+
+    A word of qweight has the codes of eight columns. The codes in a row of the weight are
+    contiguous.
+    """
 
     qweight: torch.Tensor
 
@@ -64,9 +67,11 @@ class GptqLinear(_GroupedLinear):
 
 
 class AwqLinear(_GroupedLinear):
-    """A linear of words [N, K / 8] int32 of eight columns' codes, in AWQ's order; qzeros [K /
-    group, N / 8], words of eight rows' zeros, and scales [K / group, N], both in the library's
-    layout: weight[n, k] = (code - zero) * scale.
+    """A linear with words [N, K / 8] int32, qzeros [K / group, N / 8] and scales [K / group, N]:
+    `weight[n, k] = (code - zero) * scale`.
+
+    Each of `words` has the codes of eight columns, in AWQ's order. qzeros and scales have the
+    library's layout: a word of qzeros has the zeros of eight rows.
 
     `load_state_dict` also accepts the library's `qweight` [K, N / 8] in place of `words`.
     """

@@ -158,8 +158,8 @@ class ModelOptQuantizer(HfQuantizer):
                 model.set_submodule(path, experts.together())
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
-        """Leaves out the conversions that join experts into one tensor, where the model has them
-        apart."""
+        """Leaves out the conversions that join experts into one tensor, where the model keeps
+        experts apart."""
         apart = any(isinstance(module, ExpertsApart) for module in model.modules())
         merging = ("experts.gate_up_proj", "experts.down_proj")
         kept = [
@@ -204,7 +204,8 @@ def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
 
 
 def _experts_of(name: str) -> str:
-    """The path of the experts, if a tensor is the scale of an expert's weight; "" for others."""
+    """Returns the path of the experts, if a tensor is the scale of an expert's weight; "" for
+    others."""
     path, _, own = name.rpartition(".")
     parts = path.rsplit(".", 2)
     return parts[0] if own == "weight_scale" and len(parts) == 3 and parts[1].isdigit() else ""

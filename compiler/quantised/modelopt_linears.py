@@ -24,8 +24,8 @@ Shape = tuple[int, ...]
 
 
 class Float8(CodedLinear):
-    """A linear of weight [N, K] e4m3 and weight_scale [1, 1]; activations in steps of input_scale
-    [].
+    """A linear of weight [N, K] e4m3 and weight_scale [1, 1]. Activations are rounded in steps of
+    input_scale [].
 
     stored: the dtype of codes. needed: the tensors that a file must have.
     """
@@ -43,7 +43,7 @@ class Float8(CodedLinear):
         return {"weight": (rows, columns), "weight_scale": (1, 1)}
 
     def settle(self) -> None:
-        """Reshapes the tensors to those shapes: files may have other dimensions of size one."""
+        """Reshapes the tensors to :meth:`shapes`: files may have other dimensions of size one."""
         for name, shape in self.shapes(self.out_features, self.in_features).items():
             tensor = self._parameters[name]
             assert tensor is not None
@@ -68,7 +68,8 @@ class Float8(CodedLinear):
 
 
 class Float8PerToken(Float8):
-    """A linear with weight_scale [N, 1]; each token's activations are scaled by their largest."""
+    """A linear with weight_scale [N, 1]. The scale of a token's activations follows from the
+    largest of them."""
 
     needed = ("weight", "weight_scale")
 
@@ -161,7 +162,7 @@ class ModelOptExperts(CodedExperts):
 def _product(
     linears: Float8, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
 ) -> torch.Tensor:
-    """Rounds rows as the format does, and multiplies rows, sorted by expert, by that expert's
+    """Returns rows, sorted by expert and rounded as the format rounds them, times their expert's
     weight."""
     scale = linears._parameters.get("input_scale")
     x = linears.rounded_by(x, None if scale is None else scale.view(-1, 1)[expert])

@@ -2,7 +2,7 @@
 
 Arithmetic: the hub's nvfp4-gemm (`functional.py`, `nvfp4_utils.cuh`). One or two rows are
 multiplied as they are. More rows are first rounded to 4-bit floats, in blocks of 16 columns; the
-scales of the blocks share a factor, which the largest element of all rows decides.
+scales of the blocks share a factor, which depends on the largest element of all rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewright.compiler.quantised.coded_linear import CodedLinear, floats_of_bytes, nearest_e2m1
+from tilewright.compiler.quantised.coded_linear import DividedLinear, floats_of_bytes, nearest_e2m1
 from tilewright.ops.formats import fp4
 from tilewright.ops.formats.fp8_block import E4M3_MAX
 
@@ -21,17 +21,15 @@ _ROWS_AS_THEY_ARE = 2
 _LEAST_LARGEST = 1e-12
 
 
-class Nvfp4Linear(CodedLinear):
+class Nvfp4Linear(DividedLinear):
     """A linear of weight [N, K / 2] uint8, two E2M1 codes to a byte; weight_sf_rowmajor [N, K / 16]
     uint8, the bits of e4m3 scales; weight_global_scale [1], a divisor. x and y are in bfloat16."""
 
     weight: torch.Tensor
     weight_sf_rowmajor: torch.Tensor
-    weight_global_scale: torch.Tensor
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
-        factor = 1.0 / self.weight_global_scale
-        return decoded(self.weight, self.weight_sf_rowmajor, factor).to(dtype)
+        return decoded(self.weight, self.weight_sf_rowmajor, self.weight_factor).to(dtype)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x in bfloat16; for more than two rows, the numbers that its codes stand for."""

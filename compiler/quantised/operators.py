@@ -1,13 +1,13 @@
-"""Meanings, in plain PyTorch, of quantisation libraries' operators that are declared by default.
+"""States in plain PyTorch what operators of quantisation libraries compute. These operators are
+declared by default.
 
     y = finegrained_fp8::w8a8_block_dynamic_fp8_matmul(x, codes, scales, [128, 128], bfloat16)
     ⇒   y = _scaled_mm(e4m3(x / s), codes.t(), s, scales.t(), out_dtype=bfloat16)
 
 Each meaning rounds activations by its library's formula. It stands for the call while patterns
-look, and never runs itself. Therefore a product may be written in a narrower dtype than that in
-which the library sums: the fused op that replaces it has the format's own arithmetic. Parameters
-have the names in the operators' schemas. Dimension letters: M rows, K and N of a weight [N, K], E
-experts.
+look, and never runs itself. Therefore a product may be written in a narrower dtype than the library
+sums in. The fused op that replaces it has the format's own arithmetic. Parameters have the names in
+the operators' schemas. Dimension letters: M rows, K and N of a weight [N, K], E experts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class UnfitError(Exception):
 def _product(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiplies codes [M, K] and [N, K] to [M, N]; scales by blocks, [M, K / block] and [N /
-    block, ...]."""
+    """Returns the product [M, N] of codes [M, K] and [N, K] with scales by blocks, [M, K / block]
+    and [N / block, ...]."""
     groups, columns = scale.shape[1], codes.shape[1]
     if groups not in (1, -(-columns // BLOCK)):
         raise UnfitError(f"which has no form for {groups} scales along {columns} columns")
@@ -102,7 +102,7 @@ def block_static(
 
 
 def _rows(x: Tensor, block: int) -> Tensor:
-    """Rounds rows [M, K] to the numbers that their codes stand for."""
+    """Returns rows [M, K] rounded to the numbers that their codes stand for."""
     codes, scale = _rounded(x, block)
     return (codes.float() * scale).flatten(-2).to(x.dtype)
 
@@ -150,8 +150,8 @@ def block_batched(
     block_size: Sequence[int],
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiplies each row by its expert's weight. For experts from E on the operator leaves its
-    rows alone; here such rows get the last expert."""
+    """Returns each row times its expert's weight. The operator leaves rows of experts from E on as
+    they are; here such rows get the last expert."""
     own = _experts(B, Bs, block_size, A.dtype)[expert_ids.clamp(0, len(B) - 1)]
     y = torch.bmm(own, _rows(A, block_size[1]).unsqueeze(-1)).squeeze(-1)
     return y.to(output_dtype or A.dtype)
@@ -180,7 +180,7 @@ def mx(**_: Any) -> None:
 def by_rows(
     XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None, **_: Any
 ) -> Tensor:
-    """Multiplies e4m3 by e4m3, with a scale for each row of both."""
+    """Returns the product of e4m3 codes with e4m3 codes, both with a scale for each row."""
     codes = XQ.reshape(-1, XQ.shape[-1])
     y = _product(codes, x_scale.reshape(-1, 1), WQ, w_scale.reshape(-1, 1), torch.bfloat16)
     y = y if bias is None else (y + bias).to(torch.bfloat16)
@@ -237,10 +237,11 @@ def gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """Decodes two codes to a byte, the first in the high nibble; blocks of the flattened weight.
+    """Returns the product of A with a quantised weight. A byte of the weight has two codes, the
+    first in the high nibble, and each block of the flattened weight has a scale.
 
-    Scales that are codes too would need a kernel of their own in each call. It would write an
-    eighth of the codes' bytes, which the op would read again.
+    Refuses scales that are codes too. Decoding them would need a kernel of its own in each call,
+    which would write an eighth of the codes' bytes for the op to read again.
     """
     if absmax_8bit is not None:
         raise UnfitError(

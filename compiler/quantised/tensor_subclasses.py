@@ -217,7 +217,8 @@ _Read = Callable[[Any, torch.Tensor | None], CodedLinear | str]
 
 @dataclass(frozen=True)
 class _Class:
-    """A class of weights. read: its reader. once: why `prepare` decodes it and a graph does not."""
+    """A class of weights. read: its reader. once: why only `prepare` decodes it; "" if a graph
+    does, too."""
 
     read: _Read
     once: str = ""

@@ -1,10 +1,10 @@
-"""Makes modules of codes that are not loaded from a checkpoint's configuration alone.
+"""Builds the modules of a quantised checkpoint from its configuration alone, without loading it.
 
     model = AutoModelForCausalLM.from_config(config)            # dense, on the meta device
     put_codes(model, config_dict["quantization_config"])        # its linears hold codes now
 
-The modules are those that `prepare` would make of the loaded checkpoint, on the meta device. They
-need no library, except those of compressed-tensors and torchao, which the libraries lay out.
+The modules are those that `prepare` would make of the loaded checkpoint, on the meta device. No
+library is needed, except compressed-tensors and torchao for their own checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tilewright.ops.formats.fp8_block import BLOCK
 
 Stated = Mapping[str, Any]
 _E4M3 = torch.float8_e4m3fn
-#: Constants of bitsandbytes: the codes that share a scale, and the magnitude of outliers.
+#: Constants of bitsandbytes: how many codes share a scale, and the magnitude of outliers.
 _TABLE_BLOCK, _THRESHOLD = 64, 6.0
 #: The columns in a group of GPTQ's and AWQ's codes if a configuration names no size: the default of
 #: transformers' GPTQConfig and AwqConfig.
@@ -248,7 +248,7 @@ def _modelopt(model: Any, stated: Stated) -> None:
 
 
 def _compressed_tensors(model: Any, stated: Stated) -> None:
-    """Lets the library lay out its modules, and reads those."""
+    """Lets the library lay out its modules, and replaces these by modules that decode."""
     from transformers.quantizers import AutoHfQuantizer
 
     try:
@@ -305,9 +305,11 @@ def _by_blocks(rows: int, columns: int, block: Any) -> tuple[int, int]:
 
 
 def _skips(model: Any, named: Any, head: bool = False) -> Callable[[str], bool]:
-    """Returns a test, by a module's name, whether a method leaves it dense. named: the modules that
-    the configuration names; None for transformers' own choice, the head. head: whether the head
-    stays dense anyway."""
+    """Returns a function that tells, by a module's name, whether a method leaves the module dense.
+
+    named: the modules that the configuration names; None for transformers' own choice, the head.
+    head: whether the head stays dense even if it is not named.
+    """
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 

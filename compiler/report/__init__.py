@@ -57,8 +57,8 @@ class Site:
     the op's name in the rewritten graph. absorbed: names of the original graph's nodes that it
     replaces. intermediate_bytes: size of the values among them that leave the graph (the op may
     make some values of its own); 0 if it is not known before the run. launches: the number of
-    kernels that the op itself starts: `kernels` has also those of ops that compute its arguments,
-    such as `mask_blocks`, which have nodes of their own.
+    kernels that the op itself starts. `kernels` also has the kernels of ops that compute its
+    arguments, such as `mask_blocks`, which are nodes of their own.
     """
 
     pattern: str
@@ -89,10 +89,10 @@ class Site:
 class GraphReport:
     """The outcome for one Dynamo graph. `str()` prints what `lower` prints.
 
-    modules: the graph before and after; None in a report :meth:`without_graphs`. seconds: by phase.
-    inputs: the graph's inputs that shared memory when it was traced. points: the graph's census;
-    empty if fusing did not begin. target, graph_breaks: as in Lowered, for this graph alone.
-    node_counts: set only in a report without graphs.
+    modules: the graph before and after; None in a report :meth:`without_graphs`. seconds: the time
+    of each phase. inputs: the graph's inputs that shared memory when it was traced. points: the
+    graph's census; empty if fusing did not begin. target, graph_breaks: as in Lowered, for this
+    graph alone. node_counts: set only in a report without graphs.
     """
 
     modules: tuple[fx.GraphModule, fx.GraphModule] | None
@@ -175,7 +175,7 @@ class Lowered:
     @property
     def misses(self) -> list[Miss]:
         """The misses of every graph, then graph breaks, each place once. If a graph break cut a
-        graph, its miss replaces those for points that no pattern recognises in the parts."""
+        graph, its miss replaces the misses for points in the parts that no pattern recognises."""
         found = [m for g in self.graphs for m in g.misses]
         breaks = [m for m in found if m.pattern == CAPTURE]
         breaks += [break_miss(text) for text in self.graph_breaks]
@@ -213,7 +213,7 @@ class Lowered:
         return json.dumps(self.as_dict(), indent=2)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready data."""
+        """Returns the report as JSON-ready data."""
         return {
             "target": self.target,
             "graphs": [
@@ -236,14 +236,14 @@ NO_GRAPH = Miss(
     "NO_GRAPH",
     Stage.ANCHORED,
     "Nothing was captured: Dynamo met no tensor operation that it could trace",
-    hint="see that neither the model nor what it calls is under torch.compiler.disable, is "
-    "compiled by itself already, or is a generator; TORCH_LOGS=graph_breaks,dynamo says more",
+    hint="check that neither the model nor a function it calls is under torch.compiler.disable, is "
+    "already compiled by itself, or is a generator; TORCH_LOGS=graph_breaks,dynamo says more",
 )
 
 
 def unless_cut(misses: Sequence[Miss], is_cut: bool) -> Sequence[Miss]:
     """Returns the misses of a graph. If graph breaks cut it (is_cut), leaves out the misses for
-    points that no pattern recognises: the parts of a cut site look like that."""
+    points that no pattern recognises, because the parts of a cut site look like such points."""
     return [miss for miss in misses if miss.code != UNRECOGNISED] if is_cut else misses
 
 

@@ -33,7 +33,7 @@ BARS = {
 #: The bar in percent of a class without held-out rows: at least the widest bar of the others.
 UNHELD = 35
 #: The bar in percent on chips that we did not measure. sm100: from measurements on a B200 that
-#: others published (docs/predictions.md, the last table). UNSEEN, a guess: all other chips.
+#: others published (docs/predictions.md, the last table). UNSEEN: a guess for all other chips.
 PUBLISHED = {"sm100": 34}
 UNSEEN = 50
 #: HELD: the share of rows that a bar holds. LEAST: the least bar of a class with fewer than FEW

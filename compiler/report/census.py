@@ -45,7 +45,7 @@ ACCOUNTS: tuple[Account, ...] = ("match", "miss", "no interest", "unaccounted")
 @dataclass(frozen=True)
 class Round:
     """The outcome of one pass of the patterns over a graph. matches: the rewritten ones. misses:
-    those of the last pass; empty for a pass that another follows."""
+    those of the pass; empty if another pass follows."""
 
     flow: Dataflow
     matches: tuple[Match, ...]
@@ -77,7 +77,7 @@ class Census:
 
     @property
     def unaccounted(self) -> tuple[Point, ...]:
-        """The points for which no match, miss or rule accounts."""
+        """The points that no match, miss or rule accounts for."""
         return tuple(point for point in self.points if point.account == "unaccounted")
 
     def spoken_for_by(self, miss: Miss) -> Census:
@@ -92,7 +92,7 @@ class Census:
         return Census(tuple(points))
 
     def counts(self) -> dict[tuple[Kind, Account, str], int]:
-        """The number of points by (kind, account, reason)."""
+        """Returns the number of points by (kind, account, reason)."""
         return dict(Counter((p.kind, p.account, p.why) for p in self.points))
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Census:
 
 
 def census_of(rounds: Sequence[Round], patterns: Iterable[Pattern]) -> tuple[Point, ...]:
-    """Returns the points of one graph, as its first round found it."""
+    """Returns the points of one graph, as they were in the first round."""
     matches = [match for one in rounds for match in one.matches]
     matched = {node: match.pattern for match in matches for node in match.nodes}
     missed = _spoken_for(rounds[-1], {pattern.name: pattern for pattern in patterns})
@@ -184,7 +184,7 @@ def _spoken_for(last: Round, patterns: dict[str, Pattern]) -> dict[fx.Node, str]
 
 
 def _reached(start: Sequence[Value], sought: Sought, graph: Graph) -> Iterator[fx.Node]:
-    """Yields the nodes of the points for which a miss at `start` speaks."""
+    """Yields the nodes of the points that a miss at `start` accounts for."""
     for value in start:
         before = _walk(value, sought, graph) if sought.before else []
         yield from (point.node for point in before)

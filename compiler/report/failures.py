@@ -1,4 +1,5 @@
-"""Turns exceptions inside a pattern, an op or a rewrite into misses: they cost one site each."""
+"""Turns exceptions inside a pattern, an op or a rewrite into misses, so that each costs one
+site."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class Failures:
 
     @contextmanager
     def of_the_graph(self) -> Iterator[None]:
-        """Writes a repro file also for an exception in the block, which belongs to no single
+        """Writes a repro file for an exception in the block. Such an exception belongs to no single
         site."""
         try:
             yield
@@ -95,5 +96,5 @@ class Failures:
 
 
 def _key(match: Match) -> tuple[str, str]:
-    """Returns a key of names, which are the same in every copy of a graph, as nodes are not."""
+    """Returns a key of names: unlike nodes, names are the same in every copy of a graph."""
     return match.pattern, match.anchor.node.name

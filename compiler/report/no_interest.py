@@ -175,8 +175,8 @@ def _has_many_tokens(value: Value, graph: Graph) -> bool:
 
 @rule(
     "product",
-    why=f"one of two that are multiplied, of more than {MOST_GATED_TOKENS} tokens: the library's "
-    "GEMM is the faster one",
+    why=f"one of two products multiplied with each other, for more than {MOST_GATED_TOKENS} "
+    "tokens: the library's GEMM is the faster one",
 )
 def _is_gated_for_many(value: Value, graph: Graph) -> bool:
     if linear_activation.OP.slower(tokens=_tokens(value), weights=2) is None:
@@ -206,7 +206,7 @@ def _is_returned(value: Value, graph: Graph) -> bool:
 
 
 def _only_counts(value: Value, graph: Graph) -> bool:
-    """Whether the graph returns the input of a choice or softmax: then it chooses no experts."""
+    """Whether a value is a choice or a softmax that no product reads: it chooses no experts."""
     read = behind(value, graph)
     return graph.kind(value) in ("top-k", "softmax") and not any(
         graph.kind(v) == "product" for v in read.ends
@@ -262,8 +262,8 @@ def _readers(value: Value, graph: Graph) -> list[Value]:
 
 
 def _passed(value: Value, graph: Graph) -> list[Value]:
-    """Returns a product, and its results of casts and of arithmetic with numbers or stored
-    tensors."""
+    """Returns a product, and the values computed from it by casts and by arithmetic with numbers or
+    stored tensors."""
 
     def passes(reader: Value) -> bool:
         others = [v for v in reader.operands if graph.origin(v.value) != "own"]
@@ -363,7 +363,8 @@ def _is_weighed(value: Value, graph: Graph) -> bool:
 
 
 def _scales_codes(gate: Value, product: Value, graph: Graph) -> bool:
-    """Whether a product with codes is multiplied by a tensor with fewer elements: its scale."""
+    """Whether a product with codes is multiplied by a tensor with fewer elements, which is then its
+    scale."""
     if not any(holds_codes(view.value) for view in graph.weights(product)):
         return False
     least = min(_count(view.shape) for view in gate.operands)
@@ -401,8 +402,8 @@ def _gains_nothing(value: Value, graph: Graph) -> bool:
     "softmax", why="weights of a linear, by which tensors are mixed: no scores of queries with keys"
 )
 def _mixes(value: Value, graph: Graph) -> bool:
-    """Whether a softmax of linears only multiplies other tensors. It is then neither of scores of
-    queries with keys, nor of experts to choose."""
+    """Whether a softmax of linears only multiplies other tensors. Such a softmax is neither over
+    scores of queries with keys, nor over experts to choose from."""
     scores = _products_before(value, graph)
     if not scores or not all(graph.weights(v) and match_gemm(v) is not None for v in scores):
         return False
@@ -483,9 +484,9 @@ def _keeps_state(value: Value, graph: Graph) -> bool:
 
 @rule("write", why="what one step leaves for the next: one token replaces the whole memory")
 def _leaves_for_next(value: Value, graph: Graph) -> bool:
-    """Whether one token replaces the whole of a memory. The token is one of several; or it is the
-    only one, the memory has no dimension for tokens, and the graph has read it before. The new
-    value does not depend on the old one, as a row of tokens that moves on would."""
+    """Whether one token replaces the whole of a memory. Either the token is one of several, or it
+    is the only one, and the graph has read the memory, which has no dimension for tokens. The new
+    value must not depend on the old one, as it does in a row of tokens that moves on."""
     store = value.store
     assert store is not None
     source, memory = store.source, store.memory

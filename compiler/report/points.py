@@ -30,7 +30,7 @@ ATTENTION = re.compile(r"attention|attn|flash|sdpa", re.IGNORECASE)
 _SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 _CHOICES = frozenset({"topk", "sort", "argsort", "argmax", "kthvalue"})
 _KNOWN = frozenset({"input", "constant", "store", "cast", "bitcast"})
-# Only their first operand gives elements; the others are indices.
+# Only the first operand of these gives elements; the others are indices.
 _SELECTIONS = frozenset({"index", "index_select", "gather", "take", "take_along_dim"})
 # Operators that read a matrix of the model without multiplying by it.
 _LOOKUPS = re.compile(r"embedding|index|gather|take|memory|norm|getitem|copy|where|scatter")

@@ -72,7 +72,7 @@ class SavingsRow:
 @dataclass(frozen=True)
 class Unread:
     """Equal weights that are not read as codes. scope: their module, with `*` for the layer. bytes:
-    the bytes of them that a step reads. has_codes: whether the model stores them as codes. reason:
+    how many of their bytes a step reads. has_codes: whether the model stores them as codes. reason:
     why."""
 
     scope: str
@@ -86,7 +86,7 @@ class Unread:
 class Savings:
     """The savings of a model's step with weights in codes. tokens: the tokens of the step; None if
     their number is symbolic. times: those of the whole step. rounds: whether activations are
-    rounded to codes; both times include it. breaks: the number of graph breaks."""
+    rounded to codes, in both steps. breaks: the number of graph breaks."""
 
     target: str
     tokens: int | None
@@ -110,7 +110,7 @@ class Savings:
         return tuple(sorted(size, key=lambda form: -size[form]))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Returns JSON-ready data."""
         return {
             "target": self.target,
             "tokens": self.tokens,

@@ -6,10 +6,10 @@
     for layer in step.layers:                     # equal layers once, with their count
         layer.total, layer.of(FUSED), layer.of(INDUCTOR)
 
-Nothing is measured. Weights in use are read once; of caches, the tokens that are said to be present
-are read. Tensors that cross from one part to the next are written and read again. The floor is the
-time of weights and caches alone, which no fusing saves, or that of the products with weights if it
-is longer. The model of a part's time (`compiler/report/times.py`) adds the crossing tensors,
+Nothing is measured. Weights in use are read once, and caches as far as the given number of tokens
+fills them. Tensors that cross from one part to the next are written and read again. The floor is
+the time of weights and caches alone, which no fusing saves, or that of the products with weights if
+it is longer. The model of a part's time (`compiler/report/times.py`) adds the crossing tensors,
 attention, and the start of each kernel, at the rates that kernels reach; `compiler/report/bars.py`
 says how far the model was from measured times.
 """
@@ -142,7 +142,7 @@ class LayerStep:
 @dataclass(frozen=True)
 class Step:
     """All parts of a model's graphs, in order. target: the chip's name. present: tokens in the
-    caches of each sequence; if None, the cache is in no bytes and in no time. kind: the class of
+    caches of each sequence; if None, no bytes and no times include the caches. kind: the class of
     the step, as `compiler/report/bars.py` `class_of` gives it."""
 
     target: str

@@ -20,19 +20,20 @@ from dataclasses import dataclass, fields
 from tilewright.codegen.targets import Target
 from tilewright.compiler.report.traffic import Unit
 
-#: The time of a kernel's first loads and last stores, beside the start of an empty kernel. This
-#: constant, MEMORY_SHARE, PRODUCT_SHARE, MIXTURE_SHARE and PROMPT_ATTENTION_SHARE were fitted
-#: together over the 101 steps in bfloat16 that are not held out: of 20 models on an H100
-#: (steps.json), and of Llama-3-8B, DeepSeek-V2-Lite and MiniCPM3 on an H200 (*_end_to_end.json).
+#: The time of a kernel's first loads and last stores, in addition to the start of an empty kernel.
+#: This constant, MEMORY_SHARE, PRODUCT_SHARE, MIXTURE_SHARE and PROMPT_ATTENTION_SHARE were fitted
+#: together over the 101 steps in bfloat16 that are not held out. These are steps of 20 models on an
+#: H100 (steps.json), and of Llama-3-8B, DeepSeek-V2-Lite and MiniCPM3 on an H200
+#: (*_end_to_end.json).
 FILL_S = 1.1e-6
 
 #: The share of a copy's rate at which parts move bytes.
 MEMORY_SHARE = 0.98
 #: How many times faster than memory the L2 cache is: an assumption. Bytes that cross between parts
-#: and fit into it are still there for the next part. The prompts of the same steps
-#: bear it out (all errors' root mean square falls from 4.7 to 4.3 %), but do not tell 2 from 3.
+#: and fit into it are still there for the next part. The prompts of the same steps support this:
+#: the root mean square of all errors falls from 4.7 to 4.3 %. They do not tell 2 from 3.
 L2_SPEED = 2.0
-#: The share for weights as codes: linears_quantized.json, int4 and fp8, one token.
+#: The share for weights as codes, from linears_quantized.json (int4 and fp8, one token).
 CODES_MEMORY_SHARE = 0.89
 
 #: Shares of the tensor cores' rate. A library's products of 1024 to 8192 rows reach 680 to 790
@@ -40,23 +41,23 @@ CODES_MEMORY_SHARE = 0.89
 #: 4096 and 8192 tokens), and less with few.
 PRODUCT_SHARE = 0.91
 MIXTURE_SHARE = 0.74
-#: The share for codes that kernels decode: the steps of ct-w4a16 and ct-fp8-dynamic in
+#: The share for codes that kernels decode, from the steps of ct-w4a16 and ct-fp8-dynamic in
 #: quantised_step.json.
 CODES_SHARE = 0.27
-#: 4-bit codes that take long to decode, because they stand for floats or are packed along rows; and
-#: the number of them that an SM decodes in a second, for tensor cores, and for one token without
-#: tensor cores (ALONE). From linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
+#: 4-bit codes that take long to decode, because they stand for floats or are packed along rows. The
+#: rates are codes that an SM decodes in a second: for tensor cores and, as ALONE, for one token
+#: without tensor cores. From linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
 SLOW_CODES = frozenset({"nvfp4", "mxfp4", "nf4", "fp4", "int4_n"})
 SLOW_CODES_PER_SM_S = 1.85e10
 SLOW_CODES_PER_SM_S_ALONE = 3.6e10
 #: The bytes of such a code, with its part of the scale that a block of 16 to 128 codes shares.
 SLOW_CODE_BYTES = 0.55
-#: The share for mixtures of codes: moe_quantized.json, fp8, 64 and 1024 tokens.
+#: The share for mixtures of codes, from moe_quantized.json (fp8, 64 and 1024 tokens).
 CODES_MIXTURE_SHARE = 0.40
 
-#: Shares that attention reaches: with many queries under a mask in a tensor (182 to 333 TFLOP/s in
-#: cache_attention.json, prefill, "mask"), and with few queries, whose rows fill no tile (the same
-#: file, mla-64x1000-128: 138 TFLOP/s).
+#: Shares that attention reaches. PROMPT_ATTENTION_SHARE is for many queries under a mask in a
+#: tensor (182 to 333 TFLOP/s in cache_attention.json, prefill, "mask"). The other is for few
+#: queries, whose rows fill no tile (138 TFLOP/s in the same file, mla-64x1000-128).
 PROMPT_ATTENTION_SHARE = 0.33
 DECODE_ATTENTION_SHARE = 0.17
 #: The least number of queries of a sequence that fill the rows of a tile.
@@ -108,8 +109,8 @@ def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Sp
 
 
 def _beyond_l2(size: int, target: Target) -> float:
-    """Returns the bytes that take memory as long as `size` bytes between parts take, as far as
-    they fit from the L2 cache."""
+    """Returns the bytes that memory moves in the time that `size` bytes between parts take. Bytes
+    that fit into the L2 cache come from there, and so count less."""
     near = min(size, target.l2_bytes)
     return size - near + near / L2_SPEED
 

@@ -1,9 +1,9 @@
 """Divides a rewritten graph into units that run as one, and counts the bytes that each moves.
 
 Each fused op is a unit, and so is each product. The other nodes of a layer that hand values to each
-other, with no such unit between them, count as one kernel of Inductor's, which may make more of
-them. Views move nothing. A write in place does not read its target unless something is added to it,
-and moves only the rows of a cache that it writes. A tensor that several nodes of a unit read counts
+other, with no such unit between them, count as one kernel of Inductor, even if it makes several.
+Views move nothing. A write in place does not read its target unless something is added to it, and
+moves only the rows of a cache that it writes. A tensor that several nodes of a unit read counts
 once, and a view counts as much as it selects; a lookup reads as much as it returns.
 """
 
@@ -91,7 +91,7 @@ def units_of(graph: GraphReport, target: Target) -> list[Unit]:
     return [
         _unit(nodes, traffic, sites.get(nodes[0].name), products, target)
         for nodes, traffic in units
-        # The readers of a factory's values generate these themselves.
+        # Values of a factory cost nothing: their readers generate them.
         if traffic.moves or _kind(nodes[0]) != "inductor"
     ]
 
@@ -177,7 +177,8 @@ class _Memory:
     makers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     writes: dict[fx.Node, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     puts: dict[fx.Node, Put] = field(default_factory=dict)
-    # For the storage of a view that was made when its source was another node's tensor.
+    # For a view that has a storage of its own among the fake tensors: maps that storage to the
+    # storage of the view's source.
     aliases: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -224,8 +225,8 @@ class _Memory:
 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes whose result the graph uses in the end, and those that write to memory that
-    it uses or that it does not allocate."""
+    """Returns the nodes whose results the graph's outputs depend on. Also returns the nodes that
+    write to memory which the outputs depend on, or which the graph does not allocate."""
     shared = _shared_storages(graph)
 
     def storages(tensors: Iterable[torch.Tensor]) -> set[int]:

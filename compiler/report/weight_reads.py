@@ -45,8 +45,8 @@ class WeightRead:
 
     node: its name in the rewritten graph. unit: the name of the first node of its unit. by: the
     pattern of a fused op, or the function. form: the stored format, in words. codes, scales, zeros:
-    bytes that a step reads. numbers: the number of weights; for experts, of those in use. stored:
-    those of the bytes that the model stores; the graph computes the rest.
+    bytes that a step reads. numbers: how many weights; for experts, only those in use. stored: how
+    many of these bytes the model stores; the graph computes the rest.
     """
 
     node: str
@@ -284,7 +284,7 @@ def _groups(op: FusedOp, node: fx.Node, given: Any) -> Iterator[tuple[StoredWeig
     """Yields the weights of an op's call, each as tensors and as the nodes that hold them."""
     tensors = arguments_of(op, node)
     groups = {name: g for name, g in vars(op.arguments).items() if isinstance(g, OptionalGroup)}
-    # Stands for each element of such a node by the node itself.
+    # A node stands for each of its elements where an op takes elements of it.
     divided = {name for group in groups.values() for name in group.divided}
     whole = {n: _Elements(value) for n in divided if (value := getattr(given, n)) is not None}
     given = replace(given, **whole)
@@ -296,7 +296,7 @@ def _groups(op: FusedOp, node: fx.Node, given: Any) -> Iterator[tuple[StoredWeig
 
 @dataclass(frozen=True)
 class _Elements:
-    """Returns a node for each of its elements."""
+    """Stands for the elements of a node: each index gives the node itself."""
 
     node: fx.Node
 

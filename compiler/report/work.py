@@ -55,9 +55,10 @@ def flop_rate(tensors: Sequence[torch.Tensor], target: Target) -> float:
 
 
 def share_of_experts(site: Site) -> float:
-    """Returns the share of stacked expert weights [experts, ...] that a site reads, if its tokens
-    are spread evenly over all experts of the router, also those on other devices; 1 without
-    experts. Kernels of dot products read an expert once for each token that chooses it."""
+    """Returns the share of stacked expert weights [experts, ...] that a site reads; 1 for a site
+    without experts. Assumes that tokens are spread evenly over all experts of the router, including
+    those on other devices. Kernels of dot products read an expert once for each token that chooses
+    it."""
     facts = site.shapes
     tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
     if tokens is None or not {"experts", "slots"} <= facts.keys():
@@ -69,6 +70,6 @@ def share_of_experts(site: Site) -> float:
 
 
 def reached(draws: int, share: float) -> float:
-    """Returns the share of experts that at least one of `draws` reaches, if each reaches
-    `share`."""
+    """Returns the share of experts that at least one of `draws` tokens reaches, if each token
+    reaches `share` of them."""
     return 1.0 - (1.0 - min(share, 1.0)) ** draws

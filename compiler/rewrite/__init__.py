@@ -169,7 +169,8 @@ def _put_in_place(
 def _moved_and_written(
     replacements: Sequence[tuple[fx.Node, fx.Node]], flow: Dataflow
 ) -> fx.Node | None:
-    """A replaced node that is written in place and whose replacement has other strides.
+    """Returns a replaced node that is written in place and whose replacement has other strides;
+    None if there is none.
 
     Strides decide whether `flatten` and `reshape` return views or copies, and therefore whether a
     write changes the original.
@@ -183,8 +184,8 @@ def _moved_and_written(
 
 
 def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node:
-    """The replacement of a node, or a copy of it where the graph could tell its strides from the
-    node's."""
+    """Returns the replacement of a node or, if the graph could tell its strides from the node's, a
+    copy that has the node's strides."""
     held, now = (node.meta["example_value"] for node in (old, new))
     if same_steps(held, now) or not strides_matter(old, now, materialiser.flow):
         return new
@@ -199,7 +200,7 @@ def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node
 
 
 def arguments_of(op: FusedOp, node: fx.Node) -> Any:
-    """An op's arguments at a node, as meta tensors."""
+    """Returns an op's arguments at a node, as meta tensors."""
     args = fx.node.map_arg(node.args, lambda n: n.meta["example_value"])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["example_value"])
     tensors = trials.as_meta([*args, *kwargs.values()])
@@ -212,7 +213,8 @@ def _device_type(match: Match) -> str:
 
 
 def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | None:
-    """Why a chip has no kernels for one of our ops between two nodes; None if nothing says so."""
+    """Returns why a chip has no kernels for one of our ops between two nodes; None if nothing says
+    so."""
     node = before.next
     while node is not last:
         called, node = node, node.next
@@ -226,7 +228,8 @@ def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | No
 
 
 def _slower(op: FusedOp, match: Match, node: fx.Node, chip: Target) -> str | None:
-    """Why the graph is faster than this call of the op on a chip; None where nothing says so."""
+    """Returns why the graph is faster than this call of the op on a chip; None where nothing says
+    so."""
     if not match.needs_kernel:
         return None
     held = [given.meta["example_value"] for given in node.all_input_nodes]
@@ -236,8 +239,8 @@ def _slower(op: FusedOp, match: Match, node: fx.Node, chip: Target) -> str | Non
 
 
 def _no_kernel(op: FusedOp, node: fx.Node, chip: Target | None) -> str:
-    """Why no GPU kernel computes this call of the op; empty where one does. Without a kernel the
-    op's reference would run, which is slower than the graph."""
+    """Returns why no GPU kernel computes this call of the op; empty where one does. Without a
+    kernel the op's reference would run, which is slower than the graph."""
     choice = op.choose("cuda", arguments_of(op, node), chip)
     if choice.lowering.name != "reference":
         return ""
@@ -276,7 +279,7 @@ def _check_names(op: FusedOp, match: Match) -> None:
 def _restate(
     result: Result | Parts, node: fx.Node, materialiser: Materialiser
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs each replaced node with the node that selects the same part of the op's output."""
+    """Returns each replaced node with the node that selects the same part of the op's output."""
     node = _output(result, node, materialiser)
     shape = shape_of(node.meta["example_value"])
     if isinstance(result, Result):
@@ -297,7 +300,7 @@ def _output(result: Result | Parts, node: fx.Node, materialiser: Materialiser) -
 
 
 def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
-    """The views of a value that the op's output holds, without the views of those views."""
+    """Returns the views of a value that the op's output holds, without the views of those views."""
     found: dict[fx.Node, Effect] = {}
     held: set[fx.Node] = set()
     for node in flow.nodes_of(parts.replaced):

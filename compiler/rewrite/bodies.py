@@ -46,7 +46,7 @@ def inline_bodies(graph: fx.Graph, modes: Modes) -> int:
 
 
 def _higher_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The calls of higher-order operators."""
+    """Returns the calls of higher-order operators."""
     nodes = list(nodes)
     called = {node.target for node in nodes}  # few; isinstance is slow on each node
     operators = {one for one in called if isinstance(one, torch._ops.HigherOrderOperator)}
@@ -87,7 +87,7 @@ def _inlined(call: fx.Node) -> list[fx.Node] | None:
 
 
 def _body(call: fx.Node) -> fx.GraphModule | None:
-    """The body of a wrapper; None if the wrapper may do more than run it."""
+    """Returns the body of a wrapper; None if the wrapper may do more than run it."""
     attribute = call.args[0]
     body = attribute_of(attribute) if isinstance(attribute, fx.Node) else attribute
     if not isinstance(body, fx.GraphModule) or "_checkpoint_context_fn" in body.meta:
@@ -125,7 +125,8 @@ def _copy_nodes(
 
 
 def unseen_in_bodies(graph: fx.Graph, modes: Modes, patterns: Sequence[Pattern]) -> list[Miss]:
-    """A miss for each pattern that would match in the body of a call that is not inlined."""
+    """Returns a miss for each pattern that would match in the body of a call that is not
+    inlined."""
     return [
         _unseen(node, pattern, count, modes)
         for node in _higher_order(graph.nodes)
@@ -134,7 +135,7 @@ def unseen_in_bodies(graph: fx.Graph, modes: Modes, patterns: Sequence[Pattern])
 
 
 def _matches_in(node: fx.Node, patterns: Sequence[Pattern]) -> Counter[str]:
-    """How often each pattern matches in the graphs that a node takes as arguments."""
+    """Returns how often each pattern matches in the graphs that a node takes as arguments."""
     found: Counter[str] = Counter()
     if str(node.target) in _READ:
         return found

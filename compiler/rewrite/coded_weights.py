@@ -50,7 +50,8 @@ class CodedWeights:
         return target in (F.linear, torch.ops.aten.linear.default)
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """Returns None for a linear whose weight is plain, or of a class that is not read."""
+        """Returns the spelled-out call; None for a linear whose weight is plain, or of a class that
+        is not read."""
         x, weight, bias = (argument(call, at, name) for at, name in enumerate(_OPERANDS))
         if not _is_read(weight) or not call.users:
             return None
@@ -126,7 +127,7 @@ def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -
 
 
 def _inputs_read(graph: fx.Graph) -> set[int]:
-    """Positions of the inputs of a trace that its result depends on."""
+    """Returns the positions of the inputs of a trace that its result depends on."""
     needed = needed_for(graph, graph.output_node().all_input_nodes)
     inputs = graph.find_nodes(op="placeholder")
     return {at for at, node in enumerate(inputs) if node in needed}

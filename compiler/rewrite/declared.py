@@ -1,4 +1,4 @@
-"""Keeps what users declare that libraries' operators compute, and spells out their calls.
+"""Keeps declarations of what libraries' operators compute, and spells out the operators' calls.
 
     declare("somebodys::op", meaning)
 
@@ -92,7 +92,7 @@ def _name(op: Any) -> str:
 
 
 def _registered(name: str) -> list[Any]:
-    """The overloads that torch has registered under a name."""
+    """Returns the overloads that torch has registered under a name."""
     namespace, _, rest = name.partition("::")
     called, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), called, None)
@@ -107,7 +107,7 @@ def _described(meaning: Meaning | None) -> str:
 
 
 def _fault_of_names(meaning: Meaning, overload: Any) -> str:
-    """How the parameters of a meaning differ from the arguments of an operator; "" if they
+    """Returns how the parameters of a meaning differ from the arguments of an operator; "" if they
     agree."""
     names = [spec.name for spec in overload._schema.arguments]
     try:
@@ -155,8 +155,8 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
 @dataclass(frozen=True)
 class Trace:
     """The trace of a meaning. inputs: the placeholders, one for each node that the call reads.
-    outputs: what the meaning returns, in order. copies: for each input that a `copy_` overwrites as
-    a whole and that nothing else reads or writes, that `copy_`."""
+    outputs: what the meaning returns, in order. copies: maps an input to the `copy_` that
+    overwrites it as a whole, if nothing else reads or writes the input."""
 
     graph: fx.Graph
     inputs: tuple[fx.Node, ...]
@@ -175,7 +175,7 @@ class DeclaredCalls:
         return overload is not None and _meaning_of(overload) is not None
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """Returns None for a call that does nothing."""
+        """Returns the spelled-out call; None for a call that does nothing."""
         results = _results(call)
         if not results and not access_of(call):
             return None
@@ -230,14 +230,14 @@ def unfit_of(error: Exception) -> UnfitError:
 
 
 def _overload(target: Any) -> Any:
-    """The operator overload that a call's target is; None for any other target."""
+    """Returns the operator overload that a call's target is; None for any other target."""
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, target.overloads()[0])
     return target if isinstance(target, torch._ops.OpOverload) else None
 
 
 def _results(call: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The used results of a call: (position among its results, node) of each."""
+    """Returns the used results of a call: (position among its results, node) of each."""
     held = call.meta.get("example_value")
     if isinstance(held, torch.Tensor):
         return [(0, call)] if call.users else []
@@ -322,7 +322,7 @@ def _restore_literals(graph: fx.Graph) -> None:
 
 
 def _obstacle(node: fx.Node) -> str:
-    """Why a node of a trace cannot become a part of the graph; "" where it can."""
+    """Returns why a node of a trace cannot become a part of the graph; "" where it can."""
     if node.op == "get_attr":
         return "which reads a tensor that the operator is not given"
     if node.op != "call_function":
@@ -354,8 +354,8 @@ def _laid_out(held: Any) -> str:
 
 
 def _rooms(call: fx.Node, trace: Trace) -> dict[fx.Node, fx.Node]:
-    """Tensors that the graph allocates only for this call to fill, by the input of the trace. Nodes
-    behind the call may read a new tensor instead."""
+    """Returns the tensors that the graph allocates only for this call to fill, by the input of the
+    trace. Nodes behind the call may read a new tensor instead."""
     given = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
     return {taken: given[taken] for taken in trace.copies if _is_room(given[taken], call)}
 
@@ -389,7 +389,7 @@ def copied(
 def needed_for(
     graph: fx.Graph, used: Sequence[fx.Node], left_out: Collection[fx.Node] = ()
 ) -> set[fx.Node]:
-    """The nodes of a trace that its writes, and the nodes `used`, are computed from."""
+    """Returns the nodes of a trace that its writes, and the nodes `used`, are computed from."""
     needed = set(used)
     for node in reversed(graph.nodes):
         if node not in left_out and (node in needed or _writes(node)):

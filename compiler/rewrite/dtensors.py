@@ -23,8 +23,8 @@ _PLACED_ANEW = ("redistribute", "full_tensor")
 
 
 def make_dtensors_plain(graph: fx.Graph) -> None:
-    """Replaces linears and sums over ranks whose DTensor results are only unwrapped by the same
-    calls on local tensors."""
+    """Replaces linears, and sums over ranks, by the same calls on local tensors, if their DTensor
+    results are only unwrapped."""
     for node in calls_of(graph, _PLACED_ANEW):
         if (group := _summed_by(node)) is not None:
             _sum_locally(node, group)
@@ -43,7 +43,8 @@ def _inside(node: fx.Node) -> torch.Tensor:
 
 
 def _new(like: fx.Node, held: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Adds a call that gives `held` before `like`, with the module and source line of `like`."""
+    """Adds a call before `like`, with the module and source line of `like`, and returns its node.
+    held: the call's fake result."""
     kind = "call_method" if isinstance(target, str) else "call_function"
     with like.graph.inserting_before(like):
         made = like.graph.create_node(kind, target, args, kwargs)
@@ -55,8 +56,8 @@ def _new(like: fx.Node, held: Any, target: Any, *args: Any, **kwargs: Any) -> fx
 
 
 def _summed_by(node: fx.Node) -> str | None:
-    """The group over which a node sums a DTensor and replicates the sum; None for other nodes and
-    for meshes of more than one dimension."""
+    """Returns the group over which a node sums a DTensor and replicates the sum; None for other
+    nodes and for meshes of more than one dimension."""
     source = node.args[0] if node.args else None
     held = source.meta.get("example_value") if isinstance(source, fx.Node) else None
     placements: tuple[Any, ...] = getattr(held, "placements", ())
@@ -120,8 +121,8 @@ def _multiply_locally(node: fx.Node) -> None:
 
 
 def _unwrapping(node: fx.Node) -> list[fx.Node]:
-    """A node and all that reads its DTensor until plain tensors are left, in program order. Empty
-    if any of them does more than unwrap, or the graph returns the DTensor."""
+    """Returns a node and all that reads its DTensor until plain tensors are left, in program order.
+    Empty if any of them does more than unwrap, or the graph returns the DTensor."""
     found = [node]
     for wrapper in found:  # grows in the loop
         if _is_dtensor(wrapper):
@@ -140,7 +141,7 @@ def _holds(user: fx.Node, source: fx.Node) -> bool:
 
 
 def _plain_source(node: fx.Node) -> fx.Node | None:
-    """The plain tensor that `DTensor.from_local` wraps, if it does so without a check over
+    """Returns the plain tensor that `DTensor.from_local` wraps, if it does so without a check over
     ranks."""
     if name_of(node) != "from_local" or argument(node, 3, "run_check", False):
         return None
@@ -173,7 +174,7 @@ def _is_local(node: fx.Node) -> bool:
 
 
 def _calls(graph: fx.Graph) -> list[Any]:
-    """A graph's nodes, each as its target and the positions of the nodes that it reads."""
+    """Returns a graph's nodes, each as its target and the positions of the nodes that it reads."""
     at: Mapping[fx.Node, Any] = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     return [
         (node.op, str(node.target), repr(with_inputs(node, at)))

@@ -86,7 +86,7 @@ def _call_of(node: fx.Node) -> _Call:
 
 
 def _first_result(node: fx.Node) -> fx.Node:
-    """The node of a call's first result; raises _Unreadable if its log-sum-exp is used."""
+    """Returns the node of a call's first result; raises _Unreadable if its log-sum-exp is used."""
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(parts) != len(node.users) or set(parts) != {0}:
         raise _Unreadable("its log-sum-exp, or its largest score, is used")
@@ -122,7 +122,8 @@ def _for_each_head(write: Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
 
 
 def _indices(write: Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
-    """Indices b, h, i and j, each a tensor of four dimensions that extends along its own."""
+    """Returns indices b, h, i and j, each a tensor of four dimensions that extends along its
+    own."""
     found = []
     for dim, of in enumerate((q, q, q, k)):
         place = 2 if of is k else dim
@@ -146,8 +147,8 @@ def _hides_nothing(body: fx.Graph) -> bool:
 def _applied(
     write: Writer, body: fx.Graph, captured: Sequence[Any], elements: Sequence[fx.Node]
 ) -> fx.Node:
-    """Applies a function to all elements. captured: the tensors and numbers that it reads
-    besides."""
+    """Returns the result of a function for all elements. captured: the tensors and numbers that the
+    function reads besides the elements."""
     taken = iter((*elements, *captured))
     known: dict[fx.Node, Any] = {n: next(taken) for n in body.find_nodes(op="placeholder")}
     tables = {n for n in known if known[n] in captured and is_tensor_node(known[n])}
@@ -174,7 +175,7 @@ def _applied(
 
 
 def _wide(write: Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """An operand with all four dimensions, so that type promotion is that of the scores."""
+    """Returns an operand with all four dimensions, so that type promotion is that of the scores."""
     item = known[node]
     if not is_tensor_node(item) or item.meta["example_value"].dim() == 4:
         return item
@@ -197,6 +198,6 @@ def _looked_up(node: fx.Node, tables: set[fx.Node]) -> tuple[fx.Node, list[Any]]
 
 
 def _rank_of(node: fx.Node) -> int | None:
-    """How many dimensions a node's tensor has; None if it has no tensor."""
+    """Returns how many dimensions a node's tensor has; None if it has no tensor."""
     held = node.meta.get("example_value")
     return held.dim() if isinstance(held, torch.Tensor) else None

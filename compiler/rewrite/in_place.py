@@ -1,10 +1,12 @@
-"""Turns changes in place into the same arithmetic out of place, where the graph cannot tell.
+"""Turns changes in place into the same arithmetic out of place, if no reader can tell the
+difference.
 
 `q.mul_(s)`, `q *= s`, `scores.masked_fill_(mask, -inf)`, `F.relu(x, inplace=True)`, `q[:] = other`,
 `out.index_add_(0, rows, y)`, `out.index_put_((rows,), y)`: such a call becomes one that returns a
-new tensor if the graph allocated the memory, and if afterwards no other view of what was written is
-read. Readers behind the write then read the new tensor. A view counts only where it overlaps the
-write: one part of a split may change while the others are read on. Patterns then see one spelling.
+new tensor. The graph must have allocated the memory, and no other view of the written elements may
+be read afterwards. Readers behind the write then read the new tensor. A view counts only where it
+overlaps the write: one part of a split may change while the others are read on. Patterns then see
+one spelling.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class _Call:
 
 
 def make_arithmetic_new(graph: fx.Graph) -> int:
-    """Replaces such calls of `graph` by calls out of place; returns how many there were."""
+    """Replaces such changes in `graph` by calls out of place; returns how many there were."""
     writing = {called for called in {node.target for node in graph.nodes} if _may_write(called)}
     if not any(node.target in writing and _out_of_place(node) for node in graph.nodes):
         return 0
@@ -85,7 +87,8 @@ def make_arithmetic_new(graph: fx.Graph) -> int:
 
 
 def _out_of_place(node: fx.Node) -> _Call | None:
-    """The equivalent call out of place of a node that writes in place; None for any other node."""
+    """Returns the equivalent call out of place of a node that writes in place; None for any other
+    node."""
     if not _is_call(node):
         return None
     base = node.args[0] if node.args else None
@@ -112,7 +115,7 @@ def _is_call(node: Any) -> bool:
 
 
 def _may_write(target: Any) -> bool:
-    """Whether a target may be one of these changes, judged by its name: a quick test, for speed."""
+    """Whether a target may be one of these changes. This is a quick test, by the target's name."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     base, _, _ = name.partition(".")  # an overload's name follows
     return base.endswith("_") or base in _ACTIVATIONS or base in _OPERATOR_NAMES
@@ -145,7 +148,8 @@ def _copied(source: Any) -> _Call | None:
 
 
 def _assigned(node: fx.Node) -> _Call | None:
-    """The call that makes the new tensor of `x[:] = y`, `x[mask] = number` or `x[rows] = y`."""
+    """Returns the call that makes the new tensor of `x[:] = y`, `x[mask] = number` or
+    `x[rows] = y`."""
     base, index, value = node.args
     items = index if isinstance(index, tuple) else (index,)
     sizes = base.meta["example_value"].shape  # type: ignore[union-attr]
@@ -175,7 +179,7 @@ def _takes_all(part: slice, size: Any) -> bool:
 
 
 def _put(base: Any, indices: Any, value: Any) -> _Call | None:
-    """The call that puts rows into zeros, for `x.index_put_((rows,), y)`."""
+    """Returns the call that puts rows into zeros, for `x.index_put_((rows,), y)`."""
     if len(indices) != 1 or not is_tensor_node(indices[0]) or not is_tensor_node(value):
         return None
     at, held, put = (n.meta["example_value"] for n in (indices[0], base, value))
@@ -201,8 +205,8 @@ def _holds(held: torch.Tensor, value: Any) -> bool:
 
 
 class _Written:
-    """Says that every storage is written: the `Writes` to give :func:`strides_matter` for a check
-    without a Dataflow."""
+    """Stands in for a Dataflow in calls of :func:`strides_matter`, and says that every storage is
+    written."""
 
     def writes_on(self, storage: int) -> Iterator[bool]:
         yield True
@@ -244,7 +248,8 @@ class _Rewriter:
                 self.shared.update((*_compat.storage_keys(tensor), *_compat.storages_of(node)))
 
     def visit(self, node: fx.Node) -> bool:
-        """Updates a node whose inputs moved, and makes it new where that is possible."""
+        """Updates a node whose inputs moved, and replaces it by a call out of place where that is
+        possible. Returns whether it was replaced."""
         if self.result:
             for source in node.all_input_nodes:
                 if source in self.result:
@@ -297,7 +302,7 @@ class _Rewriter:
         if made is None:
             old.put_into(node)
             return False
-        # Views of it that come later lay in the storage of the first node that it replaces.
+        # Later views of the node lay in the storage of the first node that it replaces.
         self.moved[node] = self.moved.get(base, set()) | set(_compat.storages_of(base))
         if base in self.stepped or not same_steps(made, base.meta["example_value"]):
             self.stepped.add(node)
@@ -358,8 +363,8 @@ class _Rewriter:
         )
 
     def _read_behind(self, name: fx.Node, node: fx.Node) -> list[torch.Tensor]:
-        """The tensors of `name` that may be read behind a node. If `name` has several, only those
-        that are taken from it there."""
+        """Returns the tensors of `name` that may be read behind a node. If `name` has several, only
+        those that are taken from it there."""
         behind = [user for user in name.users if node < user]
         several = not isinstance(name.meta["example_value"], torch.Tensor)
         if several and all(user.target is operator.getitem for user in behind):
@@ -397,7 +402,7 @@ def _meets_itself(tensor: torch.Tensor) -> bool:
 
 
 def _axes(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
-    """(stride, size) of each axis that may have more than one element."""
+    """Returns (stride, size) of each axis that may have more than one element."""
     axes = zip(tensor.stride(), tensor.shape, strict=True)
     return [(stride, size) for stride, size in axes if not proven(size == 1)]
 

@@ -62,8 +62,8 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _selected(product: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """(the elementwise nodes behind a product, the selection of rows behind those), each the only
-    reader of the one before it; no selection if the product is read in another way."""
+    """Returns (the elementwise nodes behind a product, the selection of rows behind those), each
+    the only reader of the one before it; no selection if the product is read in another way."""
     between: list[fx.Node] = []
     node = product
     while len(node.users) == 1:
@@ -88,8 +88,8 @@ def _works_on_each(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _kept(user: fx.Node, node: fx.Node) -> list[tuple[int, int]] | None:
-    """The dimensions of `node` in which a node selects rows, each with the step; None if it does
-    anything else, or selects in the last dimension."""
+    """Returns the dimensions of `node` in which a node selects rows, each with the step; None if it
+    does anything else, or selects in the last dimension."""
     rank = node.meta["example_value"].dim()
     name = name_of(user)
     if name in ("select", "narrow"):
@@ -144,9 +144,9 @@ def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
 
 
 def _asks_for_guards(selection: fx.Node, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether the product of the selected rows would add a guard. It asks whether its operands are
-    dense; if a symbolic row count is 1 in the traced call, or selects all rows there, the answer
-    holds for that count alone."""
+    """Whether the product of the selected rows would add a guard. The product asks whether its
+    operands are dense. If the row count is symbolic and, in the traced call, is 1 or selects all
+    rows, the answer would hold for that count alone."""
     kept = _kept(selection, selection.all_input_nodes[0]) or []
     for (dim, _), size in zip(kept, part.shape, strict=False):
         if str(size) != str(whole.shape[dim]) and not isinstance(whole.shape[dim], int):

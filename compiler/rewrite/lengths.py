@@ -1,8 +1,9 @@
-"""Advances the lengths that a cache's layers count for themselves in one call at a graph's end.
+"""Advances the lengths of all layers of a cache in one call at the graph's end. In the captured
+graph, each layer advances its own.
 
 Each layer of transformers' StaticCache holds its length as a tensor, computes positions from it,
-and adds the number of new tokens: on a GPU that is a small kernel in each layer, between two fused
-ones. Where nothing else sees such a length, one call behind everything else advances them all.
+and adds the number of new tokens. On a GPU, that addition is a small kernel in each layer, between
+two fused kernels. If nothing else sees the lengths, one call at the graph's end advances them all.
 Until then, the position of a single new token, `arange(1) + length`, is the length itself.
 """
 
@@ -32,7 +33,7 @@ class _Length:
 
 
 def advance_lengths_last(graph: fx.Graph) -> int:
-    """Moves the additions of constants to lengths behind everything else; returns how many.
+    """Moves additions of constants to lengths to the graph's end; returns how many.
 
     graph: the rewritten graph, in which fused ops read the positions.
     """

@@ -129,7 +129,8 @@ class Materialiser:
     def _cut_axes(
         self, node: fx.Node, shape: Sequence[Size], effect: Effect
     ) -> tuple[fx.Node, list[Atom]]:
-        """Cuts every base axis down to the atoms taken of it; returns them in dimension order."""
+        """Cuts every base axis down to the atoms taken of it. Returns the node and the atoms, in
+        dimension order."""
         order: list[Atom] = []
         dim = 0
         for axis, size in enumerate(shape):
@@ -144,7 +145,8 @@ class Materialiser:
     def _cut(
         self, node: fx.Node, dim: int, size: Size, start: Size, atoms: list[Atom]
     ) -> tuple[fx.Node, int]:
-        """Splits dimension `dim` of `node` into `atoms` (steps descending); gives the next dim."""
+        """Splits dimension `dim` of `node` into `atoms` (steps descending). Returns the node and
+        the next dimension."""
         if not atoms:
             return self.call("select", node, dim, self.argument(start)), dim
         outer, *inner = atoms
@@ -175,7 +177,7 @@ class Materialiser:
         return self.call(operator.getitem, node, (slice(None),) * dim + (item,))
 
     def _ordered(self, node: fx.Node, atoms: list[Atom], effect: Effect) -> fx.Node:
-        """Permutes the cut dimensions into output order and adds repeated ones."""
+        """Returns the node with the cut dimensions in output order and with repeated ones added."""
         wanted = [a for d in effect.dims for a in d]
         position = {id(a): i for i, a in enumerate(atoms)}
         order = [position[id(a)] for a in wanted if a.axis is not None]
@@ -191,7 +193,7 @@ class Materialiser:
     # --- sizes ---
 
     def sizes(self, sizes: Sequence[Size]) -> list[Any]:
-        """Sizes as a node's arguments: ints, and nodes where symbolic."""
+        """Returns sizes as a node's arguments: ints, and nodes where symbolic."""
         return [self.argument(n) for n in sizes]
 
     def size(self, size: sympy.Expr) -> Any:
@@ -215,7 +217,7 @@ class Materialiser:
         raise InexpressibleError(self._unknown(symbol))
 
     def _unknown(self, symbol: sympy.Expr) -> str:
-        """Why no node in front of the fused op gives a size."""
+        """Returns why no node in front of the fused op gives a size."""
         for node, _ in self._symbols.get(symbol, ()):
             place = source_of(node)
             where = f" ({place})" if place else ""
@@ -269,11 +271,10 @@ class Materialiser:
         return node
 
     def _result(self, node: fx.Node) -> Any:
-        """Returns a node's fake result. Does not run its fake again if it has run for an equal
-        call.
+        """Returns a node's fake result. For equal calls, the fake implementation runs once.
 
         The result of one of our ops is then a copy of the earlier one in new memory, since its fake
-        reads nothing but the parts of `call_key`; the result of a reshape of equal layout is an
+        reads nothing but the parts of `call_key`. The result of a reshape of equal layout is an
         equal view.
         """
         called = node.target
@@ -306,8 +307,8 @@ class Materialiser:
         return made
 
     def _holds(self, made: fx.Node) -> bool:
-        """Whether a node added earlier has the result that an equal call would have here: it writes
-        nothing, and it is a view, or reads memory that nothing wrote before this place."""
+        """Whether a node added earlier has the result that an equal call would have here. The node
+        must write nothing. It must be a view, or read only memory that nothing wrote since."""
         target = made.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             return False

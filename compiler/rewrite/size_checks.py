@@ -1,5 +1,6 @@
-"""Erases the checks that Dynamo adds for a size that data decide, where nothing else reads the
-tensor any more: for `where(mask)`, that it finds between 0 and `mask.numel()` places.
+"""Erases Dynamo's checks of a size that depends on data, if nothing else reads the tensor any more.
+
+For `where(mask)`, the checks say that it finds between 0 and `mask.numel()` places:
 
     found = where(mask); n = sym_size(found[0], 0); _assert_scalar(n >= 0); _assert_scalar(n <= 24)
 

@@ -1,4 +1,4 @@
-"""Spells calls out while patterns look, and puts back those of which no rewrite took a part.
+"""Spells calls out while patterns look, and puts back the calls of which no rewrite took a part.
 
     y = somebodys::op(x, w)      ⇒   y = linear(rms_norm(x), w)   ⇒   a fused op, or the call again
 
@@ -59,8 +59,8 @@ class SpelledOut:
 
 
 class KeptCallsError(Exception):
-    """Names calls that are to stay as they are, each with its miss. The miss is None where nothing
-    is lost: no match was in the spelled-out form, but something else reads it."""
+    """Names calls that are to stay as they are, each with its miss. The miss is None if nothing is
+    lost, because no pattern matched in the spelled-out form."""
 
     def __init__(self, calls: dict[str, Miss | None]) -> None:
         super().__init__(f"{[*calls]} are better left as they are")
@@ -159,8 +159,8 @@ def put_back(
     """Puts back the calls that :func:`drop_taken` left, and erases the nodes that stood for them.
 
     rewritten: all sites of the graph. Raises KeptCallsError for a call that is gone although a
-    product of it is left or no match was in it, and for a call that cannot be put back, because a
-    part is read elsewhere or because it was moved.
+    product of it is left, or although no match was in it. Also raises it for a call that cannot be
+    put back, because a part of it was moved or is read elsewhere.
     """
     matched = {node for one in rewritten for node in one.match.nodes}
     kept: dict[str, Miss | None] = {}

@@ -1,8 +1,8 @@
 """Decides whether a graph can tell from its strides that one tensor stands in another's place.
 
-Strides decide which views are possible, whether `reshape` returns a view or a copy (and therefore
-what a later write changes), what `as_strided` reads, and what a user's Triton kernel does: Dynamo
-has put strides into the kernel's arguments as numbers.
+Strides decide which views are possible, and what `as_strided` reads. They decide whether `reshape`
+returns a view or a copy, and therefore what a later write changes. They also decide what a user's
+Triton kernel does, because Dynamo has put strides into the kernel's arguments as numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Writes(Protocol):
 
 
 def same_steps(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Compares strides, ignoring dimensions known to have size 1 or less. Adds no guard."""
+    """Whether two tensors have equal strides, ignoring dimensions known to have size 1 or less.
+    Adds no guard."""
     a, b = _steps(one), _steps(two)
     return len(a) == len(b) and all(proven(x == y) for x, y in zip(a, b, strict=True))
 
@@ -51,7 +52,7 @@ def is_packed_as(like: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def packed_as(like: torch.Tensor, node: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
-    """Copies `node` into packed memory, with the dimensions in the order that they have in
+    """Returns a copy of `node` in packed memory, with the dimensions in the order that they have in
     `like`'s.
 
     call: adds a call of a method to the graph.
@@ -103,7 +104,7 @@ def _has_new_sizes(node: fx.Node) -> bool:
 
 
 def unbacked(node: fx.Node) -> set[str]:
-    """The unbacked symbols in a node's shapes: sizes that only data decide."""
+    """Returns the unbacked symbols in a node's shapes: sizes that only data decide."""
     sizes = [size for t in _compat.tensors_of(node) for size in shape_of(t)]
     symbols = {str(s) for n in sizes if not isinstance(n, int) for s in n.free_symbols}
     return {name for name in symbols if name.startswith("u")}

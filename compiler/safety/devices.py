@@ -1,6 +1,7 @@
 """Refuses sites on devices for which the fused op has no kernels.
 
-There an op would run as its PyTorch reference, which is slower than the graph as it was written.
+On such a device an op would run as its PyTorch reference, which is slower than the graph as it was
+written.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def with_kernels(matches: Sequence[Match]) -> tuple[list[Match], list[Miss]]:
 
 
 def lost_nowhere(misses: Iterable[Miss], patterns: Iterable[Pattern]) -> list[Miss]:
-    """Turns misses on devices without kernels into advice: a match there would not be fused either.
-    Misses for failures stay lost."""
+    """Gives misses on devices without kernels the weight "advice", because a match there would not
+    be fused either. Internal failures keep their weight."""
     ops = {pattern.name: pattern.op for pattern in patterns}
     return [
         replace(miss, weight="advice") if _was_idle(miss, ops.get(miss.pattern)) else miss

@@ -46,14 +46,14 @@ def check_legality(match: Match, flow: Dataflow) -> Miss | None:
 
 
 def insertion_node(match: Match, flow: Dataflow) -> fx.Node:
-    """The node right before which the op goes: the last absorbed write, or the last replaced
-    value."""
+    """Returns the node right before which the op is inserted: the last absorbed write or, if there
+    is none, the last replaced value."""
     values = match.stores or tuple(r.replaced for r in match.results)
     return max((v.node for v in values), key=lambda node: flow.positions[node])
 
 
 def insertion_position(match: Match, flow: Dataflow) -> int:
-    """Program position of :func:`insertion_node`."""
+    """Returns the program position of :func:`insertion_node`."""
     return flow.positions[insertion_node(match, flow)]
 
 
@@ -105,8 +105,8 @@ def _no_read(match: Match, flow: Dataflow) -> None:
 
 
 def _reads_apart(node: fx.Node, match: Match, flow: Dataflow) -> bool:
-    """Whether a node certainly reads no element of the absorbed writes before it, which will come
-    after it once they are absorbed."""
+    """Whether a node certainly reads no element that the absorbed writes before it fill. Once they
+    are absorbed, these writes happen after the node."""
     at = flow.positions[node]
     stores = [value for value in match.stores if flow.positions[value.node] < at]
     moved = [value.store for value in stores if value.store is not None]
@@ -122,8 +122,8 @@ def _reads_apart(node: fx.Node, match: Match, flow: Dataflow) -> bool:
 
 
 def _lies_beside(source: fx.Node, store: Store, flow: Dataflow) -> bool:
-    """Whether a node's tensor lies in the memory of a write, in a part that the write does not
-    fill."""
+    """Whether a node's tensor is a part of the memory of a write, and the write does not fill that
+    part."""
     memory, view = flow.memory_of.get(source), flow.views.get(source)
     if memory is not store.memory or not isinstance(view, View):
         return False
@@ -211,9 +211,11 @@ def _disjoint(one: Store, other: Store) -> bool:
 
 
 def lie_apart(one: Memory, other: Memory) -> bool:
-    """Whether two inputs on one storage certainly share no element. Dynamo has no guard for that,
-    so `compiler.safety.overlap` checks again at each call. The shape and the offset of a subclass
-    do not tell where its memory lies."""
+    """Whether two inputs on one storage certainly share no element.
+
+    Returns False for tensor subclasses, whose shape and offset do not tell where their memory lies.
+    Dynamo has no guard for overlap, so `compiler.safety.overlap` checks again at each call.
+    """
     if any(_compat.is_subclass(m.root.meta["example_value"]) for m in (one, other)):
         return False
     a, b = (in_bytes(m.shape, m.strides, m.dtype.itemsize) for m in (one, other))
@@ -226,8 +228,8 @@ def lie_apart(one: Memory, other: Memory) -> bool:
 def _effects_disjoint(one: Effect, other: Effect) -> bool:
     """Whether two selections of one tensor are certainly apart along some axis.
 
-    Along that axis one may follow the other, or they may interleave, as K and V of a layer do in a
-    cache `[blocks, layers, 2, page, ...]`.
+    Along that axis, one selection may follow the other, or the two may interleave, as K and V of a
+    layer do in a cache `[blocks, layers, 2, page, ...]`.
     """
     return any(_apart_along(axis, one, other) for axis in range(len(one.start)))
 
@@ -265,7 +267,8 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
 
 
 def _vanishing_write(view: View, match: Match, flow: Dataflow) -> Value | None:
-    """The match's scratch write that made a part of a view's value; None if there is none."""
+    """Returns the match's scratch write that made a part of a view's value; None if there is
+    none."""
     memory = flow.memory_of.get(flow.home(view.value))
     if memory is None:
         return None
@@ -321,7 +324,8 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
 
 
 def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
-    """Checks that every part that is read of a vanishing value is in the op's output, unchanged."""
+    """Checks that the op's output holds every part of a vanishing value that others read, and that
+    no part is changed in place."""
     value = parts.replaced
     users = [u for u in flow.users.get(value, ()) if u not in inside]
     reads = [(u.op, v) for u in users for v in u.operands if v.value is value]
@@ -356,8 +360,8 @@ _DEFERRABLE = {
 def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
     """Whether a reader of a replaced value stands behind the op, or can be moved behind it.
 
-    The rewriter moves it with all nodes that depend on it, so the memory that these read must not
-    change in between.
+    The rewriter moves the reader with all nodes that depend on it. The memory that the moved nodes
+    read must not change between their old place and the new one.
     """
 
     def stands_before(reader: Value) -> bool:
@@ -400,7 +404,8 @@ def _place(match: Match, flow: Dataflow) -> str:
 
 
 def _no_hidden_write(match: Match, flow: Dataflow) -> None:
-    """Checks that no absorbed value also stores: `y *= z` is a value and a store in one node."""
+    """Checks that no absorbed value is also a write: `y *= z` is a value and a write in one
+    node."""
     vanishing = {s.node for s in (*match.stores, *match.scratch)}
     for value in match.absorbed:
         if value.node in flow.store_nodes and value.node not in vanishing:
@@ -409,8 +414,8 @@ def _no_hidden_write(match: Match, flow: Dataflow) -> None:
 
 
 def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
-    """Checks that no `set_` or resize changes a tensor: the graph records only one shape of
-    each."""
+    """Checks that no `set_` or resize changes a tensor, because the graph records only one shape
+    for each tensor."""
     read = [view.value for _, view in operands_of(match)]
     for value in (*read, *match.absorbed, *match.stores):
         memory = flow.memory_of.get(flow.home(value))

@@ -1,4 +1,5 @@
-"""The modes in which each node of a graph runs, and the sites that cannot be fused because of them.
+"""Finds the modes in which the nodes of a graph run, and refuses sites that must not be fused in
+their mode.
 
 A graph may turn grad mode on and off, wrap tensors for vmap, grad or jvp, and make dual tensors. A
 fused op records nothing for a backward pass, and knows neither tangents nor hidden dimensions. A
@@ -201,8 +202,8 @@ def _miss(match: Match, code: str, message: str, node: fx.Node, hint: str = "") 
 def unseen_in_transforms(modes: Modes) -> list[Miss]:
     """Returns a miss for each outermost transform that contains products or attention.
 
-    Their tensors hide dimensions or tangents, so no pattern reads them. Patterns do read dual
-    tensors outside such transforms.
+    Tensors in a transform hide dimensions or tangents, so no pattern reads them. Patterns do read
+    dual tensors outside such transforms.
     """
     found: dict[fx.Node, list[fx.Node]] = {}
     outermost: fx.Node | None = None
@@ -234,9 +235,9 @@ def _unseen(nodes: Sequence[fx.Node], modes: Modes) -> Miss:
 
 
 def unknown_writes(flow: Dataflow, matches: Sequence[Match]) -> list[Miss]:
-    """Returns a miss for each call whose writes are unknown and that products or attention follow.
+    """Returns a miss for each call that writes unknown memory before a product or attention.
 
-    It is advice if a site after the call matches nevertheless.
+    The miss is advice if a site after the call matches nevertheless.
     """
     if not flow.opaque:
         return []

@@ -1,8 +1,8 @@
-"""Runs the original graph in calls where inputs share memory that did not when it was traced.
+"""Runs the original graph in calls where inputs share memory that they did not share in the trace.
 
-A rewrite is proven safe for the traced inputs, and for the pairs of them that shared memory. Dynamo
-guards on shapes and strides but not on addresses: in a later call an activation may lie inside a
-cache, or two caches may overlap.
+A rewrite is proven safe only while no two inputs share memory except those that shared it in the
+trace. Dynamo guards on shapes and strides but not on addresses: in a later call an activation may
+lie inside a cache, or two caches may overlap.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ log = logging.getLogger("tilewright")
 class InputMemory:
     """Records which inputs of a graph are written, and which overlapped when it was traced.
 
-    tensors: positions of the inputs to check: all but parameters that are only read. written:
-    positions of the inputs that the graph writes. together: pairs of positions, in either order,
-    that could overlap in the traced call; the rewrites treated each pair as one memory. sizes:
-    positions of the numbers that shapes may depend on. names: the names of all inputs.
+    tensors: positions of the inputs to check, that is all except parameters that are only read.
+    written: positions of the inputs that the graph writes. together: pairs of positions, in either
+    order, that could overlap in the traced call; the rewrites treated each pair as one memory.
+    sizes: positions of the numbers that shapes may depend on. names: the names of all inputs.
     """
 
     tensors: tuple[int, ...]
@@ -85,8 +85,8 @@ class _Ranges:
         self.reach = list(accumulate((piece.end for piece, _ in self.ordered), max))
 
     def touching(self, piece: _Piece) -> Iterator[tuple[_Piece, int]]:
-        """Yields (piece, its input) for pieces that have a byte between the first and the last of
-        `piece`."""
+        """Yields (other piece, its input) for every piece that has a byte between the first and the
+        last byte of `piece`."""
         at = bisect_left(self.starts, piece.end)
         while at and self.reach[at - 1] > piece.start:  # no piece further down reaches as far
             at -= 1
@@ -99,7 +99,8 @@ class _Watch:
     """Remembers where the inputs of the latest call lay, and the first pair that overlapped, if
     any.
 
-    Only tensors that have moved since are compared again: this runs before every call.
+    Only tensors that have moved since then are compared again, because :meth:`look` runs before
+    every call.
     """
 
     memory: InputMemory
@@ -110,7 +111,8 @@ class _Watch:
     written: _Ranges | None = None
 
     def look(self, inputs: Sequence[Any]) -> tuple[int, int] | None:
-        """The positions of two inputs that share memory and did not when traced; None if none."""
+        """Returns the positions of two inputs that share memory in this call but did not in the
+        trace; None if there are none."""
         places = _places([inputs[i] for i in self.memory.tensors])
         sizes = [inputs[i] for i in self.memory.sizes]
         if places == self.places and sizes == self.sizes:
@@ -145,8 +147,8 @@ class _Watch:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Returns the tensors' addresses. For a tensor without an address, the entry equals that of no
-    other call."""
+    """Returns a list that differs between two calls if a tensor has moved. The entry of a tensor
+    without an address is its `id`."""
     return [t.data_ptr() if type(t) in _PLAIN else _place(t) for t in tensors]
 
 
@@ -156,7 +158,8 @@ def _place(tensor: torch.Tensor) -> list[int]:
 
 
 def input_memory(flow: Dataflow) -> InputMemory:
-    """Finds which inputs a graph writes, and which overlap. flow: from before any rewrite."""
+    """Returns which inputs a graph writes, and which overlap. flow: the view of the graph before
+    any rewrite."""
     nodes = [node for node in flow.graph.nodes if node.op == "placeholder"]
     memories = {i: flow.memory_of[n] for i, n in enumerate(nodes) if n in flow.memory_of}
     written = {i for i, memory in memories.items() if any(flow.writes_on(memory.storage))}
@@ -188,10 +191,10 @@ def unfused_where_inputs_meet(
     unfused: Callable[..., Any],
     tell: Callable[[str], None],
 ) -> Callable[..., Any]:
-    """Returns a function that runs `fused`, or `unfused` in calls where inputs overlap that did not
-    when the graph was traced.
+    """Returns a function that runs `unfused` in calls where inputs overlap that did not overlap in
+    the trace, and `fused` in all other calls.
 
-    tell: called at the first such call, with a sentence that names the inputs.
+    tell: called at the first unfused call, with a sentence that names the inputs.
     """
     watch = _Watch(memory)
     # Dynamo wraps the function returned here anyway; a second wrapper inside would cost tens of

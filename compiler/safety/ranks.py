@@ -1,10 +1,10 @@
-"""Makes all ranks fuse a sum over ranks, or none.
+"""Makes either all ranks fuse a sum over ranks, or none of them.
 
-A fused sum waits for the same kernel on every rank; beside a rank that calls the library's
-collective instead, it would wait for ever. Therefore each rank writes to the group's store what it
-compiled, and the first rank that has read all entries (or has waited in vain) writes the decision
-for all. While a rank compiles, it says so every few seconds: the others wait for a rank that takes
-long, and not for one that is gone or never comes.
+A fused sum waits for the same kernel on every rank. If one rank called the library's collective
+instead, the others would wait for ever. Therefore each rank writes to the group's store what it
+compiled. The first rank that has read all entries, or has waited in vain, writes the decision for
+all. While a rank compiles, it says so every few seconds. The others therefore wait for a rank that
+takes long, but not for one that is gone or never comes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tilewright.ops.runtime.peers import group_named
 
 #: The pattern whose op needs all ranks to run it together.
 SHARED = "all_reduce_residual_norm"
-#: How long a rank may be silent; then all go on without fused sums.
+#: How long a rank may be silent before all ranks go on without fused sums.
 WAIT_S = 20.0
 #: How long to wait for a rank that still compiles: as long as NCCL waits in a collective.
 COMPILING_S = 600.0
-#: How often a rank says that it compiles.
+#: How many seconds pass before a rank says again that it compiles.
 BEAT_S = 4.0
 _LOOK_S = 0.05
 _UNFUSED = "unfused"
@@ -40,10 +40,12 @@ _UNFUSED = "unfused"
 
 @dataclass
 class RankSums:
-    """The sums of a group in one graph, equal on all its ranks. place: the prefix of its keys in
-    the store. of: the group itself. life: how many groups with this name and these ranks this rank
-    has had, by the count in the store. compiled: how often this rank has compiled in this group.
-    said: the decision for all ranks, once known."""
+    """The sums of a group in one graph, which are equal on all ranks of the group.
+
+    place: the prefix of their keys in the store. of: the group itself. life: how many groups with
+    this name and these ranks this rank has had, counted in the store. compiled: how often this rank
+    has compiled the sums in this group. said: the decision for all ranks, once known.
+    """
 
     group: str
     place: str
@@ -58,7 +60,7 @@ class RankSums:
         return f"{self.place}/{self.life}/{self.compiled}"
 
     def alive(self, rank: int) -> str:
-        """The key at which a rank counts up while it still compiles."""
+        """Returns the key at which a rank counts up while it still compiles."""
         return f"{self.now}/alive/{rank}"
 
 
@@ -81,11 +83,11 @@ def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
 
 
 def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
-    """Why this rank must not run the fused sums over ranks of the report; None if all ranks have
-    fused the same. Waits COMPILING_S seconds at most for ranks that compile, and WAIT_S for a
-    silent rank.
+    """Returns why this rank must not run the report's fused sums over ranks; None if all ranks have
+    fused the same ones.
 
-    Raises RuntimeError if the other ranks run them fused and this rank cannot.
+    Waits at most COMPILING_S seconds for ranks that compile, and WAIT_S seconds for a silent rank.
+    Raises RuntimeError if the other ranks run the sums fused and this rank cannot.
     """
     for one in shared:
         plan = _plan_of(report, one.group)
@@ -107,8 +109,8 @@ def _shared_of(graph: fx.Graph) -> list[RankSums]:
         text = "\n".join([group, str(_members(group)), *said])
         place = f"tilewright/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         shared, of = _known.get(place), group_named(group)
-        if shared is None or shared.of is not of:  # another group has the name by now
-            # The store may be the same one, with the entries of ranks in the former group.
+        if shared is None or shared.of is not of:  # a new group has taken the name
+            # The store may still hold entries that ranks wrote for the former group.
             life = _compat.store().add(f"{place}/lives/{dist.get_rank()}", 1)
             shared = _known[place] = RankSums(group, place, of, life)
         shared.compiled += 1
@@ -117,7 +119,7 @@ def _shared_of(graph: fx.Graph) -> list[RankSums]:
 
 
 def _sums(graph: fx.Graph) -> dict[str, list[str]]:
-    """The collectives of each group, with the shapes of their results. Leaves out
+    """Returns, for each group, its collectives with the shapes of their results. Returns none for
     torch's fake group, whose other ranks do not exist."""
     found: dict[str, list[str]] = {}
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
@@ -135,7 +137,8 @@ def _members(group: str) -> list[int]:
 
 
 def _group_of(node: fx.Node) -> str | None:
-    """The group of a functional collective, or of a call that redistributes a DTensor."""
+    """Returns the group of a functional collective or of a call that redistributes a DTensor; None
+    for other nodes."""
     if "c10d_functional" in str(node.target):
         names = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
         return names[-1] if names else None
@@ -146,14 +149,15 @@ def _group_of(node: fx.Node) -> str | None:
 
 
 def _plan_of(report: GraphReport, group: str) -> str:
-    """Describes the fused sums of a group; empty without any."""
+    """Returns a text that describes the fused sums of a group; empty if there are none."""
     facts = [s.shapes for s in report.matches if s.pattern == SHARED and s.shapes["group"] == group]
     return f"{torch.__version__} {[sorted(f.items()) for f in facts]}" if facts else ""
 
 
 def _heard(shared: RankSums, plan: str) -> str:
-    """Waits for the decision that holds for all ranks, and returns it. If a rank does not come,
-    this rank may be the only one that compiles again; then the former decision stays."""
+    """Waits for the decision that holds for all ranks, and returns it. If a rank stays silent, this
+    rank may be the only one that compiles again; the former decision then stays if it agrees with
+    this rank's plan."""
     store, place = _compat.store(), shared.now
     votes = {rank: f"{place}/{rank}" for rank in _members(shared.group)}
     store.set(f"{place}/{dist.get_rank()}", plan)
@@ -169,8 +173,8 @@ def _heard(shared: RankSums, plan: str) -> str:
 
 
 def _silence(shared: RankSums, votes: dict[int, str]) -> Iterator[bool]:
-    """Yields whether to stop waiting: a rank that has not said what it compiled was silent for
-    WAIT_S seconds, or COMPILING_S seconds have passed."""
+    """Yields whether to stop waiting: True once COMPILING_S seconds have passed, or once a rank
+    that has not said what it compiled has been silent for WAIT_S seconds."""
     store, started = _compat.store(), time.monotonic()
     heard = dict.fromkeys(votes, (0, started))
     looked, lost = started, False
@@ -202,7 +206,7 @@ def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
                 return
 
     def until_it_is_gone() -> None:
-        with suppress(RuntimeError):  # the store ends with the rank that keeps it
+        with suppress(RuntimeError):  # the store is gone once the rank that hosts it has ended
             tell()
 
     thread = threading.Thread(target=until_it_is_gone, name="tilewright-compiling", daemon=True)
@@ -215,7 +219,8 @@ def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
 
 
 def _decided(shared: RankSums, what: str) -> str:
-    """Returns the decision that holds for all ranks, which is the first one written."""
+    """Writes a decision unless there is one, and returns the decision that holds for all ranks,
+    which is the first one written."""
     return _text(_compat.store().compare_set(f"{shared.now}/all", "", what))
 
 

@@ -1,4 +1,4 @@
-"""Describes tensor subclasses, and the way to the plain tensors that an op needs."""
+"""Describes tensor subclasses, and how users get the plain tensors that an op needs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from tilewright.compiler.quantised import tensor_subclasses
 
 @dataclass(frozen=True)
 class _Kind:
-    """Classes of one library. package: the package that defines them."""
+    """The classes of one library. package: the package that defines them. what: what such a class
+    is. hint: what users can do about it."""
 
     package: str
     what: str
     hint: str
 
 
-# Advice for a weight that holds codes: one text if `prepare` reads it, one if not.
+# Advice for a weight that holds codes: _CODES if `prepare` reads it, _UNREAD if not.
 _CODES = (
-    "call `tilewright.compiler.prepare(model)` when the model is loaded: it puts linears that "
-    "decode the codes in PyTorch in the place of those with such a weight"
+    "call `tilewright.compiler.prepare(model)` when the model is loaded: it replaces linears with "
+    "such a weight by linears that decode the codes in PyTorch"
 )
 _UNREAD = (
     "quantise the weights alone, by a class that `tilewright.compiler.prepare(model)` reads; or "

@@ -1,10 +1,10 @@
-"""Makes transformers' `generate()` wait less for the GPU, and runs its continuous batching by
-tilewright.
+"""Makes transformers' `generate()` wait less for the GPU, and runs transformers' continuous
+batching with tilewright's kernels.
 
-`defer_stop_check(model)` makes `generate()` read one step late whether to stop. `enable(model)`
-makes tilewright run the steps of continuous batching: of `generate_batch()` and of its managers.
-`BatchingConfig` holds the settings. `undefer_stop_check` and `disable` undo the two. Needs
-transformers.
+`defer_stop_check(model)` makes `generate()` read one step late whether to stop;
+`undefer_stop_check` undoes it. `enable(model)` makes tilewright run the steps of continuous
+batching, both in `generate_batch()` and in managers; `disable` undoes it. `BatchingConfig` holds
+the settings. Needs transformers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Allocators that present the engine's memory as one tensor, and the pages of requests as block
 tables.
 
-transformers' engine keeps the keys and values of all layers in one flat tensor. It has an allocator
-for each kind of attention, which gives blocks of that tensor to requests. A block holds a page of K
-and a page of V for each layer of the allocator. The allocators here own and share the same memory,
-in the same order. They differ in what they pass to the model: the pages of each request, not the
-place of each token.
+transformers' engine keeps the keys and values of all layers in one flat tensor. For each kind of
+attention it has an allocator, which gives blocks of that tensor to requests. A block holds a page
+of K and a page of V for each layer of the allocator. The allocators here use the same memory in the
+same order. They differ from transformers' allocators in what they pass to the model: the pages of
+each request, not the place of each token.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transformers.generation.continuous_batching.cache_allocators import (
 
 from tilewright.ops.formats.paged_cache import CacheWindow
 
-#: The attention implementation of models in the engine. transformers builds no mask for a name that
-#: contains "flash". After "flash", a 2 or 3 in the name would make it look for a package.
+#: The name of the attention of models in the engine. transformers builds no mask for a name that
+#: contains "flash". If a 2 or 3 followed, transformers would look for a package.
 ATTENTION = "tilewright_flash"
 
 
 class FullPages(FullAttentionCacheAllocator):
-    """Pages of all tokens."""
+    """Allocates pages for layers that attend to all tokens of a request."""
 
     def register_cache_tensor(self, *args: Any, **kwargs: Any) -> None:
         """Also makes the memory one tensor `[rows, heads, head dim]`, the same for all allocators.
@@ -52,8 +52,8 @@ class FullPages(FullAttentionCacheAllocator):
         return self.blocks_per_sector
 
     def kept(self, past_length: int) -> int:
-        """Returns the index of the first page of a request that a token after `past_length` tokens
-        may see."""
+        """Returns the index of the first page of a request that may be read once the request has
+        `past_length` tokens."""
         return 0
 
     def live_blocks(self, request_id: str, past_length: int, query_length: int) -> list[int]:
@@ -91,11 +91,11 @@ class FullPages(FullAttentionCacheAllocator):
 
 
 class WindowPages(FullPages):
-    """Pages of layers with a sliding window. Pages before the window are given back.
+    """Allocates pages for layers with a sliding window, and takes back the pages before the window.
 
     transformers keeps such layers in a ring buffer, which a block table cannot describe. Here a
-    request has a table as for full attention. In it, 0 stands for a page that was given back,
-    because no request has block 0.
+    request has a block table as for full attention. An entry of 0 in it stands for a page that was
+    given back, because no request has block 0.
     """
 
     layer_type = SlidingAttentionCacheAllocator.layer_type
@@ -112,13 +112,13 @@ class WindowPages(FullPages):
         return max(0, past_length - self.sliding_window + 1) // self.tokens_per_page
 
     def _behind(self, request_id: str, past_length: int) -> list[int]:
-        """Returns the blocks that the next allocation gives back."""
+        """Returns the blocks before the window, which the next allocation gives back."""
         table = self.block_table.get(request_id, [])
         return [block for block in table[: self.kept(past_length)] if block]
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Returns how many blocks a request needs beyond those that it has and those that it gives
-        back."""
+        """Returns how many blocks a request needs in addition to the blocks that it has and the
+        blocks that it gives back."""
         had = len(self.block_table.get(request_id, []))
         new = self._compute_blocks_needed(
             max(had, self.kept(past_length)), past_length, query_length
@@ -159,10 +159,10 @@ class WindowPages(FullPages):
 
 
 class LatentPages(FullPages):
-    """Pages of latents and rotated keys for layers with latent attention, one row for each token.
+    """Allocates pages for layers with latent attention; each token has one row, its latent and its
+    rotated key.
 
-    transformers has no such allocator: it would cache the keys and values computed from the
-    latents.
+    transformers has no such allocator: it caches the keys and values computed from the latents.
     """
 
     rows_per_token = 1
@@ -241,8 +241,8 @@ ALLOCATORS: dict[str, type[FullPages]] = {
 
 
 class Chosen:
-    """An entry of transformers' table of allocators. It makes one of these allocators for a model
-    that runs by tilewright, and transformers' own for any other model."""
+    """An entry of transformers' table of allocators. It makes tilewright's allocator for a model
+    that tilewright runs, and transformers' allocator for any other model."""
 
     def __init__(self, ours: type[FullPages], theirs: Any) -> None:
         self.ours, self.theirs = ours, theirs
@@ -258,8 +258,8 @@ class Chosen:
 
 
 def register() -> None:
-    """Replaces the entries of transformers' table of allocators by `Chosen`, unless that is
-    done."""
+    """Replaces the entries of transformers' table of allocators by `Chosen`, where that is not done
+    yet."""
     table = cache.ATTN_TYPE_TO_ALLOCATOR
     for kind, ours in ALLOCATORS.items():
         if not isinstance(table[kind], Chosen):

@@ -10,17 +10,19 @@ from transformers import CompileConfig, ContinuousBatchingConfig
 
 import tilewright.compiler.backend  # noqa: F401  registers it where the package is not installed
 
-#: Attributes that a copy in use has in addition to its settings.
+#: The names of two attributes that `BatchingConfig.of` adds to the settings.
 _TABLES, _COLUMNS = "_keeps_tables", "_wanted_columns"
 
 
 def compile_config(options: dict[str, Any] | None = None) -> CompileConfig:
     """Returns the configuration with which tilewright compiles a step of the engine.
 
-    options: of the backend, as in `torch.compile(..., backend="tilewright", options=options)`.
+    options: the options of the backend, as in `torch.compile(..., backend="tilewright",
+    options=options)`.
 
     The mode is None and options are always set, so that transformers captures its own CUDA graphs
-    of the compiled steps. With its default mode, "reduce-overhead", it would not.
+    of the compiled steps. With its default mode, "reduce-overhead", transformers would capture
+    none.
     """
     options = {"inner": "inductor"} | (options or {})
     return CompileConfig(backend="tilewright", mode=None, dynamic=None, options=options)
@@ -30,12 +32,13 @@ def compile_config(options: dict[str, Any] | None = None) -> CompileConfig:
 class BatchingConfig(ContinuousBatchingConfig):
     """A `ContinuousBatchingConfig` of transformers whose steps tilewright compiles.
 
-    options: of the backend, for both kinds of steps. All other settings are those of transformers.
-    A `varlen_compile_config` or `decode_compile_config` that is given takes precedence.
+    options: the options of the backend, for both kinds of steps. All other settings are those of
+    transformers. `varlen_compile_config` and `decode_compile_config` take precedence if they are
+    given.
 
-    For a model that `enable` has changed, `max_blocks_per_request` keeps its value. transformers
-    sets it to 0 for any attention but its own flash attention. That turns off block tables, and
-    with them decode steps, in which each sequence has one token.
+    For a model that `enable` has changed, `max_blocks_per_request` keeps its value. For any
+    attention except its own flash attention, transformers would set it to 0. That would turn off
+    block tables, and with them decode steps, in which each sequence has one token.
     """
 
     options: dict[str, Any] | None = None

@@ -1,8 +1,8 @@
-"""Gives one model methods of tilewright's through a subclass of its class.
+"""Replaces methods of one model, through a subclass of the model's class.
 
-`generate()` and `generate_batch()` look some methods up on the class of the model. A changed model
-gets a subclass of its class with these methods; the class itself is not modified. Several changes
-of a model share one subclass, and can be undone in any order.
+`generate()` and `generate_batch()` look some methods up on the class of the model. To change them,
+the functions here give the model a subclass of its class that has the new methods; the class itself
+is not modified. Several changes of a model share one subclass, and can be undone in any order.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def with_generate(model: Any) -> Any:
 
 
 def original_class(model: nn.Module) -> type:
-    """Returns the class of the model without the changes. Classes that others derived from a
-    changed class are skipped too."""
+    """Returns the class that the model had before the first change. Classes that others derived
+    from a changed class are skipped too."""
     made = _made_classes(model)
     return vars(made[-1])[_MADE_OF][0] if made else type(model)
 
@@ -49,8 +49,8 @@ def has_change(model: nn.Module, name: str) -> bool:
 
 
 def _made_classes(model: nn.Module) -> list[type]:
-    """Returns the subclasses made here that the model's class derives from, the latest first. There
-    are several if others changed the class between two changes."""
+    """Returns the subclasses made by this module among the model's class and its bases, the latest
+    first. There are several if other code changed the class between two changes."""
     return [one for one in type(model).__mro__ if _MADE_OF in vars(one)]
 
 
@@ -64,8 +64,8 @@ def change_class(model: nn.Module, name: str, methods: Mapping[str, Callable[...
 def change_class_back(model: nn.Module, name: str, function: str) -> None:
     """Undoes the change of this name; does nothing if the model does not have it.
 
-    function: the name of the calling function, for the message. Raises RuntimeError if others
-    changed the class of the model since.
+    function: the name of the calling function, for the message. Raises RuntimeError if other code
+    has changed the class of the model since.
     """
     if not has_change(model, name):
         return

@@ -6,7 +6,7 @@
     model.generate_batch(prompts, continuous_batching_config=BatchingConfig())
 
 The engine, its scheduler and its memory stay those of transformers. While a manager of this model
-lives, tilewright provides the attention and the allocators that say where pages are.
+lives, tilewright provides the attention and the allocators of pages.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def enable(model: nn.Module) -> bool:
     earlier manager of this model is kept; `destroy_cached_continuous_batching_manager` ends it.
 
     Tokens are those of transformers' own continuous batching, up to rounding. `generate()` and
-    `forward()` work as before, but raise while a manager lives. Any settings may be given to the
-    engine; tilewright compiles the steps with `BatchingConfig` or without settings.
+    `forward()` work as before, but raise while a manager lives. The engine accepts any settings;
+    tilewright compiles its steps if the settings are a `BatchingConfig` or if none are given.
 
     Changes the class of the model to a subclass of it and adds a forward pre-hook. `disable` undoes
     both. Copies and pickles have the original class: disable the model before you copy it.
@@ -60,7 +60,7 @@ def enable(model: nn.Module) -> bool:
     from tilewright.compiler.serving import paged_attention
 
     paged_attention.register()
-    _remove_plans(changed)  # of a model that is a copy of an enabled one
+    _remove_plans(changed)  # a copy of an enabled model still has the hook
     changed.register_forward_pre_hook(paged_attention.add_plan, with_kwargs=True)
     change_class(changed, _CHANGE, {"init_continuous_batching": init_continuous_batching})
     return True
@@ -70,7 +70,7 @@ def disable(model: nn.Module) -> None:
     """Undoes `enable`; does nothing if the model is not enabled.
 
     Raises TypeError as `enable` does. Raises RuntimeError while a manager of the model runs or is
-    kept, and if others changed the model's class since.
+    kept, and if other code has changed the model's class since.
     """
     changed = with_generate(model)
     if not has_change(changed, _CHANGE):
@@ -81,7 +81,7 @@ def disable(model: nn.Module) -> None:
         raise RuntimeError("disable: a manager of this model runs; call its stop() first")
     change_class_back(changed, _CHANGE, "disable")
     _remove_plans(changed)
-    give_attention_back(changed)  # a manager that was never started has not done so
+    give_attention_back(changed)  # a manager that was never started has not given it back
 
 
 def _remove_plans(model: Any) -> None:
@@ -123,9 +123,9 @@ def init_continuous_batching(
     continuous_batching_config: Any = None,
     workload_hints: Any = None,
 ) -> Any:
-    """Makes a manager as transformers does. Until it is stopped, the model has tilewright's
-    attention. Where the model's device or dtype has no kernels, transformers' own manager runs, and
-    a warning says why."""
+    """Returns a manager, as transformers' method does. Until the manager is stopped, the model has
+    tilewright's attention. If the model's device or dtype has no kernels, returns transformers' own
+    manager, and a warning says why."""
     from tilewright.compiler.serving.batching import BatchingConfig
     from tilewright.compiler.serving.manager import Manager
     from tilewright.compiler.serving.relied_on import missing_kernel
@@ -177,7 +177,7 @@ def is_taken(model: Any) -> bool:
 
 
 def give_attention_back(model: Any) -> None:
-    """Undoes `take_attention`. An attention that was set since stays."""
+    """Undoes `take_attention`, unless the model has been given another attention since."""
     before = _BEFORE.pop(model, None)
     if before is not None and is_taken(model):
         model.config._attn_implementation = before

@@ -1,9 +1,10 @@
-"""The manager of a model that runs by tilewright.
+"""The manager of a model that tilewright runs in continuous batching.
 
-transformers' manager compiles its steps in a warm-up and in a thread of its own. Two things are
-added to it. Dynamo's limit of graphs is raised, because it counts all graphs of all models in the
-process, and a step beyond it would run uncompiled. The warm-up also compiles the graph for steps of
-any size, which otherwise compiles while the first request waits.
+transformers' manager compiles its steps in a warm-up and in a thread of its own. This manager does
+two more things. It raises Dynamo's limit of graphs, because the limit counts the graphs of all
+models in the process, and a step beyond the limit would run uncompiled. In the warm-up, it also
+compiles the graph for steps of any size, which would otherwise compile while the first request
+waits.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ class Manager(ContinuousBatchingManager):
 
 @torch.no_grad()
 def _warm_other_sizes(runner: ModelRunner, model: Any) -> None:
-    """Runs varlen steps of small sizes. transformers' warm-up runs one of the largest size, whose
-    graph is for that size alone; Dynamo compiles a graph for all sizes at the second size, or at
-    the third if decode steps are static.
+    """Runs varlen steps of small sizes, until Dynamo has compiled a graph for all sizes.
 
-    The number of keys changes too: an engine may pad all steps to one number of tokens. The first
-    size has more tokens than requests, where that is possible: a graph made for as many is only for
-    steps with as many.
+    transformers' warm-up runs one step of the largest size, and its graph is for that size alone.
+    Dynamo compiles a graph for all sizes at the second size, or at the third if decode steps are
+    static.
+
+    The number of keys differs between the steps too, because an engine may pad all steps to one
+    number of tokens. The first step has more tokens than requests, where that is possible. If the
+    two numbers were equal, the graph would only be for steps in which they are equal.
     """
     config, cache = runner.cb_config, runner.cache
     if config.varlen_compile_config is None:

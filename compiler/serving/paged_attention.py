@@ -1,6 +1,6 @@
 """Attention over the engine's memory, and the plan of a step, which all layers share.
 
-A step has the tokens of several requests in one row. In a decode step, each request has one token,
+A step concatenates the tokens of several requests. In a decode step, each request has one token,
 and the engine passes a block table. In a varlen step, requests have any number of tokens, with or
 without past keys. Each layer writes the new keys and values with plain indexing, which `qkv_cache`
 fuses with their projection, and then calls `cache_attention` once.
@@ -23,7 +23,7 @@ from tilewright.compiler.serving.allocators import (
     WindowPages,
 )
 
-#: The keyword with which the plan reaches the attention, and the plan's entry for new latents.
+#: The keyword argument that passes the plans to the attention, and their key for new latents.
 PLAN, LATENTS = "tilewright_plan", "latents"
 
 #: The plan for one allocator: the page and the offset of each token, and the arguments of
@@ -32,10 +32,8 @@ Plan = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Adds the plan of a step to the model's arguments; a forward pre-hook.
-
-    Does nothing to calls without the engine's memory.
-    """
+    """Adds the plan of a step to the model's arguments. This is a forward pre-hook: it returns the
+    new arguments, or None for calls without the engine's memory, which stay as they are."""
     cache = kwargs.get("cache")
     if not isinstance(cache, PagedAttentionCache):
         return None
@@ -54,7 +52,8 @@ def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_tables(cache: PagedAttentionCache, step: dict[str, Any]) -> None:
-    """Raises RuntimeError if an attention of transformers other than flash gets a block table."""
+    """Raises RuntimeError if the step has a block table and the model's attention is not a flash
+    attention."""
     attention = cache.config._attn_implementation
     if step.get("block_table") is not None and "flash" not in str(attention):
         raise RuntimeError(
@@ -64,7 +63,7 @@ def _refuse_tables(cache: PagedAttentionCache, step: dict[str, Any]) -> None:
 
 
 class NewLatents:
-    """Takes the place of a cache, and keeps the new latents of a step for the attention.
+    """Stands in for a cache, and keeps the new latents of a step until the attention reads them.
 
     slots: the slot of each token, `page * page size + offset`, and -1 for padding.
     """
@@ -81,7 +80,7 @@ class NewLatents:
         return latent, rope_keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0, because the engine passes positions."""
+        """Returns 0. The model does not need the length, because the engine passes positions."""
         return 0
 
 
@@ -106,8 +105,8 @@ def plan_of(owner: Any, step: dict[str, Any]) -> Plan:
 
 
 def _plan_of_decode(owner: Any, tokens: int, table: torch.Tensor, lengths: torch.Tensor) -> Plan:
-    """Plans a decode step: sequence s has only token s. Padding has no keys. Table entries of -1,
-    which have no page, become 0."""
+    """Plans a decode step, in which sequence s has only token s, and padding has no keys. Table
+    entries of -1 stand for no page, and become 0."""
     table = table.clamp(min=0)
     size = owner.tokens_per_page
     past = (lengths - 1).clamp(min=0)
@@ -133,8 +132,8 @@ def _plan_of_varlen(owner: Any, step: dict[str, Any], lengths: torch.Tensor) -> 
     write, read = step["write_index"][owner.index], step["read_index"][owner.index]
     # A dynamic graph then has only one symbol for the number of tokens.
     torch._check(write.shape[0] == tokens)
-    # The engine's offsets end after the last token before the padding, those of the op after the
-    # padding.
+    # The engine's last offset is the end of the last sequence. The op expects the end of the
+    # padding there.
     rows = torch.cat([starts[:-1], torch.full_like(starts[-1:], tokens)])
     return (
         write // owner.block_physical_stride,
@@ -174,11 +173,11 @@ def _block_table(
 def _columns(owner: Any, step: dict[str, Any], sequences: int, tokens: int, read: int) -> int:
     """Returns the number of pages of the longest sequence, or an upper bound of it.
 
-    The length of the longest sequence changes from step to step, and a compiled step would be
-    compiled again for each. The engine pads the steps that it compiles. For a padded step the bound
-    follows from the length of `read`, which has a place for each token and key. In layers with a
-    window, kept pages begin up to one page before the window. For other steps, `read` holds just
-    the pages.
+    The length of the longest sequence changes from step to step, so a compiled step that used it
+    would be compiled again for each length. The engine pads the steps that it compiles. For a
+    padded step, the bound follows from the length of `read`, which then has a place for each token
+    and key. In layers with a window, kept pages begin up to one page before the window. For steps
+    that are not padded, `read` holds just the pages.
     """
     size = owner.tokens_per_page
     padded = step["max_length_q"] == tokens  # or all tokens belong to one sequence
@@ -205,9 +204,9 @@ def attention(
 
     query, key, value: `[1, heads, tokens, head dim]`. Returns `[1, tokens, heads, head dim]`, and
     None in place of attention weights. Raises RuntimeError without the engine's memory. Raises
-    ValueError if the keys or values do not have the heads that the memory holds, and for options
-    that are not supported: a mask, a bias, a window wider than the memory's, and, with latents,
-    sinks or a soft cap.
+    ValueError if the keys or values do not have the heads that the memory holds. Also raises it for
+    options that are not supported: a mask, a bias, a window wider than the memory's and, with
+    latents, sinks or a soft cap.
     """
     if not isinstance(cache, PagedAttentionCache) or PLAN not in kwargs:
         raise RuntimeError(
@@ -251,7 +250,7 @@ def attention(
 def _attend_to_latents(
     owner: LatentPages, module: Any, query: torch.Tensor, scaling: float, plans: dict[str, Any]
 ) -> tuple[torch.Tensor, None]:
-    """Does the same as :func:`attention` for a layer that caches latents. query: `[heads, tokens,
+    """Does what :func:`attention` does, for a layer that caches latents. query: `[heads, tokens,
     width]`."""
     new: NewLatents = plans[LATENTS]
     latent, rope_keys = new.of_layer[module.layer_idx]
@@ -286,7 +285,7 @@ def _attend_to_latents(
 
 
 def _own_part(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a weight; of a weight sharded over ranks, returns the rows of this rank."""
+    """Returns a weight or, if it is sharded over ranks, the rows that this rank holds."""
     to_local = getattr(weight, "to_local", None)
     return weight if to_local is None else to_local()
 

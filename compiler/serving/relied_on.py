@@ -74,14 +74,14 @@ STEP = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k"),
 )
 
-#: The size of the memory on which layouts are compared.
+#: The size of the memory with which `_differences` compares layouts.
 _SMALL = {"page_size": 4, "num_blocks": 3, "tokens": 8, "columns": 1}
 
 
 def reason_against(model: Any) -> str | None:
     """Returns the reason why tilewright cannot run the engine for this model; None if it can.
 
-    An exception that one of the checks raises is such a reason.
+    If a check raises an exception, the exception is the reason.
     """
     try:
         return next(_reasons(model), None)
@@ -127,10 +127,11 @@ def _reasons_of_model(model: Any) -> Iterator[str]:
 
 
 def missing_kernel(model: Any) -> str | None:
-    """Returns why no kernel computes the attention of a model on its GPU; None if one does, and on
-    other devices.
+    """Returns why no kernel computes the attention of a model on its GPU; None if a kernel does, or
+    if the model is not on a GPU.
 
-    The reference waits for the GPU, which a CUDA graph cannot record, and is slow.
+    The PyTorch reference is no substitute: it is slow, and it waits for the GPU, so a CUDA graph
+    cannot record it.
     """
     if model.device.type != "cuda":
         return None
@@ -167,7 +168,7 @@ def _decode_call(name: str, owner: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _reasons_of_latents(model: Any, config: Any) -> Iterator[str]:
-    """Yields a reason unless each layer computes keys and values from latents as DeepSeek's layers
+    """Yields a reason if a layer does not compute keys and values from latents as DeepSeek's layers
     do."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
@@ -194,7 +195,7 @@ def _code(function: Any) -> tuple[Any, ...]:
 
 
 def _small_memory(config: Any, dtype: torch.dtype) -> Any:
-    """Builds a small memory with these allocators on the meta device."""
+    """Returns a small memory with tilewright's allocators on the meta device."""
     before = config._attn_implementation_internal
     try:
         config._attn_implementation_internal = ATTENTION
@@ -204,7 +205,8 @@ def _small_memory(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Yields a reason if the pages of a small memory are not where transformers has them."""
+    """Yields a reason for each layer whose pages tilewright computes elsewhere in a small memory
+    than transformers does."""
     memory = _small_memory(config, dtype)
     for kind, owner in memory.cache_allocators.items():
         if not isinstance(owner, ALLOCATORS[kind]):
@@ -218,7 +220,7 @@ def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _same_memory(owner: FullPages, layer: int) -> bool:
-    """Whether each token in the first and last page of a layer lies where transformers has it."""
+    """Whether the first and the last page of a layer lie where transformers has them."""
     if isinstance(owner, LatentPages):  # this memory is not transformers' own
         return True
     views = owner._kv_token_views[layer]

@@ -1,4 +1,5 @@
-"""Arguments of the engine's steps on the meta device, to look at graphs without the engine."""
+"""Makes the arguments of the engine's steps on the meta device, to trace steps without the
+engine."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tilewright.compiler.serving.engine import (
 
 @contextmanager
 def in_engine(model: Any) -> Iterator[bool]:
-    """Gives a model the attention of the engine while the block runs; yields whether it can.
+    """Gives a model the attention of the engine while the block runs. Yields False if the model
+    cannot have it.
 
     A model that was enabled before stays enabled. Raises TypeError if it is not a model of
     transformers.
@@ -56,7 +58,8 @@ def varlen_step(
 ) -> dict[str, Any]:
     """Returns the arguments of a varlen step on the meta device.
 
-    tokens: of all sequences together. keys: of all sequences together, before this step.
+    tokens: the number of new tokens of all sequences. keys: the number of keys that all sequences
+    have before the step.
     """
     return _step(memory, sequences, tokens, keys) | {"block_table": None}
 

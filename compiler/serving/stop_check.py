@@ -51,8 +51,8 @@ RELIED_ON = {
     ("DeferredStopCheck", "is_supported"): "device cache cache_is_returned is_assistant",
 }
 
-#: Processors and criteria of transformers that keep no state between calls. A caller's own may
-#: count calls, or reject a token after the last one.
+#: Processors and criteria of transformers that keep no state between calls. Those that a caller
+#: writes may count calls, or reject a token after the last one.
 WITHOUT_MEMORY = {
     getattr(module, name)
     for module, names in {
@@ -88,9 +88,9 @@ def defer_stop_check(model: nn.Module) -> bool:
     with a check at every step. After an EOS or a stop string the model runs once more, and what
     that run wrote is removed; a stop at `max_length` costs nothing. A streamer gets each token one
     step later. The check is not deferred with processors or stopping criteria of the caller,
-    `synced_gpus`, beams, or assisted decoding. Calls that can end before `max_length` are also
-    checked at every step if they give back a cache from which a step cannot be removed, such as a
-    `StaticCache` with sliding windows.
+    `synced_gpus`, beams, or assisted decoding. Neither is it deferred for calls that can end before
+    `max_length` and return a cache from which a step cannot be removed, such as a `StaticCache`
+    with sliding windows.
 
     Changes the class of the model to a subclass of it, so a compiled model compiles again. Copies
     and pickles have the original class. `undefer_stop_check` undoes it.
@@ -110,8 +110,8 @@ def defer_stop_check(model: nn.Module) -> bool:
 def undefer_stop_check(model: nn.Module) -> None:
     """Undoes `defer_stop_check`; does nothing if it changed nothing.
 
-    Raises TypeError as `defer_stop_check` does, and RuntimeError if the model's class was changed
-    since.
+    Raises TypeError as `defer_stop_check` does, and RuntimeError if other code has changed the
+    model's class since.
     """
     change_class_back(with_generate(model), _CHANGE, "undefer_stop_check")
 
@@ -136,8 +136,8 @@ def _missing(model_class: type) -> str | None:
 
 @functools.cache
 def _deferring(sample: Any, library: Any) -> Any:
-    """Returns a method `_sample` that defers the check. `generate()` looks `_sample` up on the
-    class."""
+    """Returns a method `_sample` that defers the check where that is safe. `generate()` looks
+    `_sample` up on the class."""
     check = _check_for_cuda(library)
     check_of_length = _check_of_length(check)
 
@@ -222,8 +222,8 @@ def _most_tokens(cache: Any, batch_size: int) -> int | None:
 
 
 def _is_static(cache: Any) -> bool:
-    """Whether `_remove_last` can remove a step from this cache: a static one without windows, all
-    of it on the GPU."""
+    """Whether `_remove_last` can remove a step from this cache: it must be a static cache without
+    windows, and no part of it may be offloaded to the host."""
     return (
         type(cache) is StaticCache
         and not getattr(cache, "offloading", False)
@@ -232,7 +232,8 @@ def _is_static(cache: Any) -> bool:
 
 
 def _remove_last(cache: StaticCache) -> None:
-    """Removes the last token of a cache with static layers. Its place holds zeros again."""
+    """Removes the last token from a cache with static layers. The token's place holds zeros
+    again."""
     for layer in cache.layers:
         layer.cumulative_length.sub_(1)
         last = layer.cumulative_length.view(1)
@@ -244,8 +245,7 @@ def _check_for_cuda(library: Any) -> Any:
     """Returns a subclass of transformers' deferred check that also works on CUDA."""
 
     class DeferredStopCheck(library):
-        """Also undoes the random draws of the step after the last one, and what it wrote to a
-        static cache."""
+        """Also undoes the additional step: its random draws, and its writes to a static cache."""
 
         def __init__(
             self,
@@ -292,8 +292,8 @@ def _check_for_cuda(library: Any) -> Any:
 
 
 def _check_of_length(check: Any) -> Any:
-    """Returns a subclass of the check for CUDA, for calls that only `max_length` ends. They run no
-    step more, so their cache can be of any kind."""
+    """Returns a subclass of the check for CUDA, for calls that only `max_length` ends. Such calls
+    run no additional step, so their cache can be of any kind."""
 
     class DeferredStopCheck(check):
         """Undoes nothing."""

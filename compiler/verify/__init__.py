@@ -100,8 +100,8 @@ def _hidden(
 
 
 def without_nan(storage: torch.Tensor) -> torch.Tensor:
-    """Replaces the NaN and infinite numbers of a tensor [n] by random ones, the same at every call.
-    A tensor that has -inf and no other such number, as a mask has, stays as it is."""
+    """Returns a tensor [n] with its NaN and infinite numbers replaced by random ones, the same at
+    every call. A tensor that has -inf and no other such number, as a mask has, stays as it is."""
     if storage.dtype not in (*TOLERANCE, *FP8_DTYPES):
         return storage
     wide = storage.double()
@@ -128,9 +128,9 @@ def verified(
 ) -> Callable[..., Any]:
     """Returns `compiled`, wrapped so that its first call is compared with the original graph.
 
-    On a mismatch: VerificationError under `strict`; else a warning, `mismatch(why)`, and the
-    original from then on. note: called with a line that says that the graphs agree, how closely,
-    and which outputs were compared on other inputs than the given ones.
+    On a mismatch, raises VerificationError under `strict`. Otherwise warns, calls `mismatch(why)`,
+    and runs the original from then on. note: called with a line that says that the graphs agree,
+    how closely, and which outputs were compared on other inputs than the given ones.
     """
     chosen: list[Callable[..., Any]] = []
 
@@ -162,7 +162,7 @@ def _agreed(found: Sequence[Difference]) -> str:
 
 
 def _plain(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The plain tensors among inputs; for a subclass, the tensors inside it."""
+    """Returns the plain tensors among inputs; for a subclass, the tensors inside it."""
     return [part for tensor in tensors_in(inputs) for part in _compat.parts_of(tensor)]
 
 
@@ -171,7 +171,7 @@ def clone_inputs(
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     shared: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> list[Any]:
-    """Copies inputs so that they share storage as the originals do: each storage is cloned once.
+    """Returns copies of inputs that share storage as the originals do: each storage is cloned once.
 
     convert: changes the dtype of a storage's elements. shared: says which tensors are not copied.
     The tensors inside a subclass are copied, and not converted.
@@ -202,9 +202,9 @@ def _differences(
     theirs: Sequence[torch.Tensor],
     before: Sequence[torch.Tensor] | None = None,
 ) -> list[Difference]:
-    """Compares each tensor of ours with theirs. before: the tensors before the run, to compare only
-    elements that changed: a step writes few slots of a cache, and the others would dilute the
-    error."""
+    """Returns the differences of our tensors from theirs. before: the tensors before the run. If
+    they are given, compares only elements that changed: a step writes few slots of a cache, and the
+    others would dilute the error."""
     found = []
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if not a.dtype.is_floating_point:
@@ -232,5 +232,6 @@ def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compares element by element; NaN equals NaN, which uninitialised caches may hold."""
+    """Returns a mask of equal elements. NaN equals NaN, because uninitialised caches may hold
+    it."""
     return (a == b) | (a.isnan() & b.isnan())

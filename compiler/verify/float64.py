@@ -55,7 +55,7 @@ def widen(value: Any) -> Any:
 
 
 def _widened(items: Any) -> Any:
-    """Nested arguments in float64: the tensors, and the dtypes that a call asks for."""
+    """Returns nested arguments in float64: the tensors, and the dtypes that a call asks for."""
     if isinstance(items, torch.Tensor):
         return widen(items)
     if isinstance(items, dict):
@@ -72,8 +72,8 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Computes torch's grouped_mm, which takes no float64, for rows [M, K] and weights [groups, K,
-    N]."""
+    """Returns the result of torch's grouped_mm, which takes no float64, for rows [M, K] and weights
+    [groups, K, N]."""
     if offs is None or x.dim() != 2 or weight.dim() != 3 or bias is not None:
         raise NotImplementedError("only rows [M, K] with weights [groups, K, N] and offsets")
     out = x.new_zeros(x.shape[0], weight.shape[-1])

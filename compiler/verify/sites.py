@@ -23,7 +23,8 @@ SLACK = 1.25
 
 @dataclass(frozen=True)
 class SiteError:
-    """One kind of rewrite. Errors: ||x - exact|| / ||exact||, where exact is the graph in float64.
+    """The errors of one kind of rewrite: ||x - exact|| / ||exact||, where exact is the result of
+    the graph in float64.
 
     The errors are those of the output or cache that uses the largest share of its allowance:
     `SLACK` times the graph's own error plus one rounding of the dtype. note: why nothing was
@@ -78,8 +79,8 @@ def verify_sites(
 
 
 def compared(plain: fx.GraphModule, fused: Callable[..., Any], inputs: Sequence[Any]) -> SiteError:
-    """Compares one way to run a graph, `fused`, with the graph itself, `plain`: the errors of
-    outputs and of written inputs. Each runs on copies of the inputs."""
+    """Returns the errors of `fused`, one way to run a graph, and of `plain`, the graph itself, for
+    outputs and written inputs. Each runs on copies of the inputs."""
     try:
         exact = _run(lambda *given: run_in_float64(plain, given), inputs, widen)
     except NoFloat64Error as error:
@@ -131,7 +132,7 @@ def _run(
 
 
 def _written(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The inputs that a run may have written, such as caches."""
+    """Returns the inputs that a run may have written, such as caches."""
     return [t for t in _compat.tensors_in(inputs) if t.is_floating_point() and not _is_weight(t)]
 
 
@@ -150,7 +151,7 @@ def _changed(
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter. Those are not copied: they are most of the memory, and
+    """Whether a tensor is a parameter. Parameters are not copied: they are most of the memory, and
     inference writes none."""
     return isinstance(tensor, torch.nn.Parameter)
 
@@ -179,7 +180,7 @@ def _worst(
 
 
 def _share(errors: tuple[float, float, float]) -> float:
-    """The fused error as a share of what is allowed."""
+    """Returns the fused error as a share of what is allowed."""
     _, fused, allowed = errors
     return fused / allowed if allowed else float("inf" if fused else 0)
 

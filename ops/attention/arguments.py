@@ -46,17 +46,17 @@ class AttentionArguments(BatchArguments):
     numbers are multiplied by. block_table [B, columns]: key j of sequence b is k[block_table[b, j
     // P], j % P]. None: it is k[b, j], with N = B.
 
-    A query sees a key if all of these hold. The key's index j is below key_lengths [B], if given.
-    For the query's position p, `mask` allows it: "causal" (j <= p), "sliding_window" (p - window <
-    j <= p), "chunked" (j <= p and j // window == p // window) or "none". attn_mask [B or 1, Hq or
-    1, S or 1, K or more] allows it, for equal runs of S queries only: bool, True is seen; or
-    numbers (of q's dtype or fp32) that are added to the scaled and capped logits, where -inf hides.
-    A query that sees no key gives zeros.
+    A query sees a key if all of the following conditions hold. The key's index j is below
+    key_lengths [B], if given. For the query's position p, `mask` allows it: "causal" (j <= p),
+    "sliding_window" (p - window < j <= p), "chunked" (j <= p and j // window == p // window) or
+    "none". attn_mask [B or 1, Hq or 1, S or 1, K or more] allows it, for equal runs of S queries
+    only: bool, True is seen; or numbers (of q's dtype or fp32) that are added to the scaled and
+    capped logits, where -inf hides. A query that sees no key gives zeros.
 
     mask_blocks: the result of `mask_blocks` for this attn_mask; None: the call computes it. A
     result made with hide_lowest is allowed only with mask "none", without key_lengths, with as many
-    columns in attn_mask as keys, and with logits bounded by softcap or by a scale of at most 1 / 4:
-    products q @ k^T are finite in q's dtype.
+    columns in attn_mask as keys, and with logits bounded by softcap or by a scale of at most 1 / 4.
+    The bound by scale suffices because products q @ k^T are finite in q's dtype.
 
     The position of a query is `positions` [T] or [T / B] (the same for every sequence) if given,
     else cache_lengths[b] + i for the i-th query of sequence b, else i.
@@ -108,7 +108,7 @@ def work(a: AttentionArguments) -> Work:
 
 
 def present_of(a: BatchArguments, keys: torch.Tensor) -> tuple[int, int]:
-    """Returns (number of sequences, the most tokens that are read of one sequence) for a cache [N,
+    """Returns (number of sequences, largest number of tokens read for one sequence) for a cache [N,
     P, ..]."""
     pages, page_size = keys.shape[:2]
     if a.block_table is None:

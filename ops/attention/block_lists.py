@@ -51,11 +51,12 @@ class MaskBlocksArguments:
     attn_mask [B or 1, H or 1, S or 1, K], any strides: bool, True is seen; or numbers that are
     added to logits, where -inf hides.
 
-    hide_lowest: numbers of at most -1.75 E also hide, in a tile of 128 queries each of which has a
-    number of at least -E / 8. E is the largest power of two of the mask's dtype;
-    `torch.finfo(dtype).min` is almost -2 E. Set it only if such numbers leave no weight beside
-    ordinary numbers: logits are at most E / 2, the mask alone decides which keys are seen, and it
-    has as many columns as there are keys. It does not affect boolean masks.
+    hide_lowest: in a tile of 128 queries, numbers of at most -1.75 E also hide, if each of the
+    queries has a number of at least -E / 8. E is the largest power of two of the mask's dtype;
+    `torch.finfo(dtype).min` is almost -2 E. Set it only if a key with such a number gets no weight
+    beside keys with ordinary numbers: logits must be at most E / 2, the mask alone must decide
+    which keys are seen, and it must have as many columns as there are keys. It does not affect
+    boolean masks.
 
     Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries, the number
     of blocks of 64 keys that some query of it sees, then those blocks in ascending order, then

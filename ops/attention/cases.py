@@ -17,11 +17,11 @@ FP8 = torch.float8_e4m3fn
 class AttentionCase:
     """One setting of `cache_attention`.
 
-    new_tokens: number of queries of each sequence. key_lengths: number of keys of each sequence,
-    the last of which belong to its queries; the caches have room for `room` keys in each sequence.
-    pool: "static" (B rows of `room` keys, head-major, as in StaticCache), "tokens" (B rows,
-    token-major), "paged" (a block table over pages of page_size). positions: how positions are
-    given: "lengths" (cache_lengths), "each" (one for every token), "shared" (the same for all
+    new_tokens: number of queries of each sequence. key_lengths: number of keys of each sequence;
+    its last keys belong to its queries. room: the number of keys of a sequence that the caches have
+    room for. pool: "static" (B rows of `room` keys, head-major, as in StaticCache), "tokens" (B
+    rows, token-major), "paged" (a block table over pages of page_size). positions: how positions
+    are given: "lengths" (cache_lengths), "each" (one for every token), "shared" (the same for all
     sequences), "none". lengths: whether key_lengths are passed. scales: the scales of an 8-bit
     cache: "none", "number", "heads" or "mixed" (k a number, v by head). attn_mask: "none", "bool",
     "heads" (bool, different for each head), "padding" (bool [B, 1, 1, K]), "float", "lowest"

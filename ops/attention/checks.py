@@ -81,9 +81,10 @@ def check_batch(op: str, a: AttentionArguments) -> None:
 def check_sight(
     op: str, a: Any, keys: Callable[[Any], Any], ragged: Sequence[str] = ("row_offsets",)
 ) -> None:
-    """Checks the arguments that say which keys a query sees. keys: returns the number of keys of
-    each sequence in equal runs. ragged: arguments that exclude equal runs. Reads metadata only;
-    raises ArgumentError."""
+    """Checks the arguments that say which keys a query sees. keys: a function that returns the
+    number of keys of each sequence; it is called only if sequences are equal runs. ragged: the
+    arguments that are given only if sequences are not equal runs. Reads metadata only; raises
+    ArgumentError."""
     check_mask(op, a)
     check_number(op, "scale", a.scale)
     if a.attn_mask is not None:

@@ -78,7 +78,7 @@ def attention_steps(
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
     if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
-        # A tile holds all heads that share keys, and a list describes one mask head.
+        # A tile holds all heads that share keys, but a list describes only one head of the mask.
         a = replace(a, mask_blocks=None)
     else:
         a = yield from _with_list(a, target)

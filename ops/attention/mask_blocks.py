@@ -25,9 +25,9 @@ from tilewright.ops.contract import EXACT, FusedOp, emitted_kernel, register
 
 @dataclass(frozen=True)
 class MaskCase:
-    """A mask [batch, heads, queries, keys]. cached: number of keys before the first query's own;
-    keys after a query's own are hidden. padding: number of keys hidden at the left of every second
-    sequence. transposed: queries, not keys, are contiguous in memory."""
+    """A mask [batch, heads, queries, keys]. cached: number of keys before the first query's own
+    key. Keys after a query's own key are hidden. padding: number of keys hidden at the left of
+    every second sequence. transposed: queries, not keys, are contiguous in memory."""
 
     name: str
     queries: int

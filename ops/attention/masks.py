@@ -55,9 +55,9 @@ def largest_power(dtype: torch.dtype) -> float:
 
 
 def bounds_logits(scale: float, softcap: float, dtype: torch.dtype) -> bool:
-    """Whether no logit exceeds LOGIT * E, where E is the mask's `largest_power`. Either softcap
-    bounds logits, or `scale` does: products of queries and keys are finite in the mask's dtype or a
-    smaller one, and so below 2 E."""
+    """Whether no logit exceeds LOGIT * E, where E is the mask's `largest_power`. Logits are bounded
+    by softcap or, without softcap, by `scale`: products of queries and keys are finite in the
+    mask's dtype or a smaller dtype, and are therefore below 2 E."""
     if softcap:
         return abs(softcap) <= LOGIT * largest_power(dtype)
     return abs(scale) <= LOGIT / 2
@@ -65,8 +65,8 @@ def bounds_logits(scale: float, softcap: float, dtype: torch.dtype) -> bool:
 
 def lowest_hides(a: Any, keys: Any) -> bool:
     """Whether the lowest numbers of a call's mask may hide its keys (see hide_lowest of
-    `mask_blocks`): only attn_mask hides any of the `keys`, it has exactly one column for each, and
-    logits are bounded."""
+    `mask_blocks`). They may if attn_mask alone decides which of the `keys` are seen, has one column
+    for each key, and the logits are bounded."""
     mask = a.attn_mask
     if mask is None or mask.dtype == torch.bool or a.mask != "none" or a.key_lengths is not None:
         return False

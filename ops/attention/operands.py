@@ -89,7 +89,8 @@ def _descriptors_reach(a: AttentionArguments) -> bool:
 
 
 def _by_sequence(a: AttentionArguments) -> torch.Tensor | None:
-    """Returns positions as [B, S] if each token of equal runs has its own; else unchanged."""
+    """Returns positions as [B, S] if each token of equal runs has its own position; else
+    unchanged."""
     positions, tokens = a.positions, a.q.shape[0]
     if positions is None or a.row_offsets is not None or positions.shape[0] != tokens:
         return positions

@@ -74,8 +74,8 @@ def positions_of(a: Any) -> torch.Tensor:
 
 def check_runs(op: str, a: Any, *, each: bool = False) -> Any:
     """Checks the arguments that say which sequence each query of q [T, ..] belongs to, and its
-    position. each: `positions` must have one for every token. Reads metadata only. Returns B;
-    raises ArgumentError."""
+    position. each: `positions` must have one position for every token. Reads metadata only. Returns
+    B; raises ArgumentError."""
     num_tokens = a.q.shape[0]
     if a.row_offsets is not None:
         form = "[B + 1]", (None,), INDEX_DTYPES, a.q.device

@@ -42,14 +42,14 @@ class HeadValues:
 
 
 class KvCache(CachePlace, Protocol):
-    """Arguments of an op that writes K and V to a cache, and where they go there.
+    """The arguments of an op that writes K and V to a cache.
 
     k_cache, v_cache: base tensors; with v_cache None, V (if it is written) lives in k_cache too.
     k_window, v_window: the nine integers of a CacheWindow on the base. k_cache_scale,
     v_cache_scale: float32 [], [1] or [Hkv]; the stored number is value / scale, or value * scale
-    with cache_scale_multiplies. cache_saturates: a number beyond the range of an 8-bit float is
-    stored as the largest one; otherwise as infinity, or NaN in float8_e4m3fn. Every op uses these
-    names.
+    with cache_scale_multiplies. With cache_saturates, a number beyond the range of an 8-bit float
+    is stored as the float's largest number; without it, as infinity, or as NaN in float8_e4m3fn.
+    Every op uses these names.
     """
 
     @property

@@ -46,7 +46,8 @@ class Work:
     """The work of a call, where it differs from the work of the nodes that the call replaces.
 
     cache: the reads of caches; None: there are none. flops: FLOPs of products with weights; None:
-    those of the nodes. scratch: bytes of buffers that the call makes for itself, writes and reads.
+    the FLOPs of those nodes. scratch: bytes of buffers that the call makes for itself, writes and
+    reads.
     """
 
     cache: CacheRead | None = None

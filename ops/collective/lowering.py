@@ -119,8 +119,8 @@ def _reduce(
 
 
 def _launched(step: Launch, summed: bool) -> Any:
-    """Runs a launch and returns whether it succeeded. summed: the ranks have already summed x. Then
-    a failure must not lose the sum."""
+    """Runs a launch and returns whether it succeeded. summed: the ranks have already summed x, so a
+    failure must not lose the sum."""
     if step.spec in _failed:
         return False
     try:
@@ -197,7 +197,7 @@ def _residual_norm(
     eps: float,
     offset: float,
 ) -> None:
-    """Computes what the kernel of a single rank computes."""
+    """Computes with PyTorch's own functions what the kernel of a single rank computes."""
     total = x.float() + residual.float()
     summed.copy_(total)
     normed.copy_(apply_norm(total, weight, eps, offset=offset))

@@ -51,8 +51,8 @@ def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None
 
 
 def scaled_numbers(numbers: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns codes, given as numbers [T, K] of a floating dtype, times their scales in that
-    dtype."""
+    """Returns `numbers` [T, K] times their scales, in the dtype of `numbers`. numbers: the codes,
+    converted to a floating dtype."""
     if x_scale is None:
         return numbers
     block = (1, numbers.shape[1] if x_scale.shape[1] == 1 else ACTIVATION_BLOCK)

@@ -3,9 +3,11 @@
 format   weight                              scale
 dense    [E, N, K], the activation's dtype   none
 fp8      [E, N, K] float8_e4m3fn             fp32 [E, ceil(N/bn), ceil(K/bk)], block (bn, bk)
-int4     [E, N, K/2] uint8, even k low       float [E, ceil(N/bn), ceil(K/bk)]; value (code - 8) * s
-nvfp4    [E, N, K/2] uint8                   e4m3 [E, N, K/16], signs count
+int4     [E, N, K/2] uint8                   float [E, ceil(N/bn), ceil(K/bk)]; value (code - 8) * s
+nvfp4    [E, N, K/2] uint8                   e4m3 [E, N, K/16], may be negative
 mxfp4    [E, N, K/2] uint8                   e8m0 as uint8 [E, N, K/32]
+
+A byte of two codes has the code of the even k in its low nibble.
 
 Strides are free, so weights stored [E, K, N] arrive as transposed views. Quantised weights may have
 one more factor per expert, fp32 [E] (NVFP4's second level).

@@ -7,7 +7,7 @@ import torch
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: The dtypes whose cast saturates in this release of torch, on every device. The cast to
 #: float8_e4m3fn saturates in newer releases and gives NaN in older ones. The cast to float8_e5m2
-#: saturates in none: it gives infinity.
+#: saturates in no release: it gives infinity.
 SATURATED_BY_TORCH = frozenset(
     dtype
     for dtype in FP8_DTYPES

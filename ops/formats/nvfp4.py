@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 elements with one e4m3 scale per 16 along K, and one fp32 factor per tensor.
+"""NVFP4: E2M1 elements with one e4m3 scale for 16 elements along K, and one fp32 factor per tensor.
 
     value = e2m1(code) * scale[k // 16] / tensor_scale
 
@@ -107,8 +107,8 @@ def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Ten
     num_tokens, columns = scales.shape
     num_blocks = max_scale_blocks(num_tokens, group_offsets.shape[0] - 1)
     rows = scale_rows(group_offsets, group_scale_offsets(group_offsets), num_tokens)
-    # Scales are copied as bytes, since not every device indexes fp8. Rows of no group go to an
-    # extra row, which is cut off below.
+    # Scales are copied as bytes, since not every device indexes fp8. Rows that belong to no group
+    # go to an extra row, which is cut off below.
     last = num_blocks * BLOCK_ROWS
     space = torch.zeros(last + 1, columns, dtype=torch.uint8, device=scales.device)
     space[torch.where(rows < 0, last, rows)] = scales.view(torch.uint8)
@@ -118,7 +118,8 @@ def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Ten
 def read_scales(
     layout: torch.Tensor, group_offsets: torch.Tensor, deltas: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Reads row-major scales [T, C] = shape out of the 5-D layout; rows of no group are zero."""
+    """Returns row-major scales [T, C] from the 5-D layout; rows that belong to no group are zero.
+    shape: (T, C)."""
     num_tokens, columns = shape
     rows = scale_rows(group_offsets, deltas, num_tokens)
     matrix = unswizzle(layout.view(torch.uint8), layout.shape[0] * BLOCK_ROWS, columns)

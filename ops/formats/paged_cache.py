@@ -3,8 +3,8 @@
 All layouts in use differ only in strides and offset: `[P, S, H, D]` (vLLM, flat slots), `[P, H, S,
 D]`, a StaticCache `[B, H, L, D]` (a page per sequence), one tensor for both K and V (`[2, P, S, H,
 D]`, `[P, 2, L, S, H, D]`). A fused op takes the caller's own tensor, the *base*, together with the
-nine integers of a window, never a view of it: under functionalisation a mutated view costs a copy
-of the whole cache, and a mutated graph input costs nothing.
+nine integers of a window. It never takes a view of the base: under functionalisation a mutated view
+costs a copy of the whole cache, and a mutated graph input costs nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CacheWindow:
 
     @classmethod
     def from_ints(cls, values: Sequence[Any]) -> CacheWindow:
-        """Makes a window from nine integers; the inverse of `to_ints`. Raises ValueError for
-        another number."""
+        """Makes a window from nine integers; the inverse of `to_ints`. Raises ValueError unless
+        there are nine."""
         if len(values) != 9:
             raise ValueError(
                 "a cache window is 9 integers (num_pages, page_size, num_kv_heads, head_dim, "
@@ -118,7 +118,8 @@ class CacheWindow:
     def provably_disjoint(self, other: CacheWindow) -> bool:
         """Whether two windows on the same base share no element.
 
-        Exact for integer windows whose axes nest; with symbolic sizes, True means proven.
+        The answer is exact for integer windows whose axes nest. With symbolic sizes, True means
+        that it is proven.
         """
         apart = other.offset - self.offset
         return strided_disjoint(self.shape, self.strides, other.shape, other.strides, apart)

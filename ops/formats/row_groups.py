@@ -69,7 +69,7 @@ def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def group_of_rows(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns the group of each row, int64 [num_rows]; rows of no group get G."""
+    """Returns the group of each row, int64 [num_rows]; a row that belongs to no group gets G."""
     rows = torch.arange(num_rows, device=group_ends.device)
     return torch.searchsorted(group_ends.long().contiguous(), rows, right=True)
 
@@ -82,8 +82,8 @@ def _from_the_front(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _last_group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Returns the last group that holds each row, int64; -1 for a row of no group. `ends` may
-    decrease."""
+    """Returns the last group that holds each row, int64; -1 for a row that belongs to no group.
+    `ends` may decrease."""
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))[: ends.shape[0], None]
     inside = (starts <= rows) & (rows < ends[:, None])
     groups = torch.arange(1, ends.shape[0] + 1, device=ends.device, dtype=torch.int32)[:, None]

@@ -50,8 +50,8 @@ class CodedCase:
 def sample_codes(
     case: CodedCase, sampler: Sampler, rows: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the stored rows, scales and zeros of one weight. If the case has no zeros, they are
-    returned as integers."""
+    """Returns the stored rows, scales and zeros of one weight. Zeros are returned even if the case
+    uses none; they are then integers."""
     shape, form = (rows, columns), WEIGHT_FORMATS[case.weight_format]
     grid = tuple(-(-n // size) for n, size in zip(shape, case.scale_block, strict=True))
     dtype, *others = torch_types(form.stored)

@@ -105,19 +105,20 @@ class Weight(StoredWeight):
       "int8" (int8 or uint8), "fp8" (float8_e4m3fn)   codes, any strides.
       "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
       "int4_k_offset"   like int4_k; the zero is a float that is added after scaling.
-      "nvfp4", "mxfp4"   E2M1 floats of 4 bits, [.., K / 2] uint8, the even one in the low nibble.
+      "nvfp4", "mxfp4"   E2M1 floats of 4 bits, [.., K / 2] uint8, even k in the low nibble.
       "nf4", "fp4"   nibbles that stand for the 16 numbers of a table
                 (`codegen.formats.TABLES`), [.., K / 2] uint8.
       "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
                 int32, any strides.
 
-    A code means (code - zero) * scale; in int4_k_offset, (code - zero_point) * scale + zero. scale:
-    float, for nvfp4 also float8_e4m3fn, for mxfp4 e8m0 as uint8; [ceil(N / bn), ceil(K / bk)] with
-    scale_block = [bn, bk]. A block as large as the weight is one scale per tensor. For codes of 4
-    bits, bk divides K. The zero is zero_point, plus `zero` where given, which has the shape of the
-    scales or is int32 words of eight rows [N / (8 bn), K / bk]. nibble_order: the position of each
-    code in a word, as in `ops.formats.quantized_weight`; empty: ascending. bias: [N] or [..., D].
-    factor: float32, one number of any shape that multiplies the whole weight; None: 1.
+    A code stands for (code - zero) * scale; in int4_k_offset, for (code - zero_point) * scale +
+    zero. scale: float, for nvfp4 also float8_e4m3fn, for mxfp4 e8m0 as uint8; [ceil(N / bn), ceil(K
+    / bk)] with scale_block = [bn, bk]. A block as large as the weight is one scale per tensor. For
+    codes of 4 bits, bk divides K. The zero is zero_point, plus `zero` where given, which has the
+    shape of the scales or is int32 words of eight rows [N / (8 bn), K / bk]. nibble_order: the
+    position of each code in a word, as in `ops.formats.quantized_weight`; empty: ascending. bias:
+    [N] or [..., D]. factor: float32, one number of any shape that multiplies the whole weight;
+    None: 1.
     """
 
     zero: torch.Tensor | None = None

@@ -17,14 +17,14 @@ class GroupedMatmulArguments:
 
     x [M, K], rows sorted by group. weight [E, N, K], any strides with N or K contiguous.
     group_offsets int [G + 1], exclusive and starting at 0: group g has rows [offsets[g], offsets[g
-    + 1]). With end_offsets, instead, int [G], where each group ends (`offs` of torch's grouped_mm).
-    Ends may have any order: negative ones count from the last row, larger ones are clamped to M,
-    and a row in several groups belongs to the last one. On a GPU, for ends that torch refuses, the
-    result is undefined. expert_ids int [G], -1: none; None: group g's expert is g, and G is at most
-    E. bias [E, N]. weight_format, scale_block, weight_scale, weight_expert_scale: see
-    ops.formats.expert_weight. x_scale fp32 [M, ceil(K/128)]: scales of float8_e4m3fn codes in x;
-    weights must then have the format "fp8" with blocks of 128 columns. Result [M, N] of out_dtype
-    (None: x's dtype; bfloat16 for codes).
+    + 1]). With end_offsets, it is int [G] instead: the end of each group (`offs` of torch's
+    grouped_mm). Ends may have any order: negative ones count from the last row, larger ones are
+    clamped to M, and a row in several groups belongs to the last one. On a GPU, for ends that torch
+    refuses, the result is undefined. expert_ids int [G], -1 for a group without an expert; None:
+    group g's expert is g, and G is at most E. bias [E, N]. weight_format, scale_block,
+    weight_scale, weight_expert_scale: see ops.formats.expert_weight. x_scale fp32 [M, ceil(K/128)]:
+    scales of float8_e4m3fn codes in x; weights must then have the format "fp8" with blocks of 128
+    columns. Result [M, N] of out_dtype (None: x's dtype; bfloat16 for codes).
     """
 
     x: torch.Tensor

@@ -91,7 +91,8 @@ def reference(a: GroupedMatmulArguments) -> torch.Tensor:
 
         out[m] = x[m] @ weight[e]^T + bias[e]
 
-    Quantised x and weights are dequantised first. Rows of expert -1 and of no group are zero.
+    Quantised x and weights are dequantised first. Rows of expert -1, and rows that belong to no
+    group, are zero.
     """
     given = a.x.dtype if a.x_scale is None else a.x_scale.dtype
     compute = torch.promote_types(given, torch.float32)

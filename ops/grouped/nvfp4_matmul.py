@@ -64,7 +64,8 @@ class Nvfp4MatmulArguments:
     signs are ignored. group_offsets int or uint32 [>= G + 1], exclusive. group_scale_offsets, of
     the same dtypes [>= G]: deltas as ops.formats.scale_layout.group_scale_offsets makes them, for
     empty groups too. expert_ids int [>= G], -1: none; expert_scales fp32 [E], by expert id.
-    num_active_experts: G; None: all the offsets given. Result [T, N] of out_dtype (None: bfloat16).
+    num_active_experts: G; None: group_offsets has exactly G + 1 elements. Result [T, N] of
+    out_dtype (None: bfloat16).
     """
 
     a: torch.Tensor
@@ -171,7 +172,8 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
         B[n, k] = e2m1(b[e, n, k]) * |b_scales[e, n, k // 16]| * expert_scales[e]
         out[t] = A[t] @ B^T
 
-    Rows of expert -1 and of no group are zero. With float64 expert_scales everything is in float64.
+    Rows of expert -1, and rows that belong to no group, are zero. With float64 expert_scales
+    everything is in float64.
     """
     compute = a.expert_scales.dtype
     num_rows, columns = a.a.shape[0], 2 * a.a.shape[1] // nvfp4.BLOCK
@@ -210,7 +212,7 @@ def grouped_nvfp4_steps(
     whether the tensor core multiplies NVFP4 directly; None: whether the target's does."""
     a = _aligned(a)
     out = yield Buffer.like(fake(a))
-    yield Library(torch.Tensor.zero_, (out,))  # no tile covers rows of no group
+    yield Library(torch.Tensor.zero_, (out,))  # tiles cover only rows of groups
     scaled = target.has("block_scaled_mma") if block_scaled is None else block_scaled
     covered = next_power_of_2(a.a.shape[0])
     config, statics = _chosen(max(a.num_groups, 1), covered, target, config, scaled)

@@ -40,8 +40,8 @@ class QuantizeNvfp4Arguments:
 
     Result: packed uint8 [T, K/2], and scales float8_e4m3fn [S, ceil(K/64), 32, 4, 4], every group
     in its own blocks (ops.formats.scale_layout; `group_scale_offsets` returns their deltas). S is
-    ceil(T/128), with groups ceil(T/128) + G. Rows of no group have zero codes and no scales; scales
-    past the data are zero.
+    ceil(T/128) without group_offsets, and ceil(T/128) + G with them. Rows that belong to no group
+    have zero codes and no scales; scales past the data are zero.
     """
 
     x: torch.Tensor
@@ -140,8 +140,8 @@ def quantize_nvfp4_steps(
 
 @dataclass(frozen=True)
 class QuantizeCase:
-    """One setting of the op: the rows of each group (None: no groups, `spare` rows) and K. scales:
-    tensor scales of the groups."""
+    """One setting of the op. sizes: the rows of each group; None: there are no groups, and x has
+    `spare` rows. inner: K. scales: tensor scales of the groups."""
 
     name: str
     sizes: tuple[int, ...] | None = None

@@ -160,7 +160,7 @@ def fake(a: ExpandArguments) -> Outputs:
 
 
 def reference(a: ExpandArguments) -> Outputs:
-    """In fp32 (float64 for float64 s), for p of q, k and v, row t and its adapter e:
+    """In fp32 (float64 for float64 s), for each projection p (q, k or v), row t and its adapter e:
 
         out_p[t] = base_p[t] + scale_p * scales[e] * (s[p, t, :R] @ weight_p[e]^T)
 

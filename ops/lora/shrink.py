@@ -123,7 +123,7 @@ def fake(a: ShrinkArguments) -> torch.Tensor:
 
 
 def reference(a: ShrinkArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 a), for p of q, k and v, row m and its adapter e:
+    """In fp32 (float64 for float64 a), for each projection p (q, k or v), row m and its adapter e:
 
         out[p, m] = a[m] @ weight_p[e]^T
 
@@ -141,8 +141,9 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
 
 
 def slower(*, rows: Any, columns: int, hidden: Any, dtype: torch.dtype) -> str | None:
-    """Returns why cuBLAS is faster for `rows` of `hidden` numbers by factors with `columns` columns
-    in total; None if a kernel is. In float32, symbolic sizes count as many rows."""
+    """Returns why cuBLAS is faster than a kernel; None if a kernel is faster. The product has
+    `rows` rows of `hidden` numbers, and weights with `columns` columns in total. In float32, a
+    symbolic size counts as a large number of rows."""
     known = isinstance(rows, int) and isinstance(hidden, int)
     if dtype != torch.float32 or (known and takes_row_kernel(rows, columns, hidden)):
         return None

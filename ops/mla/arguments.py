@@ -62,7 +62,7 @@ class LatentStoreArguments:
     cache_lengths: torch.Tensor | None = None
 
     rope = Group(RopeTables)
-    # The value that a call of `mla_prefill` without keys would have.
+    # The value of the argument `keys` of `mla_prefill` for a call without keys.
     keys: ClassVar[str] = "none"
     num_sequences: ClassVar[int] = 1
     rope_on: ClassVar[str] = "k"
@@ -111,9 +111,9 @@ class MlaPrefillArguments:
     norm_weight, norm_eps, cos, sin, rope_style, rope_by_position: as for `mla_latent_store`;
     rope_on: "qk", "q" or "k", the tensors that are rotated.
 
-    attention_dtype float8_e4m3fn: q, keys and values are divided by q_scale, k_scale and v_scale
-    and rounded to it, saturating; the softmax weights, times a power of two, are rounded to it as
-    well. None: q's dtype.
+    attention_dtype: float8_e4m3fn, or None for q's dtype. With float8_e4m3fn, q, keys and values
+    are divided by q_scale, k_scale and v_scale and rounded to float8, saturating; the softmax
+    weights, times a power of two, are rounded to float8 as well.
 
     Bad values (offsets, slots, pages, positions) raise ArgumentError before anything is written if
     they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU.
@@ -187,11 +187,11 @@ class MlaBranchArguments:
     [positions, R], of q's dtype or float32: cos and sin of each pair, alternating. rope_style:
     "interleaved", "half" or "interleaved_to_half", for q and the cache. kv_norm_gamma [L], of q's
     dtype or float32. blocks [P, 1, layers, page_size, 1, L + R], any strides, of q's dtype, written
-    at layer_idx. scale: of the logits. epsilon: of the norm.
+    at layer_idx. scale: multiplies the logits. epsilon: the norm's.
 
     buffer_row_offsets [B + 1] or [C, B + 1]: the offsets of the rows that each sequence's keys take
-    in a chunk. cache_offsets [B or B + 1] or [C, ..]: the position of the first of these keys.
-    buffer_length: the rows of each chunk, C integers, -1 for a chunk without keys (as
+    in a chunk. cache_offsets [B or B + 1] or [C, ..]: the position of each sequence's first key in
+    the chunk. buffer_length: the rows of each chunk, C integers, -1 for a chunk without keys (as
     `mla_prefill_plan` returns them). A sequence's chunks follow each other without a gap from
     position 0 and hold all its keys; rows past them are not seen. If all lengths are below 1,
     nothing is written and the result is zeros.
@@ -278,7 +278,8 @@ class MlaDecodeArguments(BatchArguments, _Width):
 
 @dataclass(frozen=True)
 class UpWeight:
-    """An up-projection alone: its weight [H * (N + V), L], with its scales, and q."""
+    """The arguments of a call that concern the up-projection: its weight [H * (N + V), L], the
+    weight's scales, and q."""
 
     q: torch.Tensor
     v_dim: Any

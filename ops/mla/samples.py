@@ -256,7 +256,7 @@ def _keys(case: PrefillCase, places: dict[str, Any], sampler: Sampler) -> dict[s
     values = {"lookup_table": places["lookup_table"]}
     if case.ragged_keys:
         return values | counted | {"num_keys": int(offsets[-1])}
-    # All entries are read; those without tokens name some page, which no query sees.
+    # All entries are read. An entry without tokens names an arbitrary page, which no query sees.
     table = places["lookup_table"]
     table = torch.where(table.long() >= case.num_pages, 0, table.long()).to(table.dtype)
     return {"lookup_table": table}

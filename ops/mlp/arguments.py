@@ -32,8 +32,8 @@ class LinearActivationArguments:
     N] of x's dtype.
 
     weight_format, scale_block, zero_point, nibble_order, weight_scale, weight_zero, weight_factor:
-    the fields of a Weight of one head of N rows. up_scale, up_zero, up_factor: those of the
-    up_weight.
+    the fields of a Weight of one head of N rows. up_scale, up_zero, up_factor: the same fields of
+    the up weight.
     """
 
     x: torch.Tensor

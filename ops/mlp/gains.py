@@ -24,7 +24,7 @@ def slower(
     rounded: bool = False,
     target: Target | None = None,
 ) -> str | None:
-    """Returns why PyTorch's own calls are faster for `tokens` rows; None if the kernel is.
+    """Returns why PyTorch's own calls are faster for `tokens` rows; None if the kernel is faster.
 
     weights: 2 for a gate and its up projection. norm: the kind of norm of rows of `columns` numbers
     that the kernel would compute first; empty for none. coded: the weights are quantised. rounded:

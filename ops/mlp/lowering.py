@@ -49,7 +49,7 @@ from tilewright.ops.mlp.arguments import (
     LinearResidualArguments,
     ScaledLinearArguments,
 )
-from tilewright.ops.mlp.mixed import decodes_many, decoding_product
+from tilewright.ops.mlp.mixed import decodes_many, decoding_pair, decoding_product
 from tilewright.ops.mlp.operands import activation_problem, residual_problem, scaled_operands
 from tilewright.ops.reference.norm import RowNorm
 from tilewright.ops.runtime.kernels import launch
@@ -81,7 +81,7 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op. If a separate step norms x, the call is one without that norm.
+    """A call of an op. If a separate step norms x, `a` and `problem` have no norm.
 
     norm: the norm of that step; None without one. config: the tiles; None: the plan chooses.
     """
@@ -158,7 +158,7 @@ def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
 
 
 def _norms_x(call: _Call) -> bool:
-    """Whether a kernel that also computes the norm of x is faster than a norm before it."""
+    """Whether one kernel for the norm of x and the product is faster than two kernels."""
     problem, num_tokens = call.problem, call.num_tokens
     assert problem.norm is not None
     if _are_many(problem, num_tokens) or orders_x(problem, num_tokens, call.target):
@@ -284,15 +284,19 @@ def _activation_by_library(call: _Call, x: torch.Tensor) -> Steps:
 
 
 def _activation_by_decoding(a: LinearActivationArguments, target: Target) -> Steps:
-    """Multiplies x by the weights one after the other, each by a kernel that decodes the weight."""
+    """Multiplies by both weights with one kernel that decodes them, or by one after the other."""
     if a.norm.kind:
         x = yield from normed(a.x, a.norm, target)
         a = replace(a, **without_norm(x, a.norm))
     call = _Call(activation_problem(a), a, target)
+    if a.up_weight is None:
+        activation = call.problem.activation
+        out, tiles = yield from decoding_product(call.problem, a, 0, target, activation)
+        return Outcome(out, "decoding kernel", tiles)
+    if (pair := (yield from decoding_pair(call.problem, a, target))) is not None:
+        return Outcome(pair[0], "decoding kernel", pair[1])
     out, tiles = yield from decoding_product(call.problem, a, 0, target)
-    up = None
-    if a.up_weight is not None:
-        up, _ = yield from decoding_product(call.problem, a, 1, target)
+    up, _ = yield from decoding_product(call.problem, a, 1, target)
     yield _activated(call, out, up, out)
     return Outcome(out, "decoding kernel", tiles)
 

@@ -15,17 +15,20 @@ from tilewright.codegen.mlp.mixed import (
     mixed_config,
     mixed_obstacle,
     mixed_statics,
+    pair_config,
     workspace,
 )
 from tilewright.codegen.mlp.plan import MOST_CODED_TOKENS
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.operand import ALIGNMENT
 from tilewright.codegen.targets import Target
+from tilewright.ops.checks import given
 from tilewright.ops.formats.code_operands import fills_words
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
     LinearResidualArguments,
+    Weight,
 )
 from tilewright.ops.mlp.operands import activation_problem, residual_problem
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
@@ -34,10 +37,13 @@ from tilewright.ops.runtime.norms import without_norm
 from tilewright.ops.runtime.operands import tma_reaches
 from tilewright.ops.runtime.program import Buffer, SplitK, Step
 
+#: The tensors of a second weight by their names in the kernel.
+UP_TENSORS = ("up_weight", "up_scale", "up_zero", "up_factor", "up_bias")
+
 
 def decodes_many(a: LinearArguments, target: Target) -> bool:
-    """Whether a call has so many tokens that its products decode the weights, and they can. Reads
-    metadata and addresses only."""
+    """Whether a call has so many tokens that products which decode the weights should compute it,
+    and such products exist. Reads metadata and addresses only."""
     if a.weight_format == "dense" or a.x.shape[0] <= MOST_CODED_TOKENS:
         return False
     return decoding_obstacle(a, target) is None
@@ -79,31 +85,78 @@ def _is_reached(tensor: torch.Tensor) -> bool:
 
 
 def decoding_product(
-    problem: LinearProblem, a: LinearArguments, index: int, target: Target
+    problem: LinearProblem, a: LinearArguments, index: int, target: Target, activation: str = ""
 ) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig]]:
-    """Returns the product by the index-th weight, with its bias and the residual, and its tiles."""
-    weight = a.weights[index]
+    """Returns the product by the index-th weight, with its bias, the activation and the residual,
+    and its tiles."""
+    config = mixed_config(problem.n, problem.k, a.x.shape[0], target)
+    values = _tensors(a.weights[index])
+    return (yield from _decoded(problem, a, values, index, target, config, activation))
+
+
+def decoding_pair(
+    problem: LinearProblem, a: LinearActivationArguments, target: Target
+) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig] | None]:
+    """Returns the activated product by the gate times that by the up weight, by one kernel, and its
+    tiles; None if two products are faster or the weights differ in their layout."""
+    config = pair_config(problem.n, problem.k, a.x.shape[0], target)
+    if config is None or not _is_pair(problem, a):
+        return None
+    values = _tensors(a.weights[0]) | _tensors(a.weights[1], "up_")
+    return (yield from _decoded(problem, a, values, 0, target, config, problem.activation))
+
+
+def _is_pair(problem: LinearProblem, a: LinearActivationArguments) -> bool:
+    """Whether the same constants describe both weights of a call."""
+    first, second = (_tensors(weight) for weight in a.weights)
+    q = problem.quantization
+    if q is None or q.block_strides(0) != q.block_strides(1):
+        return False
+    for name, tensor in first.items():
+        other = second[name]
+        if tensor is None or other is None:
+            if tensor is not other:
+                return False
+        elif (tensor.dtype, tensor.stride()) != (other.dtype, other.stride()):
+            return False
+    return True
+
+
+def _tensors(weight: Weight | None, prefix: str = "") -> dict[str, torch.Tensor | None]:
+    """Returns the tensors of a weight by their names in the kernel. prefix: of these names."""
     assert weight is not None
-    num_tokens = a.x.shape[0]
-    config = mixed_config(problem.n, problem.k, num_tokens, target)
-    stored = TRITON_TYPES[weight.data.dtype]
-    out = yield Buffer((num_tokens, problem.n), a.x.dtype)
-    residual = a.residual if isinstance(a, LinearResidualArguments) else None
-    values = {
-        "x": a.x,
-        "weight": weight.data.view(torch.int32),
+    found = {
+        "weight": weight.data,
         "scale": weight.scale,
         "zero": weight.zero,
         "factor": weight.factor,
         "bias": weight.bias,
-        "residual": residual,
-        "out": out,
-        "workspace": None,
-        "counters": None,
-        "num_tokens": num_tokens,
     }
+    return {f"{prefix}{name}": tensor for name, tensor in found.items()}
+
+
+def _decoded(
+    problem: LinearProblem,
+    a: LinearArguments,
+    weights: dict[str, torch.Tensor | None],
+    index: int,
+    target: Target,
+    config: MixedConfig,
+    activation: str,
+) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig]]:
+    """Launches the kernel for one weight, the index-th, or for both."""
+    num_tokens = a.x.shape[0]
+    stored = TRITON_TYPES[given(weights["weight"]).dtype]
+    out = yield Buffer((num_tokens, problem.n), a.x.dtype)
+    residual = a.residual if isinstance(a, LinearResidualArguments) else None
+    values = dict.fromkeys(UP_TENSORS) | weights
+    for name in ("weight", "up_weight"):
+        if (words := values[name]) is not None:
+            values[name] = words.view(torch.int32)
+    values |= {"x": a.x, "residual": residual, "out": out, "num_tokens": num_tokens}
+    values |= {"workspace": None, "counters": None}
     if config.split:
         values["workspace"], values["counters"] = yield SplitK(*workspace(config))
-    statics = mixed_statics(problem, config, index, stored)
+    statics = mixed_statics(problem, config, index, stored, activation)
     yield launch(MIXED, target, (config.programs,), values, statics)
     return out, config

@@ -232,7 +232,8 @@ def _routes_of(routes: Values, config: GemmConfig) -> Values:
 
 def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]:
     """Returns the weights that the two GEMMs read. `weight` is gate or up, whichever has the lower
-    address. The rows of the two are `distance` elements apart."""
+    address. Each row of the other weight lies `distance` elements after the same row of
+    `weight`."""
     gate_up = {
         "weight": a.up_weight if problem.up_first else a.gate_weight,
         "distance": abs(up_distance(a)) if problem.distance is None else problem.distance,

@@ -107,6 +107,6 @@ def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _interleaved(gate: torch.Tensor, distance: int) -> bool:
     """Whether rows of gate and rows of up alternate: two rows of gate leave room for exactly one
-    more row, and up's first row is there."""
+    more row, and that room holds up's first row."""
     _, row, column = gate.stride()
     return row == (2 if column != 1 else 2 * gate.shape[2]) and distance == row // 2

@@ -58,13 +58,14 @@ TOLERANCES = {
 class MoeRouterArguments:
     """The arguments of `moe_router`: T tokens, K columns, E experts, S slots (top-k), G groups.
 
-    x [T, K]; weight [E, K] of any strides; None: x holds the logits [T, E]. num_slots: S. bias [E],
-    of the logits. scores: one of SCORES; "softmax_of_chosen" chooses by logits, and takes the
-    softmax over the chosen ones only. correction [E]: added to scores for the choice, but not for
-    the weights. num_groups: the E experts form G runs of equal length. The choice is limited to the
-    top_groups groups with the largest sum of their group_top (1 or 2) largest numbers. normalise:
-    weights are divided by sum + norm_eps, or by norm_min if that is larger; then scaling multiplies
-    them. weights_dtype: None for x's. Result: weights [T, S], and ids int64 [T, S].
+    x [T, K]; weight [E, K] of any strides; None: x holds the logits [T, E]. num_slots: S. bias [E]:
+    added to the logits. scores: one of SCORES; "softmax_of_chosen" chooses by logits, and takes the
+    softmax over the chosen experts only. correction [E]: added to scores for the choice, but not
+    for the weights. num_groups: the E experts form G runs of equal length. The choice is limited to
+    the top_groups groups with the largest sum of their group_top (1 or 2) largest numbers.
+    normalise: weights are divided by sum + norm_eps, or by norm_min if that is larger; then scaling
+    multiplies them. weights_dtype: the dtype of the weights; None: x's. Result: weights [T, S], and
+    ids int64 [T, S].
     """
 
     x: torch.Tensor
@@ -139,13 +140,14 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
         logits = x[t] @ weight^T + bias
         scores = softmax(logits), sigmoid(logits), or logits
         choice = scores + correction                 -inf outside of the best groups
-        ids[t] = top num_slots of choice             descending; equal ones by ascending number
+        ids[t] = top num_slots of choice             descending; of equals, the lower expert first
         w      = scores[ids[t]]                      their softmax with softmax_of_chosen
         w      = w / max(sum(w) + norm_eps, norm_min)    only with normalise
         weights[t] = w * scaling
 
-    If scores have the same order as logits (no correction, groups by their best), the choice uses
-    logits, so scores that round to one number are told apart. NaN is larger than all numbers.
+    If scores have the same order as logits (without correction, and with groups ranked by their
+    best expert), the choice uses logits, so scores that round to one number are told apart. NaN is
+    larger than all numbers.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     logits = a.x.to(compute)

@@ -36,8 +36,8 @@ class FusedQkvArguments:
     x [T, K], last dimension contiguous: values, or float8_e4m3fn codes (then weight_format="fp8",
     out_dtype is given, and x_scale, None for 1, is [T or 1, 1 or ceil(K / 128)]). q_weight [Hq, D,
     K], or [Hkv, G, D, K] if the q heads of each group are stored beside other heads; k_weight,
-    v_weight [Hkv, D, K]. v_weight None: only K is computed and written. Biases [H, D], for a
-    grouped q [Hkv, G, D]; they and other parameters are values or float32.
+    v_weight [Hkv, D, K]. v_weight None: only K is computed and written. Biases are [H, D], or [Hkv,
+    G, D] for a grouped q. Biases and other parameters are values or float32.
 
     gate_run: the Hq heads alternate between gate_run queries and gate_run gates (1 if each query
     has its gate beside it). Gates are only projected and clipped. 0: all heads are queries.
@@ -50,9 +50,9 @@ class FusedQkvArguments:
     then k, then v; the packed result of `lora_expand_add`. Values or float32.
 
     clip: values are clamped to [-clip, clip] after bias and delta; 0: no clamp. q_norm_weight and
-    q_norm_bias: a HeadNorm of q; k_norm_weight and k_norm_bias: one of k. Both have the same other
-    fields. v_norm: v is normalised too, without a weight (not together with gates). cos, sin
-    [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
+    q_norm_bias: a HeadNorm of q; k_norm_weight and k_norm_bias: a HeadNorm of k. The two norms
+    share all other fields. v_norm: v is normalised too, without a weight (not together with gates).
+    cos, sin [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
 
     k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
     V is in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
@@ -225,9 +225,9 @@ class RaggedQkvArguments:
     float8_e4m3fn with input_scale and out_dtype (bf16, fp16 or fp32). input_row_offsets [B + 1]:
     where each sequence starts, from 0 to T; equal neighbours mean a sequence without new tokens.
     cache_lengths [B]: the tokens that each sequence already has in the cache. lookup_table [B,
-    columns]: the page of each sequence's j-th page of tokens; entries that no new token needs may
-    hold anything. These three are uint32, int32 or int64. Token i of sequence b goes to page
-    lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
+    columns]: entry [b, j] is the page of the j-th page_size tokens of sequence b; entries that no
+    new token needs may hold anything. These three are uint32, int32 or int64. Token i of sequence b
+    goes to page lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
 
     blocks [P, 2, layers, page_size, heads, head_dim], any strides, written at layer_idx: K at index
     0 of the second axis, V at 1. If the second axis has length 1 (MLA), all columns past q_dim are
@@ -248,10 +248,9 @@ class RaggedQkvArguments:
 
     Raises ArgumentError before anything is written: for layer_idx outside the layers, a scale of
     another granularity, K not a multiple of the group, and a shape, dtype or device that does not
-    fit; and, on the CPU always and on a GPU under TILEWRIGHT_DEBUG=1 (by a check that runs there
-    and names the token), for offsets that do not start at 0, decrease, or do not end at T;
-    positions past the table; pages outside the pool; a slot for two tokens; and scales that are
-    NaN, infinite or 0.
+    fit; and, on the CPU always and on a GPU under TILEWRIGHT_DEBUG=1, for offsets that do not start
+    at 0, decrease, or do not end at T; positions past the table; pages outside the pool; a slot for
+    two tokens; and scales that are NaN, infinite or 0.
     """
 
     hidden_state: torch.Tensor

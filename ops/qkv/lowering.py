@@ -1,6 +1,6 @@
 """The steps of the attention ops on a GPU, and their reports.
 
-Plans and specs are kept per problem, so a step like an earlier one only looks them up.
+Plans and specs are kept for each problem, so a later call with the same problem only looks them up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arguments of the attention ops that emitted kernels take."""
+"""Decides which arguments of the attention ops an emitted kernel takes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer
 
-# Parameters of kernels that have no argument in calls of one or both ops.
+# Kernel parameters for which calls of one op, or of both ops, have no argument.
 _ABSENT = dict.fromkeys(
     ("q", "x_scale", "q_out", "q_bias", "k_bias", "v_bias", "delta", "q_norm", "k_norm",
      "workspace", "counters", "num_sequences", "lookup_columns", "lookup_stride"),
@@ -43,10 +43,10 @@ _epilogue = cache(HeadEpilogue)
 
 @dataclass(frozen=True)
 class StoreCall:
-    """The inputs of kernels that store heads, from a checked call, except the heads themselves.
+    """The inputs of a kernel that stores heads, except the heads themselves, from a checked call.
 
     values: tensors and numbers by name; arguments have the same names as kernel parameters. known:
-    the numbers that are constants.
+    the numbers that are constants of the kernel.
     """
 
     values: dict[str, Any]
@@ -58,7 +58,7 @@ class StoreCall:
 class FusedCall(StoreCall):
     """One checked call of `fused_qkv_paged`: its arguments and its problem.
 
-    rows: set if the three weights are rows of one tensor.
+    rows: where the three weights lie, if they are rows of one tensor; else None.
     """
 
     a: FusedQkvArguments
@@ -157,7 +157,7 @@ def _stored(
 
 
 def _rotation(a: FusedQkvArguments | KvStoreArguments) -> dict[str, Any]:
-    """Returns the fields of the epilogue about the rotation."""
+    """Returns the fields of the epilogue that describe the rotation."""
     if a.cos is None:
         return {}
     return {
@@ -169,7 +169,7 @@ def _rotation(a: FusedQkvArguments | KvStoreArguments) -> dict[str, Any]:
 
 
 def _added(a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns the fields of the epilogue about values added to projections and norms."""
+    """Returns the fields of the epilogue that describe norms, and values added to projections."""
     weights, biases = (a.q_norm_weight, a.k_norm_weight), (a.q_norm_bias, a.k_norm_bias)
     any_bias = any(bias is not None for bias in biases)
     return {
@@ -226,8 +226,8 @@ def _in_reach(*weights: torch.Tensor | None) -> bool:
 
 
 def quantization(a: FusedQkvArguments, weights: Projections, words: torch.dtype) -> Quantization:
-    """Returns the static data of quantised arguments, whose kernels read `words`. If q, k and v do
-    not share a property, `differs` names it."""
+    """Returns the static data of quantised arguments. words: the dtype in which kernels read the
+    codes. If q, k and v do not share a property, `differs` names it."""
     per_token = a.x_scale is not None and a.x_scale.shape[1] == 1
     return replace(
         quantization_of(weights, words),

@@ -34,8 +34,8 @@ _ZEROS = ("q_zero", "k_zero", "v_zero")
 def scratch_arguments(
     a: FusedQkvArguments, num_tokens: int, device: torch.device, seed: int = 0
 ) -> FusedQkvArguments:
-    """Returns random arguments with the metadata of `a` (fake or meta tensors suffice) for about
-    `num_tokens` tokens, limited by whole sequences and the caches."""
+    """Returns random arguments with the metadata of `a`, whose tensors may be fake or meta tensors.
+    The number of tokens is about `num_tokens`: it fills whole sequences and fits the caches."""
     tokens = _token_count(a, num_tokens)
     draw = partial(_numbers, torch.Generator(device).manual_seed(seed), a.x.shape[1] ** -0.5)
     drawn = vars(a).keys() - {"k_cache", "v_cache", *ADDRESS_TENSORS}
@@ -93,8 +93,8 @@ def _token_count(a: FusedQkvArguments, wanted: int) -> int:
 
 
 def _table_use(a: FusedQkvArguments, window: CacheWindow) -> tuple[int, int]:
-    """Returns the number of sequences of a block table that get tokens, and the most pages of
-    each."""
+    """Returns the number of sequences of a block table that get tokens, and the largest number of
+    pages of a sequence."""
     assert a.lookup_table is not None
     used = min(a.lookup_table.shape[0], window.num_pages)
     return used, min(a.lookup_table.shape[1], window.num_pages // used)

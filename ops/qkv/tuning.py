@@ -1,9 +1,9 @@
 """Measures the lowerings of `fused_qkv_paged` on the GPU of this machine, on scratch arguments.
 
 Tuning runs when a call or a report with tune=True needs a choice. A case is measured once for each
-GPU and set of versions (`codegen/qkv/tune.py` keeps the times on disk), in a separate thread, and
-never while the caller's stream is being captured: a captured call uses the times on disk or,
-without them, the plan's choice.
+GPU and set of versions, in a separate thread; `codegen/qkv/tune.py` keeps the times on disk.
+Nothing is measured while the caller's stream is being captured: a captured call uses the times on
+disk or, without them, the plan's choice.
 """
 
 from __future__ import annotations

@@ -147,8 +147,8 @@ def apply_norm(
     """Normalises x [..., D] over each row or head, or x [T, H, D] over a token's heads, in x's
     dtype.
 
-    rms: x / sqrt(mean(x²) + eps). layer: the mean is subtracted from x before. Both are then
-    multiplied by `offset + weight`.
+    rms: x / sqrt(mean(x²) + eps). layer: the same, after the mean is subtracted from x. Either
+    result is multiplied by `offset + weight`.
     """
     axes = (-2, -1) if width == "row" else (-1,)
     if kind == "layer":

@@ -1,4 +1,4 @@
-"""The targets, records of a chip's capabilities, that a call's kernels are made for."""
+"""Finds the target of a call: the record of the chip for which the call's kernels are made."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def apart(function: Callable[[], T]) -> T:
     """Runs a function in a thread of its own without gradients, and returns its result.
 
     Streams, memory pools (such as that of a CUDA graph's warm-up) and dispatch modes belong to a
-    thread. The function therefore sees none of the caller's, and its allocations outlive the
+    thread. The function therefore does not use those of the caller, and its allocations outlive the
     caller's pool.
     """
     outcome: list[T] = []

@@ -21,7 +21,7 @@ def launch(
     *records: object,
     **constants: Constant,
 ) -> Launch:
-    """Returns a launch of `kernel`. Calls that differ in nothing static share one spec.
+    """Returns a launch of `kernel`. Calls with the same static data share one spec.
 
     values: tensors (None for an absent one) and numbers by name. Names that the kernel does not
         have are ignored, and the kernel's `launch_strides` are taken from the tensors. An Operand

@@ -204,8 +204,9 @@ def _whole_lines(count: int) -> int:
 def _kept_slab(count: int, index: int) -> torch.Tensor:
     """Makes a slab that is kept.
 
-    It is made with `apart`, so that it outlives the memory pool of a CUDA graph's warm-up, into
-    which the caller may allocate, and is zero before any stream reads it.
+    The caller may be allocating from the memory pool of a CUDA graph's warm-up. `apart` makes the
+    slab outside of that pool, so that it outlives the pool. The slab is zero before any stream
+    reads it.
     """
     slab = apart(partial(_new_slab, count, index))
     _every_slab.append(slab)

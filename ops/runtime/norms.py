@@ -44,7 +44,8 @@ def without_norm(x: torch.Tensor, norm: RowNorm) -> dict[str, Any]:
 def normed(
     x: torch.Tensor, norm: RowNorm, target: Target, order: ColumnOrder | None = None
 ) -> Generator[Step, Any, torch.Tensor]:
-    """Returns x [T, K] after a norm, in new memory, rounded once; with an order, permuted to it."""
+    """Returns x [T, K] after a norm, in new memory, rounded once. If an order is given, the columns
+    are permuted to that order."""
     tokens, columns = x.shape
     width = order.width if order else columns
     if x.stride(1) != 1 or width > MOST_NORM_COLUMNS:

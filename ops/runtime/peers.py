@@ -2,8 +2,8 @@
 
 The memory is torch's symmetric memory: each rank allocates, and all ranks exchange the addresses. A
 kernel that uses it waits for the other ranks, so either all ranks use it or none. A rank that
-cannot (another backend, GPUs without peer access, a kernel that does not compile) tells the others
-first.
+cannot use it (another backend, GPUs without peer access, a kernel that does not compile) tells the
+other ranks first.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def obstacle(name: str) -> str | None:
 def peer_memory(
     wanted: Any, index: int, compiled: Callable[[], Any], apart: Callable[..., Any], watch: Any
 ) -> Memory | None:
-    """Returns the memory of a `Peers` step on the device of this index; None if the ranks do
-    without it, for this form or for this kind of call.
+    """Returns the memory of a `Peers` step on the device of this index; None if the ranks use no
+    shared memory for this form, or for this kind of call.
 
     All ranks make the memory at the first call of its form. During a CUDA graph capture nothing is
     made or agreed on, since the ranks would wait for each other inside the graph.
@@ -185,8 +185,8 @@ def _met(own: torch.Tensor, group: str) -> Any:
 
 
 def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
-    """Whether every rank succeeded, with the same form of kernels and releases. Waits for all
-    ranks."""
+    """Whether every rank succeeded, and all have the same `form` and the same releases of torch and
+    Triton. Waits for all ranks."""
     import triton
 
     text = f"{form} {torch.__version__} {triton.__version__}"
@@ -210,8 +210,8 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class _Waits:
-    """Tells whether a kernel of this rank waits for a rank whose process has ended: this rank has
-    sent a row there and received none back.
+    """Tells whether a kernel of this rank waits for a rank whose process has ended. It waits if
+    this rank has sent a row to that rank and received no row back.
 
     Flags are copied on a separate stream into pinned memory, where the CPU polls for their arrival.
     With this, nothing waits for the caller's work or makes a call that is forbidden during a

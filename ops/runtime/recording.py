@@ -25,7 +25,7 @@ class _Form:
     """The positions of arguments in calls that pass the same arguments in the same way.
 
     tensors, lists, plain: functions that pick the values of each kind; values may be None. moving:
-    which tensors may move."""
+    the tensors whose addresses may change from call to call."""
 
     tensors: _Picker
     lists: _Picker
@@ -41,9 +41,9 @@ class CallKeys:
     tensors. A tensor in `moving`, which must come before any optional argument, contributes only
     its device, its address modulo 16, and the index of the first tensor at its address.
 
-    Two calls with equal keys have the same memory, seen in the same way, as their tensors, unless
-    the memory was freed in between. The contents may differ, and so may the offset of each tensor
-    in its storage.
+    In two calls with equal keys, the tensors are the same views of the same memory, unless the
+    memory was freed in between. The contents may differ, and so may the offset of each tensor in
+    its storage.
 
     kinds: PyTorch's names of the types of the op's arguments, by name and in order.
     """

@@ -27,8 +27,8 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
-#: How scales apply: one for each tensor, one for each row of both, or one for 128 columns of a row
-#: of x and one for 128 x 128 of the weight.
+#: How scales apply. TENSORS: one scale for each tensor. ROWS: one for each row of both tensors.
+#: BLOCKS: one for 128 columns of a row of x, and one for a block of 128 x 128 of the weight.
 TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
 # The library requires sizes and strides to be multiples of this.
 _UNIT = 16
@@ -137,8 +137,8 @@ def scaled_product(
 
 def _weight_scales(operands: ScaledOperands, target: Target) -> Generator[Step, Any, torch.Tensor]:
     """Returns the weight's scales in float32, contiguous: one number, or [N, 1] with one for each
-    row, or one for each block with columns padded to a multiple of four. If the model stores them
-    so, they are not copied."""
+    row, or one for each block with columns padded to a multiple of four. Scales that the model
+    stores in this form are not copied."""
     scale, kind, (rows, columns) = operands.weight_scale, operands.kind, operands.weight.shape
     if kind == TENSORS:
         wide = WideScales(1, 1, 1, 1)

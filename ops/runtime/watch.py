@@ -183,8 +183,8 @@ class Watch:
             os.close(fd)
 
     def _run(self, process: Process, waits: list[Waits], fd: int | None) -> None:
-        """Waits for the end of another process. Then ends this process if it waits for the other
-        one."""
+        """Waits for the end of another process. Then ends this process if this rank waits for the
+        process that ended."""
         if fd is not None:
             ended = select.poll()  # poll takes descriptors of any number, unlike select
             ended.register(fd, select.POLLIN)
@@ -197,8 +197,8 @@ class Watch:
             self._stopped.wait(self.every_s)
 
     def _look(self, process: Process, waits: list[Waits], waited: bool) -> bool:
-        """Whether this rank waits for a process that has ended. waited: it did so at the last
-        check."""
+        """Whether this rank waits for a process that has ended. waited: whether it did so at the
+        last check."""
         waiting = _answer(tuple(waits), self.deadline_s)
         if self._stopped.is_set():
             return False

@@ -1,4 +1,4 @@
-"""Casts that fp32 arithmetic may omit."""
+"""Strips casts between floating types, which fp32 arithmetic may omit."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _DIVISIONS = ("aten.floor_divide", "aten.remainder")
 
 
 def number_of(item: float | fx.Node) -> float:
-    """Returns a float. With `dynamic=True` Dynamo traces floats as symbols, which are specialised
-    here."""
+    """Returns a number of the graph as a float. With `dynamic=True` Dynamo traces floats as
+    symbols, which are specialised here."""
     return float(item.meta["example_value"] if isinstance(item, fx.Node) else item)
 
 
@@ -49,10 +49,10 @@ def one_number(item: Any) -> float | None:
 
 
 def constant_of(view: View) -> np.ndarray | None:
-    """Returns the numbers of a view that depends on no input; None if it does, or if they are too
-    many.
+    """Returns the numbers of a view that depends on no input. Broadcast dimensions keep a length of
+    one.
 
-    Broadcast dimensions keep a length of one.
+    None if the view depends on an input, or if it has too many numbers.
     """
     tensor = _evaluate(view.value)
     return None if tensor is None else _select(tensor, view)

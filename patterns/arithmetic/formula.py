@@ -6,10 +6,10 @@
     found.bound["x"], found.bound["alpha"], found.absorbed
 
 Factors and summands match in either order. Matching ignores casts between floating types, and
-layout (`view`, `transpose`, slices, `expand`) between two steps. A tensor that a formula names has
-the dimensions of the matched view; it may have fewer, and broadcast, if all values in between are
-read whole. A formula is made of closures; the ones that can match a view are found by its last
-operation and those of its arguments.
+layout (`view`, `transpose`, slices, `expand`) between two steps. A named tensor is bound as a view
+with the dimensions of the matched view. If all values in between are read whole, the bound view may
+have fewer dimensions and broadcast. A view's signature, that is its last operation and the last
+operations of its arguments, tells which formulas can match.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tilewright.patterns.dataflow import Value, View, once
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 
 _COMMUTE = frozenset({"aten.add", "aten.mul"})
-# Values of options with which an operation is the plain one.
+# Options with the values that leave an operation plain.
 _NEUTRAL = {"alpha": 1, "value": 1, "rounding_mode": None}.items()
-# The roots of arguments that are not views.
+# The roots (last operations) of arguments that are not views.
 _NUMBER, _ABSENT = "number", "absent"
 # The number of signatures remembered for each formula; a model has a few hundred.
 _KNOWN = 4096
 
-#: The last operations of a view and of its arguments, by ATen's names, all before casts.
+#: The last operations of a view and of its arguments, by ATen's names, without casts.
 Signature = tuple[str, ...]
 
 
@@ -47,7 +47,7 @@ class Found(NamedTuple):
     absorbed: tuple[Value, ...]
 
 
-#: Continues with the bindings so far; None makes the formula try its next alternative.
+#: Continues with the bindings so far. If it returns None, the formula tries its next alternative.
 Then = Callable[[Found], Any]
 _Matcher = Callable[[Any, Found, Then], Any]
 _Strip = Callable[[View], tuple[View, tuple[Value, ...]]]
@@ -88,7 +88,7 @@ class Formula:
         return replace(self, matcher=match, ways=())
 
     def named(self, name: str) -> Formula:
-        """Returns the formula whose matches also bind the view, equal wherever the name occurs."""
+        """Returns the formula whose matches also bind the view. All views of one name are equal."""
         view = tensor(name)
 
         def match(item: Any, found: Found, then: Then) -> Any:
@@ -126,7 +126,7 @@ class Formula:
 def tensor(
     name: str, holds: Callable[[View], bool] | None = None, strip: _Strip = strip_casts
 ) -> Formula:
-    """Matches a view, by name; equal wherever the name occurs.
+    """Matches any view, and binds it to a name. All views of one name are equal.
 
     holds: a further condition. strip: removes casts from the view.
     """
@@ -148,7 +148,8 @@ def tensor(
 
 
 def number(known: str | float, within: float = 0.0) -> Formula:
-    """Matches a number: by name, with the same value wherever the name occurs, or this number.
+    """Matches a number. If `known` is a name, matches any number and binds the name to it; all
+    numbers of one name are equal. Otherwise matches only the number `known`.
 
     within: the allowed relative difference.
     """
@@ -171,7 +172,8 @@ def call(
     holds: Callable[[Value], bool] | None = None,
     read: Callable[[View], tuple[Any, ...] | None] | None = None,
 ) -> Formula:
-    """Matches one of `ops`, as in "clamp clamp_min", element by element, of formulas and numbers.
+    """Matches an element-wise operation on formulas and numbers, one of `ops`, as in "clamp
+    clamp_min".
 
     holds: a further condition on the value. read: returns the operands of a view of the value, if
     they are not its first arguments; None if the operation does not fit.
@@ -223,9 +225,8 @@ def reduction(
 ) -> Formula:
     """Matches a reduction `op` of each run of numbers along the last dimension.
 
-    operand: matches the input, with the dimensions of the matched view; each number is at the place
-    of its run's result. width: the name of the length of a run. holds: a further condition on the
-    value.
+    operand: matches the input, in a view that has each number of a run at the index of the run's
+    result. width: the name of the length of a run. holds: a further condition on the value.
     """
     name = f"aten.{op}"
 
@@ -253,7 +254,7 @@ def largest(of: Formula, width: str) -> Formula:
 
 
 def aside(formula: Formula) -> Formula:
-    """Returns the formula without absorbing its values: they stay in the graph."""
+    """Returns a formula with the same matches that absorbs no values: they stay in the graph."""
 
     def match(item: Any, found: Found, then: Then) -> Any:
         return formula.matcher(item, found, lambda f: then(Found(f.bound, found.absorbed)))
@@ -305,7 +306,7 @@ def _in_turn(
 
 
 def _bind(found: Found, name: str, item: Any) -> Found | None:
-    """Returns the bindings with a name for a number; None if the name has another number."""
+    """Returns the bindings with a name bound to a number; None if it is bound to another one."""
     known = found.bound.get(name)
     if known is None:
         return Found({**found.bound, name: item}, found.absorbed)
@@ -348,8 +349,8 @@ def _fit(wanted: Sequence[Formula], given: Signature) -> bool:
 
 
 def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
-    """Returns the arguments of a plain operation; None for another. Arguments after the first of a
-    unary function are its options."""
+    """Returns the first `count` arguments of a plain operation; None for another. More arguments
+    are allowed if `count` is one: they are options."""
     args, kwargs = value.args, value.kwargs
     if len(args) != count and (count != 1 or not args):
         return None
@@ -359,8 +360,8 @@ def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
 
 
 def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Returns the parts of an element-wise value's operands that a view of the value corresponds
-    to."""
+    """Returns, for a view of an element-wise value, the corresponding parts of the value's
+    operands."""
     try:
         return tuple(view.of_operand(one) if isinstance(one, View) else one for one in items)
     except InexpressibleError:
@@ -368,8 +369,8 @@ def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _runs_of(view: View) -> View | None:
-    """Returns the input that a value reduces along the last dimension to a floating type, else
-    None: an integer result would be rounded."""
+    """Returns the input of a reduction along the last dimension; else None. The result must have a
+    floating type: integers would be rounded."""
     value = view.value
     source = value.args[0] if value.args else None
     if not isinstance(source, View) or not source.shape or not value.dtype.is_floating_point:
@@ -378,9 +379,9 @@ def _runs_of(view: View) -> View | None:
 
 
 def _in_run(view: View, runs: View) -> View | None:
-    """Returns the input of a reduction, each number at the place where the view has the result of
-    its run: [..., n] for [..., 1], or for a view whose last dimension repeats every result n times.
-    """
+    """Returns the input of a reduction as a view that has each number of a run where `view` has the
+    run's result: [..., n] for [..., 1], or for a view whose last dimension repeats every result n
+    times. None for another view."""
     *lead, last = view.effect.dims or ((),)
     axis, length = len(runs.shape) - 1, runs.shape[-1]
     if last and (last[-1].axis is not None or last[-1].length != length):

@@ -84,7 +84,7 @@ def constant_factor(
 
 
 def floor_quotient(value: Value) -> tuple[View, int] | None:
-    """Returns (x, n) of x // n for a positive number; None for another value."""
+    """Returns (x, n) of x // n for a positive integer n; None for another value."""
     mode = {} if value.op == "aten.floor_divide" else {"rounding_mode": "floor"}
     if value.op not in ("aten.floor_divide", "aten.div") or dict(value.kwargs) != mode:
         return None

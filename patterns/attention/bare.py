@@ -1,5 +1,5 @@
-"""Queries, keys and values as stored in memory: before casts to a wider type and products with a
-number, which the op computes after reading."""
+"""Finds queries, keys and values as stored in memory: before casts to a wider type and products
+with a number. The op computes these casts and products after it has read the tensors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
 
 
 def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
-    """Returns the attention of bare queries, keys and values, if these have one type, or if keys
-    and values are decoded. A wider result is replaced by the cast that rounds it to that type."""
+    """Returns the attention of bare queries, keys and values if these have one type, or if keys and
+    values are decoded; else the attention as it is. A wider result is replaced by the cast that
+    rounds it to that type."""
     if len(found.terms) != 1:
         return found
     ((q, k),) = found.terms
@@ -45,8 +46,8 @@ def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
 
 
 def with_end_in(found: Attention, dtype: torch.dtype, flow: Dataflow) -> Attention | None:
-    """Returns the attention with its result in a type that the graph rounds it to; None if it does
-    not."""
+    """Returns the attention with its result in `dtype`, to which the graph rounds it; None if the
+    graph does not."""
     end = flow.only_user(found.end)
     if found.end.dtype == dtype:
         return found

@@ -1,13 +1,13 @@
-"""Attention that reads keys and values in place: in a cache, each head once.
+"""Attention that reads each key-value head once, where it is stored, as in a cache.
 
     k, v = repeat(cache_k), repeat(cache_v)            [B, Hq, K, D]
     out  = softmax(q @ k^T * scale, masked) @ v        ⇒   cache_attention(q, cache_k, cache_v)
 
 Matches `scaled_dot_product_attention`, or two products and a softmax. Heads may be repeated by
 hand, shared by `enable_gqa`, or one for each query head. Keys may come from a cache after its
-write, from pages that the graph gathers, or from this graph. A mask that the graph's expressions
-explain becomes options of the op; another one is passed as a tensor. Dimension letters: as in
-`patterns/recognise/attention.py`.
+write, from pages that the graph gathers, or from this graph. A mask whose expressions in the graph
+are understood becomes options of the op; any other mask is passed as a tensor. Dimension letters:
+as in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class CacheAttention:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields the model's own calls of the op, attentions with keys that no query sees or that
-        are read more than once, and softmaxes of such keys that the pattern cannot read."""
+        """Yields the model's own calls of the op, and attentions that read a key more than once or
+        read keys that no query sees. Also yields softmaxes that look like such attentions but
+        cannot be read."""
         for value in flow.values:
             if is_call(value):
                 yield value
@@ -128,7 +129,7 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
     for view, who in ((keys["k"], "key"), (keys["v"], "value")):
         if heads_repeat(view):
             refuse(
-                f"the {who} heads that repeat do not lie side by side, a known number of each",
+                f"the copies of a {who} head do not lie side by side, or their number is not known",
                 attention.end,
                 hint="query heads that share a key head follow each other: repeat_interleave, or "
                 "enable_gqa",
@@ -148,7 +149,8 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
 
 
 def _keys(k: View, v: View) -> dict[str, Any]:
-    """Returns k and v [B, K, Hq, D] as arguments, each head once."""
+    """Returns the arguments for k and v [B, K, Hq, D], with each group of equal heads reduced to
+    one head."""
     group = group_of(k, v)
     return _places(once(k, group), once(v, group))
 
@@ -160,7 +162,7 @@ def _codes(k: Decoded, v: Decoded) -> dict[str, Any]:
 
 
 def _places(k: View, v: View) -> dict[str, Any]:
-    """Returns k and v [B, K, Hkv, D] as arguments; if they are in pages, the pools and their
+    """Returns the arguments for k and v [B, K, Hkv, D]; if they are in pages, the pools and their
     table."""
     paged = same_pages(k, v)
     if paged is None:

@@ -23,9 +23,12 @@ from tilewright.patterns.dataflow import Computed, View
 
 @dataclass(frozen=True)
 class Decoded:
-    """codes [B, K, H, D]: bytes that stand for numbers of dtype. scale: multiplies them, or divides
-    them with `divides`; a number, or a view of the same shape that repeats along K and D; None for
-    1."""
+    """Keys or values as the 8-bit codes that they are decoded from.
+
+    codes [B, K, H, D]: bytes that stand for numbers of `dtype`. scale: multiplies the numbers, or
+    divides them if `divides`; it is a number, or a view of the same shape that repeats along K and
+    D; None for 1.
+    """
 
     codes: View
     dtype: torch.dtype
@@ -42,7 +45,7 @@ class Decoded:
         return replace(self, codes=once(self.codes, group), scale=scale)
 
     def scale_argument(self) -> View | Computed | None:
-        """Returns the scale as the op takes it: fp32, [] or [H]; None for 1."""
+        """Returns the scale in the form that the op takes: fp32, [] or [H]; None for 1."""
         if self.scale is None:
             return None
         made = scale_of_heads(self.scale, self.codes.value.device)

@@ -9,9 +9,9 @@ from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.attention import sketch_of
 
-#: In the `meta` of a call's node: the reason why it was not spelled out.
+#: The key, in the `meta` of a call's node, of the reason why the call was not spelled out.
 UNREAD = "tilewright_flex_unread"
-#: In the `meta` of the softmax of a call that was spelled out.
+#: The key, in the `meta` of a softmax, that marks the softmax of a spelled-out call.
 SPELLED = "tilewright_flex"
 _HINT = (
     "write a score_mod that only caps the score, adds to it, or hides it by torch.where, with "
@@ -21,7 +21,8 @@ _HINT = (
 
 
 def unread_calls(flow: Dataflow) -> Iterator[Value]:
-    """Yields the results of these calls, or their softmax."""
+    """Yields the results of calls that were not spelled out. For calls that were, yields the
+    softmax if it is no known attention."""
     for value in flow.values:
         if (UNREAD in value.node.meta and value.kwargs.get("output", 0) == 0) or (
             SPELLED in value.node.meta and sketch_of(value) is None

@@ -1,5 +1,9 @@
-"""Tells attention whose keys come from a cache outside of the graph from attention whose keys are
-new. If the op cannot take the former, the whole cache is read where the op would read a part."""
+"""Distinguishes attention to a cache, which comes from outside the graph, from attention to new
+keys.
+
+If attention to a cache is not matched, the miss counts as lost, because the graph reads the whole
+cache where the op would read a part.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from tilewright.patterns.recognise.attention import factors_of, sketch_of
 
 
 def reads_a_cache(value: Value) -> bool:
-    """Whether the keys of an attention are a cache from outside: memory that the graph writes,
-    pages, or an input while the queries are projected."""
+    """Whether the keys of an attention are a cache from outside the graph: pages, memory that the
+    graph writes, or, if the graph projects the queries, an input."""
     sketch = sketch_of(value)
     if sketch is None:
         factors = factors_of(value)
@@ -33,12 +37,12 @@ def _stored(view: View) -> View:
 
 
 def _is_outside(value: Value) -> bool:
-    """Whether a value is memory from outside after a write of keys."""
+    """Whether a value is a write of keys into memory from outside the graph."""
     store = value.store
     return store is not None and store.memory.is_input and len(store.memory.shape) > 2
 
 
 def _is_given(keys: View) -> bool:
-    """Whether keys are an input with a dimension of heads; an input of fewer dimensions may be a
-    layer's own."""
+    """Whether keys are an input with a dimension of heads. An input of fewer dimensions may be the
+    layer's activation."""
     return keys.value.op == "input" and len(keys.value.shape) > 3

@@ -33,8 +33,8 @@ class Pages:
 
 @dataclass(frozen=True)
 class SamePages:
-    """Two pools with one table. Entries of the table that are valid negative pages have been made
-    positive."""
+    """Two pools with one table. Valid negative entries of the table, which count from the end, have
+    been made positive."""
 
     pools: tuple[View, View]
     block_table: View | Computed
@@ -59,8 +59,8 @@ def same_pages(k: View, v: View) -> SamePages | None:
 
 
 def pages_of(keys: View) -> Pages | None:
-    """Returns the pages of k or v [B, K, H, D], which may be a run of the pages' columns; None if
-    it is not gathered, or gathered by tokens."""
+    """Returns the pages that k or v [B, K, H, D] is gathered from; None if it is gathered token by
+    token or not at all. `keys` may be a run of the gathered columns."""
     taken = gathered(keys.value.whole)
     if taken is None or len(taken[0].shape) not in (3, 4):
         return None

@@ -1,4 +1,4 @@
-"""Keys and values as stored in a cache: a head that several query heads share, once.
+"""Finds keys and values as a cache stores them: once for all query heads that share a head.
 
     k = cache[:, :, None].expand(B, Hkv, Hq // Hkv, K, D).reshape(B, Hq, K, D)    ⇒   cache
 
@@ -19,7 +19,7 @@ def group_of(*tensors: View) -> int:
 
 
 def _repeats(view: View) -> int:
-    """Returns how often each head repeats in a row; 1 if the number is unknown."""
+    """Returns how often each head repeats before the next one; 1 if the number is unknown."""
     heads = view.effect.dims[2]
     last = heads[-1] if heads else None
     known = last is not None and last.axis is None and isinstance(last.length, int)

@@ -1,6 +1,6 @@
-"""The keys that a query of an attention sees, as arguments of an op: `mask`, `positions`, `window`,
-`cache_lengths` and, if the graph's mask is not understood, the mask tensor `attn_mask` with the
-list of its blocks, `mask_blocks`.
+"""Describes which keys a query of an attention sees, by the arguments of an op: `mask`,
+`positions`, `window` and `cache_lengths`. If the graph's mask is not understood, the arguments are
+the mask tensor, `attn_mask`, and the list of its blocks, `mask_blocks`.
 
 Dimension letters: as in `patterns/recognise/attention.py`.
 """
@@ -19,7 +19,7 @@ from tilewright.patterns.recognise.masks import visible_by
 
 
 def visible_keys(attention: Attention) -> dict[str, Any]:
-    """Returns the mask's arguments; raises Reject (ATTENTION_FORM)."""
+    """Returns the op's arguments for the mask of an attention; raises Reject (ATTENTION_FORM)."""
     if attention.row_offsets is not None:
         return _ragged(attention)
     mask, added = attention.mask, attention.added
@@ -30,8 +30,8 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
         refuse(
             "it has a mask besides is_causal",
             attention.end,
-            hint="say all in the mask: hide what ones(S, K, dtype=bool).tril() hides in it, too, "
-            "and leave is_causal out",
+            hint="let the mask also hide what ones(S, K, dtype=bool).tril() hides, and leave "
+            "is_causal out",
         )
     found = None
     if mask is not None or not attention.subtracted:
@@ -52,7 +52,7 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
 
 
 def mask_fact(arguments: dict[str, Any]) -> str:
-    """Returns the mask in the words of reports, from these arguments."""
+    """Returns the mask of these arguments in the words of reports."""
     kinds = [] if arguments["mask"] == "none" else [arguments["mask"]]
     if "window" in arguments:
         kinds[-1] += f"({arguments['window']})"
@@ -64,7 +64,8 @@ def mask_fact(arguments: dict[str, Any]) -> str:
 
 
 def _tensor(mask: View | Computed | None, *, hide_lowest: bool = False) -> dict[str, Any]:
-    """Returns a mask tensor with its list of blocks; layers with one mask share the list's node."""
+    """Returns the arguments for a mask tensor: the tensor and its list of blocks. Layers with one
+    mask share the node that makes the list."""
     if mask is None:
         return {}
     options = (("hide_lowest", True),) if hide_lowest else ()
@@ -72,8 +73,8 @@ def _tensor(mask: View | Computed | None, *, hide_lowest: bool = False) -> dict[
 
 
 def _lowest_hides(attention: Attention) -> bool:
-    """Whether the lowest numbers of the mask may hide keys; nothing else may be combined with that
-    mask."""
+    """Whether the op may take the lowest number of the mask's dtype for a hidden key. Such a mask
+    must not be combined with another one."""
     if attention.added is None or not attention.added.value.dtype.is_floating_point:
         return False
     return bounds_logits(attention.scale, attention.softcap, attention.added.value.dtype)
@@ -82,7 +83,7 @@ def _lowest_hides(attention: Attention) -> bool:
 def _with_numbers(
     seen: View | Computed | None, numbers: View | Computed | None
 ) -> View | Computed | None:
-    """Combines a bool mask (True is seen) and added numbers into one mask."""
+    """Returns one mask for a bool mask (True is seen) and added numbers together."""
     if seen is None or numbers is None:
         return numbers if seen is None else seen
     return Computed("where", (seen, numbers, float("-inf")))
@@ -100,8 +101,8 @@ def _numbers(attention: Attention) -> View | Computed | None:
 
 
 def _ragged(attention: Attention) -> dict[str, Any]:
-    """Returns the arguments of a ragged mask, causal from the last query and key: a sequence's
-    queries come after its other keys."""
+    """Returns the mask arguments of a ragged batch. A causal mask is aligned to the ends of a
+    sequence: its queries come after all its other keys."""
     rows, keys = attention.row_offsets, attention.key_offsets
     assert rows is not None
     assert keys is not None

@@ -36,11 +36,14 @@ _Pages = tuple[Size, Size, Size, Size]
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a write's tokens.
+    """Where a write puts its tokens in a cache, and what it stores.
 
-    window: on the cache tensor. source: the written heads, [tokens..., H, D], before the cache's
-    scale and rounding. token_rank: how many dimensions of source are tokens. absorbed: values
-    between source and cache.
+    window: the place of pages and slots in the cache tensor. slots: each token's slot. source: the
+    written heads, [tokens..., H, D], before the cache's scale and rounding. token_rank: how many
+    dimensions of source are tokens. dtype: the dtype of the cache. scale: the cache's scale, in the
+    form that the op takes. scale_multiplies: whether values are multiplied by the scale, rather
+    than divided. saturates: see :func:`saturates`. absorbed: the graph's values between source and
+    cache.
     """
 
     window: CacheWindow
@@ -73,7 +76,8 @@ def place_arguments(k: Address, v: Address | None) -> dict[str, Any]:
 
 
 def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None:
-    """Raises Reject unless one op can write both: at the same slots, scaled and rounded alike."""
+    """Raises Reject if one op cannot write both. They must go to the same slots, and be scaled and
+    rounded in the same way."""
     same = k.slots.form == v.slots.form
     sizes = zip(k.window.shape[:2], v.window.shape[:2], strict=True)
     same = same and all(flow.same_size(a, b) for a, b in sizes)
@@ -146,7 +150,7 @@ def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> N
 
 def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
     """Handles `cache[page, head, slot]` with head = arange(H): removes that index and returns its
-    dimension."""
+    dimension. Returns None for other writes."""
     if max(len(v.effect.dims) for v in index.values()) == 1:
         return None
     counting = [d for d, view in index.items() if _counts_up(view, write.target.shape[d])]
@@ -230,12 +234,12 @@ def _one_index(
 
 
 def _own_index(write: CacheWrite, written: Written) -> Address:
-    """Handles a write in which each row of a dimension, a page, has its own slots."""
+    """Handles a write in which each page, a row of dimension `write.along`, has its own slots."""
     assert write.along is not None
     ((slot_dim, slots),) = write.index.items()
     page, head, element, at = _roles(write, written, write.index, None)
     if page is not None or len(slots.shape) != 2:
-        _refuse("CACHE_LAYOUT", "pages, slots and one dimension more", write.store)
+        _refuse("CACHE_LAYOUT", "a dimension beside pages, slots, heads and head_dim", write.store)
     num_pages, page_stride = _stride(write, write.along)
     page_size, slot_stride = _stride(write, slot_dim)
     found = Slots("flat", (own_slots(slots, num_pages, page_size, _device(write)),))
@@ -255,7 +259,7 @@ def _two_indices(
     tokens = written.view.shape[: len(lead)]
     (page_dim, pages), (slot_dim, offsets) = sorted(_flattened(index, tokens).items())
     if page is not None:
-        _refuse("CACHE_LAYOUT", "pages, slots and one dimension more", write.store)
+        _refuse("CACHE_LAYOUT", "a dimension beside pages, slots, heads and head_dim", write.store)
     num_pages, page_stride = _stride(write, page_dim)
     page_size, slot_stride = _stride(write, slot_dim)
     found = block_table(flow, pages, offsets, page_size)
@@ -363,8 +367,8 @@ def _address(
     *,
     skipped: Size = 0,
 ) -> Address:
-    """Makes the address. lead: the source's token dimensions, outermost first. skipped: elements
-    from the window's start to the target's start."""
+    """Returns the address. lead: the source's token dimensions, outermost first. skipped: the
+    number of elements from the window's start to the target's start."""
     num_pages, page_size, page_stride, slot_stride = pages
     (_, head_stride), (_, dim_stride) = (_stride(write, d) for d in head)
     view = written.view

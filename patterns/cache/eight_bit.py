@@ -1,4 +1,4 @@
-"""FP8 caches: from the stored bytes of a write back to the heads, and their scale.
+"""Traces the bytes that are written into an FP8 cache back to the heads, and finds their scale.
 
     k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
 
@@ -80,7 +80,8 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
 
 
 def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
-    """Whether the op may omit a cast: its own rounding, one just before it, or a widening."""
+    """Whether the op may omit a cast: the rounding that the op does itself, a rounding just before
+    that, or a widening."""
     value = written.view.value
     before = value.args[0].value.dtype
     if before not in WIDE:
@@ -108,8 +109,9 @@ def _there_and_back(written: Written) -> Written | None:
 
 
 def _holds(bounds: tuple[Any, Any], dtype: torch.dtype) -> tuple[bool, bool] | None:
-    """Returns whether a clamp keeps numbers that are too low, or too high, within a dtype's range;
-    None if it changes numbers in the range. A bound beyond the range keeps none."""
+    """Returns whether a clamp brings numbers below a dtype's range into it, and whether it brings
+    numbers above the range into it; None if the clamp changes numbers in the range. A bound beyond
+    the range brings none into it."""
     limit = torch.finfo(dtype).max
     if not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
         return None

@@ -1,5 +1,5 @@
-"""Writes of latents: one entry per token for all heads, a normalised latent beside a rotated
-key."""
+"""Finds writes of latents: one entry per token for all heads, made of a normalised latent and a
+rotated key."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tilewright.patterns.recognise.gemm import piece_of
 
 
 def latent_writes(flow: Dataflow) -> Iterator[WritePair]:
-    """Yields pairs of writes with one head at the same slots and different widths, and single
-    writes of two such adjacent parts."""
+    """Yields pairs of writes with one head, at the same slots and of different widths.
+
+    A single write of two such parts side by side gives a pair as well.
+    """
     pending: CacheWrite | None = None
     for write in cache_writes(flow):
         both = _columns(write)

@@ -1,6 +1,6 @@
-"""Slices of a cache as runs of slots: the meaning of each dimension of `cache[:B, s : s + n]`.
+"""Finds the meaning of each dimension of a written slice of a cache, `cache[:B, s : s + n]`.
 
-A slice has no index tensor that tells which dimension holds the slots: it is the one that is cut.
+No index tensor tells which dimension of a slice holds the slots: it is the dimension that is cut.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from tilewright.patterns.effects import Dim, Effect, Size
 
 @dataclass(frozen=True)
 class Slots:
-    """Dimensions of the slice: page (None: one page), slot, head and element. axis: the slots' axis
-    of the memory. The head, if there is only one, may have no axis."""
+    """The roles of a slice's dimensions. page: None if there is a single page. axis: the axis of
+    the memory that the slots lie on. A single head may have no axis in the memory."""
 
     page: int | None
     slot: int
@@ -24,8 +24,8 @@ class Slots:
 
 
 def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
-    """Returns the dimensions of a slice `target` of a memory of `shape`; or, in words, why they are
-    not known."""
+    """Returns the roles of the dimensions of a slice `target` of a memory of `shape`, or a message
+    that says why they are not known."""
     axes = _axes(target.dims, len(shape))
     if axes is None or len(axes) not in (3, 4):
         return "its dimensions are not pages, slots, heads and head_dim"
@@ -47,11 +47,11 @@ def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
 
 
 def _axes(dims: Sequence[Dim], rank: int) -> list[int | None] | None:
-    """Returns the memory's axis of every dimension, or None.
+    """Returns the memory's axis of every dimension; None if they are not known.
 
-    A dimension of length one names no axis: it gets the axis left between its neighbours', if
-    exactly as many are left as are needed. If fewer are left, the last of these interchangeable
-    dimensions get none.
+    A dimension of length one does not name its axis. It gets an unused axis between its neighbours'
+    axes, provided that there are not more such axes than dimensions without one. If there are
+    fewer, the last dimensions get none.
     """
     known: list[int | None] = []
     for dim in dims:
@@ -87,5 +87,5 @@ def _run_of_ones(known: Sequence[int | None], place: int) -> list[int]:
 
 
 def _is_cut(target: Effect, shape: Sequence[Size], dim: int, axis: int | None) -> bool:
-    """Whether a part of the axis is taken."""
+    """Whether a dimension takes only a part of its axis."""
     return axis is not None and bool(target.start[axis] != 0 or target.shape[dim] != shape[axis])

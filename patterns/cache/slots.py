@@ -43,7 +43,7 @@ class Slots:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The slots by the argument names of every op with a paged cache."""
+        """The slots by the argument names that every op with a paged cache has."""
         named = dict(zip(SLOT_FORMS[self.form], self.tensors, strict=True))
         indexing = "torch" if self.wraps else "exact"
         return {"slots": self.form, "indexing": indexing, "slot_mapping": None, **named}
@@ -84,8 +84,8 @@ def paged_slot(
 
 
 def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> Slots | None:
-    """Returns the table from which a page is looked up for an offset; None if it is not looked up
-    that way."""
+    """Returns the block table in which `pages` are looked up by the positions that `offsets` are
+    computed from; else None."""
     positions = _position_of(offsets, page_size)
     found = _lookup(strip_integer_casts(pages))
     if positions is None or found is None:
@@ -100,7 +100,8 @@ def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> 
 
 
 def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
-    """Returns the table of slots that are computed as page * page_size + offset; else None."""
+    """Returns the block table of slots `page * page_size + offset`, if the pages are looked up in a
+    block table; else None."""
     value = slots.value
     if value.op != "aten.add" or len(value.operands) != 2 or value.kwargs:
         return None
@@ -123,7 +124,7 @@ def _usable(flow: Dataflow, view: View) -> bool:
 
 
 def _operand(view: View, op: str, number: Any, **kwargs: Any) -> View | None:
-    """Returns x of `op(x, number)`, elementwise; else None."""
+    """Returns x if the view is `op(x, number)`, elementwise; else None."""
     value = view.value
     if value.op != op or len(value.args) != 2 or dict(value.kwargs) != kwargs:
         return None
@@ -156,7 +157,7 @@ def _block_of(columns: View, page_size: Size) -> View | None:
 
 
 def _scaled_by(view: View, page_size: Size) -> View | None:
-    """Returns page of page * page_size; else None."""
+    """Returns `page` if the view is page * page_size; else None."""
     view = strip_integer_casts(view)
     found = _operand(view, "aten.mul", page_size)
     if found is None and (shift := _shift(page_size)) is not None:
@@ -172,7 +173,8 @@ def _shift(page_size: Size) -> int | None:
 
 
 def _lookup(pages: View) -> tuple[View, View, View] | None:
-    """Returns (table, sequence, column) of `table[sequence, column]` in any spelling; else None."""
+    """Returns (table, sequence, column) if the view is `table[sequence, column]` in any spelling;
+    else None."""
     value = pages.value
     if value.op == "aten.index":
         base, indices = value.args

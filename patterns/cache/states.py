@@ -1,7 +1,8 @@
-"""States of layers without attention, in memory that looks like a cache but is not one.
+"""Recognises writes of states of layers without attention. Their memory looks like a cache but is
+not one.
 
-They are the inputs that a convolution still needs, and the state of a recurrence. Both are replaced
-as a whole, a state also head by head.
+Such a state is either the inputs that a convolution still needs, or the state of a recurrence. A
+write replaces it as a whole; the state of a recurrence may also be replaced head by head.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ def replaces_state(store: Store) -> bool:
 
 
 def continues(value: Value, memory: Memory) -> bool:
-    """Whether a value is computed from what a memory held, which new keys are not."""
+    """Whether a value is computed from what a memory held. New keys are not."""
     before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
     return any(v.node is memory.root or (v.store and v.store.memory is memory) for v in before)
 
 
 def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
-    """Whether these axes are a single axis of tokens: the value is joined to earlier tokens along
-    it, or it is not the feature axis of a projection. A state [batch, channels, width] ends in such
-    an axis."""
+    """Whether a value has a single axis in `axes`, which runs over tokens, as the last axis of a
+    convolution's state [batch, channels, width] does.
+
+    An axis runs over tokens if the value is concatenated with earlier tokens along it, or if it is
+    not the axis of a projection's features.
+    """
     for _ in range(_REACH):
         if len(axes) != 1 or value.op not in _BY_ELEMENT:
             break

@@ -31,8 +31,9 @@ CACHE_WRITES = Sought(
 class CacheWrite:
     """One K or V write; `written` is None if the stored value is not known.
 
-    stores: one, or one for each row of a dimension that the model writes row by row. record: the
-    combined write. along: see :class:`Store`.
+    stores: the in-place writes; several if the model writes a dimension row by row. record: these
+    writes combined into one. target, index, along: as in :class:`Store`, for this part of the
+    record.
     """
 
     stores: tuple[Value, ...]
@@ -56,22 +57,24 @@ class CacheWrite:
 
     @property
     def rest(self) -> list[int]:
-        """The target's dimensions that index tensors neither select nor walk."""
+        """The target's dimensions that are neither indexed by a tensor nor `along`."""
         return [d for d in range(len(self.target.dims)) if d not in self.index and d != self.along]
 
     @property
     def is_projected(self) -> bool:
-        """Whether the graph projects the written values; else an earlier graph did, or the
-        caller."""
+        """Whether the graph projects the written values. If not, an earlier graph or the caller
+        did."""
         source = self.record.source
         return source is None or source.value.projected
 
 
 @dataclass(frozen=True)
 class WritePair:
-    """A K and a V write of the same tokens, or a single write. unlike: beside a single write, a
-    write of the same tokens with heads of another width. again: whether the write is part of
-    another pair, too."""
+    """A K and a V write of the same tokens, or a single write.
+
+    unlike: for a single write, another write of the same tokens whose heads have another width.
+    again: whether the write is also part of another pair.
+    """
 
     first: CacheWrite
     second: CacheWrite | None
@@ -97,7 +100,8 @@ class WritePair:
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
     """Yields the in-place writes into inputs of rank three or more, in program order.
 
-    They store projected data, or inputs of the graph that go to slots like keys and values.
+    Yields only writes of projected data, and of inputs of the graph that go to slots as keys and
+    values do.
     """
     fused = {op.qualified_name for op in all_ops()}
     wanted = [value for value in flow.stores if _may_be_cache(value, flow, fused)]
@@ -108,10 +112,10 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
 
 
 def _may_be_cache(value: Value, flow: Dataflow, fused: set[str]) -> bool:
-    """Whether a write goes into an input of rank three or more, and may be of keys or values.
+    """Whether a write goes into an input of rank three or more, and may store keys or values.
 
-    fused: names of the ops that write caches themselves: the user called one, or an earlier round
-    rewrote a site to it.
+    fused: names of the ops that write caches themselves. A graph has such an op if the user called
+    it, or if an earlier round rewrote a site to it.
     """
     store = value.store
     assert store is not None
@@ -129,7 +133,7 @@ _REACH = 32
 
 def _is_given(store: Store, flow: Dataflow) -> bool:
     """Whether part of a cache is written with an activation among the graph's inputs, or with
-    simple arithmetic on one. Its projection is before the graph."""
+    simple arithmetic on one. An earlier graph or the caller has projected it."""
     source = store.source
     assert source is not None
     part = bool(store.index) or not effects.is_identity(store.target, store.memory.shape)
@@ -209,8 +213,8 @@ def _written(store: Store) -> Written | None:
 
 
 def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
-    """Splits a write of both: `cache[page, :, slot] = stack([k, v], 1)`, or `cat` along the
-    heads."""
+    """Splits a write of K and V, `cache[page, :, slot] = stack([k, v], 1)`, or `cat` along the
+    heads. Yields any other write as it is."""
     written = write.written
     if written is None or written.view.value.op != "aten.cat":
         yield write
@@ -232,9 +236,9 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
 
 
 def joined_features(write: CacheWrite) -> Value | None:
-    """Returns the cat along the features of two projections of equal width, if that is what a write
-    stores: keys and values in a row. None for anything else, such as the parts of a rotated head.
-    """
+    """Returns the cat that a write stores, if it joins two projections of equal width along the
+    features: keys and values in one row. None for anything else, such as the parts of a rotated
+    head."""
     value = None if write.written is None else write.written.view.value
     if value is None or value.op != "aten.cat" or len(value.args[0]) != 2:
         return None
@@ -246,8 +250,8 @@ def joined_features(write: CacheWrite) -> Value | None:
 
 
 def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> CacheWrite:
-    """Returns one of the two pieces. at: the source's dimension that tells them apart; dim: the
-    target's. A stack loses that dimension."""
+    """Returns the write of one of the two pieces. at: the source's dimension along which the pieces
+    are joined; dim: the same dimension of the target. A piece of a stack has no such dimension."""
     pieces, axis = written.view.value.args
     length = pieces[0].shape[axis]
 
@@ -292,8 +296,8 @@ def row_by_row(stores: Sequence[Value]) -> Iterator[tuple[tuple[Value, ...], Sto
 
 
 def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | None:
-    """Returns the combination of a group of writes with the write of the next row; None for another
-    write."""
+    """Returns one write that combines a group of writes with the write of the next row; None for
+    another write."""
     first = group[0].store
     assert first is not None
     count, source, more = len(group), first.source, store.source
@@ -326,8 +330,9 @@ def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | No
 
 
 def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
-    """Returns rows 0 to `count` of a dimension as one effect, given rows 0 and `count`, with the
-    rows as first dimension. None if these are not rows of one dimension."""
+    """Returns one effect that selects rows 0 to `count` of a dimension, with the rows as its first
+    dimension. first, other: the effects of row 0 and of row `count`. None if these are not rows of
+    one dimension."""
     apart = [a for a, (x, y) in enumerate(zip(first.start, other.start, strict=True)) if x != y]
     if first.dims != other.dims or len(apart) != 1:
         return None
@@ -347,10 +352,11 @@ _NEAR = 4
 
 
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
-    """Pairs writes of the same shape at the same slots.
+    """Yields pairs of writes of the same shape at the same slots, and writes without a partner.
 
-    A write's partner is a write to the same place of another cache that projects the same
-    activation; without one, the next write. The two parts of one store are partners.
+    A write's partner goes to the same place in another cache, and stores a projection of the same
+    activation. If there is no such write, the next write is the partner. The two parts of one store
+    are partners.
     """
     writes = list(cache_writes(flow))
     projected = [_projected(write) for write in writes]
@@ -407,8 +413,8 @@ def _is_twin(a: CacheWrite, b: CacheWrite) -> bool:
 
 
 def _of_one_input(one: set[Value], other: set[Value]) -> bool:
-    """Whether two writes may project one activation. Caches of different layers hold projections of
-    different activations."""
+    """Whether two writes may store projections of one activation. Caches of different layers hold
+    projections of different activations."""
     return not one or not other or not one.isdisjoint(other)
 
 

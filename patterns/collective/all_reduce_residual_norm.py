@@ -40,7 +40,7 @@ class AllReduceResidualNorm:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields sums of a residual and a sum over ranks that a norm follows, also in sequence
+        """Yields each sum of a residual and a sum over ranks that a norm follows, also in sequence
         parallel form."""
         for value in flow.values:
             summed = match_rank_sum(value) is not None or is_scattered_sum(value)
@@ -81,7 +81,8 @@ class AllReduceResidualNorm:
 
 
 def _norm_of(end: Value, flow: Dataflow) -> tuple[Value, Norm] | None:
-    """Returns the norm of a value, with its result; of nested norms, the outermost."""
+    """Returns (result, norm) of the norm that reads a value, or of the outermost norm if norms are
+    nested; None if there is no norm."""
     norms = [
         (value, norm)
         for value in flow.downstream(end, _REACH)

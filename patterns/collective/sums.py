@@ -28,8 +28,8 @@ class RankSum:
 
 
 def match_rank_sum(value: Value) -> RankSum | None:
-    """Returns the sum over ranks plus residual that a value is, if its tokens are few enough for
-    ranks to read each other's rows; else None."""
+    """Returns a value as a sum over ranks plus a residual, if its tokens are few enough for ranks
+    to read each other's rows; else None."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1:
         return None
     for side, residual in value.either_way:
@@ -44,7 +44,8 @@ def match_rank_sum(value: Value) -> RankSum | None:
 
 
 def is_scattered_sum(value: Value) -> bool:
-    """Whether a value adds a residual to a reduce-scatter: a sum over ranks, one part on each."""
+    """Whether a value adds a residual to a reduce-scatter, which leaves a part of the sum on each
+    rank."""
     if value.op != "aten.add":
         return False
     waited = [side.value for side, _ in value.either_way]
@@ -81,6 +82,7 @@ def _is_whole(side: View) -> bool:
 
 
 def _few(value: Value, ranks: int) -> bool:
-    """Whether there are few enough tokens. A symbolic count is decided at the call."""
+    """Whether there are few enough tokens for the op. If their number is symbolic, the op decides
+    when it is called."""
     *rows, columns = value.shape
     return OP.slower(tokens=effects.product(rows), columns=columns, ranks=ranks) is None

@@ -3,10 +3,11 @@
     grouped_mm(x [M, K], weight [E, K, N], ends [E])     ⇒   grouped_matmul
     grouped_mm of x and weight both in NVFP4             ⇒   grouped_matmul_dynamic_scaled_nvfp4
 
-The weight is dense, stored or computed, or dequantised in the graph. x counts as NVFP4 if the graph
-decodes it from codes and e4m3 scales, inputs or its own results: the op reads these, so the graph's
-rounding is kept. The NVFP4 op ignores the signs of block scales, as the tensor core does, so it is
-used only if the graph shows that no scale is negative.
+The weight is either dense (stored or computed) or dequantised in the graph. x counts as NVFP4 if
+the graph decodes it from codes and e4m3 scales, which may be inputs or results of the graph. The op
+reads these codes and scales, so it keeps the graph's rounding. The NVFP4 op ignores the signs of
+block scales, as the tensor core does, so it is used only if the graph shows that no scale is
+negative.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def _check_gain(gemm: ExpertGemm) -> None:
 def _both_quantised(
     gemm: ExpertGemm, weight: DequantizedExperts, rows: DequantizedExperts
 ) -> dict[str, Any] | None:
-    """Returns the arguments of the NVFP4 op; None if it cannot take the rows or the signs."""
+    """Returns the arguments of the NVFP4 op; None if it cannot take the rows, or if scales may be
+    negative."""
     factor = _factors_of(weight, rows)
     if factor is None or not (weight.has_natural_scale and rows.has_natural_scale):
         return None
@@ -173,8 +175,8 @@ def _both_quantised(
 
 
 def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Computed] | None:
-    """Returns the rows' common factor as [E], in parts; None if the op cannot take the rows' blocks
-    or factors."""
+    """Returns the factors [E] whose product is the common factor of all rows; None if the op cannot
+    take the rows' blocks or factors."""
     assert rows.scale is not None
     own = unrepeated(rows.scale.effect.dims[1])[1]
     if (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
@@ -183,7 +185,8 @@ def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Co
 
 
 def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
-    """Returns the rows' common factor as [E], in parts; None if rows have different factors."""
+    """Returns the factors [E] whose product is the common factor of all rows; None if rows have
+    different factors."""
     views = (*rows.factors, *rows.divisors)
     if not all(effects.repeats(view.effect.dims[0]) for view in views):
         return None
@@ -220,9 +223,10 @@ def _facts(
 
 @dataclass(frozen=True)
 class SignedScales:
-    """Products of NVFP4 rows and weights whose scales may be negative, as far as the graph shows.
+    """Reports products of NVFP4 rows and weights if the graph does not show that no scale is
+    negative.
 
-    Never a match: :class:`GroupedGemm` takes these products, with rows that the graph decodes.
+    It never matches: :class:`GroupedGemm` takes these products, with rows that the graph decodes.
     """
 
     name: str = "grouped_gemm_nvfp4"
@@ -250,8 +254,8 @@ class SignedScales:
 
 
 def _signed_in(anchor: Value) -> str:
-    """Returns the operands whose scales may be negative, in words, if everything else suits the
-    NVFP4 op."""
+    """Returns the operands whose scales may be negative, in words; "" if there are none, or if the
+    NVFP4 op cannot take the product for another reason."""
     gemm = match_grouped(anchor)
     assert gemm is not None
     try:

@@ -1,4 +1,4 @@
-"""The arguments of the LoRA ops for the deltas of q, k and v, as nested calls.
+"""Builds the arguments of the LoRA ops for the deltas of q, k and v, as nested calls.
 
 Dimension letters: T rows, G adapters, R rank, W columns, H heads, D head_dim.
 """
@@ -38,7 +38,7 @@ def has_kernels(delta: LoraDelta) -> bool:
     """Whether the LoRA ops have kernels for an adapter on its device that are faster than the
     graph.
 
-    In fp32, without tensor cores, only for a few rows: for many rows cuBLAS is faster.
+    In fp32 there are no tensor cores, so kernels serve only a few rows: for many, cuBLAS is faster.
     """
     dtype = delta.shrink.value.dtype
     if delta.x.value.device.type != "cuda":
@@ -66,8 +66,8 @@ def delta_calls(
     bases: Sequence[View | Computed | None],
     packed: bool,
 ) -> Computed:
-    """Returns `lora_expand_add` of `shrink_qkv_permute_3mn`, for deltas of q, k and v that share a
-    shrink.
+    """Returns `lora_expand_add` of `shrink_qkv_permute_3mn`, for deltas of q, k and v that share
+    one shrink call.
 
     expands: B [G, W, R] of each; bases: the tensors that each delta is added to.
     """
@@ -93,7 +93,8 @@ def delta_calls(
 def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
     """Returns the sum of all deltas of q, k and v, their columns side by side: [T, Wq + Wk + Wv].
 
-    Deltas that share a shrink are one call; the next call adds to its result.
+    Deltas that share a shrink call also share an expand call; the next expand call adds to its
+    result.
     """
     total: Computed | None = None
     for layer in _layers(parts):
@@ -117,7 +118,8 @@ def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
 
 
 def _layers(parts: Sequence[Placed]) -> list[list[tuple[LoraDelta, View] | None]]:
-    """Groups the deltas that share a shrink, with at most one of each projection in a group."""
+    """Returns groups of deltas that share a shrink call. A group has at most one delta of each
+    projection."""
     layers: list[list[tuple[LoraDelta, View] | None]] = []
     for place, items in enumerate(parts):
         for item in items:
@@ -134,7 +136,7 @@ def _has_room(layer: Sequence[tuple[LoraDelta, View] | None], place: int, delta:
 
 
 def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Computed:
-    """Returns the deltas as the graph computes them, views [T, W], in the form of
+    """Returns the deltas [T, W] that the graph itself computes, in the layout of
     `packed_deltas`."""
     first = next(view for views in parts for view in views)
     columns: list[View | Computed] = []
@@ -147,14 +149,15 @@ def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Compu
 
 
 def zeros(rows: Size, columns: Size, like: Value) -> Computed:
-    """Returns zeros, for a projection without an adapter beside others that have one."""
+    """Returns zeros in place of the delta of a projection that has no adapter, while other
+    projections have one."""
     options = (("dtype", like.dtype), ("device", like.device))
     return Computed("full", ((rows, columns), 0.0), options)
 
 
 def fact(parts: Sequence[Sequence[LoraDelta]], *, own: bool = False) -> dict[str, Any]:
-    """Returns the adapters in the words of reports: their projections, rank and number. own: the
-    graph computes them."""
+    """Returns what reports say about adapters: their projections, rank and number. own: whether the
+    graph computes the deltas."""
     given = [delta for deltas in parts for delta in deltas]
     if not given:
         return {}

@@ -2,8 +2,8 @@
 
 Three forms are matched: one adapter for all rows (two linears); one of G adapters for each row or
 each sequence (tables taken by an index, then bmm, matmul or einsum); and rows sorted by adapter
-(two grouped products). Factors may come before, between and after the products, and rows may be
-left out.
+(two grouped products). Factors may come before, between and after the products, and some rows may
+have no adapter.
 
 Dimension letters: T rows, B sequences, K hidden, R rank, W columns, G adapters.
 """

@@ -23,8 +23,8 @@ from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_
 
 @dataclass(frozen=True)
 class RowMask:
-    """The rows that have an adapter: those where view [T or B] bool is true, or false with
-    `hides`."""
+    """The rows that have an adapter. view [T or B], bool: true for these rows, or false if `hides`
+    is set."""
 
     view: View
     hides: bool = False
@@ -37,7 +37,8 @@ class RowMask:
 
 @dataclass(frozen=True)
 class Lookup:
-    """table[index]: a number of table [G] for each row, index [T or B].
+    """The factor table[index]: table [G] holds a number for each adapter, and index [T or B] names
+    the adapter of each row.
 
     outside: the meaning of an index that names no number.
     """
@@ -49,9 +50,10 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Factors:
-    """scale * lookup * view, with zero rows where a mask hides; all but the view are optional.
+    """A product scale * lookup * view, with zeros in the rows that the mask hides. All parts except
+    the view are optional.
 
-    absorbed: the values of the products.
+    absorbed: the values that compute the product.
     """
 
     view: View
@@ -107,8 +109,8 @@ _STEP = (
 
 
 def _factor(view: View, found: Found) -> Factors | None:
-    """Returns one factor of a view [..., W], absorbing what belongs to it; None for another
-    product."""
+    """Returns one factor of a view [..., W], with the values that compute it as absorbed; None for
+    another product."""
     bound, divisor = found.bound, found.bound.get("divisor", 1.0)
     # zeros_like(delta) reads the delta for its shape.
     zeros = [bound["zeros"].value] if "zeros" in bound else []
@@ -124,7 +126,8 @@ def _factor(view: View, found: Found) -> Factors | None:
 
 
 def _by_row(step: Factors, factor: View, view: View) -> Factors | None:
-    """Returns a factor table[index], or a mask, with one number for each row."""
+    """Returns `step` with one more factor, which has a number for each row: table[index] or a mask.
+    None for other factors."""
     rows = _rows_of(factor, view)
     if rows is None:
         return None

@@ -4,7 +4,7 @@
     x ─ A_k ─ B_k ─ [* scale] ─ + k   ⇒   lora_expand_add(.., q, k, v, B_q, B_k, B_v)
     x ─ A_v ─ B_v ─ [* scale] ─ + v
 
-One to three deltas of one activation make a site, in program order.
+A site has one to three deltas of one activation, in program order.
 
 Dimension letters: T rows, K hidden, W columns.
 """
@@ -37,7 +37,7 @@ from tilewright.patterns.recognise.routing import GATHERS, RESCALED, TAKEN, gath
 
 @dataclass(frozen=True)
 class Sum:
-    """value = base + delta, all of it; base [T, W]."""
+    """A sum value = base + delta of whole tensors; base [T, W]."""
 
     value: Value
     base: View
@@ -60,7 +60,7 @@ class LoraQkv:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
-        """Yields the sums of up to three deltas with one shrink."""
+        """Yields groups of sums, each of up to three deltas that share one shrink call."""
         groups: list[list[Sum]] = []
         waiting: list[list[Sum]] = []
         for value in flow.values:
@@ -133,7 +133,7 @@ class LoraQkv:
 
 
 def match_sum(value: Value) -> Sum | None:
-    """Returns a tensor and the delta of an adapter added to it; None for another value."""
+    """Returns a value as the sum of a tensor and an adapter's delta; None for another value."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1 or len(value.operands) != 2:
         return None
     if len(value.shape) < 2 or len(value.args) != 2:
@@ -152,7 +152,8 @@ def match_sum(value: Value) -> Sum | None:
 
 
 def _waits(group: Sequence[Sum], place: Value, flow: Dataflow) -> bool:
-    """Whether a group can take one more sum at a place: none of its sums is read before."""
+    """Whether a group can take one more sum at `place`: no value before it may read a sum of the
+    group."""
     readers = (user for item in group for user in flow.users.get(item.value, ()))
     return len(group) < len(LETTERS) and all(user.position > place.position for user in readers)
 
@@ -198,16 +199,17 @@ _REACH = 32
 
 
 def _rescaled(sums: Value) -> list[Value]:
-    """Returns the lookups before the products of a sum that also write their tables (max_norm)."""
+    """Returns the lookups before the products of a sum, if they also write their tables
+    (max_norm)."""
     around = _AROUND | {*BATCHED}
     before = upstream(sums, _REACH, lambda v: v is sums or v.op in around)
     return [value for value in before if value.op == RESCALED]
 
 
 def _resembles_sum(value: Value) -> bool:
-    """Whether a value adds two consecutive products with stacks of matrices to something that is
-    not a parameter or a part of one. A bias is added to other things (Mamba's time steps, experts'
-    results)."""
+    """Whether a value is the result of two consecutive products with stacks of matrices, added to a
+    tensor that is neither a parameter nor a part of one. A parameter would be a bias (of Mamba's
+    time steps, of experts' results)."""
     return any(
         _stacked_products(delta.value) > 1 and not _is_bias(base)
         for base, delta in (value.either_way if value.op == "aten.add" else ())

@@ -41,7 +41,7 @@ class Product:
 
 
 def match_product(view: View) -> Product | None:
-    """Returns the product of which `view` [..., N] has all rows, in order; else None."""
+    """Returns the product whose rows `view` [..., N] holds, all and in order; else None."""
     try:
         return _of_one(view) or _by_index(view) or _of_groups(view)
     except effects.InexpressibleError:
@@ -88,8 +88,8 @@ def _by_index(view: View) -> Product | None:
 
 
 def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product | None:
-    """Returns x times weight[index], given both operands with named dimensions and the names of the
-    result's."""
+    """Returns x times weight[index] as a product; else None. result: the names of the result's
+    dimensions, the same as in the operands."""
     matrices = weight.view
     taken = gathered(matrices.value.whole)
     if taken is None or not is_index(taken[1]):
@@ -129,8 +129,7 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
 
 
 def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
-    """Removes a dimension from the operand in which it only repeats; it belongs to the other
-    one."""
+    """Removes a dimension that both operands have from the one in which it only repeats."""
     for name in xs.keys() & ws.keys():
         repeats = [all(a.axis is None for a in dims[name]) for dims in (xs, ws)]
         if repeats == [True, False]:
@@ -140,8 +139,8 @@ def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
 
 
 def _cut(stack: View, features: Sequence[str], result: str, columns: Effect) -> Effect:
-    """Returns columns of a result, on its axes, as an effect on stack [G, features..., K]: [G, N,
-    K]."""
+    """Returns an effect [G, N, K] on stack [G, features..., K] that takes the features of some
+    columns of the result. columns: an effect that selects them on the result's axes."""
     place = {result.index(name): 1 + at for at, name in enumerate(features)}
     (dim,) = columns.dims
     taken = tuple(Atom(place[a.axis], a.step, a.length) for a in dim if a.axis is not None)

@@ -91,7 +91,8 @@ def absorbed_attentions(flow: Dataflow) -> Iterator[Absorbed]:
 
 
 def _attention_of(result: PerHead) -> Value | None:
-    """Returns the attention, or its softmax, whose result a product takes."""
+    """Returns the attention operator, or the softmax of a spelled-out attention, whose result a
+    product reads; else None."""
     value = _before_casts(result.x.view.value)
     if _attends(value):
         return value
@@ -129,8 +130,8 @@ def _per_head(value: Value) -> PerHead | None:
     if product is None or not product.names_differ:
         return None
     sides = [without_repeats(side, product) for side in product.sides]
-    # A parameter is the weight; else the operand that does not depend on a product with a weight,
-    # the second of two.
+    # The weight is the operand that is a parameter. If neither is one, the weight is the operand
+    # that does not depend on a product with a weight. If neither depends on one, it is the second.
     sides.sort(key=lambda side: (is_weight(side.view), not side.view.value.projected))
     return _with_weight(value, product.result, *sides)
 
@@ -153,8 +154,8 @@ def _with_weight(value: Value, result: str, x: Side, stack: Side) -> PerHead | N
 
 
 def heads_of(product: PerHead, query: Side) -> str | None:
-    """Returns the name of the dimension of a query that holds the heads of a product, if the query
-    or a part of it is that product's result."""
+    """Returns the name of the query's dimension of heads, if the query or a part of it is the
+    result of `product`; else None."""
     for name, dim in query.dims.items():
         if _are_heads(query.view.with_dims(dim), product):
             return name
@@ -184,8 +185,8 @@ def _are_heads(view: View, product: PerHead) -> bool:
 
 
 def query_of(product: PerHead, latent: View) -> View:
-    """Returns the x [B, S, H, N] from which a product makes q_latent [B, S, H, L], a view of its
-    value.
+    """Returns the x [B, S, H, N] from which a product makes q_latent [B, S, H, L]. latent: q_latent
+    as a view of the product's value.
 
     Raises InexpressibleError if the view does not have whole heads and columns.
     """
@@ -209,8 +210,8 @@ def query_of(product: PerHead, latent: View) -> View:
 class Taken:
     """The columns of an attention's result that the product behind it reads.
 
-    columns: the first of its L columns. layout: of the product's dimensions on the axes [B, S, H,
-    V].
+    columns: the index of the first of these columns. layout: the product's dimensions on the axes
+    [B, S, H, V].
     """
 
     columns: Size
@@ -218,8 +219,8 @@ class Taken:
 
 
 def taken_of(product: PerHead, layout: Effect) -> Taken:
-    """Returns the columns that the product reads. layout: that of the attention's result, which is
-    the product's x, on the axes [B, S, H, width].
+    """Returns the columns that the product reads. layout: the dimensions of the attention's result,
+    which is the product's x, on the axes [B, S, H, width].
 
     Raises InexpressibleError if the product does not take whole heads.
     """

@@ -1,12 +1,12 @@
-"""The keys and values of multi-head latent attention: from attention's operands back to latents.
+"""Traces the keys and values of multi-head latent attention back to the latents.
 
     kv = linear(latents, kv_b)                         [K, H, N + V]
     k  = cat(kv[..., :N], rope_keys for every head)    [K, H, N + R]
     v  = kv[..., N:]
 
-K is assembled by `cat`, or by writes into slices of fresh memory. Dimension letters: B sequences, K
-keys of each, H heads, N width of the projected part of a key, R of its rope part, V of the values,
-L latent rank.
+The graph assembles k by `cat`, or by writes into slices of fresh memory. Dimension letters: B
+sequences, K keys of each, H heads, N width of the projected part of a key, R of its rope part, V of
+the values, L latent rank.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Assembled:
 class LatentKeys:
     """latents [B, K, L], rope_keys [B, K, R]; weight [H * (N + V), L].
 
-    row_scale: [H * (N + V), 1], by which the graph multiplies the sums of the weight's rows, which
-    are codes. scales: the op's arguments for latents and weight that are 8-bit codes, if the graph
-    itself multiplies codes; else empty. dtype: of the product. absorbed, scratch: the values that
-    compute K and V from these.
+    row_scale: [H * (N + V), 1], by which the graph multiplies the product if the weight is codes.
+    scales: the op's arguments for latents and weight that are 8-bit codes, if the graph multiplies
+    the codes themselves; else empty. dtype: the dtype of the product. absorbed, scratch: the values
+    that compute K and V from latents, rope keys and weight.
     """
 
     latents: View
@@ -145,7 +145,7 @@ def _refuse(why: str, culprit: View) -> NoReturn:
         Stage.K_PATH,
         why,
         culprit,
-        hint="known are keys [up-projected part, rope part], the rope part the same for every head",
+        hint="known form: keys [up-projected part, rope part], where all heads share the rope part",
     )
 
 
@@ -153,8 +153,8 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 
 
 def _projection(view: View, who: str) -> tuple[Linear, Rows, View]:
-    """Returns (linear, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of its
-    result."""
+    """Returns, for a view [B, K, H, D] of a linear's result, the linear, the rows of its weight
+    that are these heads, and its input, the latents [B, K, L]."""
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
     columns = match_columns(view)
     if columns is not None and _only_scales(columns.linear):
@@ -179,7 +179,8 @@ def _only_scales(linear: Linear) -> bool:
 
 
 def _row_scale(k: Linear, v: Linear) -> View | None:
-    """Returns the scale [N, 1] of the weight's sums, by rows; None without one. Raises Reject."""
+    """Returns the scale [N, 1] that multiplies the product for each row of the weight; None if
+    there is none. Raises Reject."""
     if k.scale is None and v.scale is None:
         return None
     rows = k.gemm.shape[-1]
@@ -206,13 +207,15 @@ def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
             f"{v_rows.first} on, of weights with {k.weight.shape[0]} and {v.weight.shape[0]} rows",
             k.value,
             v.value,
-            hint="one weight [heads * (nope + v), rank], of each head K's rows first",
+            hint="use one weight [heads * (nope + v), rank] in which each head's rows for K "
+            "come before its rows for V",
         )
     return k.weight
 
 
 def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
-    """Returns the scales of latents and weight that are multiplied as codes; raises Reject."""
+    """Returns the op's arguments for the scales of latents and weight that are multiplied as codes;
+    empty for others. Raises Reject."""
     if k.x_scale is None or k.weight_scale is None:
         return {}
     if k.value is not v.value or k.weight.value.dtype != torch.float8_e4m3fn:
@@ -299,7 +302,8 @@ def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
 
 
 def _fresh_memory(cat: Value, flow: Dataflow) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """Returns (the allocation, the writes) of a concatenation that was written slice by slice."""
+    """Returns (the allocation, the writes) of a concatenation that was written slice by slice; two
+    empty tuples for any other value."""
     home = flow.home(cat)
     if home is cat.node:
         return (), ()

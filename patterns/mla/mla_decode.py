@@ -5,9 +5,9 @@ up-projection.
     o_latent = attention([q_latent, q_rope], [latents, rope_keys], latents)
     out      = o_latent @ W_UV[h]^T
 
-Latents and rope keys are columns of one cache or two caches, sequence by sequence or on pages of a
-table; there are one or two products of them with the query. Dimension letters: as in
-`patterns/mla/keys.py`; S queries of each sequence, T = B * S.
+Latents and rope keys are columns of one cache or of two caches, sequence by sequence or on pages of
+a table. The query is multiplied with both in one product, or with each in its own. Dimension
+letters: as in `patterns/mla/keys.py`; S queries of each sequence, T = B * S.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_nam
 from tilewright.patterns.recognise.gemm import piece_of
 
 _HINT = (
-    "known are queries [q_nope @ W_UK, q_rope], in one tensor or with a product for each part, and "
-    "keys [latents, rope keys] that all heads share"
+    "known forms: queries [q_nope @ W_UK, q_rope], in one tensor or with a product for each part, "
+    "and keys [latents, rope keys] that all heads share"
 )
 
 
@@ -212,7 +212,8 @@ def _arguments(
 
 
 def _keys(columns: Columns) -> dict[str, Any]:
-    """Returns latents and rope keys in place, on pages if the graph gathers those."""
+    """Returns the op's arguments for latents and rope keys: the caches themselves, with the block
+    table if the graph gathers pages."""
     latents, rope_keys = columns.latents, columns.rope_keys
     paged = same_pages(latents.unsqueeze(2), rope_keys.unsqueeze(2))
     if paged is None:
@@ -223,7 +224,7 @@ def _keys(columns: Columns) -> dict[str, Any]:
 
 
 def _result(product: PerHead, attention: Attention, layout: Effect) -> Result:
-    """Returns the product's result in terms of an output [T, H, V]."""
+    """Returns the Result that puts the op's output [T, H, V] in the place of the product."""
     batch, queries, heads = attention.queries
     sizes = (heads, product.sizes[2])
     flat = effects.identity((effects.product((batch, queries)), *sizes))

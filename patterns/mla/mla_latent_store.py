@@ -1,11 +1,12 @@
-"""The cache write of multi-head latent attention: norm of the latent, rotation of the rope key,
-both to the token's slot.
+"""The cache write of multi-head latent attention: the op normalises the latent, rotates the rope
+key and writes both to the token's slot.
 
     x ─ linear ─┬─ norm ─▶ cache[slots, :L] = latent
                 └─ rope ─▶ cache[slots, L:] = rope key          ⇒   mla_latent_store
 
-The parts go into one tensor, at once or one after the other, or into two. The projection stays
-outside. Dimension letters: T tokens, L latent rank, R width of the rope key.
+The graph writes both parts into one tensor, at once or one after the other, or into two tensors.
+The projection is not a part of the op. Dimension letters: T tokens, L latent rank, R width of the
+rope key.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class MlaLatentStore:
 class Part:
     """One of the two writes.
 
-    heads: the projection it comes from; None if nothing between it and the cache is absorbed. rows:
-    [T, L] or [T, R], before norm and rotation.
+    heads: the projection that it comes from; None if nothing between it and the cache is absorbed.
+    rows: [T, L] or [T, R], before norm and rotation.
     """
 
     write: CacheWrite
@@ -100,7 +101,8 @@ class Part:
 
     @property
     def is_rope_key(self) -> tuple[bool, Any]:
-        """A sort key, larger for the rope key: rotated, else without a norm, else narrower."""
+        """A sort key that is larger for the rope key: it is rotated, or it has no norm, or it is
+        narrower."""
         rotated = self.heads is not None and self.heads.rope is not None
         return rotated, (self.norm is None, -int(self.place.window.head_dim))
 
@@ -121,14 +123,14 @@ def _part(write: CacheWrite, flow: Dataflow, anchor: WritePair) -> Part:
 
 
 def _as_it_comes(write: CacheWrite, place: Address) -> Part:
-    """Returns a part of which nothing before its write is absorbed."""
+    """Returns a part that the op stores as the graph computes it, without norm or rotation."""
     rows = place.source.reshape(place.tokens, place.window.head_dim)
     return Part(write, place, None, rows, place.absorbed)
 
 
 def _known(part: Part, is_rope_key: bool) -> Part:
-    """Returns the part itself if the op supports the steps of its rows, else the part without
-    absorbed steps. The op normalises the latent, with a weight, and rotates the whole rope key."""
+    """Returns the part itself if the op supports the steps of its rows, otherwise the part without
+    them. The op normalises the latent, with a weight, and rotates the whole rope key."""
     heads = part.heads
     if heads is None:
         return part
@@ -161,7 +163,7 @@ def _absorbable(place: Address, flow: Dataflow, anchor: WritePair) -> Heads | No
 
 
 def _rows(heads: Heads) -> View:
-    """Returns the projection's output for these features, [T, D]."""
+    """Returns the projection's output for the features of these heads, [T, D]."""
     value = heads.linear.value
     feature = len(value.shape) - 1
     effect = effects.identity(value.shape)

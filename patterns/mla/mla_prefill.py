@@ -4,11 +4,11 @@
     k  = cat(kv[..., :N], rope_keys for every head)            ⇒   mla_prefill_dense
     out = attention(q, k, kv[..., N:])
 
-The query's projection and everything before the latents stay outside, so one match serves a graph
-without a cache, one that reads its latents from a static cache, and one that gathers them from
-pages. The query's rotation is absorbed if its projection is found. A decode step that expands its
-latents matches like a prefill: K is no longer made, and keys past the query's position are not
-read. Dimension letters: see `patterns/mla/keys.py`; T = B * S queries.
+The query's projection and everything before the latents are not part of the op. One match thus
+serves a graph without a cache, one that reads its latents from a static cache, and one that gathers
+them from pages. The query's rotation is absorbed if its projection is found. A decode step that
+expands its latents matches like a prefill: K is no longer made, and keys past the query's position
+are not read. Dimension letters: see `patterns/mla/keys.py`; T = B * S queries.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _PATH = Path("Q_PATH", Stage.Q_PATH, "attention")
 
 @dataclass(frozen=True)
 class Query:
-    """arguments: q [T, H, N + R] and, if the op rotates it, its table.
+    """The op's arguments for the query: q [T, H, N + R] and, if the op rotates it, its table.
 
     absorbed: the values between the projection and attention.
     """
@@ -42,7 +42,7 @@ class Query:
 
 
 def match_query(attention: Attention, nope: int, flow: Dataflow) -> Query:
-    """Returns the query of an attention; nope: N."""
+    """Returns the query of an attention. nope: N, the width of the part that is not rotated."""
     try:
         found = _unrotated(attention, nope, flow)
     except (Reject, InexpressibleError):

@@ -1,5 +1,5 @@
-"""The weight of an up-projection from its halves, W_UK [H, N, L] of the keys and W_UV [H, V, L] of
-the values, in the form that the op takes.
+"""Builds the weight of an up-projection as the op takes it, from its halves: W_UK [H, N, L] of the
+keys and W_UV [H, V, L] of the values.
 
 Dimension letters: as in `patterns/mla/keys.py`.
 """
@@ -18,8 +18,9 @@ from tilewright.patterns.quantised.weights import match_weight
 
 
 def weight_arguments(keys: View, values: View, flow: Dataflow) -> dict[str, Any]:
-    """Returns the op's arguments for W_UK [H, N, L] and W_UV [H, L, V], as they are multiplied:
-    rows of one weight, dense or quantised, if they are that; else two separate weights."""
+    """Returns the op's arguments for W_UK [H, N, L] and W_UV [H, L, V], which are given as the
+    graph multiplies them. If both are rows of one weight, passes that weight, dense or quantised;
+    else passes two weights."""
     values = values.permute(0, 2, 1)
     whole = _joined(keys, values)
     if whole is not None:
@@ -44,16 +45,16 @@ def _joined(keys: View, values: View) -> View | None:
 
 
 def _lies_in_rows(whole: View, flow: Dataflow) -> bool:
-    """Whether [H, N + V, L] is [H * (N + V), L] without a copy."""
+    """Whether [H, N + V, L] can be viewed as [H * (N + V), L] without a copy."""
     all_of_it = effects.product(whole.shape) == effects.product(whole.value.shape)
     in_order = all_of_it and whole.reshape(*whole.value.shape).is_whole
     return flow.rows_are_dense(whole) and (in_order or len(whole.matrix.effect.dims[0]) == 1)
 
 
 def _codes(whole: View) -> dict[str, Any] | None:
-    """Returns the arguments for 8-bit codes with scales by block that the graph dequantises. None
-    if it does not, or in a way that the op does not support: then the dequantised tensor is the
-    weight."""
+    """Returns the arguments for 8-bit codes with scales by block, from which the graph dequantises
+    the weight. None if it does not, or if the op does not support the way it does: the dequantised
+    tensor is then the weight."""
     try:
         codes = match_weight(whole)
         if codes is None or codes.format != "fp8":

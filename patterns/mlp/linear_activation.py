@@ -3,10 +3,10 @@
     y   = rms_norm(x) * norm_weight, or layer_norm(x) * norm_weight + norm_bias
     out = act(linear(y, gate_weight)) * linear(y, up_weight)     ⇒   linear_activation(x, ...)
 
-Gated or not; the weights of gate and up are separate or rows of one tensor. If the graph
-dequantises a weight, the op reads its codes. The norm is absorbed if no other value reads its
-result; a layer norm, for one token only. Weights of codes are matched for many or symbolically many
-tokens on a chip with a kernel that decodes them.
+The MLP may be gated or not; the weights of gate and up are separate, or rows of one tensor. If the
+graph dequantises a weight, the op reads its codes. The norm is absorbed if no other value reads its
+result, a layer norm only for a single token. On a chip with a kernel that decodes quantised
+weights, these are also matched for many tokens, or a symbolic number of them.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class LinearActivation:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's products compute the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"activations of linears of at most {MOST_TOKENS} tokens (of codes also more), "
+        f"activations of linears of at most {MOST_TOKENS} tokens (more with quantised weights), "
         "or of two linears and their gate",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
         before=frozenset({"product"}),
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...] | Missed]:
-        """Yields activations of linears for few tokens, with the linears; of nested ones the outer.
-        Also yields norms before such linears that the op cannot take."""
+        """Yields activations of linears for few tokens, each with its linears, except activations
+        inside another one. Also yields norms before such linears that the op cannot take."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             activation = None if value in inside else _activation(value)
@@ -137,8 +137,8 @@ def _entering(activation: Activation) -> list[View]:
 
 
 def _unlike(activation: Activation) -> Missed | None:
-    """Returns a product of few tokens that enters an activation in a form that the op does not
-    take."""
+    """Returns the miss of a product of few tokens that an activation reads, in a form that the op
+    does not take; None if there is none."""
     found = (match_unlike(view) for view in _entering(activation))
     return next((one for one in found if one is not None), None)
 

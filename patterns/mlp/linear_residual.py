@@ -4,9 +4,9 @@ of an MLP.
     out = residual + scale * linear(x, weight)     ⇒   linear_residual(x, weight, residual)
     out = residual + scale * rms_norm(linear(x, weight))   ⇒   linear_residual(.., rms_norm=True)
 
-The first form matches any shape in which a token's columns are contiguous, the second a number of
-tokens that is not symbolic. Weights of codes are matched for many or symbolically many tokens on a
-chip with a kernel that decodes them.
+The first form matches any shape in which a token's columns are contiguous; the second requires a
+number of tokens that is not symbolic. On a chip with a kernel that decodes quantised weights, these
+are also matched for many tokens, or a symbolic number of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_argumen
 @dataclass(frozen=True)
 class Sum:
     """residual + scale * linear, or residual + scale * norm(linear). absorbed: includes the
-    products by the number, and the norm."""
+    products with `scale`, and the norm."""
 
     linear: FewTokens
     residual: View
@@ -74,14 +74,14 @@ class LinearResidual:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"linears of at most {MOST_TOKENS} tokens (of codes also more) with a residual "
+        f"linears of at most {MOST_TOKENS} tokens (more with quantised weights) with a residual "
         "sum behind them",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Anchor | Missed]:
-        """Yields sums of linears for few tokens, those that the op can take and similar ones. Also
-        yields norms before such linears that the op cannot take."""
+        """Yields sums with linears for few tokens, also sums that the op cannot take: they become
+        misses. Also yields norms before such linears that the op cannot take."""
         for value in flow.values:
             if value.op != "aten.add":
                 continue
@@ -99,7 +99,7 @@ class LinearResidual:
         if not taken:
             if sums:
                 product = sums[0].linear.product
-                message = f"{product}: a norm reads it, and its number of tokens is a symbol; of "
+                message = f"{product}: a norm reads it, and its number of tokens is a symbol; for "
                 message += f"more than {MOST_TOKENS}, the graph's own product and norm are faster"
                 hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
                 reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)
@@ -116,7 +116,8 @@ class LinearResidual:
         raise refused[0]
 
     def _of(self, anchor: Value, found: Sum) -> Match:
-        """Returns the match that gives a sum to one of its sides; raises Reject."""
+        """Returns the match of a sum, of which one side is the linear and the other the residual;
+        raises Reject."""
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
         weights = match_codes([linear], [WEIGHT_NAMES])
@@ -143,8 +144,8 @@ class LinearResidual:
 
 
 def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
-    """Yields the sums of a residual and a linear for few tokens, read only here, that an addition
-    is."""
+    """Yields a Sum for each side of an addition that is a linear for few tokens and that nothing
+    else reads."""
     if value.kwargs.get("alpha", 1) != 1:
         return
     for product, residual in value.either_way:
@@ -161,8 +162,8 @@ def _is_taken(found: Sum) -> bool:
 
 
 def _products(value: Value, sums: Sequence[Sum]) -> Iterator[Value]:
-    """Yields the linears for few tokens that are sides of an addition: first those of its `sums`,
-    then those that are summed over ranks, in another form, or with a norm that the op does not
+    """Yields the linears for few tokens that are sides of an addition, first the linears of its
+    `sums`. The others are summed over ranks, have another form, or have a norm that the op does not
     take."""
     yield from (found.linear.product for found in sums)
     for near in (*_unlike(value), *norms_between(value)):

@@ -39,7 +39,7 @@ _REACH = 64
 STORED = ("constant", "input")
 # A product with fewer columns or rows is a factor of an adapter, or a gate.
 LEAST_COLUMNS = 64
-#: The argument names of the ops for the weight that each has.
+#: The ops' argument names for their weight, or for the first of two weights.
 WEIGHT_NAMES = ("weight", "weight_scale", "weight_zero", "weight_factor")
 
 
@@ -48,8 +48,9 @@ class FewTokens:
     """x @ weight^T + bias: x [T, K], weight [N, K], bias [N] or None.
 
     coded: the weight is computed from codes. rounded: x is decoded from codes, which a library's
-    GEMM can multiply with the weight's. sums_scale [N]: multiplies the sums of codes. x_scale [T or
-    1, K / block or 1], weight_scale [N, K]: of an x and a weight that are multiplied as codes.
+    GEMM can multiply with the weight's codes. sums_scale [N]: multiplies a product of codes.
+    x_scale [T or 1, K / block or 1], weight_scale [N, K]: the scales of x and weight if their codes
+    are multiplied.
     """
 
     x: View
@@ -69,7 +70,7 @@ class FewTokens:
 
     @property
     def rows(self) -> View | Computed:
-        """x as the op takes it: decoded, if it has codes."""
+        """x in the form that the op takes: decoded, if it has codes."""
         if self.x_scale is None:
             return self.x
         return Computed(decoded_rows, (self.x, self.x_scale), (("dtype", self.product.dtype),))
@@ -87,7 +88,7 @@ class FewTokens:
 
     @property
     def codes(self) -> dict[str, bool]:
-        """Which operands are codes, as the op's `slower` takes it."""
+        """Which operands are codes, in the form that the op's `slower` takes."""
         return {"coded": self.coded, "rounded": self.rounded}
 
     @property
@@ -102,15 +103,15 @@ class FewTokens:
 def match_few_tokens(
     view: View, by_head: bool = False, target: Target | None = None
 ) -> FewTokens | None:
-    """Returns the linear that a view [tokens..., N] is, or whose columns it is; None for another
-    view, and if there are certainly too many tokens for the op.
+    """Returns the linear whose result, or some of whose columns, a view [tokens..., N] is. None for
+    another view, and if there are certainly too many tokens for the op.
 
     by_head: the view may have its columns in several dimensions, such as [tokens..., heads, width].
     target: the chip, which may have a kernel for any number of tokens.
     """
     value = value_before_casts(view.value)
-    # In a sum of two tensors of its own shape, a residual, neither is a bias, so there is no linear
-    # to find.
+    # A sum of two tensors of its own shape adds a residual. Neither tensor is a bias, so there is
+    # no linear to find.
     by_column = value.op in ("aten.add", "aten.mul") and any(
         v.shape != value.shape for v in value.operands
     )
@@ -176,15 +177,15 @@ _WEIGHED = tensor("x", strip=lambda view: (view, ())) * number("factor")
 
 
 def bare_product(value: Value) -> Value | None:
-    """Returns the product that a value is, ignoring casts, numbers, stored tensors and inputs; None
-    for another value."""
+    """Returns the product that a value is, ignoring casts and arithmetic with numbers, stored
+    tensors and inputs; None for another value."""
     before = _passed(value, lambda other: _is_stored(other) or other.op in STORED)
     return next((passed for passed in before if match_gemm(passed) is not None), None)
 
 
 def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
-    """Yields a value and the values before it, as long as each combines one of them with casts,
-    numbers and values that `holds` accepts."""
+    """Yields a value, and values before it. Continues to an operand while a value is computed from
+    one operand of its own shape, by a cast or with numbers and values that `holds` accepts."""
     for _ in range(_STEPS):
         yield value
         wide = [v.value for v in value.operands if v.shape == value.shape]
@@ -195,8 +196,8 @@ def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
 
 
 def match_unlike(view: View) -> Missed | None:
-    """Returns the product that a view is, ignoring casts and vectors, if :func:`match_few_tokens`
-    refuses it because of its weight; None for another view."""
+    """Returns the miss of a view that is a product, ignoring casts and vectors, if
+    :func:`match_few_tokens` refuses it because of its weight; None for another view."""
     scaled = None
     for value in _passed(view.value, _is_stored):
         gemm = match_gemm(value)
@@ -209,8 +210,8 @@ def match_unlike(view: View) -> Missed | None:
 
 
 def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
-    """Returns the miss of a product. scaled: the product or quotient by a number or a vector after
-    it."""
+    """Returns the miss of a product; None if it is not to be reported. scaled: the multiplication
+    or division after it, by a number or a vector."""
     x, weight = gemm.flat_x, gemm.weight
     rows, columns = weight.shape
     if not _few(x.shape[0]) or weight.value.projected:
@@ -266,8 +267,8 @@ def _unread(value: Value, x: View) -> Missed | None:
 
 
 def _is_kept(weight: Value) -> bool:
-    """Whether a weight is a stored tensor, or a cast of one to the activation's dtype, which stays
-    in the graph."""
+    """Whether a weight is a stored tensor, or a cast of one to the activation's dtype. The cast
+    stays in the graph."""
     return (weight.operands[0].value if is_float_cast(weight) else weight).op in STORED
 
 
@@ -312,8 +313,8 @@ def is_stored_as_is(codes: Value) -> bool:
 def _few(
     tokens: Any, coded: bool = False, rounded: bool = False, target: Target | None = None
 ) -> bool:
-    """Whether there are few enough tokens. A size that depends on data does not count: it belongs
-    to a mixture."""
+    """Whether there are few enough tokens for the op. A number that depends on data never counts as
+    few, because it belongs to a mixture of experts."""
     slow = OP.slower(tokens=tokens, coded=coded, rounded=rounded, target=target)
     return slow is None and not effects.only_data_tell(tokens)
 
@@ -329,7 +330,7 @@ def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Val
 
 
 def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the facts of a linear for reports. arguments: the op's."""
+    """Returns the facts of a linear for reports. arguments: the arguments of the op."""
     tokens, columns = linear.x.shape
     return {
         "x": rows_fact(linear.x.value.dtype, tokens, columns),
@@ -339,8 +340,8 @@ def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, A
 
 
 def _cast_fact(linear: FewTokens) -> dict[str, Any]:
-    """Returns the dtype that a weight is cast from in every call. Stored in the activation's dtype,
-    a step would read and write less."""
+    """Returns the dtype that a weight is cast from in every call, as a fact. A weight stored in the
+    activation's dtype would save memory traffic."""
     weight = linear.weight.value
     if not is_float_cast(weight):
         return {}

@@ -1,5 +1,5 @@
-"""Norms beside linears for few tokens that no op takes: before a linear, and between a linear and
-the sum after it."""
+"""Finds norms that no op takes, next to linears for few tokens: before a linear, or between a
+linear and the sum after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_of
 
 
 def norms_before(linear: FewTokens) -> Iterator[Missed]:
-    """Yields the norm that a linear reads, gated or of parts of rows, if no op supports it."""
+    """Yields a miss for the norm that a linear reads, if no op supports the norm because it is
+    gated or runs over parts of rows."""
     normed = linear.x.value
     norm = norm_of(normed.whole)
     described = None if norm is None else _described(norm)
@@ -27,7 +28,7 @@ def norms_before(linear: FewTokens) -> Iterator[Missed]:
 
 
 def norms_between(end: Value) -> Iterator[Missed]:
-    """Yields the norms between the sides of an addition and their linears."""
+    """Yields the misses of norms between the sides of an addition and their linears."""
     for side in end.operands:
         norm = norm_of(weighed(side)[0]) if side.shape == end.shape else None
         product = None if norm is None else bare_product(norm.x.value)

@@ -3,9 +3,10 @@
     x = rms_norm(x) * norm_weight, or act(gate) * up, or any x
     codes, scale = e4m3(x / scale), amax(|x|) / 448       ⇒   round_rows(x, ...)
 
-For few tokens, after the other patterns: in the graph that they have rewritten, some linears read
-codes and scales, and others the numbers that these stand for. A kernel that lets the next one start
-early takes the place of those that Inductor makes.
+The pattern is tried after all others, and for few tokens. In the graph that the others have
+rewritten, some linears read codes and scales, and other linears read the numbers that these stand
+for. One kernel replaces the kernels that Inductor would make, and lets the kernel after it start
+early.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RoundRows:
     )
 
     def asked_afterwards(self, flow: Dataflow) -> bool:
-        """Whether the graph, before other patterns rewrite it, has codes of a quotient."""
+        """Whether the graph, before other patterns rewrite it, rounds a quotient to codes."""
         return any(map(is_rounded, flow.values))
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
@@ -118,8 +119,8 @@ def _group_of(rows: RoundedRows, made: tuple[Size, Size]) -> int:
 
 
 def _scales(rows: RoundedRows, made: Sequence[Any], flow: Dataflow) -> Iterator[Result]:
-    """Yields the results that hold scales in float32. Raises Reject (ESCAPES) if others read
-    them."""
+    """Yields the results that hold scales in float32. Raises Reject (ESCAPES) if other values read
+    the scales."""
     tokens, columns = made
     own = {rows.codes, *rows.absorbed}
     if rows.is_given:

@@ -3,10 +3,10 @@
     x   = (e4m3 codes) * x_scale, rounded; weight = (e4m3 codes) * weight_scale, rounded
     out = linear(x, weight, bias)     ⇒   scaled_linear(codes, codes, weight_scale, x_scale, ...)
 
-Any number of tokens and any rounding of x: its codes and scale stay in the graph, where Inductor
-computes them in one kernel with the operations before them. A library's operator that multiplies
-such codes (`compiler/quantised/operators.py`) becomes the op too, for many tokens; a scaled product
-of the graph itself stays.
+The pattern takes any number of tokens and any rounding of x. The codes and the scale of x stay in
+the graph, where Inductor computes them in one kernel with the operations before them. For many
+tokens, a library's operator that multiplies such codes (`compiler/quantised/operators.py`) becomes
+the op too. A scaled product that the graph calls itself stays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tilewright.patterns.quantised.weights import DequantizedWeight, match_scale
 from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 
-_HINT = "known are float8_e4m3fn codes with one scale, or one for each token, or for 128 columns"
+_HINT = "known format: float8_e4m3fn codes with one scale in all, per token, or per 128 columns"
 _ARGUMENTS = ("weight", "weight_scale", "scale_block", "weight_format")
 # Most tokens for which a quantisation library's own operator stays if no other pattern takes it.
 _MOST_OF_OPERATOR = 16
@@ -108,8 +108,8 @@ class ScaledLinear:
 
 
 def _is_linear(gemm: Gemm) -> bool:
-    """Whether a product is one of [tokens..., K] with a large enough matrix, and not the graph's
-    own product of codes."""
+    """Whether a product multiplies [tokens..., K] with a large enough matrix, and is not the
+    graph's own product of codes."""
     value, (rows, columns) = gemm.value, gemm.weight.shape
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in (rows, columns)):
         return False

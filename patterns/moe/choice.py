@@ -1,4 +1,4 @@
-"""A router's choice, from the chosen experts back to the logits.
+"""Traces a router's choice, from the chosen experts back to the logits.
 
     scores = softmax(logits), or sigmoid(logits)
     choice = scores (+ correction)                               a number per expert
@@ -33,8 +33,8 @@ _SCORES = {"aten.softmax": "softmax", "aten.sigmoid": "sigmoid"}
 
 @dataclass(frozen=True)
 class Groups:
-    """The choice is limited to `kept` of `count` runs of experts, those with the largest sum of
-    their `top` largest."""
+    """A choice among `kept` of `count` groups of neighbouring experts: the groups with the largest
+    sum of their `top` best scores."""
 
     count: int
     kept: int
@@ -43,10 +43,11 @@ class Groups:
 
 @dataclass(frozen=True)
 class Choice:
-    """The numbers that `ids` were chosen by.
+    """The numbers by which `ids` were chosen.
 
     ids: the indices of a topk. scores: "softmax", "sigmoid" or "logits". scored: the value that
-    holds them. logits: [T, E] before casts. correction: [E], added for the choice.
+    holds the scores. logits: [T, E] before casts. correction: [E], added to the scores for the
+    choice.
     """
 
     ids: Value
@@ -82,7 +83,8 @@ def _takes_largest_of_rows(choice: Value) -> bool:
 
 
 def match_choice(ids: Value) -> Choice:
-    """Returns the choice that a value is for which :func:`is_choice` holds; raises Reject."""
+    """Returns the choice that made `ids`, a value for which :func:`is_choice` holds. Raises Reject
+    if the choice cannot be read."""
     compared = ids.args[0]
     if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
         message = "the choice is not of the largest numbers of whole rows"
@@ -137,7 +139,8 @@ _CORRECTED = tensor("scores", holds=_are_scores) + tensor("correction", holds=_i
 
 
 def _corrected(compared: View) -> tuple[View, View | None, tuple[Value, ...]]:
-    """Returns (scores, correction [E], values absorbed) of scores + correction."""
+    """Returns (scores, correction [E], values absorbed) of scores + correction; the correction is
+    None if nothing is added."""
     found = _CORRECTED.match(compared)
     if found is None or found.bound["scores"].shape != compared.shape:
         return compared, None, ()
@@ -191,9 +194,13 @@ def _unmasked(masked: Value, shape: tuple[Size, ...]) -> tuple[View, View, bool]
 
 
 def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] | None:
-    """Returns (ids of groups, their number, values absorbed) of a mask [T, E], True for kept
-    experts or for removed ones: zeros [T, G] into which ones were scattered, each repeated over a
-    group."""
+    """Returns (ids of groups, number of groups, values absorbed) of a mask [T, E] over experts;
+    else None.
+
+    The mask repeats each element of a mask [T, G] over the group's experts. That mask of groups is
+    zeros, into which ones are scattered at the ids. stays: whether the mask is True for kept
+    experts, rather than for removed ones.
+    """
     absorbed: list[Value] = []
     while True:
         value = mask.value
@@ -205,7 +212,7 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
         absorbed.append(value)
         mask = value.args[0].through(mask.effect)
     groups = value.shape[-1]
-    mark = int(stays)  # ones among zeros mark kept groups, zeros among ones removed ones
+    mark = int(stays)  # 1: kept groups are ones among zeros; 0: they are zeros among ones
     if len(value.shape) != 2 or not isinstance(groups, int):
         return None
     tokens, experts = mask.shape
@@ -233,8 +240,8 @@ _GROUP_SCORES = largest(tensor("numbers"), "size") | reduction(
 def _group_scores(
     scores: Value, numbers: View, num_groups: int
 ) -> tuple[int | None, tuple[Value, ...]]:
-    """Returns (1 for the largest of each group, 2 for the sum of the two largest; values
-    absorbed)."""
+    """Returns (top, values absorbed). top: 1 if groups are compared by their largest number, 2 if
+    by the sum of the two largest; None if it is not known."""
     tokens, experts = numbers.shape
     size = effects.divides(num_groups, experts)
     found = None if size is None else _GROUP_SCORES.match(scores.whole.unsqueeze(len(scores.shape)))

@@ -1,5 +1,5 @@
-"""The way from the rows of the experts' last GEMM back to tokens: weighting, un-permutation and sum
-over slots, in any order and spelling."""
+"""Follows the rows of the experts' last GEMM back to tokens: weighting, un-permutation and sum over
+slots, in any order and spelling."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class Combine:
-    """The operations between the down GEMM's rows and the tokens. weights: expert weights [T, S];
-    None if the rows were weighted before, and `factor` multiplies all of them.
+    """The operations between the down GEMM's rows and the tokens.
 
-    end: the result [T, H]. added: the tensor that the sum is added to; None for zeros.
+    weights: expert weights [T, S]; None if the rows were weighted before the experts. `factor` then
+    multiplies all results. end: the result [T, H]. added: the tensor that the sum is added to; None
+    for zeros.
     """
 
     weights: View | Computed | None
@@ -105,8 +106,8 @@ def _keeps_rows(user: Value, value: Value) -> bool:
 
 
 def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | None:
-    """Returns the weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product;
-    else None.
+    """Returns the weights [T, S] if a product computes einsum("ts, tsh -> th", weights, value) in
+    any spelling; else None.
 
     last: (S, H).
     """
@@ -125,8 +126,8 @@ def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | N
 
 
 def times(found: Combine, factor: float) -> Combine:
-    """Returns the combine of results that are also multiplied by a number. The weights become
-    float32, so that their product with the number is not rounded to a smaller dtype."""
+    """Returns the combine with all results also multiplied by a number. The weights become float32,
+    so that their product with the number is not rounded to a smaller dtype."""
     if found.weights is None or factor == 1.0:
         return replace(found, factor=factor)
     wide = Computed("to", (found.weights, torch.float32))
@@ -152,7 +153,7 @@ def _weights(product: Value, value: Value, order: Order, num_slots: Any) -> View
 
 
 def weights_in_order(weight: View, order: Order, num_slots: Any) -> View | Computed | None:
-    """Returns expert weights [T, S] from a number for each row, in order; else None."""
+    """Returns expert weights [T, S] from a number for each row, in sorted order; else None."""
     column = per_row(strip_casts(weight)[0])
     if column is None:
         return None

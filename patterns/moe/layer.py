@@ -27,8 +27,8 @@ from tilewright.patterns.recognise.routing import rows_added_to
 
 @dataclass(frozen=True)
 class Layer:
-    """down(activation(gate(x), up(x))). up None: not gated; gate and up may be parts of one
-    GEMM."""
+    """The MLP down(activation(gate(x), up(x))). up: None if the MLP is not gated. gate and up may
+    be parts of one GEMM."""
 
     gate: ExpertGemm
     up: ExpertGemm | None
@@ -49,10 +49,11 @@ class Layer:
             refuse_rows(self.down.x)
 
     def check_kernels(self, x: View, anchor: Value, arguments: Mapping[str, Any]) -> None:
-        """Raises Reject (DTYPE) for dtypes without kernels. arguments: those of the weights.
+        """Raises Reject (DTYPE) for dtypes without kernels. arguments: the op's arguments for the
+        weights.
 
-        A GEMM may widen rows and weights to fp32, in which kernels sum, if bfloat16 can hold all
-        numbers of the weights' format.
+        The graph may widen rows and weights to fp32 for a GEMM, if bfloat16 can hold all numbers of
+        the weights' format. The kernels sum in fp32 as well.
         """
         dtype, dtypes = x.value.dtype, {x.value.dtype, self.down.x.value.dtype}
         exact = dtype == torch.bfloat16 and _has_powers_of_two(arguments)
@@ -74,7 +75,8 @@ class Layer:
         return {**weights, **biases, "activation": activation.name, **numbers}
 
     def facts(self, x: View, num_slots: Any, weights: str, **own: Any) -> dict[str, Any]:
-        """Returns the facts of the layer for reports. own: facts of one pattern."""
+        """Returns the facts of the layer for reports. own: further facts, which the calling pattern
+        adds."""
         experts, hidden, inner = self.down.weight.shape
         return {
             "experts": experts,
@@ -134,8 +136,8 @@ def _adds_in_rows(value: Value) -> bool:
 def first_gemm(
     part: View, name: str, gemms_of: Callable[[Value], Iterable[ExpertGemm]]
 ) -> ExpertGemm:
-    """Returns the GEMM of which `part` is the gate or up half, with the weight and bias of that
-    half. Raises Reject.
+    """Returns the GEMM whose gate or up half is `part`, with the weight and bias of that half.
+    Raises Reject.
 
     gemms_of: returns the GEMMs that a value may be, each with the bias that follows it.
     """
@@ -150,15 +152,15 @@ def first_gemm(
 
 
 def _rows(view: View, columns: Columns) -> View:
-    """Returns the rows (dimension 1) of a weight or bias [E, N, ...] for some columns."""
+    """Returns the rows (dimension 1) of a weight or bias [E, N, ...] that make some columns."""
     return view.narrow(1, *columns)
 
 
 def sum_of_experts(
     flow: Dataflow, end: Value, dtype: torch.dtype, absorbed: Collection[Value]
 ) -> tuple[tuple[Value, ...], View | None]:
-    """Returns (the experts' sum `end` and, if any, its cast to the tokens' `dtype`; the tensor that
-    it is added to, for `Result`).
+    """Returns (ends, added). ends: the experts' sum `end` and, if there is one, its cast to the
+    tokens' `dtype`. added: the tensor that the sum is added to, as in :class:`Result`.
 
     absorbed: the values that the op replaces. Raises Reject (EXPERT_COMBINE).
     """
@@ -205,11 +207,11 @@ def _added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) ->
 
 
 def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
-    """Returns the op's arguments for weights by name (gate, up, down), views [E, N, K]: all dense
-    as stored, or all of one format.
+    """Returns the op's arguments for weights by name (gate, up, down), views [E, N, K]. They must
+    be all dense and stored as they are, or all of one format.
 
-    Raises Reject. EXPERT_WEIGHT: computed, but not from codes. WEIGHT_FORMAT, SCALE_BLOCK: codes
-    that the op cannot take together.
+    Raises Reject (EXPERT_WEIGHT) for weights that are computed, but not from codes. Raises Reject
+    (WEIGHT_FORMAT, SCALE_BLOCK) for codes that the op cannot take together.
     """
     found = {name: _codes_of(view) for name, view in views.items()}
     quantised = {name: weight for name, weight in found.items() if weight is not None}

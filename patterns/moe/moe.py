@@ -6,8 +6,8 @@
     y     = grouped_mm(h, down, ends) * expert_weights[order]
     out   = y, back in the tokens' order, summed over their S slots
 
-If the graph quantises both rows and h before fp8 weights, the op does so too. The router stays
-outside. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
+If the graph quantises both rows and h before fp8 weights, the op does so too. The router is not a
+part of the op. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Moe:
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
         """Yields GEMMs with expert weights whose rows come from another such GEMM through an
-        activation: two without one are a LoRA adapter."""
+        activation. Two such GEMMs without an activation are a LoRA adapter."""
         for value in flow.values:
             rows = rows_of(value)
             if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
@@ -142,15 +142,15 @@ class Moe:
 
 @dataclass(frozen=True)
 class _Weighed:
-    """The input of the last GEMM if rows are weighted there: rows * factor, a number for each."""
+    """A weighted input of the last GEMM: rows * factor, with one factor for each row."""
 
     rows: View
     factor: View
     absorbed: tuple[Value, ...]
 
     def weigh(self, combine: Combine, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
-        """Returns the combine with these weights. Raises Reject if they are not weights of routes,
-        or if there is a bias that they do not multiply."""
+        """Returns the combine with the factors as weights. Raises Reject if they are not weights of
+        routes, or if there is a bias that they do not multiply."""
         weights = weights_in_order(self.factor, order, num_slots)
         if weights is None:
             refuse_order(f"{self.factor.value} weighs the rows, not in their order", self.factor)
@@ -173,8 +173,8 @@ def _weighed_inside(entering: View) -> _Weighed | None:
 
 
 def _of_earlier_layers(value: Value) -> set[Value]:
-    """Returns the GEMMs that a GEMM's routes are computed from. They end earlier layers, since a
-    layer's routes are known before its first GEMM."""
+    """Returns the GEMMs that a GEMM's routes are computed from. They belong to earlier layers,
+    since a layer's routes are known before its first GEMM."""
     routes = routes_of(value)
     if routes is None:
         return set()
@@ -183,7 +183,7 @@ def _of_earlier_layers(value: Value) -> set[Value]:
 
 
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
-    """Returns the GEMM of which `part`, with or without a mask of rows, is the gate or up half."""
+    """Returns the GEMM whose gate or up half is `part`, with or without a mask of rows."""
     part, masked = unmasked(part)
 
     found = first_gemm(part, name, lambda value: filter(None, [match_expert_gemm(value, flow)]))
@@ -256,8 +256,9 @@ def _routed_experts(ids: View, num_experts: Any) -> Any:
 def _expert_ids(
     ids: View, order: Order, absorbed: Iterable[Value], gemms: Sequence[ExpertGemm]
 ) -> Any:
-    """Returns the expert_ids argument. Experts on other devices become -1 if the graph masks their
-    rows, or clamps their ids for the biases: then their rows, after the last end, are undefined."""
+    """Returns the expert_ids argument. Ids of experts on other devices become -1 if the graph masks
+    their rows. They also become -1 if the graph clamps them for the biases, because their rows come
+    after the last end and are undefined."""
     num_experts = gemms[-1].weight.shape[0]
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]
     for value, found in masks:
@@ -289,7 +290,8 @@ def _outside(gemms: Sequence[ExpertGemm], order: Order) -> Outside | None:
 
 
 def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
-    """Returns the expert_weights argument: ones, or a number, if the rows were weighted before."""
+    """Returns the expert_weights argument: the combine's weights or, if rows were weighted before
+    the experts, a tensor filled with the combine's factor."""
     if combine.weights is not None:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))

@@ -9,10 +9,9 @@ The scores must be zero outside of a router's choice, which the graph must show:
     scores = zeros(T, E).scatter(1, ids, weights)
     scores = full(T, E, -inf).scatter(1, ids, logits).sigmoid()
 
-The op skips experts that were not chosen. Finite results of these do not change the sum; infinite
-ones would make it NaN. Scores that multiply the input instead (Llama-4) are supported for one
-expert per token. Dimension letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K
-inputs.
+The op skips experts that were not chosen. If their results are finite, they do not change the sum;
+infinite results would make it NaN. Scores may also multiply the input (Llama-4), for one expert per
+token. Dimension letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -165,8 +164,8 @@ def _is_by_expert(weight: View) -> bool:
 
 
 def _is_second(gemm: ExpertGemm) -> bool:
-    """Whether rows differ by expert, and a few element-wise steps, at least one, lead back to
-    another such GEMM."""
+    """Whether a GEMM's rows differ by expert and come from another such GEMM through a few
+    element-wise steps, at least one."""
     activated = gemm.x.value
     if _repeats(gemm.x)[0]:
         return False
@@ -192,7 +191,7 @@ def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
 
 
 def _refuse_lookups(weight: View) -> None:
-    """Raises Reject (EXPERT_WEIGHT) if the graph takes a weight for each row from a stack, by
+    """Raises Reject (EXPERT_WEIGHT) if the graph looks up a weight for each row in a stack, by
     expert number. Another pattern fuses such mixtures, but it does not know this form."""
     taken = weight.value
     numbers = [v for v in taken.operands if not v.value.dtype.is_floating_point]
@@ -206,8 +205,9 @@ def _refuse_lookups(weight: View) -> None:
 
 
 def _weighted(flow: Dataflow, down: ExpertGemm) -> Combine:
-    """Follows the experts' results [E, T, H] through scores and the sum over experts. The weights
-    are the scores [T, E], or None if there are none on the way. Raises Reject."""
+    """Follows the experts' results [E, T, H] through scores and the sum over experts. The returned
+    combine's weights are the scores [T, E], or None if no scores multiply the results. Raises
+    Reject."""
     value, scores, absorbed = down.end, None, list[Value]()
     for _ in range(_STEPS):
         user = flow.only_user(value)
@@ -285,14 +285,15 @@ def _repeats(view: View) -> list[bool]:
 
 
 def _chosen_experts(scores: View) -> View | None:
-    """Returns ids [T, S], distinct for each token, outside of which scores [T, E] are zero; None if
-    that is not known."""
+    """Returns ids [T, S], distinct for each token, such that scores [T, E] are zero for all other
+    experts; None if that is not known."""
     ids = _outside(scores, 0.0)
     return ids if ids is not None and is_distinct(ids) else None
 
 
 def _outside(view: View, number: float) -> View | None:
-    """Returns the ids [T, S] outside of which a view [T, E] holds `number`; else None."""
+    """Returns ids [T, S] such that a view [T, E] holds `number` for all other experts; else
+    None."""
     value = view.value
     if value.op in ("cast", "aten.clone"):
         return _outside(value.args[0].through(view.effect), number)

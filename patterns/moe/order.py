@@ -39,9 +39,9 @@ def refuse_order(message: str, culprit: Value | View, hint: str = "") -> NoRetur
 
 @dataclass(frozen=True)
 class RouteRows:
-    """The rows that the first GEMM of a mixture reads: row t * S + s of x's tokens, in order.
+    """The rows x[order // num_slots] that the first GEMM of a mixture reads.
 
-    x: [T, H]. weights: [T, 1], which multiply x before the experts; None without.
+    x: [T, H]. weights: [T, 1], by which x is multiplied before the experts; None if it is not.
     """
 
     order: Order
@@ -72,8 +72,8 @@ def rows_in_order(gemm: ExpertGemm) -> RouteRows:
 
 
 def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
-    """Returns rows that are multiplied by a number for each route, in order, before the experts.
-    Raises Reject."""
+    """Returns the rows with their weights. by_route: the numbers, one for each sorted route, that
+    multiply the rows before the experts. Raises Reject."""
     taken = gathered(by_route)
     one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
     one_each &= rows.order.cells is None
@@ -111,8 +111,8 @@ def _rows_by_route(gemm: ExpertGemm) -> RouteRows:
 
 
 def _repeated_tokens(rows: View) -> tuple[Any, View]:
-    """Returns (S, x [T, H]) of rows [T * S, H] with each token S times in a row; S is 1 if they do
-    not repeat."""
+    """Returns (S, x [T, H]) of rows [T * S, H] that hold each token S times, one after the other; S
+    is 1 if tokens do not repeat."""
     rows = without_counting(rows)
     by_row, hidden = rows.effect.dims
     if not by_row or by_row[-1].axis is not None:
@@ -130,8 +130,8 @@ def _permutations(rows: View) -> Iterator[View]:
 
 
 def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
-    """Raises Reject unless all GEMMs use each row's own expert: EXPERT_ENDS, and EXPERT_ORDER for
-    their biases."""
+    """Raises Reject (EXPERT_ENDS) unless all GEMMs use each row's own expert, and Reject
+    (EXPERT_ORDER) unless their biases do."""
     for gemm in gemms:
         num_experts = gemm.weight.shape[0]
         if gemm.ends is None:

@@ -1,8 +1,8 @@
 """Mixtures of experts that are never fused, only reported, with advice on what to change.
 
 - EXPERT_LOOP: a Python loop over the experts. The number of tokens of each expert decides shapes
-  there, so Dynamo ends the graph before the loop; the graph holds only the routing, prepared and
-  returned. With `capture_dynamic_output_shape_ops` the graph may hold the whole loop.
+  there, so Dynamo ends the graph before the loop. The graph then only prepares the routing and
+  returns it. With `capture_dynamic_output_shape_ops` the graph may hold the whole loop.
 - EXPERT_KERNEL: a library's operator that takes stacked quantised weights. Hugging Face's
   `FP8Experts` (`integrations/finegrained_fp8.py`) call the hub's `finegrained-fp8` or DeepGEMM:
   matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets). The graph
@@ -96,14 +96,15 @@ def choices_of(value: Value, reach: int) -> Iterator[Value]:
 
 
 def _choices_of_gemms(flow: Dataflow) -> frozenset[Value]:
-    """Returns the choices by which the graph itself multiplies with experts. Other values computed
-    from them, such as counts for statistics, do not prepare a loop."""
+    """Returns the choices that select experts for the graph's own products. Other values computed
+    from such choices, such as counts for statistics, do not prepare a loop."""
     routes = (routes_of(v) for v in flow.values if is_expert_gemm(v))
     return frozenset(c for view in routes if view for c in choices_of(view.value, 4 * _NEAR))
 
 
 def _finds_tokens(value: Value) -> bool:
-    """Whether a value's size depends on data: the graph was captured, not cut, there."""
+    """Whether a value's size depends on data. If so, Dynamo captured the operation instead of
+    cutting the graph there."""
     return value.op == "aten.nonzero" or (value.op == "aten.where" and len(value.args) == 1)
 
 
@@ -129,8 +130,8 @@ _CALLS = 2
 
 
 def _of_experts(value: Value) -> bool:
-    """Whether the user's code, its file or its module has "expert" or "moe" in its names, which is
-    enough for a message."""
+    """Whether a name in the user's code, of the file or of the module contains "expert" or "moe".
+    This guess is enough for a message."""
     named = calls_of(value.node.meta.get("stack_trace") or "")[-_CALLS:]
     words = " ".join((*named, value.scope)).lower()
     return "expert" in words or "moe" in words

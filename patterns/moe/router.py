@@ -60,9 +60,11 @@ class MoeRouter:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
-        """Yields the last choice after a product (a choice of groups comes before it), and misses
-        for experts that the routes are sorted by and that come from no choice. (A rank's own
-        experts, renumbered, do come from one.)"""
+        """Yields the last choice after each product, as a choice of groups may come before it.
+
+        Also yields misses for expert ids by which the graph sorts the routes, but which come from
+        no choice. Ids that are renumbered for one rank still come from a choice.
+        """
         made = (v for v in flow.values if is_choice(v) and _of_experts(v) and _is_used(v, flow))
         choices = {v: set(_before(v)) for v in made}
         within = {one for before in choices.values() for one in before}
@@ -120,7 +122,8 @@ class MoeRouter:
 
 
 def _is_used(choice: Value, flow: Dataflow) -> bool:
-    """Whether anything reads a choice, or the scores of its experts: Dynamo keeps unused ones."""
+    """Whether anything reads a choice or the scores of its experts. Dynamo keeps choices that
+    nothing reads."""
     return any(flow.users.get(v) or v in flow.output_values for v in flow.values_at([choice.node]))
 
 
@@ -134,8 +137,8 @@ def _is_product(value: Value) -> bool:
 
 
 def _is_projection(value: Value) -> bool:
-    """Whether a value is a product with a weight, which shares no input with its activation, unlike
-    the scores of tokens with each other."""
+    """Whether a value is a product with a weight, which is computed from other inputs than the
+    activation. In the product of tokens with each other, both sides come from one input."""
     gemm = match_gemm(value)
     if gemm is None:
         return False
@@ -158,7 +161,8 @@ def _before(choice: Value) -> Iterable[Value]:
 
 
 def _softmaxes(ids: Value, flow: Dataflow) -> Iterator[Value]:
-    """Yields the softmaxes of the scores that experts were chosen by: a number for each expert."""
+    """Yields softmaxes of the scores by which experts were chosen; they have a number for each
+    expert."""
     for product in filter(_is_product, upstream(ids, _REACH, lambda v: not _is_product(v))):
         yield from (v for v in _of_width(product, flow) if v.op == "aten.softmax")
 
@@ -181,8 +185,8 @@ def _shaped_like(flow: Dataflow, absorbed: set[Value]) -> set[Value]:
 def _logits(
     flow: Dataflow, choice: Choice, absorbed: set[Value]
 ) -> tuple[View, View | None, View | None, tuple[Value, ...]]:
-    """Returns (x, weight, bias, values absorbed). Without a weight, x is the logits, which other
-    values read."""
+    """Returns (x, weight, bias, values absorbed). If the product of the logits cannot be absorbed,
+    for example because other values read it, x is the logits and the weight is None."""
     logits, casts = strip_casts(choice.logits)
     gemm = match_gemm(logits.value)
     steps = (*casts, logits.value)
@@ -199,7 +203,8 @@ def _logits(
 
 
 def _is_plain(gemm: Gemm, logits: View) -> bool:
-    """Whether logits [T, E] are the whole product of plain numbers, features last."""
+    """Whether logits [T, E] are a whole product of numbers that are not codes, with features
+    last."""
     plain = gemm.x_scale is None and gemm.weight_scale is None
     order = gemm.layout == effects.identity(gemm.shape)
     return plain and order and logits == logits.value.whole.matrix and len(logits.shape) == 2
@@ -235,8 +240,8 @@ def _check(
 
 
 def _result(value: Value, output: int) -> Result | Parts:
-    """Returns the value as that output of the op. One of several values of a node is replaced at
-    its readers."""
+    """Returns the replacement of a value by an output of the op. If the value's node has several
+    values, the readers of this one are redirected."""
     if "output" in value.kwargs:
         return Parts(value, lambda effect: effect, output)
     return Result(value, effects.identity(value.shape), output)

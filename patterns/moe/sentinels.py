@@ -1,5 +1,5 @@
-"""Routes to experts on other devices (expert parallelism): their ids are E or larger, so that they
-sort after all others, and their rows are filled with zeros.
+"""Recognises routes to experts on other devices (expert parallelism). Their ids are E or larger, so
+that they sort after all others, and their rows are filled with zeros.
 
     foreign = (sorted_ids >= E)[:, None]
     rows    = rows.masked_fill(foreign, 0)
@@ -40,7 +40,7 @@ def foreign_experts(value: Value) -> tuple[View, Size] | None:
 
 
 def unmasked(view: View) -> tuple[View, tuple[Value, ...]]:
-    """Returns a view of rows before such masks, and the masked values."""
+    """Returns (rows before masks of experts on other devices, the masked values)."""
     return strip_while(view, is_row_mask)
 
 
@@ -54,7 +54,7 @@ def unclamped(ids: View, num_experts: Size) -> View:
 
 
 def clamps(flow: Dataflow, order: Order, num_experts: Size) -> list[Value]:
-    """Returns the values that the sorted experts are clamped to in place."""
+    """Returns the clamped values of in-place clamps of the sorted expert ids."""
     stores = (store.store for store in flow.stores if store.store is not None)
     sources = [s.source for s in stores if s.kind in ("clamp_", "clamp_max_") and s.source]
     return [

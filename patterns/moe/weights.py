@@ -1,10 +1,12 @@
-"""The way from the scores of the chosen experts to their weights: normalised, scaled, in any
-spelling.
+"""Follows the scores of the chosen experts to their weights, which may be normalised and scaled, in
+any spelling.
 
     w = topk(scores, S)[0], or scores.gather(1, ids)
     w = softmax(w)                                       of chosen logits
     w = w / (w.sum(-1, keepdim=True) + eps), or / w.sum(-1, keepdim=True).clamp(min=least)
     w = w * scaling
+
+S slots (top-k) per token.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _REACH = 16
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights computed from the chosen scores. end: the value [T, S]. scores: the op's; the
-    other fields are steps."""
+    """The weights computed from the chosen scores. end: the value [T, S]. scores: the op's argument
+    of that name. The other fields are the steps that the op performs."""
 
     end: Value
     scores: str
@@ -139,13 +141,13 @@ _WEIGHTS = (
 def _made(
     found: Found, *, end: Value, start: Value, choice: Choice, flow: Dataflow
 ) -> Weights | None:
-    """Returns the weights that `end` is. None if they come from other scores than `start`, if other
-    values read a step before them, or if the op would give other numbers."""
+    """Returns `end` as weights. None if they come from other scores than `start`, if other values
+    read a step before them, or if the op would give other numbers."""
     named = found.bound
     scores, eps, least = named.get("scores"), named.get("eps", 0.0), named.get("least")
     if named["chosen"] != start.whole or end.shape != start.shape:
         return None
-    if is_float_cast(end):  # it stays: readers that compute wider may omit it
+    if is_float_cast(end):  # the cast stays: readers in a wider dtype may omit it
         return None
     if scores is not None and choice.scores != "logits":
         return None

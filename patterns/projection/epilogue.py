@@ -20,9 +20,12 @@ from tilewright.patterns.recognise.rope_terms import joined_axes, summed_axis
 
 @dataclass(frozen=True)
 class HeadEpilogue:
-    """Norm and rotation of heads. head: their input, with dimensions like the matched view's.
-    head_weights: [D] of each head, if the norm has no weight for all heads. factor: multiplies the
-    heads before the rotation."""
+    """Norm and rotation of heads.
+
+    head: the input of the norm and rotation, with the dimensions of the matched view. head_weights:
+    the norm's weight [D] of each head, if heads have their own. factor: multiplies the heads before
+    the rotation.
+    """
 
     head: View
     norm: Norm | None
@@ -37,7 +40,8 @@ class HeadEpilogue:
 class HeadNorm:
     """A norm as the op takes it: see `fused_qkv_paged`.
 
-    weight, bias: [D], or [H, D], or None. factor: `offset + weight` as the graph computes it.
+    width: `head` or `row`, the features that one norm runs over. weight, bias: [D], or [H, D], or
+    None. factor: `offset + weight` as the graph computes it.
     """
 
     kind: str
@@ -58,8 +62,8 @@ class HeadNorm:
 def match_epilogue(view: View, stage: Stage, factors: bool = False) -> HeadEpilogue:
     """Returns the norm and rotation, if any, whose result is `view` [..., H, ..., D].
 
-    factors: numbers may multiply the heads before the rotation and after the norm. Raises Reject
-    for a norm or rotation of a kind that the op does not have.
+    factors: allows numbers that multiply the heads before the rotation and after the norm. Raises
+    Reject for a norm or rotation of a kind that the op does not have.
     """
     head, absorbed = strip_casts(view)
     factor = 1.0
@@ -95,8 +99,8 @@ def match_epilogue(view: View, stage: Stage, factors: bool = False) -> HeadEpilo
 
 
 def unscaled(view: View) -> tuple[View, float, tuple[Value, ...]]:
-    """Returns a view before products with numbers, and casts; the product of the numbers; and the
-    values in between."""
+    """Returns (x, factor, values) of a view that is x times numbers, with casts in between. values:
+    the products and casts."""
     factor, absorbed = 1.0, []
     inner, casts = strip_casts(view)
     while (found := constant_factor(inner.value)) is not None:
@@ -115,9 +119,10 @@ def _is_delta(view: View) -> bool:
 def head_norm(
     epilogue: HeadEpilogue, layout: Effect, feature: int, rows: Rows, stage: Stage
 ) -> HeadNorm:
-    """Returns the norm of an epilogue, given the layout of its x on the product's axes.
+    """Returns the norm of an epilogue.
 
-    feature: the axis of the product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
+    layout: the dimensions of the epilogue's input on the product's axes. feature: the axis of the
+    product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
     """
     norm = epilogue.norm
     assert norm is not None
@@ -247,8 +252,9 @@ def norm_fact(norm: HeadNorm | None) -> str:
 
 
 def one_head_axis(view: View) -> tuple[View, Effect]:
-    """Returns a stack of pairs [..., D/2, 2], or of halves [..., 2, D/2], as a view [..., D], and
-    the view's effect on that."""
+    """Returns (heads, effect): a view of the value with each head in one last dimension, and the
+    given view as an effect on it. A stack of pairs [..., D/2, 2] or of halves [..., 2, D/2] becomes
+    [..., D]."""
     value, effect = view.value, view.effect
     if not _is_pairs(view):
         return value.whole, effect

@@ -1,4 +1,4 @@
-"""The way from a tensor of heads back to its projection: rotation and norm, bias, linear.
+"""Follows a tensor of heads back to its projection: rotation and norm, bias, linear.
 
 Dimension letters: B batch, S sequence, T = B*S tokens, H heads, D head_dim, N output features of
 the linear, K hidden size.
@@ -34,13 +34,13 @@ from tilewright.patterns.recognise.rope import Rope, Table, table_argument
 
 @dataclass(frozen=True)
 class Heads:
-    """One of Q, K, V as found: `rope(norm(linear))` or `norm(rope(linear))`, all but the product
+    """Heads of Q, K or V: `rope(norm(linear))` or `norm(rope(linear))`, where norm and rope are
     optional.
 
-    path: the name of the way to it in misses. linear: product, bias, clamp. rows: which of the
-    product's features are these heads. layout: the heads' dimensions on the product's axes
-    [tokens..., N]. end: the last absorbed value, whose elements are the heads. factor: multiplies
-    the normalised and rotated heads.
+    path: codes and words for misses. linear: product, bias, clamp. rows: which of the product's
+    features are these heads. layout: the heads' dimensions on the product's axes [tokens..., N].
+    end: the last absorbed value, which holds the heads. factor: multiplies the normalised and
+    rotated heads.
     """
 
     path: Path
@@ -164,8 +164,8 @@ def match_heads(
 ) -> Heads:
     """Returns the projection whose heads `view` [..., H, ..., D] holds.
 
-    head_dim: D, if the view does not separate heads (its feature dimension is split by it).
-    factors: numbers may multiply the heads. Raises Reject with the codes of `path`.
+    head_dim: D, if the view does not separate heads: it then splits the feature dimension. factors:
+    allows numbers that multiply the heads. Raises Reject with the codes of `path`.
     """
     stage, end = path.stage, view.value
     view, factor, scaled = unscaled(view) if factors else (view, 1.0, ())
@@ -228,8 +228,8 @@ def on_heads(heads: Heads, effect: Effect) -> Effect:
 
 
 def rope_table(heads: Heads, table: Table) -> View | Computed:
-    """Returns cos or sin as the op takes it: [T or S or 1, width], rows repeating over leading
-    axes.
+    """Returns cos or sin as the op takes it: [T or S or 1, width]; the rows repeat over leading
+    token axes.
 
     Raises Reject (ROPE_TABLE) if it varies from head to head.
     """

@@ -50,8 +50,7 @@ class Rows:
         return _indices(self)
 
     def of(self, view: View, base: int = 0) -> View:
-        """Returns these rows of `view` [N - base, ...], whose first row is row `base`: [H, D,
-        ...]."""
+        """Returns these rows [H, D, ...] of `view` [N - base, ...], which begins at row `base`."""
         dims = [effects.coalesce([Atom(0, step, count)]) for count, step in self.heads or ((1, 0),)]
         dims.append(effects.coalesce([Atom(0, 1, self.head_dim)]))
         return rows_of(view, dims, self.first - base)
@@ -153,7 +152,8 @@ def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | 
 
 def rest_of(size: int, taken: frozenset[int], head_dim: int) -> Rows | None:
     """Returns the heads in the rest of `size` rows, without the rows `taken`. None if no rows
-    remain, or if they are not runs of whole heads, equally long and equally far apart."""
+    remain, or if the remaining rows are not runs of whole heads that have equal lengths and
+    distances."""
     gone = np.fromiter(taken, dtype=np.int64)
     remain = np.ones(size, dtype=bool)
     remain[gone[(gone >= 0) & (gone < size)]] = False

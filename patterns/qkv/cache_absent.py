@@ -1,6 +1,6 @@
 """Caches that cannot be written in place: those that grow by `cat`, or are updated out of place.
 
-Never a match: these anchors exist to tell the user what to change.
+The pattern never matches: its anchors exist to tell the user what to change.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _grows(value: Value, flow: Dataflow) -> bool:
 
 
 def _fresh(value: Value, flow: Dataflow) -> bool:
-    """Whether a value writes projected data into memory allocated in the graph: at slots, to a part
-    of what attention reads, or to a part of what is returned while attention reads the same data.
-    """
+    """Whether a value writes projected data into memory allocated in the graph, as into a cache. It
+    does if it writes at slots, or a part of a tensor that attention reads, or a part of a tensor
+    that is returned while attention reads the same data."""
     store = value.store
     if store is None or store.memory.is_input or len(store.memory.shape) < 3:
         return False
@@ -129,7 +129,8 @@ def _holds_keys(value: Value, store: Store, flow: Dataflow) -> bool:
 
 
 def _is_scratch(anchor: AbsentCache, flow: Dataflow) -> bool:
-    """Whether all are slices of memory that is not returned: it may be padding."""
+    """Whether all values write slices of memory that is not returned. Such memory may be
+    padding."""
     stores = [value.store for value in anchor.values]
     return anchor.code == "FRESH_CACHE" and all(
         store is not None and not store.index and not _is_returned(store.memory, flow)

@@ -1,7 +1,7 @@
 """The cache write alone, for heads whose projection could not be absorbed.
 
-A step should still touch only the slots it writes: stock compilation of a write through a view
-copies the whole cache.
+A step should still touch only the slots that it writes: torch.compile alone copies the whole cache
+for a write through a view.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CacheStore:
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
         found = list(pairs(flow))
         yield from found
-        for pair in found:  # what cannot be written together is, one behind the other
+        for pair in found:  # two writes that do not match as a pair may match one by one
             yield from pair.apart()
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:

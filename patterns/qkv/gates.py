@@ -3,7 +3,7 @@
     x ─ linear ─┬─ [norm] ─ [rope] ─▶ q ─▶ attention ─▶ · sigmoid(gate)
                 └─▶ gate ──────────────────────────────────▲
 
-The linear has as many additional rows for the gates, beside each query head or after all of them.
+The linear has as many rows for gates as for queries, beside each query head or after all of them.
 The op computes both, and normalises and rotates only the queries.
 """
 
@@ -24,7 +24,7 @@ from tilewright.patterns.qkv.query import Query, covers
 
 def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Query:
     """Returns the query with the other rows of its product, if these are gates that something
-    reads."""
+    reads; else the query as it is."""
     q, (result,) = query.heads, query.results
     if not isinstance(result, Result) or not covers(q.linear) or kv[1].norm is not None:
         return query
@@ -46,7 +46,8 @@ def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Query:
 
 
 def _for_all_heads(norm: HeadNorm) -> bool:
-    """Whether a norm treats all heads alike and separately: gates have no weights."""
+    """Whether a norm runs over single heads and has one weight for all of them. The rows of gates
+    need no weight of their own then."""
     vectors = [vector for vector in (norm.weight, norm.bias) if vector is not None]
     return norm.width == "head" and all(
         isinstance(vector, View) and len(vector.shape) == 1 for vector in vectors

@@ -5,7 +5,8 @@ RMS norm and rotation, with K and V written into a cache by slot. Gates of q's l
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
     x ─ linear ─ [+bias] ──────────────────▶ v ─▶ cache[slots] = v
 
-Includes the RMS or layer norm that made x, if tokens are few and no other value reads its result.
+The match includes the RMS or layer norm that made x, if tokens are few and no other value reads its
+result.
 
 Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
 """
@@ -148,15 +149,15 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
     else:
         message = "this write has no twin at the same slots: K and V are written in pairs"
         hint = (
-            "what is cached alone is written by an op of its own; keys and values by the "
-            "same index, in one module"
+            "write keys and values by the same index, in one module; this op does not write a "
+            "tensor that is cached alone"
         )
     reject(code, Stage.ANCHORED, message, *culprits, hint=hint, weight=weight)
 
 
 def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Stored]:
-    """Returns K and V. K is the one that is rotated or normalised, else the first. Raises
-    Reject."""
+    """Returns K and V. K is the write that is rotated or normalised; if neither is, the first.
+    Raises Reject."""
     first, second = writes
     try:
         k = match_heads(first[0].source, _KEYS, factors=True)
@@ -193,7 +194,7 @@ def _rotated(place: Address) -> Heads | None:
 
 def _check_written(keys: Stored, values: Stored) -> int:
     """Returns the number of cache heads that each head is written to. Raises Reject unless K and V
-    are written and clamped alike."""
+    are written and clamped in the same way."""
     repeats = []
     for stored, who in ((keys, "K"), (values, "V")):
         heads, place = stored.heads, stored.place
@@ -255,8 +256,9 @@ def _arguments(q: Heads, keys: Stored, values: Stored) -> dict[str, Any]:
 
 
 def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -> Norm | None:
-    """Returns the norm that made x, if the kernel for few tokens takes it: with dense weights,
-    whose tiles leave room for the norm of a head. place: where the op will stand."""
+    """Returns the norm that made x, if the kernel for few tokens computes it; else None. Its tiles
+    have no room for that with quantised weights, or with a norm over all heads. place: where the op
+    will stand."""
     by_row = any(h.norm is not None and h.norm.width == "row" for h in heads)
     if by_row or any(h.quantized is not None for h in heads):
         return None
@@ -311,7 +313,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     if len(weights) != len(found):
         refuse(weights[0].codes, "not those of all three projections")
     arguments = weight_arguments(weights)
-    if k.x_scale is not None:  # x is k's, too: what rounded q's then has no readers
+    if k.x_scale is not None:  # q shares k's codes of x, so those made for q have no readers
         return arguments | {"x": k.x, "x_scale": k.x_scale, "out_dtype": k.product.dtype}
     rows = _coded_x(k, arguments)
     if rows is None:
@@ -321,7 +323,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
 
 def _coded_x(k: Heads, weights: Mapping[str, Any]) -> CodedRows | None:
     """Returns the codes that the graph decodes the activation from, if the op multiplies them with
-    those of the weights; else None. weights: the op's arguments for these."""
+    the codes of the weights; else None. weights: the op's arguments for the weights."""
     rows = match_coded_rows(k.x) if weights["weight_format"] == "fp8" else None
     whole = weights["scale_block"][1] in (ACTIVATION_BLOCK, k.x.shape[1])
     return rows if whole and isinstance(rows, CodedRows) else None

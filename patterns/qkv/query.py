@@ -1,8 +1,8 @@
 """Finds the query projection that belongs to a K and a V projection.
 
-If K is rotated, Q is rotated with the same cos and sin. Otherwise Q is the rest of the product that
-K or V is a part of, or another product of the same activation: the one that meets the written cache
-in attention.
+If K is rotated, Q is rotated with the same cos and sin. Otherwise Q is the projection of the same
+activation that meets the written cache in attention. It may be the rest of the product that K or V
+is a part of, or another product.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def find_query(
     """Returns the query beside K and V; raises Reject (Q_PATH) if there is none, or more than one.
 
     store: the write of K. inside: the values that the match absorbs for K and V. place: where the
-    op will stand, in program order; a query must be complete without what is computed later.
+    op will stand, in program order; a query must not depend on values that are computed later.
     """
     if k.rope is not None:
         rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)
@@ -120,8 +120,8 @@ def find_query(
 def _products_of(flow: Dataflow, k: Heads, v: Heads) -> list[Value]:
     """Returns every product of K's activation with a weight.
 
-    Libraries quantise an activation once for each linear that reads it. If only K and V read this
-    value, products of an equal one count as well.
+    Libraries quantise an activation once for each linear that reads it. If only K and V read K's
+    activation, products of an equal value count as well.
     """
     if k.x_scale is None:
         found = _multiplying(flow.users.get(k.x.value, ()), k)
@@ -213,7 +213,8 @@ def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
 
 
 def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
-    """Raises Reject with the obstacle if one projection beside K and V might be the query's."""
+    """Raises Reject with the obstacle if a projection other than K's and V's might be the
+    query's."""
     for product in _products_of(flow, k, v):
         for end in _ends(flow, product):
             try:
@@ -251,7 +252,7 @@ def _is_ready(flow: Dataflow, q: Heads, place: int) -> bool:
 
 
 def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:
-    """Whether only Q's end is used elsewhere."""
+    """Whether Q's end is the only value of Q that others read."""
     within = {*q.absorbed, *inside}
     return all(
         value is q.end
@@ -272,7 +273,7 @@ def _mirrors(q: Heads, k: Heads) -> bool:
 
 
 def _keeps_range(q: Heads) -> bool:
-    """Whether the heads are also in the range of their dtype before they are multiplied."""
+    """Whether the heads stay in the range of their dtype if their factor is left out."""
     return abs(q.factor) >= 1 or q.end.dtype != torch.float16
 
 
@@ -296,7 +297,7 @@ def _same_rotation(q: Heads, k: Heads) -> bool:
 
 
 def _rests(k: Heads, v: Heads) -> Iterator[Query]:
-    """Yields, for each product that K or V is a part of, the rest of it."""
+    """Yields the rest of each product that K or V is a part of, as a query."""
     shared = k.product is v.product
     for heads in (k,) if shared else (k, v):
         taken = heads.rows.indices() | (v.rows.indices() if shared else frozenset())
@@ -362,7 +363,7 @@ class _Meetings:
         return False
 
     def of(self, query: Value, kv: tuple[Heads, Heads]) -> bool:
-        """Whether values computed from a value, other than K and V, reach such a place."""
+        """Whether values computed from `query`, other than K and V, reach such a place."""
         own = {value for heads in kv for value in heads.absorbed if value is not query}
         made = self.flow.downstream(query, None, lambda v: v not in own and self._carries(v))
         return any(

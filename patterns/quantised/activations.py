@@ -5,9 +5,9 @@
     codes  = (blocks / scale).clamp(-448, 448).to(float8_e4m3fn)
     rows   = (codes.float() * scale).view(M, K).to(x.dtype)      ⇒   x, activation_format="fp8"
 
-The division may also be a product with the reciprocal. The op gives zeros for zero blocks, where
-the graph may divide by zero; a block below the graph's lower bound keeps its own scale.
-Alternatively only the divisor may be clamped, to a very small number. Dimension letters: M rows, K
+The division may also be a product with the reciprocal. Alternatively only the divisor may be
+clamped, to a very small number. The op differs at the ends: it gives zeros for zero blocks, where
+the graph may divide by zero, and it clamps no scale from below. Dimension letters: M rows, K
 columns.
 """
 
@@ -45,14 +45,14 @@ from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 DECODED_ROWS = "opaque:python::decoded_rows"
 # The largest lower bound of a scale that counts as a guard against dividing by zero.
 LARGEST_BOUND = 1e-2
-# The largest bound of the divisor alone: a smaller scale divides as the bound, but multiplies as
-# itself.
+# The largest bound if only the divisor is clamped. The graph then divides by the bound if the scale
+# is smaller, but multiplies by the scale.
 LARGEST_DIVISOR_BOUND = 1e-10
 # The relative difference allowed from 448 or 1 / 448, as rounded to fp32.
 CLOSE = 1e-6
 _DECODING = {"cast", "bitcast", "aten.mul", "aten.div", "aten.clone"}
 _CODES = (torch.float8_e4m3fn, torch.int8)
-# The most values from rows back to their codes.
+# The most values that are searched from rows back to their codes.
 _REACH = 24
 
 
@@ -66,8 +66,8 @@ class QuantisedRows:
 
 
 def match_quantised_rows(rows: View) -> QuantisedRows | None:
-    """Returns the source that the rows [M, K] of a GEMM are quantised from; None if they are not,
-    or differently."""
+    """Returns the source that the rows [M, K] of a GEMM are quantised from; None if they are not
+    quantised, or not as the op does it."""
     if len(rows.shape) != 2:
         return None
     try:
@@ -167,7 +167,8 @@ def _taken(found: Found) -> QuantisedRows | None:
 
 
 def _rounds(value: Value) -> bool:
-    """Whether a value is a cast to fewer bits of anything but magnitudes and decoded codes."""
+    """Whether a value is a cast to fewer bits. Casts of magnitudes and of decoded codes do not
+    count."""
     if not is_float_cast(value) or value.dtype.itemsize >= value.operands[0].value.dtype.itemsize:
         return False
     return value_before_casts(value).op not in ("aten.abs", "cast")

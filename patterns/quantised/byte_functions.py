@@ -35,7 +35,7 @@ _OPTIONS = {"alpha", "rounding_mode", "min", "max"}
 
 @dataclass(frozen=True, eq=False)
 class ByteFunction:
-    """A view whose every element is `table[byte]` of the byte of `leaf` at its place.
+    """A view in which every element is `table[byte]` for the byte at the same place in `leaf`.
 
     leaf: a view of stored (or computed) bytes, with the view's own shape; its dtype may be an 8-bit
     float's. table: [256], or [16] if only bytes below 16 can be looked up.
@@ -46,7 +46,7 @@ class ByteFunction:
 
 
 def byte_function(view: View, size: int = 256) -> ByteFunction | None:
-    """Returns the function of one byte that a view's elements are; None if they are not.
+    """Returns a view as a function of one byte for each element; None if it is not one.
 
     size: 16 considers only bytes below 16, for tables that hold no more.
     """
@@ -62,7 +62,8 @@ def byte_function(view: View, size: int = 256) -> ByteFunction | None:
 
 @dataclass(frozen=True, eq=False)
 class _Numbers:
-    """numbers: [size], [1] or one number for all; leaves: the bytes that they depend on."""
+    """Results for every byte. numbers: [size], or [1] or 0-d if all are equal. leaves: the views of
+    bytes that they depend on."""
 
     numbers: torch.Tensor
     leaves: frozenset[View]
@@ -87,8 +88,8 @@ class _Trial:
         return _Numbers(stored, frozenset((view,)))
 
     def _computed(self, view: View) -> _Numbers | None:
-        """Evaluates the operation; None if it mixes bytes, in which case its result may itself be a
-        stored byte."""
+        """Returns the operation's results for every byte; None if it mixes bytes. The view itself
+        may then be a byte that the table is indexed by."""
         value = view.value
         if value.op in ("input", "constant", "store"):
             return None
@@ -138,7 +139,8 @@ class _Trial:
         return part and _Numbers(part.numbers.contiguous().view(view.value.dtype), part.leaves)
 
     def look_up(self, view: View) -> _Numbers | None:
-        """Evaluates table[index], if the graph computes the table from constants."""
+        """Returns the results of table[index] for every byte, if the graph computes the table from
+        constants; else None."""
         table, index = _table_and_index(view.value)
         if table is None or len(table.shape) != 1:
             return None
@@ -175,8 +177,8 @@ def _table_and_index(value: Value) -> tuple[View | None, View | None]:
 
 
 def looked_up_inputs(view: View) -> Value | None:
-    """Returns a look-up table that a view is computed from and that is an input, so not constant;
-    else None."""
+    """Returns a look-up table that a view is computed from, if the table is stored, so that its
+    numbers may change; else None."""
     for value in upstream(view.value, _REACH, lambda v: not v.projected):
         if value.op in ("aten.index", "aten.index_select", "aten.take") and not value.projected:
             table, index = _table_and_index(value)

@@ -2,8 +2,8 @@
 
     rows = (codes.to(dtype) * scale).to(dtype)      codes [M, K], scale [M or 1, 1 or K / 128]
 
-Codes and scale may be computed in any way. A reader of codes and scale, instead of rows, needs no
-rounding to dtype. Dimension letters: M rows, K columns.
+Codes and scale may be computed in any way. An op that reads codes and scale, instead of rows, does
+not round to dtype. Dimension letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilewright.patterns.quantised.blocks import Block, block_of, cut_to_blocks
 from tilewright.patterns.quantised.factors import fp32, match_coded
 from tilewright.patterns.quantised.words import follow
 
-# The most values from the source of codes that are searched for equal codes.
+# The most values computed from the source of codes that are searched for equal codes.
 _REACH = 64
 # The most steps from numbers to their codes.
 _STEPS = 6
@@ -47,14 +47,14 @@ class CodedRows:
 
 @dataclass(frozen=True)
 class UnknownRows:
-    """Rows that are decoded from codes of eight bits, and the reason why no op takes these."""
+    """Rows that are decoded from codes of eight bits, and the reason why no op takes them."""
 
     why: str
 
 
 @once
 def match_coded_rows(rows: View) -> CodedRows | UnknownRows | None:
-    """Returns the codes that rows [M, K] of a GEMM are decoded from; None if they are not."""
+    """Returns the codes that rows [M, K] of a GEMM are decoded from; None for other rows."""
     if len(rows.shape) != 2:
         return None
     try:
@@ -106,7 +106,7 @@ def _in_words(block: Block) -> str:
 
 
 def first_alike(rows: CodedRows, flow: Dataflow) -> CodedRows:
-    """Returns the first rows in the graph that are rounded in the same way: libraries round an
+    """Returns the first rows in the graph with the same codes and scale. Libraries round an
     activation once for each linear that reads it."""
     source = rows.codes.value
     for _ in range(_STEPS):

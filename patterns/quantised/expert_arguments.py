@@ -22,13 +22,13 @@ from tilewright.patterns.quantised.signs import never_negative
 
 @dataclass(frozen=True)
 class DequantizedExperts:
-    """codes * scale * expert factors, in one of the formats of `ops/formats/expert_weight.py`.
+    """A weight codes * scale * expert factors, in a format of `ops/formats/expert_weight.py`.
 
-    data: codes as stored, [E, N, K / per byte], for activations [M, K / 2]. shape: (E, N, K).
-    scale: one number per element, [E, N, K] with repetitions; None: only the expert's factors.
-    steps: applied to the scale after it is cut to blocks. unsigned: then without its sign. factors:
-    fp32 factors by expert, views [E] (activations: by row, [M]); those of `divisors` divide;
-    number: a factor for all.
+    data: the codes as stored, [E, N, K / per byte], for activations [M, K / 2]. shape: (E, N, K).
+    scale: [E, N, K], one number per element with repetitions; None if there are only factors.
+    steps: applied to the scale after it is cut to blocks. unsigned: whether the scale's sign is
+    then removed. factors, divisors: fp32 numbers by expert, views [E] (for activations by row,
+    [M]), to multiply and divide by. number: one more factor, the same for all elements.
     """
 
     data: View | Computed
@@ -53,8 +53,8 @@ class DequantizedExperts:
         return self.unsigned or (self.scale is not None and never_negative(self.scale))
 
     def expert_scale(self) -> Computed | None:
-        """Returns the product of all factors per expert (or row): fp32, contiguous; None for
-        none."""
+        """Returns the product of all factors per expert (or row), fp32 and contiguous; None without
+        factors."""
         parts = (self.factors, self.divisors, self.number)
         if parts == ((), (), 1) and self.scale is not None:
             return None
@@ -88,7 +88,8 @@ def expert_arguments(weights: Mapping[Names, DequantizedExperts]) -> dict[str, A
     """Returns the arguments of an op that takes these weights together: codes, scales [E, N/bn,
     K/bk], and factors [E] for weights that have any.
 
-    Raises Reject. WEIGHT_FORMAT: different formats. SCALE_BLOCK: blocks of no common size.
+    Raises Reject (WEIGHT_FORMAT) for different formats, and Reject (SCALE_BLOCK) for blocks of no
+    common size.
     """
     first = next(iter(weights.values()))
     anchor = first.data if isinstance(first.data, View) else first.data.operands[0]
@@ -120,7 +121,7 @@ def _common_block(weights: Sequence[DequantizedExperts]) -> tuple[int, int]:
 
 
 def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
-    """Returns one number per block [E, N/bn, K/bk]; for activations [M, K/bk]."""
+    """Returns the scale as one number per block, [E, N/bn, K/bk]; for activations [M, K/bk]."""
     if weight.scale is None:
         counts = [-(-n // b) for n, b in zip(weight.shape[1:], block, strict=True)]
         options = (("dtype", torch.float32), ("device", weight.device))

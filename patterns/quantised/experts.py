@@ -4,11 +4,11 @@
 
 The decoding is recognised by its results for all 256 bytes (:mod:`.byte_functions`), the factors by
 the dimensions along which they vary. The result is what `ops/formats/expert_weight.py` takes. The
-ends of E8M0 follow that format: 0 is 2^-127, 255 is NaN. NVFP4's scales keep their sign if the
-decoder does.
+first and last codes of E8M0 follow that format: 0 is 2^-127, 255 is NaN. NVFP4's scales keep their
+sign if the graph's decoder keeps it.
 
-Also matches activations [M, K] whose NVFP4 codes and scales the graph has. Dimension letters: E
-experts, N rows, K columns.
+Also matches activations [M, K] that the graph decodes from NVFP4 codes and scales. Dimension
+letters: E experts, N rows, K columns.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tilewright.patterns.quantised.positions import every, joined
 from tilewright.patterns.quantised.words import holds_codes
 
 _EXPERTS = {name for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
-# Formats of experts, and formats of linears whose codes stand for other numbers.
+# Formats of experts, and formats of linears whose codes stand for numbers other than themselves.
 _CODED = {n: form for n, form in WEIGHT_FORMATS.items() if form.expert_scales or form.number}
 # The scales of formats whose scales are not plain numbers.
 _STORED_SCALES: dict[tuple[str, ...], str] = {("fp8e4nv",): "e4m3", ("u8",): "e8m0"}
@@ -133,8 +133,8 @@ def _joined_each(factors: Sequence[Sequence[View]]) -> tuple[View, ...]:
 
 
 def match_packed(weight: View) -> DequantizedExperts | None:
-    """Returns the codes that weights [E, N, K] or [N, K] are dequantised from, two to a byte along
-    K in the format's own order; None if they are not. Raises InexpressibleError."""
+    """Returns the codes that weights [E, N, K] or [N, K] are dequantised from, if they are packed
+    two to a byte along K in the format's own order; else None. Raises InexpressibleError."""
     axis, columns = len(weight.shape) - 1, weight.shape[-1]
     if not isinstance(columns, int) or columns % 2:
         return None
@@ -184,8 +184,8 @@ def _as_dtype(leaf: View, dtype: torch.dtype) -> View | Computed:
 
 
 def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
-    """Returns (format, unit) of a byte's first (0) or second (1) code, if it alone determines the
-    result."""
+    """Returns (format, unit) of a byte's first (0) or second (1) code, if that code alone
+    determines the result; else None."""
     if table.shape[0] != 256:
         return None
     for nibble, by_nibble in enumerate((table.view(16, 16).T, table.view(16, 16))):
@@ -197,8 +197,8 @@ def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
 
 
 def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
-    """Returns the first format whose codes stand for the numbers of a table, and their unit
-    there."""
+    """Returns (name, unit) of the first format whose numbers, times the unit, are the table's; else
+    None."""
     for name, numbers in _NUMBERS.items():
         unit = multiple(table, numbers)
         if unit is not None:
@@ -207,7 +207,8 @@ def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
 
 
 def _coded(view: View, size: int = 256) -> Coded[ByteFunction] | None:
-    """Returns the code of every element, each from a different byte, and its factors."""
+    """Returns the codes of a view and their factors, if each element comes from a byte of its own;
+    else None."""
 
     def match_code(view: View) -> ByteFunction | None:
         found = byte_function(view, size)
@@ -219,8 +220,8 @@ def _coded(view: View, size: int = 256) -> Coded[ByteFunction] | None:
 def _scaled(
     weight: View, data: View | Computed, decoded: str, given: Sequence[Factor], number: float
 ) -> DequantizedExperts | None:
-    """Returns the weight of codes and factors, if a format has both. decoded: a format that has
-    such codes."""
+    """Returns the weight with these codes and factors; None if no format has both. decoded: a
+    format with such codes."""
     found: Factors | None = Factors(number=number)
     for factor in given:
         found = None if found is None else with_factor(found, factor)
@@ -250,7 +251,8 @@ def _scaled(
 
 
 def _format_of(decoded: str, scales: str | None) -> str | None:
-    """Returns the format with these codes and this kind of scales; None: it has no scales."""
+    """Returns the format with these codes and this kind of scales, or None. scales: None if the
+    weight has none."""
     for name, form in _CODED.items():
         kind = _STORED_SCALES.get(form.expert_scales, "float")
         same = multiple(_NUMBERS[name], _NUMBERS[decoded]) == 1
@@ -276,7 +278,7 @@ def _refuse(weight: View) -> NoReturn:
         reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
     message = f"{weight.value} is dequantised from codes, in a format that the op does not have"
     hint = (
-        "known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "
-        "float8_e4m3fn and nibbles from -8 to 7, with scales by blocks"
+        "known formats: NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (an e8m0 scale per 32 "
+        "columns), and float8_e4m3fn or nibbles from -8 to 7 with scales by blocks"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)

@@ -1,8 +1,8 @@
-"""Codes that weights are decoded from, and their factors.
+"""Splits decoded weights into codes and factors.
 
-Factors of experts' weights are one scale per block, and factors per expert. A factor that is
-constant within an expert stays as the graph computes it. At most one factor may vary within an
-expert: stored e4m3 or e8m0, recognised by its values for all bytes, or any floats.
+A weight of experts may have one scale per block, and factors per expert. A factor that is constant
+within an expert stays as the graph computes it. At most one factor may vary within an expert:
+either stored e4m3 or e8m0 bytes, recognised by their values for all bytes, or any floats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Code = TypeVar("Code")
 # Steps that the rewriter applies to a view: ("to", dtype), ("bitcast", dtype) or ("bitwise_and",
 # number).
 Steps = tuple[tuple[str, torch.dtype | int], ...]
-#: Steps to e4m3 numbers without their signs.
+#: Steps that remove the signs of e4m3 numbers.
 MAGNITUDE: Steps = (
     ("bitcast", torch.uint8), ("bitwise_and", 0x7F), ("bitcast", torch.float8_e4m3fn),
 )  # fmt: skip
@@ -36,8 +36,9 @@ _E8M0 = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 12
 
 @dataclass(frozen=True)
 class Factor:
-    """One number per element. kind: "times", "over", "exponent" (of two), or "nan_where" (a
-    condition under which the product is NaN). casts: applied to the number."""
+    """A factor of a decoded weight, one number per element. kind: "times", "over", "exponent" (of
+    two), or "nan_where" (a condition under which the product is NaN). casts: the casts that the
+    graph applies to the factor."""
 
     view: View
     kind: str = "times"
@@ -46,8 +47,8 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Coded(Generic[Code]):
-    """A code for every element, a number, and factors; the factors of the last product come
-    last."""
+    """Numbers that are a code times a number times factors, in the order in which the graph applies
+    them."""
 
     code: Code
     factors: tuple[Factor, ...] = ()
@@ -55,9 +56,9 @@ class Coded(Generic[Code]):
 
 
 def match_coded(view: View, match_code: Callable[[View], Code | None]) -> Coded[Code] | None:
-    """Returns the codes that a view's elements are products of; None if there are none.
+    """Returns the codes and factors whose product a view is; None if it has no codes.
 
-    match_code: returns the code that a view is without factors, or None.
+    match_code: returns the codes of a view that has no factors, or None.
     """
     view = follow(view)
     code = match_code(view)
@@ -124,7 +125,7 @@ def product_of(
 
 
 def fp32(item: View | Computed) -> Computed:
-    """Returns a tensor that the graph casts to float32."""
+    """Returns the cast of a tensor to float32."""
     return Computed("to", (item, torch.float32))
 
 
@@ -133,8 +134,8 @@ def fp32(item: View | Computed) -> Computed:
 
 @dataclass(frozen=True)
 class BlockScale:
-    """The only factor that varies within an expert. kind: "e4m3", "e8m0" or "float". unsigned: the
-    graph removes the sign of e4m3."""
+    """The only factor of a product that varies within an expert. kind: "e4m3", "e8m0" or "float".
+    unsigned: the graph removes the sign of e4m3."""
 
     view: View
     kind: str
@@ -144,8 +145,8 @@ class BlockScale:
 
 @dataclass(frozen=True)
 class Factors:
-    """The parts of a product. factors, divisors: by expert [E] (by row [M]). guard: bytes that make
-    the product NaN where they are 255."""
+    """The parts of a product. factors, divisors: by expert [E], for activations by row [M]. guard:
+    bytes that make the product NaN where they are 255."""
 
     block: BlockScale | None = None
     factors: tuple[View, ...] = ()
@@ -162,7 +163,8 @@ def is_factor(item: Any, tensor: bool = False) -> bool:
 
 
 def with_factor(found: Factors, factor: Factor) -> Factors | None:
-    """Adds one factor, split into its own factors as far as possible; None if it is unknown."""
+    """Returns `found` with one more factor, which is split into its own factors as far as possible;
+    None for an unknown one."""
     view = follow(factor.view)
     value = view.value
     if factor.kind == "nan_where":
@@ -193,12 +195,12 @@ def _with_guard(found: Factors, view: View) -> Factors | None:
 
 
 def _is_constant_within(effect: Effect) -> bool:
-    """Whether the number is the same for all elements of an expert (a row)."""
+    """Whether the number is the same for all elements of an expert, or of a row of activations."""
     return all(a.axis is None for dim in effect.dims[1:] for a in dim)
 
 
 def _with_constant(found: Factors, view: View, factor: Factor) -> Factors | None:
-    """Adds a constant factor, which stays as the graph computes it."""
+    """Returns `found` with a constant factor, which stays as the graph computes it."""
     if not view.value.dtype.is_floating_point or view.value.dtype.itemsize == 1:
         return None
     if factor.casts:
@@ -216,7 +218,7 @@ def _with_block(found: Factors, block: BlockScale, unit: float = 1.0) -> Factors
 
 
 def _before_cast(view: View, factor: Factor) -> Factor:
-    """Returns the factor before a cast, which is recorded if it rounds."""
+    """Returns the factor before a cast. If the cast rounds, it is recorded in `casts`."""
     (operand,) = view.value.operands
     to = view.value.dtype
     rounds = torch.promote_types(operand.value.dtype, to) != to
@@ -225,8 +227,8 @@ def _before_cast(view: View, factor: Factor) -> Factor:
 
 
 def _with_product(found: Factors, view: View) -> Factors | None:
-    """Adds each part of a product or quotient separately: rounded together they would be less
-    exact."""
+    """Returns `found` with each part of a product or quotient as a factor. Rounding the parts
+    together would be less exact."""
     value: Value = view.value
     kinds = ("times", "over" if value.op == "aten.div" else "times")
     more: Factors | None = found
@@ -243,7 +245,7 @@ def _with_product(found: Factors, view: View) -> Factors | None:
 
 
 def _stored_scale(view: View, kind: str) -> tuple[BlockScale, float] | None:
-    """Returns a block scale that is a function of a stored byte, and its unit; else None."""
+    """Returns (block scale, unit) of a scale that is a function of a stored byte; else None."""
     found = byte_function(view) if kind in ("times", "exponent") else None
     if found is None:
         return None

@@ -18,10 +18,10 @@ def every(rows: View, axis: int, per: int, position: int) -> View:
 
 
 def joined(views: Sequence[View | None], axis: int) -> View | None:
-    """Joins the views of all positions into one, the inverse of :func:`every`; None if there are
-    none.
+    """Joins the views of all positions into one, the inverse of :func:`every`; None if all are
+    None.
 
-    Raises InexpressibleError if they are unrelated.
+    Raises InexpressibleError if they do not interleave.
     """
     first = views[0]
     if first is None or any(v is None or v.value is not first.value for v in views):

@@ -6,8 +6,8 @@
     numbers = (codes.to(dtype) * scale).to(dtype)
 
 x is [..., K], or [..., K / 128, 128]. `largest` may also be the larger of x.amax().clamp(min=0) and
--x.amin().clamp(max=0). Other parts than the quotient by the scale may be absent. The arithmetic has
-one dtype, x's or float32, and nothing else is rounded on the way.
+-x.amin().clamp(max=0). All parts but the quotient by the scale may be absent. All arithmetic has
+one dtype, x's or float32, and no other step rounds.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ from tilewright.patterns.quantised.activations import DECODED_ROWS
 from tilewright.patterns.recognise.dtypes import dtype_name
 
 _HINT = (
-    "known are amax / 448 of a token, or of 128 columns, computed in the activation's dtype or in "
-    "float32, as compressed-tensors and finegrained-fp8 do"
+    "known scales: amax / 448 of a token, or of 128 columns, computed in the activation's dtype or "
+    "in float32, as compressed-tensors and finegrained-fp8 do"
 )
 
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """x [..., width]: all numbers of a value, before they are rounded; width: columns that share a
-    scale. codes: the result. scale [..., 1]. options: arguments of `round_rows` by name.
-    absorbed: the values between, the scale among them."""
+    """A rounding of activations to codes.
+
+    x [..., width]: all numbers of a value, before they are rounded; `width` columns share a scale.
+    codes: the result. scale [..., 1]. options: arguments of `round_rows` by name. absorbed: the
+    values between x and the codes, the scale among them.
+    """
 
     x: View
     codes: Value
@@ -66,7 +69,7 @@ class RoundedRows:
 
 
 def is_rounded(value: Value) -> bool:
-    """Whether a value is codes of a quotient."""
+    """Whether a value is a quotient, clamped or not, that is cast to codes of activations."""
     if value.op != "cast" or value.dtype != ACTIVATION_CODES:
         return False
     (view,) = value.operands
@@ -77,8 +80,8 @@ def is_rounded(value: Value) -> bool:
 
 
 def match_rounded_rows(codes: Value) -> RoundedRows:
-    """Returns the rounding whose codes a value :func:`is_rounded` is. Raises Reject
-    (ACTIVATION_FORMAT) for one in another form."""
+    """Returns the rounding that makes codes, a value that :func:`is_rounded` accepts. Raises Reject
+    (ACTIVATION_FORMAT) if the rounding has another form."""
     found = _Walk(codes)
     quotient = found.whole(codes.args[0], "the codes")
     bounds = clamp_bounds(quotient)
@@ -101,7 +104,7 @@ def match_rounded_rows(codes: Value) -> RoundedRows:
     if is_given_scale(divisor):
         scale = divisor.value
         options = {"scale": divisor.reshape(1), "rounded": dtype == x.value.dtype}
-        # Where x's dtype divides, a scalar in float32 would be rounded first.
+        # If the division is in x's dtype, a scalar in float32 would be rounded first.
         if scale.dtype not in (x.value.dtype, dtype):
             found.refuse(scale, f"have a scale in {dtype_name(scale.dtype)}")
         if bounds is None:  # a quotient out of range gives NaN, not the largest code
@@ -132,7 +135,8 @@ class _Walk:
         reject("ACTIVATION_FORMAT", Stage.GUARDS, message, value, hint=_HINT, weight="advice")
 
     def whole(self, item: Any, what: str) -> Value:
-        """Returns the value of a view of all of it."""
+        """Returns a view's value. Refuses the rounding if the view is only a part of it. what: the
+        name of the view in the message."""
         if not isinstance(item, View) or not item.is_whole:
             self.refuse(self.codes, f"read a part of {what}")
         return item.value
@@ -146,7 +150,7 @@ def is_given_scale(view: View) -> bool:
 def _scale_of(
     found: _Walk, divisor: View, x: View, dtype: torch.dtype
 ) -> tuple[Value, dict[str, Any]]:
-    """Returns the scale that a quotient's divisor is, and the bounds that the graph sets."""
+    """Returns the scale that a quotient divides by, and options for the bounds on the scale."""
     scale, options = found.whole(divisor, "the scales"), dict[str, Any]()
     if (least := _lower_bound(scale)) is not None:
         options["least_divisor"] = least
@@ -180,7 +184,7 @@ def _scale_of(
 
 
 def _lower_bound(value: Value) -> float | None:
-    """Returns the number, at least 0, below which a value does not fall if it is such a clamp."""
+    """Returns the bound, at least 0, of a clamp from below; None for any other value."""
     bounds = clamp_bounds(value)
     if bounds is None or bounds[1] is not None:
         return None
@@ -216,8 +220,8 @@ def _is_largest(found: _Walk, value: Value, x: View) -> bool:
 
 
 def _extreme(found: _Walk, value: Value, x: View) -> str:
-    """Returns "aten.amax" for the largest of each run of x, at least 0; "aten.amin" for minus the
-    smallest, at most 0; else ""."""
+    """Returns "aten.amax" for the largest number of each run of x, clamped to at least 0, and
+    "aten.amin" for minus the smallest number, clamped to at most 0; else ""."""
     wanted = "aten.amax"
     if value.op == "aten.neg":
         wanted = "aten.amin"
@@ -251,8 +255,8 @@ def _same(found: _Walk, view: View, x: View) -> bool:
 
 
 def decoded_from(rows: RoundedRows, flow: Dataflow) -> tuple[Value, ...]:
-    """Returns the values that decode the codes, the numbers in x's dtype last; () if some other
-    value reads the codes."""
+    """Returns the values that decode the codes, in order: the last one holds the numbers in x's
+    dtype. Returns () if any other value reads the codes."""
     path: list[Value] = []
     value = flow.only_user(rows.codes)
     if value is not None and value.op == DECODED_ROWS:

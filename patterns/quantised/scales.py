@@ -13,11 +13,12 @@ from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
-from tilewright.patterns.quantised.factors import fp32, product_of
+from tilewright.patterns.quantised.factors import fp32, product_of, repeats
+from tilewright.patterns.quantised.positions import joined
 from tilewright.patterns.quantised.weights import DequantizedWeight, packed, refuse
 
-#: The argument names of a weight's codes, scale, zero and factor. If several weights share the last
-#: name, it holds the factors of all, one after the other.
+#: The argument names of a weight's codes, scale, zero and factor. If several weights share the name
+#: of the factor, that argument holds the factors of all, one after the other.
 Names = tuple[str, str, str, str]
 QKV_NAMES: tuple[Names, ...] = tuple(
     (f"{x}_weight", f"{x}_scale", f"{x}_zero", "factors") for x in "qkv"
@@ -27,11 +28,11 @@ QKV_NAMES: tuple[Names, ...] = tuple(
 def weight_arguments(
     weights: Sequence[DequantizedWeight], names: Sequence[Names] = QKV_NAMES
 ) -> dict[str, Any]:
-    """Returns the op's arguments for its weights, which are quantised alike: q, k and v, or those
-    of `names`.
+    """Returns the op's arguments for its weights, which must be quantised in the same way.
 
-    Raises Reject. WEIGHT_FORMAT: they differ, or have no scale. SCALE_BLOCK: their scales are not
-    by blocks.
+    names: the arguments of each weight, by default those of q, k and v. Raises Reject
+    (WEIGHT_FORMAT) if the weights differ or have no scale, and Reject (SCALE_BLOCK) if their scales
+    are not by blocks.
     """
     first = weights[0]
     for weight in weights:
@@ -83,7 +84,7 @@ def _cut(view: View, block: Block) -> View:
 
 
 def _has_one_factor(weight: DequantizedWeight) -> bool:
-    """Whether all factors besides the scale are the same number for all of a weight."""
+    """Whether every factor besides the scale is one number for the whole weight."""
     device = weight.codes.value.device
     parts = (*weight.factors, *weight.divisors)
     whole = all(block_of(v.effect.dims) == (None, None) and v.value.device == device for v in parts)
@@ -91,24 +92,51 @@ def _has_one_factor(weight: DequantizedWeight) -> bool:
 
 
 def _factors(weights: Sequence[DequantizedWeight], names: Sequence[str]) -> dict[str, Computed]:
-    """Returns the factor of each whole weight, fp32 [1], by the names of arguments."""
-    made: dict[str, list[Computed]] = {}
+    """Returns the factors of whole weights, fp32 [weights], by the names of arguments."""
+    sharing: dict[str, list[DequantizedWeight]] = {}
     for weight, name in zip(weights, names, strict=False):
-        factors, divisors = (
-            [_cut(view, (None, None)).reshape(1) for view in views]
-            for views in (weight.factors, weight.divisors)
+        sharing.setdefault(name, []).append(weight)
+    return {name: _in_a_row(given) for name, given in sharing.items()}
+
+
+def _in_a_row(weights: Sequence[DequantizedWeight]) -> Computed:
+    """Returns the factors of weights: as they are stored, if one tensor holds them in this
+    order."""
+    if len(weights) > 1 and (stored := _stored_in_a_row(weights)) is not None:
+        return fp32(stored)
+    parts = [
+        product_of(
+            [_number(view) for view in weight.factors],
+            [_number(view) for view in weight.divisors],
+            weight.number,
+            [1],
+            weight.codes.value.device,
         )
-        factor = product_of(factors, divisors, weight.number, [1], weight.codes.value.device)
-        made.setdefault(name, []).append(factor)
-    return {
-        name: parts[0] if len(parts) == 1 else Computed("cat", (tuple(parts), 0))
-        for name, parts in made.items()
-    }
+        for weight in weights
+    ]
+    return parts[0] if len(parts) == 1 else Computed("cat", (tuple(parts), 0))
+
+
+def _stored_in_a_row(weights: Sequence[DequantizedWeight]) -> View | None:
+    """Returns the part of a tensor that holds the only factors of weights, one after the other."""
+    if any(len(w.factors) != 1 or w.divisors or w.number != 1 for w in weights):
+        return None
+    views = [_number(weight.factors[0]) for weight in weights]
+    try:
+        found = joined(views, 0)
+    except InexpressibleError:
+        return None
+    return None if found is None or repeats(found.effect) else found
+
+
+def _number(view: View) -> View:
+    """Returns the one number, [1], that a view has for all of a weight."""
+    return _cut(view, (None, None)).reshape(1)
 
 
 def _scale(weight: DequantizedWeight, block: Block, apart: bool) -> View | Computed:
-    """Returns the scale with one number per block, as stored if there are no other factors. apart:
-    factors are a separate argument."""
+    """Returns the scale with one number per block. If the weight has other factors, the scale is
+    multiplied by them, unless they are a separate argument (`apart`)."""
     assert weight.scale is not None
     item: View | Computed = _cut(weight.scale, block)
     for function, given in weight.steps:

@@ -26,7 +26,7 @@ _KEEPING = frozenset(
 
 
 def never_negative(item: Any, *, zero: bool = True, reach: int = _REACH) -> bool:
-    """Whether no element of a view, or a number, is below zero; elements may be NaN.
+    """Whether no element of a view, or no number, is below zero; elements may be NaN.
 
     zero: whether -0 is allowed; a number divided by it would be negative.
     """

@@ -2,9 +2,9 @@
 
     w[n, k] = (code[n, k] - zero[n / bn, k / bk]) * scale[n / bn, k / bk]
 
-Each position within a word is examined separately: the view of the elements at that position is
-followed down to the words that it is a bit field of, and to its zero and scale. The common
-properties of all positions are the format.
+Each position within a word is examined separately. The view of the elements at a position is
+followed back to the words that hold their bits, and to their zero and scale. All positions together
+give the format.
 
 Dimension letters: N rows (`h * D + d` of one projection), K hidden size, H heads, D head_dim.
 """
@@ -57,8 +57,8 @@ class DequantizedWeight:
 
     codes: [H, D, K], packed along K in `int4_k` and along D in `int4_n`. scale, zero: [N, K],
     repeating over blocks: `weight_arguments` (`patterns/quantised/scales.py`) cuts them to one
-    number per block. steps: applied to the scale afterwards. factors, divisors: [N, K], more scales
-    by larger blocks; number: one for all.
+    number per block. steps: applied to the scale afterwards. factors, divisors: [N, K], more
+    scales, by larger blocks; number: a factor for the whole weight.
     """
 
     codes: View
@@ -118,9 +118,9 @@ def _decoded(rows: View) -> DequantizedWeight | None:
 
 def match_scaled_weight(weight: View, *outside: View | None) -> DequantizedWeight | None:
     """Returns the quantised weight of a product whose result or operands may also be scaled.
-    outside: these scales, [N, K].
 
-    Raises Reject (WEIGHT_FORMAT), also for two scales.
+    outside: the scales of result and operands, [N, K]. Raises Reject (WEIGHT_FORMAT) as
+    :func:`match_weight` does, and for more than one scale.
     """
     found = match_weight(weight)
     if found is None:
@@ -141,9 +141,9 @@ def refuse(weight: View, why: str) -> NoReturn:
     """Rejects with WEIGHT_FORMAT."""
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
-        "known are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight nibbles "
-        "in a word of uint8 or int32; code * scale + offset with nibbles along K; NVFP4, MXFP4, "
-        "and bitsandbytes' NF4 and FP4"
+        "known formats: (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight "
+        "nibbles in a word of uint8 or int32; code * scale + offset with nibbles along K; NVFP4, "
+        "MXFP4, and bitsandbytes' NF4 and FP4"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
 
@@ -246,7 +246,7 @@ class Element:
 
 
 def _element(view: View) -> Element | None:
-    """Returns the dequantisation formula of every element of a view; None for another formula."""
+    """Returns the formula that dequantises a view's elements; None for another formula."""
     return _scaled(view) or _shifted(view)
 
 
@@ -265,7 +265,7 @@ def _shifted(view: View) -> Element | None:
 
 
 def _scaled(view: View) -> Element | None:
-    """Matches an element without an addition after the scale."""
+    """Matches (code - zero) * scale, to which nothing is added."""
     found = match_coded(view, _unscaled)
     if found is None or found.number != 1 or len(found.factors) > 1:
         return None
@@ -276,7 +276,7 @@ def _scaled(view: View) -> Element | None:
 
 
 def _unscaled(view: View) -> Element | None:
-    """Returns the (code - zero) that every element of a view is; None for anything else."""
+    """Returns a view's elements as code - zero; None for anything else."""
     view = follow(view)
     value = view.value
     if value.op == "cast" and (is_float_cast(value) or _from_code(value)):
@@ -327,8 +327,8 @@ def _has_room(difference: Value) -> bool:
 
 
 def _bare(view: View) -> View:
-    """Returns a scale or zero point before gathers, and before casts that fp32 arithmetic may
-    omit."""
+    """Returns a scale or zero point before gathers and before casts. fp32 arithmetic may omit these
+    casts."""
     view = follow(view)
     while is_float_cast(view.value):
         view = follow(view.of_operand(view.value.operands[0]))

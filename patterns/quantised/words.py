@@ -1,4 +1,4 @@
-"""Unpacked integer weights: the bits of stored words that their elements are.
+"""Finds which bits of stored words the elements of unpacked integer weights consist of.
 
 Unpacking is masks, shifts and layout in any order. A view that takes one element of every word is
 followed down to the words; the result is the first bit and the number of bits.
@@ -33,8 +33,8 @@ class Bits:
 
 
 def follow(view: View) -> View:
-    """Returns the same elements before concatenations and constant gathers, if one tensor has them
-    all."""
+    """Returns a view of the tensor that concatenations and constant gathers take all the view's
+    elements from; the view itself if there is no such tensor."""
     while True:
         if view.value.op == "aten.cat":
             piece = piece_of(view)
@@ -51,7 +51,7 @@ def follow(view: View) -> View:
 
 
 def bits_of(view: View) -> Bits | None:
-    """Returns the bits that every element of a view is; else None."""
+    """Returns a view's elements as bits of words; None if they are not."""
     view = follow(view)
     value = view.value
     if value.op in _RULES and value.operands:
@@ -127,8 +127,10 @@ _RULES = {
 
 
 def _with_number(view: View, either: bool = False) -> tuple[Bits | None, int | None]:
-    """Returns the bits of the first operand, and the second operand if it is one integer for all
-    elements that the result's dtype holds. PyTorch wraps others: for an int32 word, `word &
+    """Returns (bits of the first operand, the second operand) if the second is one integer for all
+    elements; else (None, None).
+
+    The result's dtype must hold that integer. PyTorch wraps others: for an int32 word, `word &
     0xFFFFFFFF` is `word`.
 
     either: the operands may be swapped.
@@ -196,8 +198,8 @@ def _integers(value: Value) -> tuple[int, int]:
 
 
 def _held(item: Any) -> tuple[int, int]:
-    """Returns the least and the largest element of a view, or a number twice; the limits of the
-    dtype if some may have wrapped around."""
+    """Returns the least and the largest element of a view (of a number, the number twice); the
+    limits of the dtype if some may have wrapped around."""
     if not isinstance(item, View) or item.value.dtype not in _WORDS:
         return (item, item) if isinstance(item, int) else (-(2**63), 2**63)
     limits, found = torch.iinfo(item.value.dtype), _integers(item.value)
@@ -208,10 +210,11 @@ def _held(item: Any) -> tuple[int, int]:
 
 
 def _before_store(view: View) -> View | None:
-    """Returns a view of memory after one write, as a view of the written data or of the memory
-    before.
+    """Returns a view of memory after one write, as a view of either the written data or the memory
+    before the write.
 
-    None if it takes both. The write must be a plain one into the graph's own memory.
+    None if the view takes elements of both. The write must be a plain one into the graph's own
+    memory.
     """
     store = view.value.store
     before = view.value.args[0]
@@ -231,8 +234,8 @@ def _before_store(view: View) -> View | None:
 
 
 def _inside(effect: Effect, target: Effect) -> Effect | None:
-    """Returns a selection of a base in terms of the selection `target` of it; None if they share no
-    element.
+    """Returns `effect` as an effect on the selection `target` of the same base; None if they share
+    no element.
 
     Raises InexpressibleError if they overlap in part, or if that is unknown.
     """
@@ -257,8 +260,8 @@ def _inside(effect: Effect, target: Effect) -> Effect | None:
 
 
 def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | None:
-    """Returns where, along one axis, a selection begins in `atom`'s indices. offset: from the first
-    of these. None if they share no element."""
+    """Returns the index along `atom` at which a selection begins on an axis; None if they share no
+    element. offset: from the atom's first element to the selection's."""
     taken = [a for dim in effect.dims for a in dim if a.axis == axis]
     numbers = [offset, atom.length, *(n for a in taken for n in (a.step, a.length))]
     if not all(isinstance(n, int) for n in numbers):
@@ -276,8 +279,8 @@ def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | 
 
 
 def _before_gather(view: View) -> View | None:
-    """Returns a view of `x[index]` along one dimension, with an index that is constant in the
-    graph, as a view of x."""
+    """Returns a view of `x[index]` as a view of x, for an index along one dimension that is
+    constant in the graph; else None."""
     if view.value.op == "aten.index_select":
         base, dim, index = view.value.args
         indices = ((dim % len(base.shape), index),)
@@ -298,8 +301,8 @@ def _before_gather(view: View) -> View | None:
 
 
 def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
-    """Returns an effect on x[rows] as one on x; the rows that it takes must form runs with one
-    stride."""
+    """Returns an effect on x[rows] as an effect on x; the rows that it takes must form runs with
+    one stride."""
     first = rows[int(effect.start[dim])]
     dims = []
     reach = np.array([int(effect.start[dim])])
@@ -351,17 +354,17 @@ def _run(step: int, length: int, axis: int) -> Atom:
 _BEFORE = {**dict.fromkeys(_GATHERS, _before_gather), "store": _before_store}
 
 
-# Operations that keep numbers as they are, or move them.
+# Operations that do not multiply: they keep, move or add numbers.
 _UNSCALED = frozenset(
     ("cast", "bitcast", "store", *_GATHERS, *(f"aten.{n}" for n in ("cat", "add", "sub")))
 )
 
 
 def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
-    """Whether a value is computed from stored integers or 8-bit floats, or from a view of stored
-    data as these.
+    """Whether a value is computed from stored integers or 8-bit floats, or from stored data that
+    the graph views as such.
 
-    known: results for other values, to which this adds.
+    known: results for other values; this call adds its own.
     """
     known = {} if known is None else known
     if value not in known:
@@ -398,6 +401,6 @@ def is_scaled(weight: Value) -> bool:
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype are codes."""
+    """Whether codes are stored in a dtype."""
     eight_bits = dtype.is_floating_point and dtype.itemsize == 1
     return eight_bits or dtype in (torch.int8, torch.uint8, torch.int32)

@@ -13,10 +13,11 @@ _DEFAULT_ALPHA = 1.702
 
 @dataclass(frozen=True)
 class Activation:
-    """`name(gate, up)`; see ops.moe.ACTIVATIONS. up None: not gated.
+    """`name(gate, up)`; see ops.moe.ACTIVATIONS.
 
-    gate, up: the inputs. alpha: clamped_swiglu's. limit: if gated, gate is clamped to at most
-    limit, and up to -limit .. limit; 0: no clamp.
+    gate, up: the inputs. up: None if the activation is not gated. alpha: the factor in
+    clamped_swiglu's sigmoid. limit: a gated activation clamps gate to at most limit, and up to
+    -limit .. limit; 0 means no clamp.
     """
 
     name: str
@@ -91,7 +92,8 @@ def _clamped(found: Found) -> Activation | None:
 
 
 def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
-    """Returns (x, limit, values) of clamps to at most limit (and at least -limit); limit 0: none.
+    """Returns (x, limit, values) of clamps of x to at most limit, and to at least -limit if `both`.
+    A limit of 0 means no clamp.
 
     Consecutive clamps combine to the largest lower bound and the smallest upper one.
     """

@@ -1,4 +1,4 @@
-"""Attention in a graph, in one normal form: softmax(q @ k^T * scale + mask) @ v.
+"""Reads attention in a graph as one normal form: softmax(q @ k^T * scale + mask) @ v.
 
 Dimension letters: B sequences, S queries and K keys of each, H heads, D head_dim, V head_dim of the
 values; T = B * S.
@@ -35,17 +35,18 @@ class Attention:
 
     terms: q [B, S, H, d] and k [B, K, H, d] for each part of the heads with a separate product;
         most graphs have one term, for whole heads.
-    v: [B, K, H, V]. mask, added: [B or 1, H or 1, S or 1, K]. mask: a key is seen where it is
-        `sees`. added: numbers added to the scaled products, or `subtracted` from them; of any
-        dtype: True is 1.
+    v: [B, K, H, V].
+    mask: [B or 1, H or 1, S or 1, K], boolean: a query sees a key where it equals `sees`.
+    added: [B or 1, H or 1, S or 1, K], added to the scaled products, or subtracted from them if
+        `subtracted`; of any dtype: True is 1.
     causal: query i sees the keys up to i. scale: of q @ k^T. softcap c: the logits before the mask
         are c * tanh(scale * q @ k^T / c); 0: no cap. sinks [H]: an additional logit for each head,
         without a value.
-    row_offsets, key_offsets: [B + 1] of ragged batches; then B of q, k and v is one, and causal
-        counts from the last query and key.
-    end: the result. layout: its dimensions on the axes [B, S, H, width]. width: V, or more if
-        values, and so the result, are padded with columns of zeros.
-    absorbed: everything between, including `end`.
+    row_offsets, key_offsets: [B + 1], for ragged batches; the B of q, k and v is then one, and
+        causal counts from the last query and key.
+    end: the result. layout: the dimensions of `end` on the axes [B, S, H, width]. width: V, or
+        more if the values, and so the result, are padded with columns of zeros.
+    absorbed: all values from the products to `end`, including `end`.
     """
 
     terms: tuple[tuple[View, View], ...]
@@ -87,7 +88,7 @@ class Attention:
 
     def result(self) -> Result | Parts:
         """Returns `end` in terms of an output [T, H, V]."""
-        # One of several outputs has no node of its own.
+        # An output of a node with several outputs has no node of its own.
         if self.width == self.v.shape[-1] and "output" not in self.end.kwargs:
             return Result(self.end, self._on_output(effects.identity(self.end.shape)))
         return Parts(self.end, self._on_output)
@@ -107,7 +108,7 @@ class Attention:
 
 
 def is_spelled_softmax(value: Value) -> bool:
-    """Whether a value is exp(x) over its sum."""
+    """Whether a value is exp(x) divided by its sum."""
     if value.op not in ("aten.div", "aten.mul"):
         return False
     for above, below in value.either_way:
@@ -122,9 +123,12 @@ def is_spelled_softmax(value: Value) -> bool:
 
 
 def is_of_shared_keys(value: Value) -> bool:
-    """Whether a softmax that :func:`logits_of` cannot read has keys that would make the op faster:
-    it is of a product with a cached tensor or with repeated heads, or is masked; or it is spelled
-    out, of any product."""
+    """Whether a softmax that :func:`logits_of` cannot read looks like attention that the op would
+    make faster.
+
+    This is so if its product reads a cached tensor or repeated heads, if it is masked, or if the
+    softmax is spelled out.
+    """
     if len(value.shape) > 2 and is_spelled_softmax(value):
         return bool(_products_above(value))
     if value.op != "aten.softmax" or len(value.shape) < 3 or logits_of(value) is not None:
@@ -141,8 +145,8 @@ def factors_of(value: Value) -> list[View]:
 
 
 def _is_masked(value: Value) -> bool:
-    """Whether numbers that do not come from a product hide elements of a product of batches of
-    matrices."""
+    """Whether a value combines a batched product with an operand that comes from no product, as a
+    mask does."""
     if value.op not in _MASKING:
         return False
     above = [(view, _products_above(view.value)) for view in value.operands]
@@ -185,8 +189,10 @@ def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = Non
 
 
 def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
-    """Yields the keys [B, K, H, d], in parts, of a possible attention: one guess per operand of an
-    unknown operator, none for a value that is not attention."""
+    """Yields guesses at the keys of a possible attention, each as parts [B, K, H, d].
+
+    An unknown operator gives one guess per operand; a value that is not attention gives none.
+    """
     if value.op in ("aten.softmax", "aten.logsumexp"):
         logits = logits_of(value)
         if logits is not None:
@@ -205,7 +211,7 @@ def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A quick look at an attention: q [B, S, H, d], k [B, K, H or fewer, d], and whether it has a
+    """A quick look at an attention: q [B, S, H, d], k [B, K, H or fewer, d], and whether there is a
     mask tensor."""
 
     q: View
@@ -214,8 +220,8 @@ class Sketch:
 
 
 def sketch_of(value: Value) -> Sketch | None:
-    """Returns a sketch; None for a value that is not attention of whole heads to as many sequences
-    of keys."""
+    """Returns a sketch; None for a value that is not attention, or whose heads have several
+    parts."""
     if value.op == _SDPA:
         given = value.named(*_NAMES)
         q, k = given.get("query"), given.get("key")
@@ -232,7 +238,7 @@ def sketch_of(value: Value) -> Sketch | None:
     return Sketch(q, k, bool(logits.mask or logits.added))
 
 
-# Products that add something.
+# Products that also add a tensor.
 _WITH_SUM = frozenset({"aten.linear", "aten.addmm", "aten.baddbmm"})
 # The most values between a quotient and the sum in it: a reciprocal, a clamp, an epsilon.
 _IN_A_SUM = 4
@@ -287,7 +293,7 @@ def _check_heads(q: View, k: View, v: View, value: Value) -> None:
 
 
 def _with_heads(view: View, count: Size, shared: bool) -> View:
-    """Returns [B, K, H, D] with each head, or its only one, repeated to `count` heads."""
+    """Returns [B, K, H, D] with its heads repeated to `count`, where PyTorch would repeat them."""
     batch, keys, heads, width = view.effect.dims
     group = effects.divides(view.shape[2], count)
     if group is None or not (shared or view.shape[2] == 1):

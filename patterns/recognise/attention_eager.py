@@ -1,12 +1,12 @@
-"""Attention spelled out as matmul, softmax, matmul; the roles of dimensions follow from einsum
-names.
+"""Reads attention spelled out as matmul, softmax, matmul. The names of dimensions in the products
+tell their roles.
 
     weights = softmax(scale * (q @ k^T), capped, masked)
     out = weights @ v
 
 The logits may be a sum of products of parts of the heads (nope and rope separately). A sink is an
 additional logit of each head, without a value: it is joined to the others before the softmax, and
-its weight is removed after it. Dimension letters: as in `patterns/recognise/attention.py`.
+its weight is removed after the softmax. Dimension letters: as in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ HeadsOf = Callable[[Side], str | None]
 class Logits:
     """The logits of a softmax. terms: products q [B, S, H, d], k [B, K, H, d], which are summed.
 
-    mask: a key is seen where it is `sees`, over the softmax's dimensions. finite: hidden logits are
-    a large number instead of minus infinity. added: numbers added to the scaled products, or
-    `subtracted` from them. softcap c: the logits before the mask are c * tanh(scaled products / c);
-    0: no cap. sinks [H]. roles: which of the softmax's dimensions are B (or none), H (two if groups
-    of heads have their own), S (or none, if heads_of says which are the heads) and K. unread: the
-    operation that could not be read.
+    mask: over the softmax's dimensions; a key is seen where it equals `sees`. finite: the mask
+    hides logits by a large number instead of minus infinity. added: numbers added to the scaled
+    products, or subtracted from them if `subtracted`. softcap c: the logits before the mask are
+    `c * tanh(scaled products / c)`; 0: no cap. sinks [H]. roles: which of the softmax's dimensions
+    are B (or none), H (two dimensions if heads come in groups), S (or none, if heads_of says which
+    are the heads) and K. unread: the operation that could not be read.
     """
 
     scale: float = 1.0
@@ -70,7 +70,8 @@ class Logits:
 
 @dataclass(frozen=True)
 class Weighted:
-    """The product of the softmax with v [B, K, H, V]. layout: `end` on the axes [B, S, H, V]."""
+    """The product of the softmax with v [B, K, H, V]. layout: the dimensions of `end` on the axes
+    [B, S, H, V]."""
 
     v: View
     end: Value
@@ -82,7 +83,8 @@ def logits_of(softmax: Value, heads_of: HeadsOf | None = None) -> Logits | None:
     """Returns the logits of a softmax (or log-sum-exp) over the last dimension; None if it is not
     part of attention.
 
-    heads_of: for keys that all heads share, which do not tell heads from queries.
+    heads_of: says which dimension is the heads if all heads share the keys: the product then does
+    not tell heads from queries.
     """
     found = Logits(absorbed=[softmax], heads_of=heads_of)
     if not _read(found, softmax) or not _keeps_sinks_by_head(found):
@@ -98,8 +100,8 @@ def unread_step(softmax: Value) -> Value | None:
 
 
 def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
-    """Returns the product that reads a softmax's result, without the sinks, through casts only;
-    else None."""
+    """Returns the product with values, if it is the only reader of a softmax's result without the
+    sinks, and only casts come between; else None."""
     value, absorbed = softmax, []
     shape = (*softmax.shape[:-1], softmax.shape[-1] - int(logits.sinks is not None))
     while True:
@@ -165,8 +167,8 @@ def _peel(found: Logits, view: View) -> bool:
 
 
 def _sum(found: Logits, view: View) -> bool:
-    """Reads a sum of products. The one with keys per head names the dimensions, so it comes
-    first."""
+    """Reads a sum of products. The product with keys per head names the dimensions, so the other
+    one is tried again after it."""
     found.absorbed.append(view.value)
     left = [view.of_operand(v) for v in view.value.operands]
     around = _around(found)
@@ -214,8 +216,8 @@ def _shifted(found: Logits, value: Value) -> View | None:
 
 
 def _without_sinks(found: Logits, view: View) -> View | None:
-    """Handles cat(x, sinks) of x [..., K] and sinks [..., 1]; the product tells which dimensions
-    are heads."""
+    """Handles cat(x, sinks) of x [..., K] and sinks [..., 1]. The product will tell which
+    dimensions of the sinks are heads."""
     parts, axis = view.value.args
     if not view.is_whole or len(parts) != 2 or not _is_bare(found) or found.sinks is not None:
         return None
@@ -293,8 +295,8 @@ def _holds_product(view: View) -> bool:
 
 
 def product_of(value: Value) -> NamedProduct | None:
-    """Returns the product of two tensors that a value is, including a linear x @ keys^T of one
-    sequence."""
+    """Returns a value as a product of two tensors, including a linear x @ keys^T of one sequence;
+    None for another value."""
     if value.op != "aten.linear" or len(value.operands) != 2 or len(value.args[1].shape) != 2:
         return named_product(value)
     x, weight = value.operands
@@ -303,8 +305,8 @@ def product_of(value: Value) -> NamedProduct | None:
 
 
 def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
-    """Returns the product of baddbmm, which adds alpha times it to beta times a tensor, and records
-    these."""
+    """Returns the product in the result of baddbmm, alpha * product + beta * tensor, and records
+    the other terms; None for another value."""
     value = view.value
     if value.op != "aten.baddbmm" or len(value.operands) != 3 or found.terms:
         return None
@@ -360,10 +362,11 @@ def _term(found: Logits, view: View, product: NamedProduct) -> bool:
 def _roles_in(
     dims: Sequence[str | None], q: Side, k_names: Sequence[str], found: Logits
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns which of the softmax's dimensions are B, H, S and K. The product must have keys for
-    each head or each group of heads; with heads_of, it may also have keys for all heads.
+    """Returns which of the softmax's dimensions are B, H, S and K; () if the product does not tell.
 
-    A first dimension is that of sequences, unless sinks vary along it: then it is the heads'.
+    Each head or group of heads must have its own keys, unless heads_of says which dimension is the
+    heads. If several dimensions could be B, the first one is, unless sinks vary along it; then it
+    is H.
     """
     of_q = [n for n in dims[:-1] if n is not None and n in q.names]
     own = [n for n in of_q if n not in k_names]
@@ -394,8 +397,8 @@ def without_repeats(side: Side, product: NamedProduct) -> Side:
 
 
 def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -> View:
-    """Returns a side with the dimensions of each axis merged; those that it lacks, of an axis that
-    it has in part, repeat."""
+    """Returns a side with the dimensions of each axis merged. If it has only some dimensions of an
+    axis, it repeats along the others."""
     dims, sizes = side.dims, product.sizes
     found: list[Dim] = []
     for names in axes:
@@ -409,8 +412,11 @@ def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -
 def _named(
     effect: Effect, product: NamedProduct, shape: Sequence[Size]
 ) -> tuple[NamedProduct, list[str | None]] | None:
-    """Returns the name of each dimension of a view of a product's result. A dimension that is
-    viewed as several (heads and their sequences) gets several names in the product."""
+    """Returns the product, and the name of each dimension of a view of its result; else None.
+
+    If the view splits a dimension (into heads and their sequences), the returned product is split
+    in the same way.
+    """
     dims = _names_of(effect, product.result, tuple(shape))
     if dims is not None:
         return product, dims
@@ -443,7 +449,7 @@ def _named(
 
 
 def _tile(atoms: Sequence[Atom], size: Size) -> bool:
-    """Whether atoms of one axis, outermost first, are all of it."""
+    """Whether atoms of one axis, outermost first, walk all of its `size` indices in order."""
     step: Size = 1
     for atom in reversed(atoms):
         if atom.step != step:
@@ -510,7 +516,7 @@ def _weighted(
     logits: Logits,
     absorbed: tuple[Value, ...],
 ) -> Weighted | None:
-    """Returns the product of weights and values. shape: of the weights without the sinks."""
+    """Returns the product of weights and values. shape: that of the weights without the sinks."""
     p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
     if not product.names_differ or v.view.value is weights:
         return None

@@ -1,7 +1,7 @@
-"""Varlen attention by operators of libraries: the meaning of their arguments.
+"""Describes the arguments of libraries' operators for varlen attention.
 
-Such an operator is opaque to the graph, so it is recognised by its name: the operators of `FORMS`,
-and those that an engine adds with :func:`register_varlen`.
+Such an operator is opaque to the graph, so it is recognised by its name: `FORMS` holds the known
+operators, and an engine adds its own with :func:`register_varlen`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tilewright.patterns.dataflow import Value, View
 class VarlenForm:
     """softmax(scale * q @ k^T) @ v within each sequence, q [T, H, D], k [K, H, D], v [K, H, V].
 
-    The fields name the operator's arguments: row_offsets and key_offsets [B + 1]; causal, a bool:
-    if true, the last query of a sequence sees all its keys, the one before it all but one, and so
-    on; empty: always so. allowed: further arguments, with the values that change nothing. The
-    result is the operator's only or first output.
+    The fields name the operator's arguments. row_offsets and key_offsets are [B + 1]. causal is a
+    bool: if true, the last query of a sequence sees all its keys, the one before it all but one,
+    and so on; "" if the operator is always causal. allowed: further arguments, with the values that
+    change nothing. The result is the operator's only or first output.
     """
 
     query: str
@@ -86,8 +86,8 @@ def arguments_of(value: Value) -> dict[str, Any]:
 
 
 def obstacle(form: VarlenForm, given: Mapping[str, Any]) -> str:
-    """Returns the argument that requires something that the op does not do; empty if there is
-    none."""
+    """Returns "name is value" for an argument that requires something that the op does not do; ""
+    if there is none."""
     causal = bool(given[form.causal]) if form.causal else True
     for name, values in form.allowed.items():
         actual = given.get(name, values[0])

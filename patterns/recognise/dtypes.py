@@ -15,17 +15,17 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" of torch.bfloat16."""
+    """Returns a dtype's name, e.g. "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def rows_fact(dtype: torch.dtype, rows: Size, columns: Size) -> str:
-    """ "bfloat16[T,64]" of rows of 64 numbers, as reports give them."""
+    """Returns rows as reports show them, e.g. "bfloat16[T,64]" for rows of 64 numbers."""
     return f"{dtype_name(dtype)}[{size_fact(rows)},{columns}]"
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
-    """Several names, in alphabetical order."""
+    """Returns the names of several dtypes in alphabetical order, separated by commas."""
     return ", ".join(sorted(map(dtype_name, dtypes)))
 
 

@@ -1,4 +1,4 @@
-"""GEMMs with a weight, in any spelling, in one normal form: x @ weight^T + bias.
+"""Reads GEMMs with a weight, in any spelling, as one normal form: x @ weight^T + bias.
 
 `F.linear`, `addmm`, `x @ W`, `bmm` with a batch of one, a batched `matmul` and `einsum` differ only
 in the names of dimensions. A dimension that only x has is a token dimension, one that only the
@@ -24,10 +24,10 @@ from tilewright.patterns.effects import Atom, Dim, Effect, Size
 class Gemm:
     """x @ weight^T + bias.
 
-    value: the graph's tensor. layout: that tensor's dimensions on the axes of `shape`, which are
-    x's token dimensions in order and then N. x [tokens..., K]; weight [N, K]; bias [N]. x_scale:
-    for an x of eight-bit codes, [T or 1, K / block or 1]. weight_scale: for a weight of codes, one
-    number per element, [N, K].
+    value: the graph's tensor that holds the result. shape: [tokens..., N], x's token dimensions in
+    order and then N. layout: the dimensions of `value` on the axes of `shape`. x [tokens..., K];
+    weight [N, K]; bias [N]. x_scale: the scales of an x of eight-bit codes, [T or 1, K / block or
+    1]. weight_scale: the scales of a weight of codes, expanded to one per element, [N, K].
     """
 
     value: Value
@@ -51,7 +51,7 @@ class Gemm:
 
 
 def match_gemm(value: Value) -> Gemm | None:
-    """Returns the GEMM with a weight that a value is; None for another value."""
+    """Returns a value as a GEMM with a weight; None if it is not one."""
     return _gemm_of(value) if value.op in _RULES else None
 
 
@@ -89,8 +89,8 @@ def _scaled_mm(value: Value) -> Gemm | None:
     return _of_codes(value, given, scale_a, scale_b)
 
 
-# Recipes of a scale of `_scaled_mm_v2`: one for all, one per row, one for 128 columns of a row, or
-# one for 128 rows and 128 columns.
+# Numbers of the scale recipes of `_scaled_mm_v2`: one scale for the tensor, one per row, one per
+# 128 columns of a row, one per block of 128 rows and 128 columns.
 _TENSOR_WISE, _ROW_WISE, _BY_128, _BY_128_SQUARED = 0, 1, 4, 5
 _V2 = ("self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b", "swizzle_b")
 
@@ -124,8 +124,8 @@ def _scaled_mm_v2(value: Value) -> Gemm | None:
 def _by_recipe(
     given: Mapping[str, Any], side: str, shapes: Mapping[int, tuple[Size, Size]]
 ) -> View | None:
-    """Returns the scale of one side in two dimensions: one number, or the shape of its recipe; None
-    for another recipe, and for blocks in another order."""
+    """Returns the scale of one side as [1, 1], or in the shape that `shapes` gives for its recipe;
+    None for another recipe, and for blocks in another order."""
     scales: Sequence[Any] = given.get(f"scale_{side}") or ()
     recipe: Sequence[Any] = given.get(f"recipe_{side}") or ()
     if len(scales) != 1 or len(recipe) != 1:
@@ -168,7 +168,7 @@ def _two_dims(scale: View) -> View | None:
 
 
 def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
-    """Returns a scale per block as a scale per element."""
+    """Returns a scale per block as a scale per element; None if the blocks do not fit the shape."""
     flat = _two_dims(scale)
     if flat is None:
         return None
@@ -182,8 +182,8 @@ def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
 
 
 def _repeats(count: Size, size: Size) -> Size | None:
-    """Returns how many neighbours share one of `count` scales: all, one, or a whole block; None if
-    the last block is not whole."""
+    """Returns how many neighbouring elements share one of `count` scales: all, one, or a whole
+    block; None if the last block is not whole."""
     repeats = effects.divides(count, size)
     return repeats if repeats in (1, size, BLOCK) else None
 
@@ -221,8 +221,7 @@ class NamedProduct:
 
     @property
     def sizes(self) -> dict[str, Size]:
-        """The length of each dimension, by name; if one side broadcasts, the other side's
-        length."""
+        """The length of each dimension, by name; where one side broadcasts, the other side's."""
         found: dict[str, Size] = {}
         for side in self.sides:
             for name, size in zip(side.names, side.view.shape, strict=True):
@@ -237,8 +236,7 @@ class NamedProduct:
 
 
 def named_product(value: Value) -> NamedProduct | None:
-    """Returns the product of two tensors that a value is, with named dimensions; None for another
-    value."""
+    """Returns a value as a product of two tensors with named dimensions; None if it is not one."""
     if value.op == "aten.einsum":
         return _einsum(value)
     if value.op not in ("aten.matmul", "aten.mm", "aten.bmm"):
@@ -295,18 +293,19 @@ def _contracted(value: Value) -> Gemm | None:
 
 
 def is_weight(view: View) -> bool:
-    """Whether a view is of a parameter, or of parameters that are joined or cast."""
+    """Whether a view selects from a parameter, or from a cast or concatenation of one."""
     if view.value.op in ("aten.cat", "cast"):
         return any(is_weight(v) for v in view.value.operands)
     return view.value.op == "constant"
 
 
-# A product that sums fewer numbers has no weight: angles are positions times frequencies.
+# A product that sums fewer numbers is not a product with a weight. For example, positions times
+# frequencies give angles.
 _LEAST_SUMMED = 16
 _NO_OPERATIONS = ("input", "constant", "store", "cast", "bitcast")
 _KNOWN = ("aten.", "tilewright::", "opaque:tilewright::")
 _SCALED = ("aten._scaled_mm", "aten._scaled_mm_v2")
-# The numbers of codes that a stored number may hold.
+# How many codes one stored element may hold.
 _CODES_IN_A_WORD = (1, 2, 4, 8)
 
 
@@ -326,8 +325,8 @@ def sums_enough(gemm: Gemm) -> bool:
 
 def unread_product(value: Value) -> tuple[View, View] | None:
     """Returns (x, weight) of an unknown operation, or of a scaled product that cannot be read, if
-    their shapes show a product: x [..., K] and a stored matrix of N * K numbers or codes give [...,
-    N]. The operation may write its result in place."""
+    the shapes show a product: x is [..., K], the result is [..., N], and a stored matrix has N * K
+    numbers or codes. The operation may write its result in place."""
     written = value.op == "store" and value.store is not None and value.store.source is None
     known = value.op in _NO_OPERATIONS or value.op.startswith(_KNOWN)
     known = known and (value.op not in _SCALED or match_gemm(value) is not None)
@@ -346,15 +345,15 @@ def unread_product(value: Value) -> tuple[View, View] | None:
 
 
 def _is_stored(value: Value) -> bool:
-    """Whether a value is an input, a parameter, or one of these with new contents: bitsandbytes
-    repacks its codes at the first call."""
+    """Whether a value is an input, a parameter, or one of these after a write in place:
+    bitsandbytes repacks its codes at the first call."""
     packed_anew = value.store is not None and value.store.memory.is_input
     return packed_anew or value.op in ("input", "constant")
 
 
 def _holds(weight: View, columns: Size, summed: Size) -> bool:
-    """Whether a stored matrix has a number for each pair of a column and a summed index, or codes
-    for them. The codes of a parameter may also be any matrix with a row for each column."""
+    """Whether the shape of a stored matrix fits a weight of `columns` times `summed` numbers, as
+    they are or as codes. A parameter of codes with a row for each column fits, too."""
     count = effects.product(weight.shape)
     if not all(isinstance(n, int) for n in (count, columns, summed)) or summed < _LEAST_SUMMED:
         return False
@@ -416,7 +415,8 @@ def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | Non
 def layout_on(
     axes: Sequence[Sequence[str]], dims: Sequence[Sequence[str]], sizes: Mapping[str, Size]
 ) -> Effect:
-    """Returns dimensions on axes, both given as lists of named parts, outermost first."""
+    """Returns the effect on `axes` whose dimensions are `dims`. Both are lists of names, outermost
+    first, for each axis or dimension."""
     atoms: dict[str, Atom] = {}
     for axis, names in enumerate(axes):
         step: Size = 1
@@ -438,11 +438,11 @@ _RULES = {
 
 
 def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | None:
-    """Returns (bias [n], first row) of a tensor added to a product's features, or None if it is not
-    a bias.
+    """Returns (bias [n], first feature) of a tensor that is added to a product; None if it is not a
+    bias, which varies only by feature.
 
-    product: the tensor that the bias is added to, on the axes [tokens..., N]. A bias varies only by
-    feature; the product may hold only a run of the features.
+    product: the tensor that the bias is added to, on the axes [tokens..., N]; it may hold only a
+    run of the features.
     """
     if not isinstance(bias, View) or bias.value.projected:
         return None
@@ -468,8 +468,8 @@ def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | No
 
 
 def piece_of(view: View) -> View:
-    """Returns a view of a concatenation as a view of the one joined tensor that has all its
-    elements, in the result's dtype; the view itself if there is none."""
+    """Returns a view of a concatenation as a view of the one operand that holds all its elements;
+    the view itself if no operand does, or if that operand's dtype is not the result's."""
     value = view.value
     if value.op != "aten.cat":
         return view

@@ -33,10 +33,10 @@ class ExpertGemm:
     """`x @ weight[expert]^T + bias[expert]`.
 
     x [M, K], or [E, T, K] if every expert multiplies T rows; weight [E, N, K], stored or computed.
-    end: the value with the result. column_axis: its axis of N. bias [E, N]; bias_index: the experts
-    it was taken by. ends [E]: the end of each expert's sorted rows; None if `experts` [M] has each
-    row's expert. outside, bias_outside: the treatment of numbers that name no expert, for the
-    weight and for the bias.
+    end: the value that holds the result. column_axis: the axis of `end` that is N. bias [E, N];
+    bias_index: the experts by which the bias was gathered. ends [E]: the end of each expert's
+    sorted rows; None if `experts` [M] holds each row's expert. outside, bias_outside: how the
+    lookups of weight and bias treat numbers that name no expert.
     """
 
     x: View
@@ -61,7 +61,7 @@ class ExpertGemm:
 
 
 def is_expert_gemm(value: Value) -> bool:
-    """Whether a value is such a GEMM."""
+    """Whether a value is a GEMM with one weight per expert."""
     return (value.op == _GROUPED or value.op in _BATCHED) and rows_of(value) is not None
 
 
@@ -130,8 +130,8 @@ def match_batched(value: Value) -> ExpertGemm | None:
 
 
 def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | None:
-    """Returns a product whose operand weight[experts] has one weight for each row of the other
-    operand."""
+    """Returns the product if its operand weight[experts] has one weight for each row of the other
+    operand; else None."""
     taken = gathered(weight.view.value.whole)
     lead = 0 if taken is None else len(taken[1].shape)
     axes = _axes(weight.view, lead)
@@ -169,8 +169,8 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
 def _axes(view: View, lead: int) -> list[int] | None:
     """Returns, for each dimension of a view, the axis of the view's value that it walks.
 
-    None unless the view has each of the first `lead` axes once and whole. Of later axes it may have
-    parts.
+    None unless the view has each of the first `lead` axes once and whole. It may have only parts of
+    later axes.
     """
     ones = [a for a, n in enumerate(view.value.shape) if n == 1]
     axes: list[int] = []
@@ -190,8 +190,8 @@ def _axes(view: View, lead: int) -> list[int] | None:
 
 
 def on_stack(stored: View, lead: int, dims: Sequence[Dim], start: Sequence[int]) -> View | None:
-    """Returns `dims` of stored[index] as a view [G, dims...] of the stack; None if they are not
-    dimensions of each matrix. In stored[index], `lead` axes replace the stack's first axis."""
+    """Returns `dims` of stored[index] as a view [G, dims...] of the stack `stored`; None if they
+    are not dimensions of each matrix. In stored[index], `lead` axes replace the first axis."""
     if any(start[:lead]) or any(a.axis is None or a.axis < lead for d in dims for a in d):
         return None
     first = effects.identity(stored.shape).dims[0]
@@ -225,8 +225,8 @@ def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:
 
 
 def _repeated_bias(view: View, gemm: ExpertGemm) -> View | None:
-    """Returns the bias [E, N] of rows in groups, if each expert's is repeated for the rows up to
-    its own end:
+    """Returns the bias [E, N] if each expert's bias is repeated for all rows up to the expert's
+    end; else None. The spellings are:
 
         repeat_interleave(bias, counts), or
         repeat_interleave(cat(bias, zeros), cat(counts, rows that are left))

@@ -1,10 +1,11 @@
-"""Linears with bias, clamp and adapters, and the columns of them that a view takes.
+"""Recognises linears with bias, clamp and adapters, and the columns that a view takes of them.
 
     y    = clamp(x @ weight^T * scale + bias + deltas)     x [tokens..., K], weight [N, K], bias [N]
     view = some of y's columns, in dimensions of their own
 
-`match_linear` finds the first, :func:`match_columns` both: the weight's rows and the bias that make
-a view, and the activation they multiply. Dimension letters: N output features, K hidden size.
+:func:`match_linear` finds y. :func:`match_columns` finds the view: the rows of the weight and of
+the bias that make it, and the activation that they multiply. Dimension letters: N output features,
+K hidden size.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from tilewright.patterns.recognise.ranks import collective_of
 
 @dataclass(frozen=True)
 class Path:
-    """Names of the path from a linear to its reader, for a pattern's misses.
+    """The codes and words of a pattern's misses about the path from a linear to its reader.
 
-    code: for no linear. masked: for a boolean mask that selects rows on the path; empty: `code`.
-    reader: the reader of the result, in words. hint: for misses that have none of their own.
+    code: the code for a path without a linear. masked: the code for a boolean mask that selects
+    rows on the path; "" to use `code`. reader: the reader of the linear's result, in words. hint:
+    the hint for misses that have none of their own.
     """
 
     code: str
@@ -51,17 +53,18 @@ class Path:
 
 #: The first of some columns, their number, and the distance from one to the next.
 Columns = tuple[Size, Size, int]
-#: Returns the delta of an adapter that a view is (a `LoraDelta` of `patterns/lora/delta.py`), or
-#: None. Families whose op takes adapters pass it in.
+#: Reads a view as the delta of an adapter (a `LoraDelta` of `patterns/lora/delta.py`); returns None
+#: if it is not one. Families whose op takes adapters pass it in.
 MatchDelta = Callable[[View], Any]
 
 
 @dataclass(frozen=True)
 class Linear:
-    """clamp(x @ weight^T * scale + bias + deltas, -clip, clip), all but the product optional.
+    """clamp(x @ weight^T * scale + bias + deltas, -clip, clip), where only the product is required.
 
-    value: the last of these. layout: its dimensions on the gemm's axes [tokens..., N]. bias, scale:
-    [n], for the columns from `bias_first` or `scale_first` on. clip: 0 for none.
+    value: the graph's tensor after the last of these steps. layout: the dimensions of `value` on
+    the gemm's axes [tokens..., N]. bias, scale: [n], for the columns from `bias_first` or
+    `scale_first` on. clip: 0 for no clamp.
     """
 
     gemm: Gemm
@@ -84,7 +87,7 @@ class Linear:
 def match_linear(value: Value, path: Path, match_delta: MatchDelta | None = None) -> Linear:
     """Returns the linear that ends at `value`; raises Reject, naming the obstacle.
 
-    match_delta: recognises adapters' deltas that may be added; None: none may.
+    match_delta: recognises deltas of adapters; None if no delta may be added.
     """
     return _Search(path, match_delta).run(value)
 
@@ -94,10 +97,10 @@ def match_linear(value: Value, path: Path, match_delta: MatchDelta | None = None
 
 @dataclass(frozen=True)
 class LinearColumns:
-    """Some columns of a linear, as a view [tokens..., columns...] of its result has them.
+    """The columns of a linear that a view [tokens..., columns...] of its result takes.
 
-    layout: the view's dimensions on the gemm's axes [tokens..., N]. rank: how many of them are
-    tokens.
+    layout: the view's dimensions on the gemm's axes [tokens..., N]. rank: how many of these
+    dimensions are tokens.
     """
 
     linear: Linear
@@ -119,19 +122,19 @@ class LinearColumns:
 
     @property
     def weight_scale(self) -> View | None:
-        """The scale of their codes, [columns..., K]."""
+        """The scale of the codes in these rows, [columns..., K]; None without one."""
         scale = self.linear.gemm.weight_scale
         return None if scale is None else self._rows(scale, 0)
 
     @property
     def bias(self) -> View | None:
-        """The bias of these columns, [columns...]."""
+        """The bias of these columns, [columns...]; None without one."""
         bias = self.linear.bias
         return None if bias is None else self._rows(bias, self.linear.bias_first)
 
     @property
     def scale(self) -> View | None:
-        """The scale of the sums of codes, [columns...]."""
+        """The scale of the columns of a product of codes, [columns...]; None without one."""
         scale = self.linear.scale
         return None if scale is None else self._rows(scale, self.linear.scale_first)
 
@@ -150,11 +153,10 @@ class LinearColumns:
 
 
 def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
-    """Returns the columns of one linear that `view` [tokens..., columns...] is; None for another
-    view.
+    """Returns a view [tokens..., columns...] as columns of one linear; None if it is not that.
 
-    bare: only for a product alone, or `F.linear`. Raises InexpressibleError if a view in between
-    does.
+    bare: accepts only a product alone, or `F.linear`. Raises InexpressibleError if a view in
+    between has no normal form.
     """
     gemm = match_gemm(view.value)
     if gemm is not None:
@@ -183,7 +185,7 @@ _READABLE = (
 
 
 def unread(value: Value, what: str) -> tuple[str, str]:
-    """Returns why an :func:`unread_product`, which computes `what`, is not read, and what to do."""
+    """Returns the reason and the hint for an :func:`unread_product` that computes `what`."""
     named = f"{operator_of(value)} computes the {what}"
     if value.op.startswith("aten."):
         return f"{named}, with scales or operands of an unknown form", (
@@ -212,8 +214,8 @@ def holds_all_tokens(layout: Effect, rank: int, tokens: Sequence[Size]) -> bool:
 
 
 def columns_along(part: View, axis: int) -> Columns | None:
-    """Returns (first, number, step) of the columns, along `axis` of a value, that a view takes of
-    every row, with the rows in order and the columns in one dimension; None for another view."""
+    """Returns (first, number, step) of the columns that a view takes along `axis` of its value, of
+    every row. None unless the rows are in order and the columns in one dimension."""
     place = [i for i, dim in enumerate(part.effect.dims) if any(a.axis == axis for a in dim)]
     if len(place) != 1 or len(part.effect.dims[place[0]]) != 1:
         return None
@@ -285,7 +287,7 @@ class _Search:
         return found and replace(linear, bias=found[0], bias_first=found[1])
 
     def scaled(self, value: Value, product: View, scale: View) -> Linear | None:
-        """Handles codes that are multiplied directly, with sums scaled by output feature."""
+        """Handles a product of codes whose sums are scaled by output feature."""
         linear = self.inner(value, product)
         if linear is None or linear.scale is not None or linear.bias is not None:
             return None
@@ -295,8 +297,7 @@ class _Search:
         return found and replace(linear, scale=found[0], scale_first=found[1])
 
     def adapted(self, value: Value, product: View, other: View) -> Linear | None:
-        """Handles the delta of a low-rank adapter of the same activation, added column by
-        column."""
+        """Handles the added delta of a low-rank adapter that reads the same activation."""
         delta = None if self.match_delta is None else self.match_delta(other)
         if delta is None or product.shape != other.shape:
             return None
@@ -366,7 +367,7 @@ class _Search:
 
 
 def _is_taken_by_input(value: Value) -> bool:
-    """Whether a value takes parts of a projection, not rows, at positions that are an input."""
+    """Whether a value indexes a projection by an input, along a dimension other than the first."""
     if value.op != "aten.index" or not value.args[0].value.projected:
         return False
     return any(
@@ -395,7 +396,8 @@ def _through(inner: Linear, operand: View, value: Value) -> Linear:
 
 
 def _by_column(vector: View, linear: Linear) -> tuple[View, int] | None:
-    """Returns a number per output feature [n], and the first of these features; else None."""
+    """Returns (numbers [n], first feature) if a vector holds a number per output feature; else
+    None."""
     try:
         return bias_rows(vector, linear.layout, linear.gemm.feature)
     except effects.InexpressibleError:

@@ -141,8 +141,8 @@ def _running_sum(value: Value) -> Line | None:
 
 
 def same_everywhere(view: View) -> Size | None:
-    """Returns the one integer that a view holds, 1 for True; None if it is not known, or not
-    one."""
+    """Returns the integer that a view holds everywhere, 1 for True; None if it varies or is
+    unknown."""
     if view.value.dtype == torch.bool:
         truth = truth_of(view)
         return int(truth) if isinstance(truth, bool) else None
@@ -194,12 +194,12 @@ _LINES: dict[str, Callable[[Value], Line | None]] = {
 
 
 def is_of_bits(value: Value) -> bool:
-    """Whether a bitwise operation is on integers: `~1` is not zero, so it is as true as 1."""
+    """Whether a value is a bitwise operation on integers, which is no logical one: `~1` is -2."""
     return value.op.startswith("aten.bitwise_") and value.dtype != torch.bool
 
 
 def truth_of(view: View) -> Truth:
-    """Returns the truth of a boolean tensor, keeping broadcast dimensions."""
+    """Returns the truth of a boolean tensor. The sides of a comparison are in the view's shape."""
     value = view.value
     if is_of_bits(value):
         return None
@@ -224,7 +224,7 @@ def _both(one: Truth, other: Truth) -> Truth:
 
 
 def negated(truth: Truth) -> Truth:
-    """Negates: not (low <= high + slack) is high <= low - slack - 1."""
+    """Returns the negation: not (low <= high + slack) is high <= low - slack - 1."""
     if isinstance(truth, Compared):
         return Compared(truth.high, truth.low, -truth.slack - 1)
     return None if truth is None else not truth

@@ -56,12 +56,14 @@ class Visible:
 
 @dataclass
 class _Terms:
-    """The terms whose conjunction a mask is; j is a key's index.
+    """The terms of a mask, which shows a key if all terms do; j is the key's index.
 
-    upper: j <= the numbers + the size; None for the numbers: query i's index i. lower: j >= them.
-    chunks: j // the int == them // the int. padding: depends only on keys; and whether it is True
-    where one is seen. rows: the numbers index rows of a table with this many rows; negative ones
-    count from its end. queries: how many there are. whole: whether these are all terms.
+    upper: pairs (numbers, shift): j <= numbers + shift, with a number for each query; None stands
+    for query i's index i. lower: pairs (numbers, shift): j >= numbers + shift. chunks: pairs
+    (numbers, size): j // size == numbers // size. padding: pairs (view, sees) of terms that depend
+    only on keys: a key is seen where the view equals `sees`. rows: for each term whose numbers
+    index rows of a table, the number of rows; negative numbers count from the table's end. queries:
+    the number of queries. whole: whether the terms are the whole mask.
     """
 
     queries: Size
@@ -76,10 +78,11 @@ class _Terms:
 def visible_by(
     mask: View, batch: Size, queries: Size, sees: bool = True, added: bool = False
 ) -> Visible | None:
-    """Returns the meaning of a mask [B or 1, H or 1, S or 1, K] for `batch` times `queries`
-    queries: a boolean mask, or one of zeros and minus infinities that is `added` to the logits.
+    """Returns which keys a mask [B or 1, H or 1, S or 1, K] shows to `batch` times `queries`
+    queries; None if it cannot be read.
 
-    sees: the value of a boolean mask for a key that is seen. None: the meaning is not known.
+    added: the mask holds zeros and minus infinities and is added to the logits; otherwise it is
+    boolean. sees: the value of a boolean mask for a key that is seen.
     """
     terms = _Terms(queries)
     dtype = mask.value.dtype
@@ -136,7 +139,7 @@ def _counted(first: Size, queries: Size, mask: View) -> Computed | None:
 
 
 def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Computed | None:
-    """Returns the numbers + shift for each query; None if they count the queries."""
+    """Returns high + shift for each query; None if that is i for query i."""
     line = line_of(high)
     steps = (0, 0, 0 if queries == 1 else 1, 0)
     if line is not None and line.slopes == steps and line.offset + shift == 0:
@@ -146,7 +149,7 @@ def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Co
 
 
 def _numbers(high: View, batch: Size, queries: Size) -> View:
-    """Returns the numbers as [S] or, if sequences differ, [B * S]."""
+    """Returns one number per query as [S] or, if sequences differ, [B * S]."""
     of_batch, _, of_query, _ = high.effect.dims
     both = Effect((*effects.once((of_batch,)), of_query), high.effect.start)
     lead = 1 if effects.repeats(of_batch) else batch
@@ -161,7 +164,7 @@ _OR = {"aten.bitwise_or", "aten.logical_or"}
 
 
 def _collect(view: View, sees: bool, terms: _Terms) -> None:
-    """Adds the terms whose conjunction a mask, or its opposite, is."""
+    """Adds the terms whose conjunction is the mask if `sees`, or the mask's negation if not."""
     value = view.value
     if is_of_bits(value):
         terms.whole = False
@@ -202,8 +205,8 @@ class _SortedOut:
 
 
 def _sorted_out(item: Any, sign: int) -> _SortedOut | None:
-    """Splits integers times a sign into parts by key, by query and constant; None if they depend on
-    anything else."""
+    """Splits integers, times a sign, into a part by key, parts by query and a constant; None if
+    they depend on anything else."""
     if isinstance(item, int) and not isinstance(item, bool):
         return _SortedOut(0, sign * item, ())
     if not isinstance(item, View):
@@ -309,7 +312,8 @@ def _shifted(view: View) -> tuple[View, int]:
 
 @dataclass(frozen=True)
 class _Triangle:
-    """The nonzero part of a matrix of one number. lower: j <= i + diagonal, else j >= it."""
+    """A matrix with one number in a triangle, and zeros elsewhere. lower: the triangle is j <= i +
+    diagonal, else j >= i + diagonal."""
 
     lower: bool
     diagonal: int
@@ -317,7 +321,8 @@ class _Triangle:
 
 
 def _triangle(value: Value) -> _Triangle | None:
-    """Returns the triangle of tril or triu of a matrix of one number; else None."""
+    """Returns the triangle of a value that is tril or triu of a matrix filled with one number; else
+    None."""
     if value.op not in ("aten.tril", "aten.triu") or len(value.shape) != 2:
         return None
     diagonal = value.argument(1, "diagonal", 0)
@@ -337,7 +342,7 @@ def _number(view: View) -> float | None:
 
 
 def _add_triangle(view: View, sees: bool, terms: _Terms) -> bool:
-    """Adds triangles of True, whole or in part, and rows of them: table[positions]."""
+    """Adds a triangle of True, whole or in part, or rows of one: table[positions]."""
     value = view.value
     if value.op in ("aten.index", "aten.index_select"):
         return _add_rows(view, sees, terms)
@@ -348,7 +353,7 @@ def _add_triangle(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _add_part(view: View, found: _Triangle, sees: bool, first: Size, terms: _Terms) -> bool:
-    """Adds a triangle over queries and keys, with its columns from `first` on."""
+    """Adds a triangle over queries and keys; its first column is key `first`."""
     *lead, queries, keys = effects.once(view.effect.dims)
     by_row = len(queries) == 1 and queries[0].axis == 0 and queries[0].step == 1
     by_row |= terms.queries == 1 and not queries
@@ -363,7 +368,8 @@ def _add_part(view: View, found: _Triangle, sees: bool, first: Size, terms: _Ter
 def _add_limit(
     numbers: View | None, shift: Size, found: _Triangle, sees: bool, terms: _Terms
 ) -> None:
-    """Adds j <= row + diagonal, or >=, or the opposite; row: the numbers + shift."""
+    """Adds the limit of a triangle, j <= row + diagonal or j >= row + diagonal; its negation unless
+    `sees`. The row of a query is numbers + shift."""
     if found.lower == sees:
         terms.upper.append((numbers, shift + found.diagonal - (0 if sees else 1)))
     else:
@@ -403,8 +409,8 @@ def _add_rows(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _triangles(table: Value, sees: bool) -> list[_Triangle]:
-    """Returns triangles of True whose intersection (for hidden keys, union) a matrix is; empty if
-    it is not."""
+    """Returns triangles of True. The matrix is their intersection if `sees`, or their union if not.
+    Returns an empty list if there are no such triangles."""
     found = _triangle(table)
     if found is not None:
         return [found] if found.number == 1 else []
@@ -440,8 +446,8 @@ def _add_numbers(view: View, terms: _Terms) -> bool:
 
 
 def _hiding(value: Value) -> tuple[View, bool] | None:
-    """Returns (condition, whether a key is seen where it is True) of where and masked_fill; else
-    None."""
+    """Returns (condition, whether a key is seen where it is True) of where and masked_fill with
+    zero and minus infinity; else None."""
     chosen = chosen_by_mask(value)
     if chosen is None or chosen[0].value.dtype != torch.bool:
         return None
@@ -454,7 +460,7 @@ _TWO = [sorted(map(repr, (zero, _HIDDEN))) for zero in (0, 0.0)]
 
 
 def _add_joined(view: View, terms: _Terms) -> bool:
-    """Adds zeros for the keys of a cache, followed by a triangle for the new ones."""
+    """Adds a mask that joins zeros for the keys of a cache and a triangle for the new keys."""
     pieces, axis = view.value.args
     if len(pieces) != 2 or axis != len(view.value.shape) - 1 or axis != 1:
         return False
@@ -468,7 +474,8 @@ def _add_joined(view: View, terms: _Terms) -> bool:
     return _add_part(view, found, False, zeros.shape[1], terms)
 
 
-#: The possible kinds of a term of a mask, the most specific first.
+#: The possible kinds of a term, the most specific first. Each adds a view's term; False if it is
+#: another kind.
 _KINDS: tuple[Callable[[View, bool, _Terms], bool], ...] = (
     _add_triangle,
     _add_comparison,

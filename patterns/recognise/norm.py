@@ -1,6 +1,9 @@
-"""Norms of attention heads or of any value, fused or spelled out, with or without casts in between:
-RMS norms and layer norms over the last dimension, with a weight, with `1 + weight`, or without;
-with a bias if the caller supports it."""
+"""Recognises norms of attention heads or of any value, fused or spelled out, with or without casts
+in between.
+
+They are RMS norms and layer norms over the last dimension, with a weight, with `1 + weight`, or
+without; with a bias if the caller supports it.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +52,10 @@ class Norm:
 
 
 def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) -> Norm | None:
-    """Returns the norm whose result is `head`, heads of a projection or any other value, or None.
+    """Returns the norm whose result is `head`; None if it is not the result of one.
 
-    biased: whether it may have a bias; otherwise raises Reject (UNSUPPORTED) at `stage` for one
-    that has.
+    head: heads of a projection, or any other value. biased: accepts a bias; otherwise a norm with a
+    bias raises Reject (UNSUPPORTED) at `stage`.
     """
     found = _match_norm(head) if _NORM.may_match(head) else None
     if found is not None and found.bias is not None and not biased:
@@ -61,7 +64,7 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) ->
             stage,
             "the norm has a bias",
             found.absorbed[0],
-            hint="norms with a weight, or with none, are fused; LayerNorm(bias=False) where it is "
+            hint="a norm without a bias can be fused: use LayerNorm(bias=False) if the bias is "
             "zero",
         )
     return found
@@ -126,7 +129,8 @@ def by_runs(norm: Norm) -> Norm:
 class JoinedNorms:
     """Norms of neighbouring heads, each with its own weight, joined again.
 
-    norm: of all of them, without a weight. weights: [D] of each, in order; () without any.
+    norm: one norm of all these heads, without a weight. weights: the weight [D] of each head, in
+    order; () without any.
     """
 
     norm: Norm
@@ -171,7 +175,8 @@ def match_joined_norms(value: Value, stage: Stage = Stage.K_PATH) -> JoinedNorms
 
 
 def _given(norm: View) -> tuple[Any, ...] | None:
-    """Returns (x, width, epsilon, weight, bias) of a fused norm over the last dimension."""
+    """Returns (x, width, epsilon, weight, bias) of a fused norm over the last dimension; else
+    None."""
     value = norm.value
     if value.kwargs.get("output", 0) != 0:
         return None  # the mean or inverse root of the native layer norm
@@ -194,7 +199,8 @@ def _given(norm: View) -> tuple[Any, ...] | None:
 
 
 def _may_be_weight(view: View) -> bool:
-    """Whether a factor belongs to a norm: a vector, or a parameter; cos and sin are neither."""
+    """Whether a factor may be a norm's weight: a vector, or a parameter; cos and sin are
+    neither."""
     dims = view.effect.dims
     varies = bool(dims) and not effects.repeats(dims[-1])
     return varies and (view.value.op == "constant" or len(dims) == 1) and not view.value.projected

@@ -1,7 +1,8 @@
-"""Numbers that name no expert or adapter, and the treatment of such numbers by lookups.
+"""Adapts ids that name no expert or adapter to the op. The op takes -1 for no expert, and refuses
+other numbers out of range.
 
-An op takes -1 for no expert, and refuses other numbers out of range. So the ids of a graph are
-changed such that the op treats them like the graph's own lookup.
+A graph's lookup may treat such numbers in another way. :func:`experts_argument` changes them so
+that the op treats them as that lookup does.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _REACH = 8
 class Outside:
     """The treatment of numbers outside of 0 to N - 1.
 
-    below: the treatment of negative ones. "error"; "none": no expert; "first": expert 0; "last":
+    below: the treatment of negative numbers. "error"; "none": no expert; "first": expert 0; "last":
     counted from the last expert, an error before the first; "shifted": their rows are sorted before
     all others but not counted, which shifts the counted ends, so later rows may get the weight of
-    another expert. above: the treatment of N and larger, "error" or "none".
+    another expert. above: the treatment of N and larger numbers, "error" or "none".
     """
 
     below: Literal["error", "none", "first", "last", "shifted"]
     above: Literal["error", "none"]
 
 
-#: weight[ids], by the name of the lookup.
+#: The treatment in a lookup weight[ids], by the name of its operation; REFUSED for all others.
 WRAPPED, REFUSED = Outside("last", "error"), Outside("error", "error")
 LOOKUPS = {"aten.index": WRAPPED}
 
@@ -57,7 +58,7 @@ def outside_of_ends(ends: View) -> Outside:
 
 
 def both(one: Outside, other: Outside) -> Outside | None:
-    """Returns how two lookups by the same numbers treat those out of range; None for a combination
+    """Returns how two lookups by the same ids treat numbers out of range; None for a combination
     that no op can express: the weight of one expert with the bias of another."""
     ways = {one.below, other.below}
     if "error" in ways:
@@ -72,10 +73,10 @@ def both(one: Outside, other: Outside) -> Outside | None:
 def experts_argument(
     ids: View, count: Size, outside: Outside, sorted_by: tuple[View, View] | None = None
 ) -> Any:
-    """Returns the expert_ids of an op for a graph's lookup by ids.
+    """Returns the op's argument expert_ids for a lookup by ids in the graph.
 
-    count: of experts. sorted_by: the end of each expert's rows, and the permutation that sorts
-    them; for lookups that count.
+    count: the number of experts. sorted_by: for lookups that count: the end of each expert's rows,
+    and the permutation that sorts the rows.
     """
     if outside.below != "shifted" or sorted_by is None or is_natural(ids):
         return _placed(ids, count, outside)
@@ -102,7 +103,7 @@ def _placed(ids: View, count: Size, outside: Outside) -> Any:
 
 
 def is_natural(ids: View) -> bool:
-    """Whether the graph shows that no number is negative."""
+    """Whether the graph shows that no id is negative."""
     return _range_of(ids)[0] is not None
 
 
@@ -119,8 +120,8 @@ def _shifted_back(ends: View, permutation: View, ids: View) -> Computed:
 
 
 def _range_of(ids: Any, reach: int = _REACH) -> tuple[int | None, Size | None]:
-    """Returns bounds (least, end) of all numbers: least is 0, or None if some may be negative; end
-    is exclusive, or None if it is not known."""
+    """Returns bounds (least, end) of all ids: least is 0, or None if some may be negative; end is
+    exclusive, or None if it is not known."""
     if isinstance(ids, (int, float)):
         return (0, int(ids) + 1) if ids >= 0 and int(ids) == ids else (None, None)
     if not isinstance(ids, View) or reach == 0:

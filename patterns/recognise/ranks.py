@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tilewright.patterns.dataflow import Value, View, upstream
 
-# Calls that move a DTensor to another placement; if that moves nothing, the graph's view has no
-# value for it.
+# Calls that move a DTensor to another placement. A call that moves nothing has no value in the
+# Dataflow.
 _PLACED_ANEW = frozenset({"opaque:redistribute", "opaque:full_tensor"})
 _UNWRAPPED = "opaque:to_local"
 
@@ -25,9 +25,8 @@ def collective_behind(value: Value, reach: int) -> Value | None:
 
 
 def part_of_a_sum(view: View) -> View | None:
-    """Returns one rank's part of a sum over ranks, if that sum is all that `view` is: the input of
-    an all-reduce or reduce-scatter, or a DTensor of partial sums that was redistributed. None for
-    anything else."""
+    """Returns one rank's part of the sum over ranks that `view` is: the input of an all-reduce or
+    reduce-scatter, or a DTensor of partial sums that was redistributed. None for anything else."""
     found, summed = view, False
     while (moved := collective_of(found.value)) is not None and moved.operands:
         found = moved.operands[0]

@@ -36,10 +36,11 @@ class Table:
     """cos or sin in the graph.
 
     view: [..., width], with dimensions like the rotated head's; width is rotary_dim or rotary_dim /
-    2. part: `real` or `imag` of a complex view. signs: of the first and of the second members of
-    the pairs, relative to x0 * cos - x1 * sin, x1 * cos + x0 * sin. second: the view [...,
-    rotary_dim / 2] of the second members, if each member has a table of its own; `view` is then
-    that of the first. alternates: whether the members of a pair are neighbours.
+    2. part: `real` or `imag` if the table is that part of a complex view. signs: the signs of the
+    first and of the second members of the pairs, relative to x0 * cos - x1 * sin, x1 * cos + x0 *
+    sin. second: the view [..., rotary_dim / 2] of the second members, if each member has a table of
+    its own; `view` is then that of the first. alternates: whether the members of a pair are
+    neighbours.
     """
 
     view: View
@@ -72,8 +73,11 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class _Pairs:
-    """For every rotated element, the index in x of itself and of its partner, and which member of
-    its pair it is."""
+    """The pairs that a rotation turns, as one entry per rotated element.
+
+    own, partner: the indices in x of the element and of its partner. second: 1 for the second
+    member of a pair, 0 for the first.
+    """
 
     own: np.ndarray
     partner: np.ndarray
@@ -83,8 +87,9 @@ class _Pairs:
 def match_rope(head: View, stage: Stage = Stage.K_PATH, is_addend: IsAddend = never) -> Rope | None:
     """Returns the rotation whose result is `head` [..., head_dim]; None if there is no rotation.
 
-    is_addend: whether a view is added to the rotated tensor, and is not part of the rotation's own
-    sums. Raises Reject (ROPE_STYLE) at `stage` for a rotation of a kind that the ops do not have.
+    is_addend: returns True for a view that is added before the rotation, and is no part of the
+    rotation's own sums. Raises Reject (ROPE_STYLE) at `stage` for a rotation of a kind that the ops
+    do not have.
     """
     if not is_arithmetic(head.value):
         return None
@@ -129,8 +134,8 @@ def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) ->
 
 
 def _rotated(terms: Sequence[Term], first: int, head_dim: int) -> int:
-    """Returns the number of rotated elements: the first ones, each a sum of two products. Raises
-    _Unknown."""
+    """Returns the number of rotated elements. Raises _Unknown unless they are the first ones of the
+    head, and each is a sum of two products."""
     products, passed = np.zeros(head_dim, dtype=int), np.zeros(head_dim, dtype=bool)
     for term in terms:
         if len(term.leaves) == 2:
@@ -165,9 +170,9 @@ def _styles(rotary_dim: int) -> dict[str, _Pairs]:
 
 @dataclass(frozen=True)
 class _Column:
-    """For each rotated element, the column of a coefficient that it takes, and its sign.
+    """The column of a coefficient that each rotated element takes, and its sign.
 
-    leaves: the coefficient of the first and of the second members of the pairs.
+    leaves: the tensors of the coefficient, for the first and for the second members of the pairs.
     """
 
     leaves: tuple[Leaf, Leaf]
@@ -176,7 +181,8 @@ class _Column:
 
 
 def _column(terms: Sequence[Term], x: np.ndarray, second: np.ndarray) -> _Column | None:
-    """Returns the coefficient of x[x[i]] in every element i; None if one has none, or several.
+    """Returns the coefficient of the head's element x[i] in every rotated element i; None if an
+    element has none, or several.
 
     second: which member of its pair an element is.
     """
@@ -250,7 +256,7 @@ def _same_width(cos: Table, sin: Table, rotary_dim: int, style: str) -> tuple[Ta
 
 
 def _per_element(table: Table, style: str) -> Table:
-    """Returns a column per pair, repeated for both of its members."""
+    """Returns a table with a column per pair as one with a column per element."""
     *lead, last = table.view.effect.dims
     twice = Atom(None, 0, 2)
     both = (*last, twice) if style == "interleaved" else (twice, *last)
@@ -271,8 +277,8 @@ def _x(head: View, leaf: Leaf, first: int, head_dim: int) -> View:
 def table_argument(
     table: Table, layout: Effect, feature: int, tokens: Sequence[Size], stage: Stage
 ) -> View | Computed:
-    """Returns cos or sin as the op takes it: [T or S or 1, width], rows repeating over leading
-    axes.
+    """Returns cos or sin as the op takes it: [T or S or 1, width]; the rows repeat over leading
+    token axes.
 
     layout: the rotated head's dimensions on the product's axes [tokens..., N]. feature: the axis of
     N. Raises Reject (ROPE_TABLE) at `stage` if the table varies from head to head.
@@ -292,8 +298,8 @@ def table_argument(
 
 
 def _side_by_side(table: Table, first: View, second: View) -> Computed:
-    """Returns rows with the columns of the first members and of the second, alternating if they are
-    neighbours."""
+    """Returns rows that hold the columns of both members of the pairs: alternating if the members
+    are neighbours, else the first members' columns before the others."""
     count, half = max((first, second), key=lambda view: len(view.effect.dims[0])).shape
     both = zip((first, second), table.signs, strict=True)
     members = [(view.expand(count, half), sign) for view, sign in both]
@@ -304,7 +310,8 @@ def _side_by_side(table: Table, first: View, second: View) -> Computed:
 
 
 def same_table(a: Any, b: Any) -> bool:
-    """Whether two of these arguments hold the same numbers, even if computed twice."""
+    """Whether two results of :func:`table_argument` hold the same numbers, even if computed
+    twice."""
     if isinstance(a, View) and isinstance(b, View):
         return equal_values(a, b)
     if isinstance(a, Computed) and isinstance(b, Computed):
@@ -358,7 +365,8 @@ def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], sta
 
 
 def _split_tokens(place: tuple[Atom, ...], dim: tuple[Atom, ...]) -> dict[int, tuple[Atom, ...]]:
-    """Splits a token dimension that is merged like the heads': its atoms per token axis."""
+    """Returns, by token axis, the atoms of a table's dimension `dim`, which merges the same token
+    axes as the head's dimension `place`."""
     flat = Effect((dim,), (0,) * (1 + max(a.axis or 0 for a in dim)))
     apart = effects.reshape(flat, [a.length for a in place])
     return {a.axis: d for a, d in zip(place, apart.dims, strict=True) if a.axis is not None}

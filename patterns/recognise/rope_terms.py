@@ -36,9 +36,9 @@ class NotRotation(Exception):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that the rotation multiplies or adds, with its last axis left open.
+    """A tensor that the rotation multiplies or adds, with its last dimension left open.
 
-    rest: its effect without the open dimension. axis: the base axis that the open dimension walks.
+    rest: the effect of the other dimensions. axis: the base axis that the open dimension walks.
     part: `real` or `imag` of a complex tensor, else empty.
     """
 
@@ -72,7 +72,7 @@ _Complex = tuple[list[Term], list[Term]]
 
 
 def never(view: View) -> bool:
-    """Always False: no view is added to the rotated tensor."""
+    """Returns False: no view is added before the rotation."""
     return False
 
 
@@ -88,7 +88,7 @@ class _Walk:
 def head_terms(head: View, is_addend: IsAddend) -> tuple[list[Term], tuple[Value, ...]]:
     """Returns the terms of a view [..., head_dim], and the values that compute them.
 
-    is_addend: whether a view is added to the rotated tensor; the sum then belongs to the head.
+    is_addend: returns True for a view that is added before the rotation; the sum is then a leaf.
     Raises NotRotation if the terms are not sums of products.
     """
     walk = _Walk(is_addend)
@@ -105,8 +105,7 @@ def is_arithmetic(value: Value) -> bool:
 
 
 def _terms(view: View, walk: _Walk) -> list[Term]:
-    """Returns the sum of products that the last dimension of a view of projected data consists
-    of."""
+    """Returns the terms whose sum is the last dimension of a view of projected data."""
     value = view.value
     if not is_arithmetic(value) or not value.projected or _is_boundary(view, walk):
         # A cast commutes with a change of places and signs, so one side may be cast later.
@@ -128,8 +127,8 @@ def _terms(view: View, walk: _Walk) -> list[Term]:
 
 
 def _is_boundary(view: View, walk: _Walk) -> bool:
-    """Whether arithmetic belongs to the rotated tensor: a bias, a norm's weight, a sum of
-    projections, joined heads."""
+    """Whether a step belongs to the tensor that is rotated, not to the rotation: a bias, a norm's
+    weight, a sum of projections, joined heads."""
     value = view.value
     if value.op == "aten.cat":
         axis = value.args[1]
@@ -152,7 +151,7 @@ def _is_boundary(view: View, walk: _Walk) -> bool:
 
 
 def summed_axis(value: Value) -> int | None:
-    """Returns the short axis of a sum; None if it is over another axis, or several."""
+    """Returns the axis of a sum over one short axis; None for another sum."""
     dims = reduced_dims(value)
     if len(dims) != 1 or keeps_dim(value) or value.dtype != value.operands[0].value.dtype:
         return None
@@ -161,8 +160,8 @@ def summed_axis(value: Value) -> int | None:
 
 
 def _scales_codes(value: Value, product: View) -> bool:
-    """Whether a product multiplies unscaled codes by their scale, a number per row of the weight. A
-    rotation of one token also has a number per row."""
+    """Whether a multiplication scales a product of unscaled codes by a number per row of the
+    weight. The rotation of a single token also multiplies by a number per row."""
     gemm = match_gemm(strip_casts(product)[0].value)
     if gemm is None or gemm.weight_scale is not None:
         return False
@@ -174,8 +173,8 @@ def _scales_codes(value: Value, product: View) -> bool:
 
 
 def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
-    """Returns a view with its last dimension opened, and the base indices that it takes. Raises
-    NotRotation."""
+    """Returns a view with its last dimension opened, and the base indices that this dimension
+    takes. Raises NotRotation."""
     view = _one_piece(view)
     places = _places(view)
     if len(places) != 1:
@@ -186,10 +185,10 @@ def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
 
 
 def _opened(view: View, axis: int, others: Mapping[int, int]) -> tuple[Leaf, int]:
-    """Returns (a view with one axis of its last dimension open, its start on that axis). Raises
-    NotRotation.
+    """Returns the view as a leaf, with `axis` of its last dimension open, and its start on that
+    axis. Raises NotRotation.
 
-    others: the places of that dimension on further axes.
+    others: further axes that the last dimension walks, each with the place to fix on it.
     """
     start = list(view.effect.start)
     first, start[axis] = start[axis], 0
@@ -202,8 +201,8 @@ def _opened(view: View, axis: int, others: Mapping[int, int]) -> tuple[Leaf, int
 
 
 def _one_piece(view: View) -> View:
-    """Returns a view of a table that repeats each element, `stack([cos, cos], -1)`, as one of
-    `cos`."""
+    """Returns a view of a table that repeats each element, `stack([cos, cos], -1)`, as a view of
+    `cos`; another view as it is."""
     value = view.value
     if value.op != "aten.cat":
         return view
@@ -227,8 +226,8 @@ def joined_axes(value: Value) -> int:
 
 
 def _joined_index(view: View, depth: int) -> np.ndarray:
-    """Returns the elements of the value's last `depth` axes, as one row, that a view's last
-    dimension takes. Its other dimensions must be the value's other axes."""
+    """Returns the elements that a view's last dimension takes of its value's last `depth` axes,
+    counted as one row. Raises NotRotation if the view changes the value's other axes."""
     value, effect = view.value, view.effect
     rank = len(value.shape)
     inner = range(rank - depth, rank)
@@ -280,8 +279,8 @@ def _where(term: Term, here: np.ndarray) -> Term:
 
 
 def _coefficients(view: View) -> list[tuple[tuple[Leaf, np.ndarray], np.ndarray]]:
-    """Returns a table as leaves with one open axis, each with the elements whose coefficients it
-    holds. A table [pairs, 2] of the members of pairs becomes two."""
+    """Returns a table as leaves with one open axis, each with a mask of the elements that take
+    their coefficient from it. A table [pairs, 2] of the members of pairs gives two leaves."""
     view = _one_piece(view)
     places = _places(view)
     if len(places) < 2:
@@ -378,7 +377,8 @@ def _cat(value: Value, walk: _Walk) -> list[Term]:
 
 
 def _interleaved(parts: list[list[Term]]) -> list[Term]:
-    """Interleaves: element i of part k becomes element i * len(parts) + k."""
+    """Returns the terms of parts, interleaved: element i of part k becomes element
+    `i * len(parts) + k`."""
     width = len(parts[0][0].factor)
     if any(len(t.factor) != width for terms in parts for t in terms):
         raise NotRotation

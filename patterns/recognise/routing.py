@@ -1,9 +1,9 @@
-"""Routing of a mixture of experts: the routes sorted by expert, the rows gathered in that order,
-the end of each expert's rows, and the inverse order.
+"""Recognises the routing of a mixture of experts, in any spelling: the order that sorts the routes
+by expert, the rows gathered in that order, the end of each expert's rows, and the inverse order.
 
-Each is recognised, in any spelling, by what it depends on, so that a match knows that all belong to
-one choice. T tokens, S slots (top-k) per token; a *route* is one slot of one token, number t * S +
-s.
+Each function looks at the tensors that its argument is computed from. A match thereby knows that
+all parts belong to one choice of experts. T tokens, S slots (top-k) per token; a *route* is one
+slot of one token, and its number is t * S + s.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _INDICES = (torch.int32, torch.int64)
 class Order:
     """A permutation that sorts the routes by expert.
 
-    permutation: [T * S], the route at each place of the order; None: the routes' own order. ids:
-    the experts, [T * S] by route. cells: a map [T, E] of routes; `permutation` then numbers its
-    true cells by expert, e * T + t, instead of routes.
+    permutation: [T * S], the route at each place of the order; None for the routes' own order. ids:
+    [T * S], the expert of each route. cells: a map [T, E], true where a token is routed to an
+    expert. If it is given, `permutation` holds numbers e * T + t of true cells instead of routes.
     """
 
     permutation: View | None
@@ -48,8 +48,8 @@ def flat(view: View) -> View:
 
 
 def per_row(view: View) -> View | None:
-    """Returns a number per row [M, 1], or broadcast to [M, N], as [M]; None if it varies by column,
-    and for a single number."""
+    """Returns a view [M, 1], or one broadcast to [M, N], as [M]; None if it varies by column, and
+    for a single number."""
     if not view.effect.dims:
         return None
     *rows, last = view.effect.dims
@@ -57,10 +57,11 @@ def per_row(view: View) -> View | None:
 
 
 def strip_integer_casts(view: View, below: Size | None = None) -> View:
-    """Returns the view before casts that keep integers unchanged. A cast to bool does not, and no
-    op takes indices of fewer than 32 bits.
+    """Returns the view before casts that keep integers unchanged.
 
-    below: for a reader that treats all numbers from `below` up alike, and all under `-below`.
+    A cast to bool changes them. Casts from fewer than 32 bits stay, as no op takes such indices.
+    below: for a reader that treats all numbers from `below` up alike, and all numbers under
+    `-below` alike.
     """
     if view.value.op != "cast":
         return view  # the usual case
@@ -78,7 +79,7 @@ def _keeps_integers(cast: Value, below: Size | None) -> bool:
         return whole and dtype in _INDICES
     if given not in (torch.bool, *_INDICES) or not dtype.is_floating_point:
         return given in (torch.bool, *_INDICES) and dtype in _INDICES
-    # Rounding is monotonic, so no number from outside of an exact range comes into it.
+    # Rounding is monotonic: it moves no number into a range that the type holds exactly.
     ends = [end for end in (below, _end_of(source.value)) if isinstance(end, int)]
     return bool(ends) and min(ends) <= _exact_to(dtype)
 
@@ -94,12 +95,12 @@ def _counts(dtype: torch.dtype) -> bool:
 
 
 def holds_counts(value: Value) -> bool:
-    """Whether a value holds counts of routes, whole numbers, exactly."""
+    """Whether a value's type holds any count of routes exactly."""
     return _counts(value.dtype)
 
 
 def _end_of(value: Value) -> Size | None:
-    """Returns an exclusive upper bound of a value's numbers, if no number is negative; None if not
+    """Returns an exclusive upper bound of a value that has no negative numbers; None if not
     known."""
     if value.dtype == torch.bool or value.op == "aten.one_hot":
         return 2
@@ -112,13 +113,13 @@ def _end_of(value: Value) -> Size | None:
 
 
 def is_top_indices(value: Value) -> bool:
-    """Whether a value is the indices of the largest, or smallest, numbers along the last dimension,
-    which are distinct."""
+    """Whether a value is the indices that a topk along the last dimension returns. They are
+    distinct."""
     return _is_of_topk(value, 1)
 
 
 def are_largest(value: Value) -> bool:
-    """Whether a value is the largest numbers along the last dimension."""
+    """Whether a value is the largest numbers along the last dimension, as a topk returns them."""
     return _is_of_topk(value, 0) and takes_largest(value)
 
 
@@ -134,13 +135,12 @@ def _is_of_topk(value: Value, output: int) -> bool:
 
 
 def is_distinct(ids: View) -> bool:
-    """Whether no token of ids [T, S] names an expert twice: they are the indices of a top-k."""
+    """Whether each token of ids [T, S] names S different experts, as the indices of a topk do."""
     return ids.shape[-1] == 1 or (ids.is_whole and is_top_indices(ids.value))
 
 
 def match_order(view: View) -> Order | None:
-    """Returns the order whose permutation `view` is, the indices of a sort of the routes' experts;
-    else None."""
+    """Returns the order if `view` holds the indices of a sort of the routes' experts; else None."""
     view = strip_integer_casts(view)
     value = view.value
     if value.op not in _ORDER_OUTPUTS or len(value.shape) != 1:
@@ -153,8 +153,11 @@ def match_order(view: View) -> Order | None:
 
 
 def _order_of_cells(view: View) -> Order | None:
-    """Returns the order of a map [T, E] of routes: its cells by expert. A stable sort places the
-    true ones first, and T * S of these are taken, S different experts of each token. Else None."""
+    """Returns the order of a map [T, E] of routes, sorted by expert; None for another view.
+
+    A stable sort places the map's true cells first, and the view takes the first T * S of them:
+    each token has S different experts.
+    """
     value = view.value
     source = by_cell(value.args[0], of_ones=True)
     ids = None if source is None else scattered_ones(source.value)
@@ -167,10 +170,10 @@ def _order_of_cells(view: View) -> Order | None:
 
 
 def by_cell(view: View, of_ones: bool = False) -> View | None:
-    """Returns [T, E] for a view [E * T] that holds its cells by expert; None for another view.
+    """Returns the map [T, E] that a view [E * T] holds by expert; None for another view.
 
-    Ignores copies and casts between floating-point types; of_ones: all casts, for zeros and ones,
-    which are the same in any type.
+    Ignores copies and casts between floating-point types. of_ones: ignores all casts, for maps of
+    zeros and ones, which are equal in any type.
     """
     view, _ = strip_while(
         view, lambda v: v.op == "aten.clone" or (v.op == "cast" and _floats(v, of_ones))
@@ -191,7 +194,7 @@ def _descending(value: Value) -> bool:
 
 
 def experts_of(view: View, num_experts: Size | None = None) -> View:
-    """Returns the experts by route that a view of experts, in sorted order or not, comes from.
+    """Returns the experts by route, for a view of them in the routes' own or in sorted order.
 
     num_experts: for a reader that treats all experts from that number up alike.
     """
@@ -225,7 +228,7 @@ def in_order(view: View, order: Order) -> bool:
 
 
 def gathered(view: View) -> tuple[View, View] | None:
-    """Returns (source, index) of source[index] along the first dimension; else None."""
+    """Returns (source, index) if a view is source[index] along the first dimension; else None."""
     value = view.value
     if not view.is_whole:
         return None
@@ -247,8 +250,8 @@ def gathered(view: View) -> tuple[View, View] | None:
 GATHERS = frozenset({"aten.index", "aten.index_select", "aten.embedding", "aten.gather"})
 #: A lookup that writes its table, as `F.embedding(..., max_norm=)` does.
 RESCALED = "opaque:embedding"
-#: Also includes lookups that no pattern reads: with another rule for numbers out of range, or
-#: writing.
+#: GATHERS, and lookups that no pattern reads: they write their table, or have another rule for
+#: indices out of range.
 TAKEN = GATHERS | {"aten.take_along_dim", RESCALED}
 
 
@@ -263,8 +266,8 @@ def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
 
 
 def without_counting(view: View) -> View:
-    """Returns a view of rows gathered by numbers that count up repeatedly, as a view of the
-    rows."""
+    """Returns a view of rows[0, 1, .., T - 1, 0, 1, ..] as a view of the rows; another view as it
+    is."""
     taken = gathered(view.value.whole)
     if taken is None or not _counts_up(taken[1].value):
         return view
@@ -286,8 +289,8 @@ def counts_again(view: View) -> Size | None:
 
 
 def match_rows(view: View, order: Order) -> Size | None:
-    """Returns S if `view` is the token of each route in order: permutation // S, or its gather;
-    else None."""
+    """Returns S if `view` holds the token of each route in the given order: permutation // S, or
+    the tokens gathered by the permutation; else None."""
     view = strip_integer_casts(view)
     value = view.value
     if order.permutation is None:
@@ -348,8 +351,8 @@ def match_inverse(view: View, order: Order) -> bool:
 
 
 def match_ends(view: View) -> tuple[View, Size] | None:
-    """Returns (experts by route, number of experts) if `view` [E] holds their running counts; else
-    None."""
+    """Returns (experts by route, number of experts) if `view` [E] holds the end of each expert's
+    rows, a running sum of their counts; else None."""
     view = strip_integer_casts(view)
     value = view.value
     if value.op == "aten.searchsorted" and view.is_whole:
@@ -360,8 +363,8 @@ def match_ends(view: View) -> tuple[View, Size] | None:
 
 
 def _searched(value: Value) -> tuple[View, Size] | None:
-    """Handles searchsorted(sorted experts, 0..E-1, right), which counts the routes of experts up to
-    each."""
+    """Handles searchsorted(sorted experts, 0..E-1, right): entry e counts the routes of experts
+    0..e."""
     ordered, experts = value.args[0], value.args[1]
     right = value.kwargs.get("right") or value.kwargs.get("side") == "right"
     if not right or not isinstance(experts, View) or not is_arange(experts):
@@ -425,16 +428,19 @@ def _summed(value: Value) -> tuple[View, Size] | None:
 
 
 def _along(view: View, dim: int) -> View | None:
-    """Returns the one dimension of a view [a, b] that walks its value, if the other only repeats;
-    else None."""
+    """Returns dimension `dim` of a view [a, b] alone if the other dimension only repeats; else
+    None."""
     if len(view.effect.dims) != 2 or not effects.repeats(view.effect.dims[1 - dim]):
         return None
     return view.with_dims(view.effect.dims[dim])
 
 
 def _marked(inner: View) -> tuple[View, Size] | None:
-    """Returns (experts by route, E) of a sum over tokens of zeros [T, E] in which ones mark each
-    token's experts. The experts are the indices of a topk, so that none is marked twice. Else None.
+    """Returns (experts by route, E) of a sum over tokens of a mask [T, E] that marks each token's
+    experts with ones; else None.
+
+    The experts must be the indices of a topk: if a token named an expert twice, a mask would count
+    that expert only once.
     """
     inner, _ = strip_while(inner, lambda value: value.op == "cast")  # ones are ones in any type
     ids = scattered_ones(inner.value)
@@ -468,7 +474,7 @@ def scattered_into(value: Value, number: float) -> View | None:
     if store.dtype != store.memory.dtype or value.node.args[:1] != (store.memory.root,):
         return None
     ids = store.index[1]
-    one = value.shape[0] == 1 and len(ids.shape) == 1  # the write names only the columns of a row
+    one = value.shape[0] == 1 and len(ids.shape) == 1  # the index of a single row may be 1-d
     return _into(value, value.args[0], 1, ids.unsqueeze(0) if one else ids, number)
 
 
@@ -489,8 +495,8 @@ def _added(value: Value) -> tuple[View, Size] | None:
 
 
 def rows_added_to(value: Value) -> tuple[View, View, View] | None:
-    """Returns (base, index, source) of an `index_add` or `scatter_add` of rows to a base; in place
-    only to zeros in the graph's own memory. None for another value."""
+    """Returns (base, index, source) of an `index_add` or `scatter_add` of rows to a base; None for
+    another value. In place, the base must be zeros in the graph's own memory."""
     store = value.store
     if store is not None:
         own = store.accumulate and not store.memory.is_input and is_filled(value.args[0], 0)

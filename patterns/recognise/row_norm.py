@@ -30,9 +30,9 @@ def match_norm_before(
     """Returns the RMS or layer norm whose result is x [T, K], the activation that `readers` read.
 
     The returned norm's own x is a view [T, K] too, and its `absorbed` holds the values that only
-    the norm reads. None if other values read x, if no op takes the norm, if `op` is slower with it,
-    if the rows of its x are not dense, or if its tensors change before the op's place. place: where
-    the op will stand, in program order.
+    the norm reads. Returns None if other values read x, if no op takes the norm, or if `op` is
+    slower with it. Also returns None if the rows of the norm's input are not dense, or if its
+    tensors change before the op's place. place: where the op will stand, in program order.
     """
     normed = x.value
     if normed.dtype not in HALVES or not isinstance(x.shape[0], int):

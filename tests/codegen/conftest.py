@@ -1,4 +1,4 @@
-"""The sample templates on the import path, and a cache of its own for every test."""
+"""Puts the sample templates on the import path, and gives the tests a private kernel cache."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path_factory, monkeypatch):
-    """One cache for the whole run: kernels compile once, nothing of the user's is touched."""
+    """Gives the whole run one private cache, so that kernels compile once and the user's cache is
+    not touched."""
     root = tmp_path_factory.getbasetemp() / "tilewright-cache"
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(root))
     return root

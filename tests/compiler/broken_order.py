@@ -1,5 +1,5 @@
-"""Steps that break the order of things: reads, writes, aliases and users at the wrong time, each
-beside its mended twin where `plain` is not one.
+"""Steps that must not fuse because of their order: reads, writes, aliases and users at the wrong
+time. Each has a twin that fuses, unless that is `plain`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _scaled(m, x, k_cache, v_cache, slots, weight):
 def slots_moved_between(m, x, k_cache, v_cache, slots):
     q, k, v = m.qkv(x)
     at = slots + 0
-    first = at[:1]  # another name for what changes, that is read below
+    first = at[:1]  # another name of the memory that changes
     store(k_cache, at, k)
     keep = at.clone()
     at.add_(1)

@@ -1,4 +1,4 @@
-"""Steps that break the way from the activation to the cache: projection, norm, rotation, layout."""
+"""Steps that must not fuse because of an operation between activation and cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fresh_cache(m, x, k_cache, v_cache, slots):
 
 
 def whole_cache(m, x, k_cache, v_cache, slots):
-    """Nothing of the cache is left out, so every dimension could be the slots."""
+    """Writes the whole cache, so that every dimension could be that of the slots."""
     q, k, v = m.qkv(x)
     k_cache.copy_(k.view(k_cache.shape))
     v_cache.copy_(v.view(v_cache.shape))
@@ -36,7 +36,7 @@ def whole_cache(m, x, k_cache, v_cache, slots):
 
 
 def moved_cache(m, x, k_cache, v_cache, slots):
-    """A window that is full: everything in it moves up to make room."""
+    """Shifts all keys of a full window to make room."""
     q, k, v = m.qkv(x)
     for cache, new in ((k_cache, k), (v_cache, v)):
         flat = cache.view(-1, HKV, D)
@@ -82,7 +82,7 @@ def features_apart(m, x, k_cache, v_cache, slots):
 
 
 def one_wide_head(m, x, k_cache, v_cache, slots):
-    """The caches hold one head of 2 * D, the rotation has heads of D."""
+    """Stores one head of 2 * D in the caches, although the rotation has heads of D."""
     q, k, v = m.qkv(x)
     table = cos_sin()
     store(k_cache, slots, rotate(k, *table).view(T, 1, HKV * D))
@@ -229,7 +229,7 @@ def bias(m, x, k_cache, v_cache, slots):
 
 
 def norm_of_the_first_token(m, x, k_cache, v_cache, slots):
-    """Everybody is scaled by the first token's RMS."""
+    """Scales every token by the first token's RMS."""
     q, k, v = m.qkv(x)
     scale = torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + 1e-6)[:1]
     store(k_cache, slots, k * scale * m.norm)
@@ -277,7 +277,7 @@ def norm_over_half_heads(m, x, k_cache, v_cache, slots):
 
 
 def norm_twice(m, x, k_cache, v_cache, slots):
-    """Before the rotation and after it."""
+    """Norms the heads before the rotation and after it."""
     q, k, v = m.qkv(x)
     table = cos_sin()
     q, k = (rms_norm(rotate(rms_norm(y, m.norm), *table), m.norm) for y in (q, k))
@@ -287,7 +287,7 @@ def norm_twice(m, x, k_cache, v_cache, slots):
 
 
 def rotated_last_half(m, x, k_cache, v_cache, slots):
-    """The last half of the head rotates, the first passes."""
+    """Rotates the last half of each head, and leaves the first half unchanged."""
     q, k, v = m.qkv(x)
     cos, sin = (t[..., : D // 2] for t in cos_sin())
 
@@ -314,7 +314,7 @@ def values_of_something_else(m, x, k_cache, v_cache, slots):
 
 
 def no_weight(m, x, k_cache, v_cache, slots):
-    """K alone is normalised, without a weight."""
+    """Norms only K, without a weight."""
     q, k, v = m.qkv(x)
     store(k_cache, slots, F.rms_norm(k, (D,)))
     store(v_cache, slots, v)

@@ -1,4 +1,5 @@
-"""Continuous batching of models that the ranks of a process group share, as each rank runs it."""
+"""Continuous batching of models that are sharded over the ranks of a process group: the code of a
+rank."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from transformers import DistributedConfig
 from tests.compiler.engine_models import MODELS, built, generated, greedy, plain, prompts
 from tilewright.compiler.serving import disable, enable
 
-#: Two layers that divide heads of keys, one of them with a window; and latents, which all have.
+#: Models. The first has two layers whose heads of keys are divided among ranks, one with a window.
+#: The other caches latents, which every rank has whole.
 NAMES = ("Gemma3", "DeepseekV3")
 LENGTHS = (5, 1, 40, 16, 70)
 
 
 def found(name: str, folder: Path) -> list[list[int]]:
-    """Returns the tokens of each request on this rank; only the first has any."""
+    """Returns the tokens of each request on this rank; ranks other than the first have none."""
     saved = folder / f"engine-{name}"
     if dist.get_rank() == 0:
         built(name).save_pretrained(saved)

@@ -1,4 +1,4 @@
-"""Replays a graph on real tensors and holds its dataflow view against what really happened."""
+"""Replays a graph on real tensors, and compares its dataflow view with the result of each node."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tilewright.compiler.dataflow.build import build_view
 from tilewright.patterns.dataflow import Dataflow, Store, Value, View
 from tilewright.patterns.effects import Effect
 
-# Values that are not a function of their operands, or that stand for content nobody knows.
+# Values that are no function of their operands, or whose content is not known.
 SKIPPED = ("aten.empty", "aten.new_empty", "aten.rand", "opaque", "store", "input", "constant")
 
 
 def flow_of(function, *args) -> Dataflow:
-    """The dataflow view of what Dynamo makes of `function(*args)`, checked on these arguments."""
+    """Returns the dataflow view of Dynamo's graph of `function(*args)`, checked with these
+    arguments."""
     graphs = []
 
     def backend(gm, example_inputs):
@@ -37,12 +38,12 @@ def flow_of(function, *args) -> Dataflow:
 
 
 def returned(function, *args) -> View:
-    """What the graph returns, as a view."""
+    """Returns the graph's output as a view."""
     return flow_of(function, *args).outputs[0]
 
 
 def copies(items: Sequence[Any]) -> list[Any]:
-    """Copies that keep the aliasing among tensors."""
+    """Returns copies of tensors that alias each other as the originals do."""
     storages: dict[int, torch.Tensor] = {}
     out = []
     for item in items:
@@ -69,8 +70,9 @@ def weight(*shape) -> torch.nn.Parameter:
 
 
 def check(flow: Dataflow, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Every node's tensor must be what its view selects of the value it names, every value what
-    its operation makes of its operands, every written memory what its record makes of it."""
+    """Checks three things: each node's tensor is the selection that its view describes; each value
+    is the result of its operation on its operands; and each written memory is the result of its
+    record."""
     replay = Replay(gm, flow)
     replay.run(*inputs)
     for node, view in flow.views.items():
@@ -90,8 +92,8 @@ def check(flow: Dataflow, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 class Replay(fx.Interpreter):
-    """seen: every node's tensor just after it ran. content: every value's, when it was made.
-    before: a written memory's, before the write."""
+    """The tensors of a run. seen: each node's, just after it ran. content: each value's, when it
+    was made. before: each written memory's, before the write."""
 
     def __init__(self, gm: fx.GraphModule, flow: Dataflow) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -125,11 +127,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def selected(effect: Effect, tensor: torch.Tensor) -> torch.Tensor:
-    """What an effect selects of a tensor, by its definition."""
+    """Returns the elements that an effect selects from a tensor, by its definition."""
     if 0 in effect.shape:
         return tensor.new_empty(
             [int(n) for n in effect.shape]
-        )  # a start may lie outside of nothing
+        )  # a start may be outside of an empty tensor
     atoms = [atom for dim in effect.dims for atom in dim]
     index = [torch.tensor(int(start)) for start in effect.start]
     for place, atom in enumerate(atoms):
@@ -145,7 +147,7 @@ def selected(effect: Effect, tensor: torch.Tensor) -> torch.Tensor:
 def carried_out(
     store: Store, before: torch.Tensor, content: dict[Value, torch.Tensor]
 ) -> torch.Tensor:
-    """A memory after the write that a record describes."""
+    """Returns a memory after the write that a record describes."""
     places = selected(store.target, torch.arange(before.numel()).view(before.shape))
     rest = [d for d in range(places.dim()) if d not in store.index]
     places = places.permute([*sorted(store.index), *rest])
@@ -159,7 +161,7 @@ def carried_out(
 
 
 def recomputed(value: Value, content: dict[Value, torch.Tensor]) -> torch.Tensor | None:
-    """A value from its operands; None where they, or the operation, are not known."""
+    """Computes a value from its operands; returns None if they, or the operation, are not known."""
     if any(v.value not in content for v in value.operands):
         return None
 

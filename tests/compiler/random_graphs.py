@@ -1,7 +1,7 @@
-"""Random programs of views, copies, in-place writes and arithmetic, as Dynamo would hand them over.
+"""Random programs of views, copies, in-place writes and arithmetic, in the form of Dynamo's graphs.
 
-Every program is built while it runs, so each step is valid; `example_value` is the real tensor,
-which has the shapes, strides and storage that the view looks at.
+A program is run while it is built, so that each step is valid. `example_value` of a node is the
+real tensor, with the shape, strides and storage that the dataflow view reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx
 
 
 class Program:
-    """`graph`, its `inputs` as they were, and the `module` that runs it."""
+    """A `graph`, its `inputs` before a run, and the `module` that runs it."""
 
     def __init__(self, seed: int, steps: int) -> None:
         self.random = random.Random(seed)
@@ -32,7 +32,7 @@ class Program:
         self.module = fx.GraphModule({}, self.graph)
 
     def _inputs(self) -> list[torch.Tensor]:
-        """A cache, a view into the same storage, and a tensor of its own."""
+        """Returns a cache, a view of its storage, and a separate tensor."""
         cache = torch.arange(96.0).view(4, 2, 3, 4)
         return [cache, cache[1:3], torch.arange(24.0).view(2, 3, 4) + 1000]
 
@@ -73,7 +73,7 @@ class Program:
         return self.random.randrange(-tensor.dim(), tensor.dim()) if tensor.dim() else 0
 
     def range_of(self, size: int) -> tuple[int, int]:
-        """(start, length) within `size`."""
+        """Draws (start, length) within `size`."""
         start = self.random.randrange(size) if size else 0
         return start, self.random.randint(1, max(1, size - start))
 
@@ -112,7 +112,7 @@ class Program:
         return tuple(items)
 
     def positions(self, size: int) -> fx.Node | None:
-        """An index tensor for a dimension of `size`, without duplicates."""
+        """Draws an index tensor for a dimension of `size`, without duplicates."""
         count = self.random.randint(1, size) if size else 0
         if not count:
             return None
@@ -232,7 +232,7 @@ def bits(p, node, t):
 
 
 def other_memory(p, node, t):
-    """A view of the same storage that no size or stride of its own explains."""
+    """Adds a view of the same storage that does not follow from the tensor's sizes and strides."""
     return t.dim() > 1 and p.method("diagonal", node, 0, 0, 1)
 
 
@@ -252,7 +252,7 @@ def new_empty(p, node, t):
 
 
 def assembled(p, node, t):
-    """`new_empty`, filled by slices: a concatenation in disguise."""
+    """Allocates with `new_empty` and fills slices, which is a concatenation."""
     if t.dim() == 0 or t.shape[-1] < 2:
         return False
     cut = p.random.randint(1, t.shape[-1] - 1)
@@ -297,7 +297,7 @@ def set_slice(p, node, t):
 
 
 def set_rows(p, node, t):
-    """`t[..., positions] = rows`, the index tensor anywhere."""
+    """Writes `t[..., positions] = rows`, with the index tensor at any dimension."""
     if t.dim() == 0:
         return False
     dim = p.random.randrange(t.dim())

@@ -22,7 +22,7 @@ def compiled(model, **options):
 
 
 def through(rewrite, gm):
-    """What a rewrite of a graph returns; the graph is whole after it."""
+    """Returns what a rewrite of a graph returns, and checks that the graph is still valid."""
     told = rewrite(gm.graph)
     gm.graph.lint()
     gm.recompile()
@@ -38,7 +38,7 @@ def same_bits(a, b):
 
 
 def run_both(model, args, **options):
-    """((eager result, args after), (compiled result, args after))."""
+    """Returns ((eager result, args after the call), (compiled result, args after the call))."""
     eager, ours = copies(args), copies(args)
     return (model(*eager), eager), (compiled(model, **options)(*ours), ours)
 
@@ -59,5 +59,5 @@ def patterns_used(*names):
 
 @torch.compiler.allow_in_graph
 def doubled(t):
-    """A function of a user's, which graphs call by its name."""
+    """Stands for a user's function, which graphs call by its name."""
     return t * 2

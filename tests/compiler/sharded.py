@@ -55,7 +55,7 @@ from tilewright.compiler.safety import ranks as agreed
 from tilewright.ops.runtime import peers, watch
 
 LENGTH = 16
-# For a rank that is busy, where none is gone.
+# A long limit for busy ranks, in tests in which no rank ends.
 _PATIENCE_S = 300.0
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
 _COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eager"}}
@@ -113,7 +113,7 @@ def by_plan(folder: str) -> Any:
 
 
 def by_experts(folder: str) -> Any:
-    """The attention by heads where the model has a plan for it, the mixture by experts."""
+    """Shards the attention by heads, if the model has a plan for it, and the mixture by experts."""
     ranks = dist.get_world_size()
     sharing = DistributedConfig(tp_size=ranks, ep_size=ranks)
     return loaded(folder, distributed_config=sharing)
@@ -124,7 +124,7 @@ _ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class _Rows(torch.nn.Module):
-    """Some columns of a linear's weight, and the sum over ranks of what they give."""
+    """A linear that has some columns of the weight, and sums its results over ranks."""
 
     def __init__(self, weight: torch.Tensor, in_place: bool) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _Rows(torch.nn.Module):
 
 
 def by_hand(folder: str) -> Any:
-    """As Megatron does: plain weights, cut by hand, and a collective behind each second linear."""
+    """Shards as Megatron does: weights cut by hand, and a collective after each second linear."""
     model = loaded(folder)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for layer in model.model.layers:
@@ -158,7 +158,7 @@ def _columns_and_rows(**rows: Any) -> dict[str, Any]:
 
 
 def in_pairs(folder: str) -> Any:
-    """Each pair has the whole model, and sums in a group of its own."""
+    """Gives each pair of ranks the whole model, and a process group of its own for sums."""
     model = loaded(folder)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     for layer in model.model.layers:
@@ -167,8 +167,8 @@ def in_pairs(folder: str) -> Any:
 
 
 def in_a_grid(columns: int) -> Callable[[str], Any]:
-    """By transformers' plans, the attention's heads among the ranks of a row, the experts among
-    those of a column, both on the same tokens."""
+    """Shards by transformers' plans on a mesh: the attention's heads over the ranks of a row, the
+    experts over the ranks of a column, with the same tokens on all ranks."""
 
     def share(folder: str) -> Any:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -186,7 +186,8 @@ def in_a_grid(columns: int) -> Callable[[str], Any]:
 
 
 def by_sequence(folder: str) -> Any:
-    """What is between attention and MLP, the norms and the residual, by tokens, in DTensors."""
+    """Shards by tokens, in DTensors, everything between attention and MLP: the norms and the
+    residual."""
     model = loaded(folder)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     by_token: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
@@ -212,7 +213,7 @@ def by_sequence(folder: str) -> Any:
 
 
 def by_weights(folder: str) -> Any:
-    """FSDP2: each rank keeps a part of every weight, and computes all of the model."""
+    """Shards by FSDP2: each rank keeps a part of every weight, and computes the whole model."""
     model = loaded(folder)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (*model.model.layers, model):
@@ -222,8 +223,8 @@ def by_weights(folder: str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """steps: how many tokens each call has. heads_by: how many ranks, one behind the other, divide
-    a cache's heads among them; None: all."""
+    """A case. steps: the number of tokens of each call. heads_by: the number of consecutive ranks
+    that share a cache's heads; None for all ranks."""
 
     kind: str
     share: Callable[[str], Any]
@@ -233,7 +234,7 @@ class Case:
 
     @property
     def parts(self) -> int:
-        """Of a cache's heads."""
+        """The number of parts of a cache's heads."""
         return self.heads_by or dist.get_world_size()
 
 
@@ -263,7 +264,7 @@ WORLDS = {
 
 
 def with_whole_values(folder: str) -> Any:
-    """Queries and keys by heads; values whole on every rank."""
+    """Shards queries and keys by heads, and keeps the whole values on every rank."""
     model = loaded(folder)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qk"}
@@ -272,7 +273,7 @@ def with_whole_values(folder: str) -> Any:
     return model
 
 
-#: What two ranks cannot share so, and what each is told.
+#: Ways in which two ranks cannot share a model, and the error that each rank gets.
 REFUSED = {
     "heads": (Case("odd_heads", by_plan, frozenset()), "is invalid for input of size"),
     "experts": (Case("odd_experts", by_experts, frozenset()), "Cannot evenly shard 3 experts"),
@@ -309,7 +310,7 @@ def _compiles_nothing_fused() -> None:
 
 
 def _compiles_slowly() -> None:
-    """Longer than a rank may be silent; it tells that it compiles."""
+    """Compiles for longer than a rank may be silent, and tells the others that it compiles."""
     fuse = backend.fuse
 
     def slow(*args: Any) -> Any:
@@ -339,7 +340,7 @@ DIFFERING: dict[str, tuple[Callable[[], None], dict[str, Any]]] = {
     "another release": (_has_another_release, {}),
     "says nothing": (_nothing, {}),
 }
-#: Where both ranks fuse.
+#: The cases in which both ranks fuse.
 TOGETHER = ("alike", "compiles slowly")
 
 
@@ -349,7 +350,8 @@ def summed(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any
 
 
 def differing(rank: int, name: str) -> dict[str, Any]:
-    """What a rank has fused, why not, and how far its result is from eager's."""
+    """Returns what a rank fused, why it did not fuse the rest, and how far its result is from
+    eager's."""
     happens, options = DIFFERING[name]
     kept = backend.fuse, backend._inner, agreed.torch
     options = {"inner": "eager"} | (options if rank == 1 or name == "verify" else {})
@@ -381,7 +383,8 @@ def _dies() -> None:
 
 
 def be_survivor(rank: int, ranks: int, folder: Path, compiling: bool) -> None:
-    """Rank 1 is killed while it compiles, or at a call after that; what rank 0 is told."""
+    """Kills rank 1 while it compiles, or at a later call, and returns the error that rank 0
+    gets."""
     start_group(rank, ranks, folder, f"killed-{compiling}")
     agreed.WAIT_S, agreed.BEAT_S = 2.0, 0.2
     x, weight = torch.ones(3, 32).bfloat16(), torch.ones(64, 32).bfloat16()
@@ -402,7 +405,7 @@ def be_survivor(rank: int, ranks: int, folder: Path, compiling: bool) -> None:
 
 
 def be_watched(rank: int, ranks: int, folder: Path) -> None:
-    """Rank 1 is killed; rank 0 says that it waits for it, and is aborted."""
+    """Kills rank 1. Rank 0 then reports that it waits for it, and is aborted."""
     start_group(rank, ranks, folder, "watched")
     told = peers._gathered(watch.this_process(rank), dist.group.WORLD, torch.device("cpu"))
     dist.barrier()
@@ -419,7 +422,8 @@ def be_watched(rank: int, ranks: int, folder: Path) -> None:
 
 
 def cache_of(model: Any, heads: int) -> StaticCache:
-    """heads: of keys and values, where they are no latents."""
+    """Returns the cache of a model. heads: heads of keys and values, if it does not cache
+    latents."""
     config = model.config
     cache = StaticCache(config=config, max_cache_len=LENGTH)
     if not hasattr(config, "kv_lora_rank"):
@@ -432,7 +436,8 @@ def cache_of(model: Any, heads: int) -> StaticCache:
 
 
 def run(model: Any, case: Case, ranks: int, compiled: bool) -> list[torch.Tensor]:
-    """Logits of each step, and the cache behind them. ranks: that have the cache's heads."""
+    """Returns the logits of each step and the cache after them. ranks: the number of ranks that
+    share the cache's heads."""
     cache = cache_of(model, model.config.num_key_value_heads // ranks)
     step = torch.compile(model, **_COMPILED) if compiled else model
     ids = [torch.arange(tokens)[None] for tokens in case.steps]
@@ -468,7 +473,7 @@ def result_of(case: Case, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def error_of(case: Case, folder: Path, compiled: bool) -> str:
-    """What a rank is told where the model cannot run; empty where it runs."""
+    """Returns the error that a rank gets if the model cannot run, or "" if it runs."""
     try:
         shared = case.share(str(folder / case.kind)).requires_grad_(False)
         run(shared, case, case.parts, compiled)
@@ -503,7 +508,7 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
 
 def findings_of(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Returns what a rank of a world finds, by case."""
-    # A rank that Dynamo still traces a model in says nothing: long, on a machine with other work.
+    # A rank says nothing while Dynamo traces a model, which takes long on a busy machine.
     agreed.WAIT_S = _PATIENCE_S
     found: dict[str, Any] = {}
     with torch.no_grad():
@@ -528,7 +533,7 @@ def findings_of(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def be_example(rank: int, ranks: int, port: int) -> None:
-    """A rank of examples/tensor_parallel.py, as torchrun starts it: the store is the parent's."""
+    """Runs a rank of examples/tensor_parallel.py as torchrun would, with the parent's store."""
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
     os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -537,8 +542,9 @@ def be_example(rank: int, ranks: int, port: int) -> None:
 
 
 def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
-    """Runs `function(rank, ranks, *args)` in forks of this process; whether all end well. Says of
-    each that does not how it ended: a negative code is the signal that killed it."""
+    """Runs `function(rank, ranks, *args)` in forks of this process, and returns whether all
+    succeed. Prints the exit code of each that fails; a negative code is the signal that killed
+    it."""
     forked = multiprocessing.get_context("fork")
     running = [
         forked.Process(target=function, args=(rank, ranks, *args), daemon=True)

@@ -1,5 +1,5 @@
-"""Parts of models that processes share by hand: tokens sent to their experts' ranks and back,
-sequence parallel, stages of a pipeline. tests/compiler/sharded.py starts the ranks."""
+"""Parts of models that are sharded by hand: tokens sent to the ranks of their experts and back,
+sequence parallelism, and pipeline stages. tests/compiler/sharded.py starts the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eage
 
 
 def _random(seed: int, *shape: int) -> torch.Tensor:
-    """The same on every rank, exact in bfloat16."""
+    """Returns random numbers that are equal on every rank, and exact in bfloat16."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
     return made.bfloat16().double()
 
@@ -43,7 +43,8 @@ def _chosen(x: torch.Tensor, router: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def dispatched(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
-    """Rows by expert; counts and rows to the ranks that have the experts; and back."""
+    """Sorts rows by expert, sends counts and rows to the ranks that have the experts, and the
+    results back."""
     ranks, here = dist.get_world_size(), up.shape[0]
     scores, ids = _chosen(x, router)
     order = ids.flatten().argsort(stable=True)
@@ -65,7 +66,7 @@ def dispatched(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down: to
 
 
 def padded(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
-    """As many rows to each expert from each rank, some of them empty."""
+    """Sends an equal number of rows from each rank to each expert, some of which are padding."""
     ranks, here = dist.get_world_size(), up.shape[0]
     scores, ids = _chosen(x, router)
     flat = ids.flatten()
@@ -80,7 +81,7 @@ def padded(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down: torch.
 
 
 def _mixture(share: Callable[..., Any]) -> Any:
-    """(function, its arguments on this rank, the result in float64)."""
+    """Returns (function, its arguments on this rank, the result in float64)."""
     x, router = _random(1 + dist.get_rank(), TOKENS, WIDTH), _random(3, EXPERTS, WIDTH)
     up, down = _random(4, EXPERTS, WIDTH, 2 * INNER), _random(5, EXPERTS, INNER, WIDTH)
     scores, ids = _chosen(x, router)
@@ -101,7 +102,8 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def by_token(x: torch.Tensor, norm: torch.Tensor, *weights: torch.Tensor) -> Any:
-    """An MLP between norms of this rank's tokens, as Megatron's sequence parallel has it."""
+    """Computes an MLP between norms of this rank's tokens, as in Megatron's sequence
+    parallelism."""
     (gate, up, down), world = weights, dist.group.WORLD
     gathered = functional.all_gather_tensor(_norm(x, norm), 0, world)
     part = F.linear(F.silu(F.linear(gathered, gate)) * F.linear(gathered, up), down)
@@ -133,7 +135,7 @@ class Layer(nn.Module):
 
 
 def _staged(compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the last stage gives on its rank, and in float64. Each rank has a layer."""
+    """Returns the result of the last stage on its rank, and in float64. Each rank has a layer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = _random(9, TOKENS, WIDTH)
     exact = x
@@ -154,7 +156,8 @@ def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def found(name: str) -> dict[str, Any]:
-    """What is fused of a part, what is not, and how far eager and ours are from float64."""
+    """Returns the matches and misses of a part, and how far eager and fused results are from
+    float64."""
     torch._dynamo.reset()
     backend._REPORTS.clear()
     if name == "stages":
@@ -181,9 +184,9 @@ PARTS: dict[str, Callable[[], Any]] = {
     "sequence": _sequence,
     "stages": lambda: None,
 }
-#: How many ranks share each: a pipeline of four has stages between the first and the last.
+#: The numbers of ranks for each part. A pipeline of four has stages between the first and the last.
 RANKS = {2: ("dispatched", "padded", "sequence"), 4: ("stages",)}
-#: What is fused of each on every rank, what is lost, and what is advice.
+#: For each part, the matches on every rank, the lost misses, and the advice.
 WANTED: dict[str, tuple[list[str], list[str], list[str]]] = {
     "dispatched": (["grouped_gemm", "grouped_gemm", "moe_router"], ["moe COLLECTIVE"], []),
     "padded": (["moe_router"], ["moe_dense EXPERT_COMBINE"], []),

@@ -27,7 +27,7 @@ from tilewright.compiler import _compat
 
 
 def whole_numbers(module: torch.nn.Module, args: tuple) -> tuple:
-    """Small whole numbers everywhere: products and sums are exact in any order."""
+    """Fills tensors with small integers, so that products and sums are exact in any order."""
     generator = torch.Generator().manual_seed(3)
 
     def drawn(t):
@@ -136,7 +136,7 @@ def given(pair):
 
 # --- operators, by schema -------------------------------------------------------------------------
 
-# What a graph never holds, or no run can repeat.
+# Operators that a graph never contains, or whose results no run can repeat.
 LEFT_OUT = (
     "aten::_", "aten::from_file", "aten::rename", "aten::set_", "aten::resize", "aten::record",
     "aten::empty", "aten::uniform", "aten::rand", "aten::multinomial", "aten::sparse",
@@ -173,18 +173,19 @@ def overloads(kind: str) -> list[Any]:
 
 
 class Undrawn(Exception):
-    """Nothing valid came out of the dice; they are thrown again."""
+    """Raised if a draw is not valid; another one is then drawn."""
 
 
 class Spoiled(BaseException):
-    """The metadata that programs of a family share was changed, and is as before again."""
+    """Raised if a program changed metadata that the programs of its family share; it was
+    restored."""
 
 
 # --- a program ------------------------------------------------------------------------------------
 
 
 class Inside(torch.Tensor):
-    """A tensor subclass that holds another tensor and hands every operator on to it."""
+    """A tensor subclass that holds another tensor, and applies every operator to it."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -213,7 +214,7 @@ def unwrapped(item):
 
 
 class Inserter:
-    """Inserts calls behind a node, one behind the other, with the metadata Dynamo would give."""
+    """Inserts calls after a node, one after the other, with the metadata that Dynamo would give."""
 
     def __init__(self, module: fx.GraphModule, mode: Any, where: fx.Node, inserted: list) -> None:
         self.module, self.mode, self.where, self.inserted = module, mode, where, inserted
@@ -224,13 +225,13 @@ class Inserter:
         return node
 
     def untyped(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call whose result is no tensor."""
+        """Inserts a call whose result is no tensor."""
         with self.module.graph.inserting_after([self.where, *self.inserted][-1]):
             self.inserted.append(self.module.graph.call_function(target, args, kwargs))
         return self.inserted[-1]
 
     def attribute(self, body: fx.GraphModule) -> fx.Node:
-        """A body, as a node."""
+        """Inserts a body (a graph module) as a node."""
         name = f"body_{len(list(self.module.children()))}"
         self.module.add_submodule(name, body)
         with self.module.graph.inserting_after([self.where, *self.inserted][-1]):
@@ -244,8 +245,9 @@ class Inserter:
 
 
 class Program:
-    """`module`, a copy of a family's graph with statements in it; `said` says which. The first is
-    of the seed's turn: as many seeds in a row as there are turns have every one."""
+    """A program: `module` is a copy of a family's graph with inserted statements, which `said`
+    describes. The seed's turn determines the first statement, so that consecutive seeds, as many as
+    there are turns, have every turn."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -327,7 +329,7 @@ class Program:
         self.said.append(f"{overload} as {form} of {operand.name} after {where.name}")
 
     def _tensors(self, node: fx.Node, call: Any) -> list[fx.Node]:
-        """The first tensor of what a call gave."""
+        """Returns the first tensor of a call's result."""
         held = node.meta.get("example_value")
         if isinstance(held, torch.Tensor):
             return [node]
@@ -337,12 +339,13 @@ class Program:
         return [] if first is None else [call(operator.getitem, node, first)]
 
     def _check(self) -> None:
-        """The whole graph runs on its real inputs."""
+        """Checks that the whole graph runs on its real inputs."""
         self.module.recompile()
         run(self.module, self.base.inputs)
 
     def _arguments(self, overload: Any, operand: fx.Node, call: Any) -> tuple[list, dict]:
-        """Arguments by their types; the operand is the first that is written, or the first."""
+        """Draws arguments by their types. The operand becomes the first written argument, or the
+        first argument."""
         arguments = overload._schema.arguments
         tensors = [a for a in arguments if "Tensor" in str(a.type)]
         written = [a for a in tensors if a.alias_info is not None]
@@ -372,7 +375,8 @@ class Program:
         return args, kwargs
 
     def _other(self, operand: fx.Node, call: Any) -> fx.Node:
-        """Another tensor: the same, one of ones, positions, a mask, or any of the graph."""
+        """Draws another tensor: the operand itself, ones, positions, a mask, or any tensor of the
+        graph."""
         choice = self.random.random()
         if choice < 0.3:
             return operand
@@ -417,7 +421,7 @@ def examples(node: fx.Node) -> list[torch.Tensor]:
 
 
 def laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The tensor, and where its elements lie."""
+    """Returns the tensor, and the places of its elements in memory."""
     return tensor, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
@@ -426,7 +430,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def run(module: fx.GraphModule, inputs: list) -> list[torch.Tensor]:
-    """Outputs and inputs after a run on copies."""
+    """Returns outputs and inputs after a run on copies."""
     copies = [t.clone() if isinstance(t, torch.Tensor) else t for t in inputs]
     torch.manual_seed(0)
     with torch.no_grad():
@@ -452,7 +456,7 @@ def as_torch_function(call, overload, args, kwargs):
 
 
 def in_a_dict(call, overload, args, kwargs):
-    """A function of the user's, as `allow_in_graph` leaves it in a graph."""
+    """Stands for a user's function, as `allow_in_graph` leaves it in a graph."""
 
     def users_own(held):
         return overload(*held["args"], **held["kwargs"])
@@ -461,7 +465,7 @@ def in_a_dict(call, overload, args, kwargs):
 
 
 def body_of(call, overload, args, kwargs):
-    """(a graph that makes the call on what it is given, the nodes to give it)"""
+    """Returns (a graph that makes the call with its arguments, the nodes to pass as arguments)."""
     given = list(dict.fromkeys(n for n in tree_leaves((args, kwargs)) if isinstance(n, fx.Node)))
     graph = fx.Graph()
     inside = {node: graph.placeholder(f"given_{i}") for i, node in enumerate(given)}
@@ -501,8 +505,9 @@ FORMS = {
 
 @cache
 def turns() -> list[tuple[str, str, str]]:
-    """(family, kind, form): each kind of statement in each spelling in the graph of each family;
-    those that write twice. A read has one spelling, and no body gives a view to write."""
+    """Returns (family, kind, form) for each kind of statement in each spelling in the graph of each
+    family; statements that write are listed twice. A read has only one spelling, and no body
+    returns a view to write."""
     kinds = ("writes", "writes", "out", "aliases")
     statements = [(kind, form) for kind in kinds for form in FORMS] + [("reads", "overload")] * 2
     statements = [s for s in statements if s[0] != "aliases" or s[1] not in ("checkpoint", "cond")]

@@ -1,6 +1,6 @@
-"""Statements put into graphs that fuse: every operator of ATen that writes or aliases a tensor, on
-any tensor of the graph, at any place, in any spelling. What a fused graph computes must be what the
-graph computed as it was written, caches and other inputs included.
+"""Inserts statements into graphs that fuse: any operator of ATen that writes or aliases a tensor,
+on any tensor of the graph, at any place, in any spelling. The fused graph must give the results of
+the graph as it was written, caches and other inputs included.
 
     python -m tests.compiler.statements --seeds 0:20000     # a table of what was tried
 """
@@ -39,9 +39,10 @@ OPTIONS = Options(inner="eager")
 PER_PROCESS = 100
 DICE, AWAY = 20, 10**6
 
-#: How far two right results may be apart: the mixture's are rounded to bfloat16 at other places.
+#: How far two correct results may differ. Those of mixtures are rounded to bfloat16 at other
+#: places.
 ROUNDING = {"moe": 0.05}
-#: Their numbers are small and whole.
+#: Families whose numbers are small integers.
 EXACT = {"qkv", "qkv_plain", "cache_store"}
 NUDGE = {"moe": 2.0**-8}
 
@@ -51,7 +52,7 @@ def is_float(item):
 
 
 def off(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest error of a tensor, against its own size; infinite where NaN or shapes differ."""
+    """Returns the largest relative error of a tensor; infinite if NaN or shapes differ."""
     worst = 0.0
     for a, b in zip(actual, expected, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -69,8 +70,8 @@ def off(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one program. patterns: what fused. wrong: how far off, or 0. unclear: off, but
-    so is the graph itself where its inputs move by a rounding."""
+    """The outcome of one program. patterns: the patterns that matched. wrong: the error, or 0.
+    unclear: the error if the graph itself changes as much when its inputs change by a rounding."""
 
     said: tuple[str, ...]
     family: str
@@ -81,14 +82,14 @@ class Outcome:
 
 
 def tried(seed: int) -> Outcome | None:
-    """One program, run as it was written and fused; None where the dice gave no valid one."""
+    """Runs one program as written and fused; returns None if no valid program was drawn."""
     try:
         program = Program(seed)
     except (Undrawn, Spoiled):
         return None
     try:
         expected = run(program.module, program.base.inputs)
-    except Exception:  # it reads what nothing wrote, and ran only when it was drawn
+    except Exception:  # it reads memory that nothing wrote, and happened to run when it was drawn
         return None
     try:
         report = fuse(program.module, OPTIONS)
@@ -102,9 +103,9 @@ def tried(seed: int) -> Outcome | None:
     if patterns:
         try:
             actual = run(report.after, program.base.inputs)
-        except ArgumentError:  # bad values that the operators it stands for read without a word
+        except ArgumentError:  # bad values that PyTorch's operators accept silently
             return Outcome((*program.said, "refused"), program.family, (), (), 0.0, True)
-        except Exception as error:  # the graph as it was ran
+        except Exception as error:  # the original graph did not fail
             failed = (*program.said, f"{type(error).__name__}: {error}".partition("\n")[0])
             return Outcome(failed, program.family, patterns, (), float("inf"), False)
         wrong = off(actual, expected)
@@ -119,7 +120,7 @@ def tried(seed: int) -> Outcome | None:
 
 
 def _reads_what_nothing_wrote(program: Program, expected: list[torch.Tensor]) -> bool:
-    """Whether the graph itself gives something else where fresh memory is filled with NaN."""
+    """Whether the graph itself gives another result if uninitialised memory is filled with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return off(run(program.module, program.base.inputs), expected) > 0
@@ -130,8 +131,9 @@ def _reads_what_nothing_wrote(program: Program, expected: list[torch.Tensor]) ->
 
 
 def _sensitivity(program: Program, expected: list[torch.Tensor]) -> float:
-    """How far the graph as written moves where its inputs do by a rounding: a sign or a floor of a
-    number near zero tells nothing of a rewrite. Whole numbers are exact, and are not nudged."""
+    """Returns how much the result of the original graph changes if its inputs change by a rounding.
+    For example, the sign or floor of a number near zero can change, which is no fault of a rewrite.
+    Integers are exact, and are not changed."""
     if program.family in EXACT:
         return 0.0
     nudged = [
@@ -140,13 +142,13 @@ def _sensitivity(program: Program, expected: list[torch.Tensor]) -> float:
     ]
     try:
         return off(run(program.module, nudged), expected)
-    except Exception:  # an index that nothing wrote is another one now
+    except Exception:  # an index in uninitialised memory has changed
         return float("inf")
 
 
 def tried_all(seeds: range) -> list[tuple[int, Outcome]]:
-    """Programs one by one, in a process that torch may take down; where the dice give none, those
-    of another seed with the same turn are thrown."""
+    """Runs programs one by one, in a process that torch may crash. If a seed gives no valid
+    program, another seed with the same turn is used."""
     found = []
     for seed in seeds:
         same_turn = (seed + again * AWAY * len(turns()) for again in range(DICE))
@@ -178,7 +180,7 @@ def main() -> None:
         with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
             try:
                 outcomes = pool.submit(tried_all, seeds).result()
-            except BrokenProcessPool:  # an operator of torch's on arguments that nobody gives it
+            except BrokenProcessPool:  # an operator of torch crashed on unusual arguments
                 crashed.append(seeds.start)
                 continue
         for seed, outcome in outcomes:

@@ -1,4 +1,4 @@
-"""A tiny attention layer whose step is a plain function, the steps that are fused, and arguments.
+"""A tiny attention layer whose step is a plain function, steps that are fused, and their arguments.
 
 A step takes (layer, x, k_cache, v_cache, slots).
 """
@@ -37,14 +37,15 @@ class Layer(nn.Module):
         return self.step(self, *args)
 
     def qkv(self, x, v_of=None):
-        """q [T, Hq, D], k and v [T, Hkv, D]."""
+        """Returns q [T, Hq, D], and k and v [T, Hkv, D]."""
         of = (x, x, x if v_of is None else v_of)
         parts = (p(y) for p, y in zip((self.q_proj, self.k_proj, self.v_proj), of, strict=True))
         return [part.view(T, -1, D) for part in parts]
 
 
 def make_args():
-    """x [T, K], caches [pages, slots, Hkv, D], slots [T]: what every step takes."""
+    """Returns the arguments of every step: x [T, K], caches [pages, slots, Hkv, D] and slots
+    [T]."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(T, K, generator=generator)
     caches = [torch.randn(6, 8, HKV, D, generator=generator) for _ in range(2)]
@@ -59,7 +60,7 @@ def store(cache, slots, heads):
 
 
 def cos_sin(*heads):
-    """cos and sin [T, 1, D], or [T, Hkv, D] where they vary from head to head."""
+    """Returns cos and sin, each [T, 1, D], or [T, Hkv, D] if they differ between heads."""
     angles = torch.arange(T).float()[:, None] * 0.1 ** (torch.arange(D // 2) / D)
     angles = torch.cat((angles, angles), -1)[:, None]
     if heads:
@@ -110,7 +111,7 @@ def normed(m, x, k_cache, v_cache, slots):
 
 
 def caches_on_one_storage(v_from):
-    """V's cache starts `v_from` elements into the storage that K's begins."""
+    """Returns caches on one storage: K's at its start, and V's at `v_from` elements."""
 
     def make():
         x, k_cache, _, slots = make_args()

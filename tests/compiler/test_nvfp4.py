@@ -18,7 +18,7 @@ from tests.found import matches_of, misses_of, patterns_in
 from tests.library_layers import Attention, Mlp, assert_attention_no_worse, attention_args, run
 from tests.models import nvfp4
 from tests.tables import in_turn
-from tilewright.compiler import prepare, reports
+from tilewright.compiler import lower, prepare, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
 
@@ -81,6 +81,23 @@ def test_prepared_projections_are_fused(tokens):
     eager = library_model(*eager_args), eager_args
     exact = {n: nvfp4.exactly(getattr(library_model, n), args[0]) for n in "qkv"}
     assert_attention_no_worse(ours, eager, exact)
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "fused"),
+    [
+        (attention, attention_args, "fused_qkv_paged"),
+        (lambda: Mlp(nvfp4.linear, HIDDEN, 512), lambda x: (x,), "linear_activation"),
+    ],
+    ids=["attention", "mlp"],
+)
+def test_no_step_computes_a_factor(build, arguments, fused):
+    """The reciprocals are stored, those of q, k and v in one tensor, which the op reads."""
+    model = prepare(build(), copy=True).model
+    (graph,) = lower(model, arguments(activations(1, HIDDEN))).graphs
+    assert fused in [match.op for match in graph.matches]
+    named = [str(node.target) for node in graph.after.graph.nodes]
+    assert not [name for name in named if "reciprocal" in name or "div" in name or "cat" in name]
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -79,6 +79,53 @@ def test_linears_of_compressed_tensors_are_the_librarys_to_the_bit(preset, dtype
         torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0, msg=f"{preset} {shape}")
 
 
+#: A divisor of scales of which one product with the reciprocal rounds to another bfloat16.
+ROUNDS_OTHERWISE = 1402.5213623046875
+
+
+@pytest.mark.parametrize("divisor", [3.0, ROUNDS_OTHERWISE])
+def test_a_divisor_of_scales_is_that_of_the_last_file(divisor):
+    """The reciprocal that a linear holds follows `load_state_dict`; where products with it are not
+    the library's to the bit, scales are divided."""
+    model = compressed("NVFP4A16")
+    state = model.state_dict() | {"0.weight_global_scale": torch.tensor([divisor])}
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    prepare(model)
+    assert model[0].weight_factors is not None
+    assert model.state_dict().keys() == state.keys()
+    model.load_state_dict(state)
+    theirs = compressed("NVFP4A16")
+    theirs.load_state_dict(state)
+    theirs = decompressed(theirs)
+    assert (model[0].weight_factors is None) == (divisor == ROUNDS_OTHERWISE)
+    x = inputs((3, 256), torch.bfloat16)
+    torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0)
+
+
+def test_factors_of_one_parent_lie_together():
+    """A loaded divisor changes its own linear's factor in the tensor of all."""
+
+    def attention():
+        names = ("q", "k", "v")
+        return nn.ModuleDict({name: compressed("NVFP4A16", one_linear())[0] for name in names})
+
+    model, theirs = attention(), attention()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["k.weight_global_scale"] *= 3
+    prepare(model)
+    (held,) = {id(linear.weight_factors) for linear in model.values()}
+    assert [linear.place for linear in model.values()] == [0, 1, 2]
+    model.load_state_dict(state)
+    theirs.load_state_dict(state)
+    assert {id(linear.weight_factors) for linear in model.values()} == {held}
+    wanted = [1 / state[f"{name}.weight_global_scale"] for name in model]
+    assert torch.equal(model["q"].weight_factors, torch.cat(wanted))
+    x = inputs((3, 256), torch.bfloat16)
+    for name, linear in model.items():
+        own = decompressed(nn.Sequential(theirs[name]))
+        torch.testing.assert_close(linear(x), own(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("preset", "weights"),
     [

@@ -1,5 +1,5 @@
-"""Operators of a stranger's library, and what each means, in a file that the package knows nothing
-of. None of them has a formula that a graph could see."""
+"""Custom operators with functions that declare them, as in a user's file outside the package.
+Graphs do not show what the operators compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIBRARY = "tests_opaque"
 
 @torch.library.custom_op(f"{LIBRARY}::scatter_add", mutates_args=())
 def scatter_add(out: torch.Tensor, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-    """As torchtitan's deterministic_scatter_add: rows are added one after the other."""
+    """Adds rows one after the other, like torchtitan's deterministic_scatter_add."""
     result = out.clone()
     for row, column in zip(src, index, strict=True):
         result[column[0]] += row
@@ -62,7 +62,8 @@ def store_meaning(k, v, k_cache, v_cache, slots, workspace):
 def halves(
     out: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sines of x's halves [T, W / 2] and x twice, in memory of their own; out [T, W] gets x."""
+    """Returns the sines of x's halves [T, W / 2] and two copies of x, in new memory; writes x to
+    out [T, W]."""
     out.copy_(x)
     one, two = x.sin().chunk(2, dim=-1)
     return one.clone(), two.t().contiguous().t(), x.clone(), x.clone()

@@ -1,4 +1,4 @@
-"""A user's op that writes, and its pattern, in one file that the package knows nothing of.
+"""A user's op that writes into an argument, and its pattern, in one file outside the package.
 
     table.index_copy_(0, rows, x * scale)   ⇒   tests_extension::scaled_store(x, scale, table, rows)
 
@@ -25,7 +25,7 @@ NAME = "scaled_store"
 
 @dataclass(frozen=True)
 class ScaledStoreArguments:
-    """x [R, W]; scale [W]; table [N, W], written at rows [R]. float32 all."""
+    """x: [R, W]. scale: [W]. table: [N, W], written at rows [R]. All are float32."""
 
     x: torch.Tensor
     scale: torch.Tensor

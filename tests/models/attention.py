@@ -1,6 +1,6 @@
-"""Plain PyTorch attention whose axes are arguments: projection, bias, norm and rope.
+"""Attention in plain PyTorch, with arguments for the kind of projection, bias, norm and rope.
 
-Written as serving code and Hugging Face models write it, and with no import of either.
+It is written like serving code and Hugging Face models, but imports neither.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.models import ropes
 
-#: rotations, by what they are called here
+#: Rotations by name.
 ROPES = {
     "half": ropes.half,
     "half_chunk": ropes.half_chunk,
@@ -25,12 +25,12 @@ ROPES = {
 
 @dataclass(frozen=True)
 class Axes:
-    """What a matcher has to tolerate, and the dims. Sizes are tiny but structurally true.
+    """The variants of a model that patterns must match, and its dims, which are tiny.
 
-    projection: one of `projections.FORMS`. projected_kv_heads: how many kv heads are projected,
-    where the cache has more. clip: what the clamping forms clamp to. norm: one of
-    `norms.head_norm`. rope: one of ROPES, or "none". rotary_dim counts for rope="partial" only.
-    query_scale: multiplies the rotated query. parallel_mlp: it reads what attention reads.
+    projection: one of `projections.FORMS`. projected_kv_heads: the number of projected kv heads, if
+    the cache has more. clip: the bound of forms that clamp. norm: one of `norms.head_norm`. rope:
+    one of ROPES, or "none". rotary_dim counts for rope="partial" only. query_scale: multiplies the
+    rotated query. parallel_mlp: the MLP reads the attention's input.
     """
 
     projection: str = "three_linears"
@@ -74,7 +74,7 @@ class Rope(nn.Module):
         self.register_buffer("cos_sin_table", table, persistent=False)
 
     def cos_sin(self, positions, dtype):
-        """Each [..., rotary_dim / 2]."""
+        """Returns cos and sin, each [..., rotary_dim / 2]."""
         if self.table == "gathered":
             return self.cos_sin_table[positions].chunk(2, dim=-1)
         angles = positions[..., None].float() * self.inv_freq

@@ -1,5 +1,5 @@
-"""bitsandbytes' operators: the library's where it is installed, else stand-ins with its schemas and
-its default arithmetic; and what its codes stand for in float64."""
+"""Linears that call bitsandbytes' operators, and their results in float64. If the library is not
+installed, stand-ins have its schemas and its default arithmetic."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ else:
 
 
 def decoded(codes, absmax, shape, blocksize, quant_type, dtype=torch.float64):
-    """A weight [N, K], code by code."""
+    """Decodes a weight to [N, K], code by code."""
     at = torch.arange(shape[0] * shape[1])
     packed = codes.contiguous().view(torch.uint8).flatten().long()[at // 2]
     nibbles = torch.where(at % 2 == 0, packed >> 4, packed & 15)
@@ -70,8 +70,8 @@ def decoded(codes, absmax, shape, blocksize, quant_type, dtype=torch.float64):
 
 
 class Linear(nn.Module):
-    """The call that the library's `Linear4bit` makes. storage: the dtype that codes lie in; nested:
-    scales are codes too."""
+    """Makes the call of the library's `Linear4bit`. storage: the dtype that holds the codes.
+    nested: whether scales are codes too."""
 
     def __init__(
         self, rows, columns, seed, blocksize=64, quant_type="nf4", bias=False, nested=False,
@@ -106,7 +106,7 @@ class Linear(nn.Module):
 
 
 class ByteLinear(bitsandbytes.ByteLinear):
-    """What `prepare` makes of a `Linear8bitLt`, of random codes."""
+    """Computes what `prepare` makes of a `Linear8bitLt`, with random codes."""
 
     def __init__(self, rows, columns, seed, bias=False):
         generator = torch.Generator().manual_seed(seed)

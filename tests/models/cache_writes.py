@@ -16,7 +16,7 @@ import torch
 
 
 class Step(NamedTuple):
-    """Where the tokens of one step are: positions, seq, page, offset, slots [T] and the block
+    """The places of the tokens of one step: positions, seq, page, offset, slots [T] and the block
     table [sequences, W]."""
 
     positions: torch.Tensor
@@ -42,7 +42,7 @@ class WriteForm:
 
 
 def old_tokens(*shape, dtype):
-    """What earlier steps left in a cache: numbers, so that a stray write shows."""
+    """Fills a cache as earlier steps would, with numbers that make a stray write visible."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) % 61 / 61 - 0.5).view(shape).to(dtype)
 
@@ -221,7 +221,7 @@ def write_gathered_page(caches, layer, k, v, step):
 
 
 def write_shifted(caches, layer, k, v, step):
-    """Block and offset by shift and mask, as kernels written by hand have them."""
+    """Computes block and offset by shift and mask, as hand-written kernels do."""
     k_cache, v_cache = kv(caches, layer)
     bits = step.page_size.bit_length() - 1
     page = step.block_table[step.seq, step.positions >> bits]
@@ -238,7 +238,7 @@ def write_slots_computed(caches, layer, k, v, step):
 
 
 def write_batched_rows(caches, layer, k, v, step):
-    """Slots of two dimensions, as a batch of equal lengths has them."""
+    """Writes by two-dimensional slots, as for a batch of equal lengths."""
     k_cache, v_cache = kv(caches, layer)
     page, offset = step.page.view(2, -1), step.offset.view(2, -1)
     k_cache[page, offset] = k.unflatten(0, (2, -1))

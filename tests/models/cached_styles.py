@@ -1,10 +1,10 @@
-"""Attention over a static cache as public reference code writes it, one function per style.
+"""Attention over a static cache in the styles of public reference code, a function for each style.
 
     module, args = build("table_mask", phase="decode")      # one of STYLES
 
 A style gets q [B, S, Hq, D], k and v [B, S, Hkv, D] (new tokens), its caches and the positions of
-the tokens; it writes the caches and returns [B, S, Hq, D]. Written in the manner of gpt-fast,
-LitGPT, torchtune and the Llama 3 and 4 reference code, and of models with a window kept as a ring.
+the tokens; it writes the caches and returns [B, S, Hq, D]. The styles are those of gpt-fast,
+LitGPT, torchtune, the Llama 3 and 4 reference code, and of models that keep a window as a ring.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 BATCH, HEADS, KV_HEADS, WIDTH, HIDDEN, LENGTH = 2, 4, 2, 16, 32, 12
 GROUP = HEADS // KV_HEADS
 CHUNK = 4
-#: Where the new tokens begin.
+#: The position of the first new token.
 START = 5
 
 
 def merged(out):
-    """[B, H, S, D] as [B, S, H, D]."""
+    """Returns heads [B, H, S, D] as [B, S, H, D]."""
     return out.transpose(1, 2)
 
 
@@ -33,14 +33,14 @@ def heads_first(*tensors):
 
 
 def put(cache, positions, new):
-    """Writes through another name, as a cache module's `update` does."""
+    """Writes a cache through another name, as a cache module's `update` does."""
     out = cache
     out[:, :, positions] = new
     return out
 
 
 def table_mask(q, k, v, keys, values, positions):
-    """The mask is rows of a triangle that the model made once."""
+    """Masks with rows of a triangular matrix that the model made once."""
     mask = triangle(keys.shape[2])[None, None, positions]
     q, k, v = heads_first(q, k, v)
     k, v = put(keys, positions, k), put(values, positions, v)
@@ -90,7 +90,7 @@ def selected_mask(q, k, v, keys, values, positions):
 
 
 def selected_mask_capped(q, k, v, keys, values, positions):
-    """The mask of booleans is used as numbers: minus infinity where a key is hidden."""
+    """Converts a boolean mask to numbers, minus infinity for a hidden key."""
     mask = lit_mask(keys.shape[2]).index_select(2, positions)
     q, k, v = heads_first(q, k, v)
     k, v = lit_update(keys, positions, k), lit_update(values, positions, v)
@@ -104,7 +104,7 @@ def selected_mask_capped(q, k, v, keys, values, positions):
 
 
 def window_of_table(q, k, v, keys, values, positions):
-    """A window, as the difference of two triangles."""
+    """Makes the mask of a sliding window as the difference of two triangular matrices."""
     ones = torch.ones(keys.shape[2], keys.shape[2], dtype=torch.bool)
     band = ones.tril() & ones.triu(diagonal=-CHUNK + 1)
     q, k, v = heads_first(q, k, v)
@@ -141,7 +141,7 @@ def reference_update(keys, values, k, v, start):
 
 
 def reference_mask(q, start):
-    """Numbers [S, start + S]; None for one token."""
+    """Returns an additive mask [S, start + S]; None for one token."""
     s = q.shape[1]
     if s == 1:
         return None
@@ -163,7 +163,7 @@ def added_triangle(q, k, v, keys, values, start):
 
 
 def local_chunks(q, k, v, keys, values, start):
-    """Causal within chunks of positions, in numbers that are added."""
+    """Uses an additive mask that is causal within chunks of positions."""
     s = q.shape[1]
     at, of = torch.arange(start, start + s), torch.arange(start + s)
     chunked = (at[:, None] // CHUNK == of[None] // CHUNK) & (of[None] <= at[:, None])
@@ -177,7 +177,7 @@ def local_chunks(q, k, v, keys, values, start):
 
 
 def rolled_ring(q, k, v, keys, values, positions):
-    """Full: the oldest key goes out, the newest comes last. One token."""
+    """Shifts a full window: removes the oldest key and appends the newest. For one token."""
     q, k, v = heads_first(q, k, v)
     new = []
     for cache, token in ((keys, k), (values, v)):
@@ -200,7 +200,7 @@ def roll_and_copy(q, k, v, keys, values, positions):
 
 
 def modulo_ring(q, k, v, keys, values, positions):
-    """A token's slot is its position modulo the window; slots that no token has are hidden."""
+    """Writes a token at its position modulo the window, and hides slots without a token."""
     window = keys.shape[2]
     at = positions % window
     q, k, v = heads_first(q, k, v)
@@ -214,7 +214,7 @@ def modulo_ring(q, k, v, keys, values, positions):
 
 
 def scattered_ring(q, k, v, keys, values, positions):
-    """Positions of each sequence, written by scatter_ along the window."""
+    """Writes by scatter_ along the window, with positions of each sequence."""
     window = keys.shape[2]
     at = (positions % window).view(1, 1, -1, 1).expand(BATCH, KV_HEADS, -1, WIDTH)
     q, k, v = heads_first(q, k, v)
@@ -223,7 +223,7 @@ def scattered_ring(q, k, v, keys, values, positions):
     return merged(F.scaled_dot_product_attention(q, expanded(k), expanded(v), attn_mask=seen))
 
 
-#: Style -> (the cache's dimensions, how new tokens are placed, phases that it knows)
+#: Style -> (the cache's dimensions, the way in which new tokens are placed, its phases).
 BY_HEAD, BY_TOKEN = (BATCH, KV_HEADS, LENGTH, WIDTH), (BATCH + 1, LENGTH, KV_HEADS, WIDTH)
 BOTH, DECODE = ("prefill", "decode"), ("decode",)
 STYLES = {
@@ -258,7 +258,7 @@ class Layer(nn.Module):
 
 
 def build(style, phase="decode", dtype=torch.bfloat16):
-    """(layer, its arguments): seeded, so that the same call gives the same numbers."""
+    """Returns (layer, its arguments), seeded, so that equal calls return equal numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

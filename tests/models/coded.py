@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Format:
-    """linear: a form of `quantized`, or None for bfloat16. experts: (format, spelling) of
+    """A format. linear: a form of `quantized`, or None for bfloat16. experts: (format, spelling) of
     `moe_dequant`, or None."""
 
     linear: Callable[..., Any] | None
@@ -74,7 +74,7 @@ FORMATS: dict[str, Format] = {
 def build_coded(
     name: str, formats: Sequence[str], phase: str = "decode", seed: int = 0
 ) -> hf.HfCase:
-    """A model with a layer of each format. The first of DeepSeek's is the dense one."""
+    """Returns a model with a layer of each format. The first layer of DeepSeek's model is dense."""
     changes = MODELS[name] | {"num_hidden_layers": len(formats)}
     if "layer_types" in hf.MODELS.get(name, hf.MORE.get(name))[1]:
         changes["layer_types"] = ["full_attention"] * len(formats)
@@ -83,7 +83,7 @@ def build_coded(
 
 
 def quantise(model: nn.Module, formats: Sequence[Format]) -> None:
-    """Puts layers with codes in the place of a model's linears and stacked experts."""
+    """Replaces a model's linears and stacked experts by layers with codes."""
     for name, module in list(model.named_modules()):
         found = _LAYER.search(name)
         if found is None:
@@ -133,7 +133,8 @@ def _decoded(own: str, spelling: Callable[..., Any], turned: bool) -> property:
 
 
 def outcome_by_layer(report: Any, formats: Sequence[str]) -> dict[str, str]:
-    """What a report says of each format's layer: matches by pattern, then misses by their code."""
+    """Returns the result of each format's layer in a report: matches by pattern, then misses by
+    code."""
     said: list[Counter[str]] = [Counter() for _ in formats]
     for site in report.matches:
         _note(said, site.scope, site.pattern, 1)

@@ -1,6 +1,6 @@
-"""Stand-ins for the hub's deep-gemm, of its names, schemas and arithmetic.
+"""Stand-ins for the hub's deep-gemm, with its names, schemas and arithmetic.
 
-For a float64 result the operators sum in float64: the same codes, and no rounding behind them.
+If the result is float64, the operators sum the same codes in float64, and do not round afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALIGNMENT = 128
 
 
 def scales(sf: torch.Tensor) -> torch.Tensor:
-    """Scale factors in float64, also those that are packed as bytes of UE8M0."""
+    """Returns scales in float64, also if they are packed as bytes of UE8M0."""
     if sf.dtype == torch.int32:
         return _dense(sf).view(torch.uint8).view(torch.float8_e8m0fnu).double()
     return sf.double()
@@ -41,7 +41,7 @@ def _dense(sf: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(codes: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
-    """Numbers [.., M, K] in float64."""
+    """Decodes numbers [.., M, K] to float64."""
     scale = scales(sf)
     for dim in (codes.dim() - 2, codes.dim() - 1):
         block = -(-codes.shape[dim] // scale.shape[dim])
@@ -57,7 +57,8 @@ def gemm_nt(a_data, a_sf, b_data, b_sf, d, c, *recipes):
 
 @torch.library.impl(f"{LIBRARY}::m_grouped_fp8_fp4_gemm_nt_contiguous", "CPU")
 def grouped_nt(a_data, a_sf, b_data, b_sf, d, grouped_layout, *options):
-    """Rows of no expert keep what they held, which is made NaN here."""
+    """Computes the grouped product. Rows of no expert are not written in the library; here they
+    become NaN."""
     rows, weight = decoded(a_data, a_sf), decoded(b_data, b_sf)
     d.fill_(torch.nan)
     use_psum_layout = options[-3]
@@ -128,7 +129,7 @@ KERNEL = library.DeepGEMM(
 
 
 def use(monkeypatch: Any, blackwell: bool = False) -> None:
-    """Has transformers find the stand-ins, on a Hopper or a Blackwell."""
+    """Makes transformers find the stand-ins, and a Hopper or Blackwell GPU."""
     from transformers.integrations import finegrained_fp8
 
     monkeypatch.setattr(library, "_DEEPGEMM", KERNEL)

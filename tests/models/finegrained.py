@@ -1,7 +1,7 @@
-"""Stand-ins for the hub's finegrained-fp8, of its names, schemas and arithmetic, and models of
-transformers whose weights are in blocks of e4m3 codes.
+"""Stand-ins for the hub's finegrained-fp8, with its names, schemas and arithmetic, and models of
+transformers whose weights are e4m3 codes by blocks.
 
-For a float64 result the operators sum in float64: the same codes, and no rounding behind them.
+If the result is float64, the operators sum the same codes in float64, and do not round afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCK = [128, 128]
 
 
 def rounded(x: torch.Tensor, block: int) -> torch.Tensor:
-    """Rows as the numbers that their codes stand for, in float64."""
+    """Rounds rows to codes, and returns the decoded numbers in float64."""
     blocks = x.float().reshape(*x.shape[:-1], -1, block)
     scale = blocks.abs().amax(-1, keepdim=True) / 448
     codes = (blocks / scale.clamp(min=1e-12)).to(torch.float8_e4m3fn)
@@ -26,7 +26,7 @@ def rounded(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A weight [..., N, K] in float64, by blocks of which the last may be a part of one."""
+    """Decodes a weight to [..., N, K] in float64. The last block may be cut off."""
     scale = scale.float()
     for dim in (codes.dim() - 2, codes.dim() - 1):
         scale = scale.repeat_interleave(128, dim).narrow(dim, 0, codes.shape[dim])
@@ -34,7 +34,8 @@ def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def product(x, weight, dtype):
-    """Summed in float32, as the library does it; in float64 for float64."""
+    """Computes a product, summed in float32 as by the library, or in float64 for a float64
+    result."""
     within = torch.float64 if dtype == torch.float64 else torch.float32
     return (x.to(within) @ weight.to(within).transpose(-2, -1)).to(dtype)
 
@@ -123,7 +124,7 @@ block_batched.register_fake(
 
 
 def _matmul(A, B, Bs, block_size, output_dtype=None, activation_scale=None):
-    """The library's `matmul_2d`."""
+    """Stands for the library's `matmul_2d`."""
     namespace = getattr(torch.ops, LIBRARY)
     if block_size is None:
         return namespace.w8a8_tensor_dynamic_fp8_matmul(A, B, Bs, output_dtype)
@@ -152,7 +153,7 @@ KERNEL = library.FineGrainedFP8(_matmul, _batched, _grouped)
 
 
 def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float") -> nn.Module:
-    """A dense model with the library's modules in the place of its linears and experts."""
+    """Returns a dense model whose linears and experts are replaced by the library's modules."""
     dense = {name: tensor.detach() for name, tensor in model.named_parameters()}
     config = transformers.FineGrainedFP8Config(weight_block_size=BLOCK, scale_fmt=scale_fmt)
     library.replace_with_fp8_linear(model, ["lm_head", "gate"], config)
@@ -173,7 +174,7 @@ def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float")
 def linear(
     rows: int, columns: int, seed: int, bias: bool = False, **options: Any
 ) -> library.FP8Linear:
-    """An `FP8Linear` of random codes."""
+    """Returns an `FP8Linear` with random codes."""
     generator = torch.Generator().manual_seed(seed)
     options = {"block_size": BLOCK, "has_bias": bias} | options
     made = library.FP8Linear(columns, rows, **options)

@@ -21,7 +21,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 class StridedLayout:
-    """The bytes as they lie."""
+    """A layout that keeps the bytes in their order."""
 
     def __init__(self, shape=None):
         self.shape = shape
@@ -34,7 +34,7 @@ class StridedLayout:
 
 
 class HopperMXValueLayout(StridedLayout):
-    """Another order of the bytes, padded: a stand-in for the real one, which undoes itself too."""
+    """A layout that reorders and pads the bytes. Like the real layout, it can be undone."""
 
     def swizzle_data(self, data):
         padded = nn.functional.pad(data, (0, 64 - data.shape[-1] % 64))
@@ -66,7 +66,7 @@ class Storage:
 
 @dataclass
 class Tensor:
-    """The hub's: no tensor of PyTorch."""
+    """The hub's tensor class, which is not a tensor of PyTorch."""
 
     storage: Storage
     dtype: Any = None
@@ -74,7 +74,8 @@ class Tensor:
 
 
 def hub(value_layout: Callable[..., Any], compute: torch.dtype = torch.float32) -> SimpleNamespace:
-    """The stand-in. value_layout: the layout of codes, of a shape. compute: what it computes in."""
+    """Returns the stand-in for the hub's module. value_layout: the layout of codes of a shape.
+    compute: the dtype of its arithmetic."""
 
     def convert_layout(tensor, layout, **options):
         made = layout(tensor.storage.data.shape)
@@ -108,17 +109,18 @@ def hub(value_layout: Callable[..., Any], compute: torch.dtype = torch.float32) 
 
 
 def routing(logits, k):
-    """(experts [T, S] with their weights), and two placeholders for the orders of rows."""
+    """Returns (experts [T, S] with their weights), and two placeholders for the orders of rows."""
     top, index = logits.topk(k, -1)
     return SimpleNamespace(index=index, gate_scal=top.softmax(-1)), None, None
 
 
 def decoded(weight, precision) -> torch.Tensor:
-    """[E, K, N] in fp32, code by code."""
+    """Decodes a weight to [E, K, N] in fp32, code by code."""
     codes, scales = (
         t.storage.layout.unswizzle_data(t.storage.data) for t in (weight, precision.weight_scale)
     )
-    numbers = torch.tensor(moe_dequant.TABLE)[torch.stack([codes & 15, codes >> 4], 2).long()]
+    table = torch.tensor(moe_dequant.TABLE, device=codes.device)
+    numbers = table[torch.stack([codes & 15, codes >> 4], 2).long()]
     exponents = scales.double() - 127
     return numbers.flatten(1, 2).double() * torch.exp2(exponents).repeat_interleave(32, 1)
 
@@ -127,7 +129,8 @@ def matmul_ogs(
     compute, x, weight, bias, routes, precision_config, gammas, gather_indx=None,
     scatter_indx=None, fused_activation=None,
 ):  # fmt: skip
-    """In fp32, rounded to x's dtype once, as the kernel does; with compute float64, not rounded."""
+    """Computes the product in fp32 and rounds it once to x's dtype, as the kernel does. With
+    compute float64, the result is not rounded."""
     dtype = torch.promote_types(x.dtype, compute) if compute == torch.float64 else x.dtype
     w, expert = decoded(weight, precision_config).to(compute), routes.index.flatten()
     slots = routes.index.shape[1]
@@ -143,7 +146,7 @@ def matmul_ogs(
 
 
 def load(model: nn.Module, layout: Callable[[Any], Any], seed: int = 0) -> None:
-    """Puts transformers' modules for MXFP4 in the place of a model's mixtures; codes are random."""
+    """Replaces a model's mixtures by transformers' modules for MXFP4, with random codes."""
     from transformers.integrations import mxfp4
 
     mxfp4.triton_kernels_hub = hub(layout)
@@ -155,7 +158,7 @@ def load(model: nn.Module, layout: Callable[[Any], Any], seed: int = 0) -> None:
         made = torch.Generator(torch.get_default_device()).manual_seed(seed)
         for own in PROJECTIONS:
             codes, scales, _ = moe_dequant.stored("mxfp4", seed, _shape(experts, own))
-            # By an index: "cpu" alone would be the GPU that a build for GPUs has not.
+            # An index is needed: in a build for GPUs, "cpu" alone would stand for the missing GPU.
             mxfp4.swizzle_mxfp4_convertops(
                 codes.unflatten(-1, (-1, 16)), scales, experts, own, f"{codes.device.type}:0",
                 mxfp4.triton_kernels_hub,

@@ -3,8 +3,8 @@
     module = AwqTorchLinear(bits=4, group_size=64, in_features=256, out_features=64, ...)
     pack(model)  # every linear of a model but its head
 
-What gptqmodel 7.7.0 has in `nn_modules/qlinear/torch.py` and `torch_awq.py`, for tests that run
-where it is not installed.
+They copy gptqmodel 7.7.0's `nn_modules/qlinear/torch.py` and `torch_awq.py`, for tests on machines
+where gptqmodel is not installed.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ class AwqTorchLinear(_PackedLinear):
 
 
 class AwqGEMMLinear(AwqTorchLinear):
-    """A class of the library's whose kernel has an order of its own."""
+    """Stands for a class of the library whose kernel has its own order of codes."""
 
     __module__ = "gptqmodel.nn_modules.qlinear.gemm_awq"
 
 
 def fill(module: Any, seed: int = 3, dtype: torch.dtype = torch.float16) -> Any:
-    """Random codes, zeros, scales and bias, in the library's own module or a stand-in."""
+    """Fills the library's own module, or a stand-in, with random codes, zeros, scales and bias."""
     make = torch.Generator().manual_seed(seed)
     for words in (module.qweight, module.qzeros):
         words.copy_(torch.randint(-(2**31), 2**31, words.shape, generator=make))
@@ -119,7 +119,7 @@ def fill(module: Any, seed: int = 3, dtype: torch.dtype = torch.float16) -> Any:
 
 
 def pack(model: nn.Module, made: type[_PackedLinear]) -> nn.Module:
-    """Puts modules of random words in the place of a model's linears but its head; in float16."""
+    """Replaces all linears of a model except its head by modules with random words, in float16."""
     for seed, (name, module) in enumerate(list(model.named_modules())):
         if type(module) is nn.Linear and name != "lm_head":
             sizes = {"in_features": module.in_features, "out_features": module.out_features}

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models, structurally true: two layers, random weights, deterministic.
+"""Tiny Hugging Face models with the structure of the real ones: two layers, seeded random weights.
 
 case = build_hf("qwen3", cache="static", phase="decode")
 logits = case.model(*case.args, **case.kwargs).logits
@@ -26,7 +26,7 @@ DIMS = {
     "eos_token_id": 2,
 }
 
-# Every expert takes part: which ones a token goes to must not hang on a rounding.
+# Every token uses every expert, so that no rounding changes the choice of experts.
 _EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 _WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiConfig", {}),
 }
 
-#: More of them, for tests of other weights.
+#: More models, for tests of other weights.
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 16, "num_key_value_heads": 1}),
     "deepseek_v3": (
@@ -138,9 +138,10 @@ def build_hf(
     prepare: Callable[[Any], None] = lambda model: None,
     **changes: Any,
 ) -> HfCase:
-    """One of MODELS, or of MORE, with a cache that already holds `past_tokens` tokens per sequence
-    (phase="decode": one more token follows) or none ("prefill": that many follow). `prepare`
-    changes the new model; `changes` are fields of the config."""
+    """Returns a case of one of MODELS or MORE. With phase="decode", the cache already holds
+    `past_tokens` tokens per sequence, and one more token follows. With "prefill", the cache is
+    empty, and `past_tokens` tokens follow. prepare: a function that changes the new model. changes:
+    fields of the config."""
     import transformers
 
     class_name, fields = (MODELS | MORE)[name]
@@ -167,7 +168,8 @@ def build_hf(
 
 
 def perturb_vectors(model):
-    """Biases start at 0 and norm weights at 1, which would hide a fusion that drops them."""
+    """Changes biases and norm weights, whose initial values 0 and 1 would hide a fusion that drops
+    them."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or "norm" in name:
@@ -181,8 +183,8 @@ def make_cache(transformers, config, cache):
 
 
 def build_encoder_decoder(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> HfCase:
-    """A decode step of one of ENCODER_DECODERS, on static caches; T5's second source is padded.
-    Weights are those of bfloat16 in every dtype."""
+    """Returns a decode step of one of ENCODER_DECODERS with static caches; T5's second source is
+    padded. The weights have the values of bfloat16 in every dtype."""
     import transformers
 
     class_name, config_name, fields, batch = ENCODER_DECODERS[name]
@@ -213,9 +215,10 @@ def build_encoder_decoder(name: str, dtype: torch.dtype = torch.bfloat16, seed: 
 
 
 def with_mask(case: HfCase, kind: str) -> HfCase:
-    """The case with an attention mask: "tensor", as `generate()` makes it before the call, four
-    axes, one for each kind of layer where the model has several, the second sequence padded on the
-    left; "padding", two axes, so that the model makes those inside; "none".
+    """Returns the case with an attention mask, in which the second sequence is padded on the left.
+    "tensor" is a 4-D mask, as `generate()` makes it before the call, one for each kind of layer if
+    the model has several. "padding" is a 2-D mask, from which the model makes the 4-D mask inside.
+    "none" is no mask.
     """
     from transformers.masking_utils import create_masks_for_generate
 
@@ -225,7 +228,7 @@ def with_mask(case: HfCase, kind: str) -> HfCase:
     seen = torch.ones(step.shape[0], past.get_seq_length() + step.shape[1], dtype=torch.long)
     mask = seen
     if kind == "padding":
-        # A query that sees nothing is NaN where float64 masks go through a softmax in fp32.
+        # With a float64 mask and a softmax in fp32, a query that sees no key would be NaN.
         seen[1:, 1:3] = 0
     else:
         seen[1:, :2] = 0
@@ -235,10 +238,10 @@ def with_mask(case: HfCase, kind: str) -> HfCase:
 
 
 def in_float64(case):
-    """Runs a case's model in float64, on caches of float64; the case's caches become those."""
+    """Runs a case's model in float64 with float64 caches, which replace the case's caches."""
     model = copy.deepcopy(case.model).to(torch.float64)
     if any("experts" in module for module, _ in model.named_modules()):
-        model.set_experts_implementation("eager")  # grouped products know no float64
+        model.set_experts_implementation("eager")  # grouped products do not support float64
     cache = case.kwargs["past_key_values"]
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys.double(), layer.values.double()

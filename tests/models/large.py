@@ -21,7 +21,8 @@ Made = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Structure:
-    """nodes: how many nodes of a graph one piece has. make: gives the structure of n pieces."""
+    """A repeated structure. nodes: the number of graph nodes of one piece. make: returns the
+    structure with n pieces."""
 
     nodes: int
     make: Callable[[int], Made]
@@ -31,7 +32,7 @@ STRUCTURES: dict[str, Structure] = {}
 
 
 def structure(nodes: int) -> Callable[[Callable[[int], Made]], Callable[[int], Made]]:
-    """Adds a structure of which a piece has this many nodes."""
+    """Registers a structure whose pieces have this many nodes."""
 
     def add(make: Callable[[int], Made]) -> Callable[[int], Made]:
         STRUCTURES[make.__name__] = Structure(nodes, make)
@@ -307,7 +308,7 @@ def _put_back(x: Tensor, dim: int, step: int) -> Tensor:
     return made
 
 
-#: What takes a tensor apart along a dimension, in pieces of a length, and puts it together again.
+#: Functions that split a tensor along a dimension into pieces of a length, and join them again.
 RESTATED: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "as it is": lambda x, dim, step: x,
     "split": lambda x, dim, step: torch.cat(x.split(step, dim), dim),
@@ -326,9 +327,9 @@ RESTATED: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 class Restated(torch.nn.Module):
-    """A layer whose weights, activations and keys are each taken apart and put together again.
+    """A layer whose weights, activations and keys are each split and joined again.
 
-    chosen: a name of RESTATED, a dimension and a length for each of "w", "x", "k", "v", "up".
+    chosen: for each of "w", "x", "k", "v" and "up", a name of RESTATED, a dimension and a length.
     """
 
     def __init__(self, chosen: dict[str, tuple[str, int, int]], width: int = 64) -> None:

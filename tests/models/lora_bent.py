@@ -1,4 +1,4 @@
-"""Models that are almost adapters of q, k and v: what each bends must stay as it is written.
+"""Models that are almost adapters of q, k and v. What each changes must not be fused.
 
 module, args, expected = build_bent("scaled_columns")
 """
@@ -14,7 +14,7 @@ from tests.models.lora_idioms import ROWS, WIDTHS, G, H, Layer, R, T, each
 
 
 class Expected(NamedTuple):
-    """How many sites are fused, and the codes of the misses."""
+    """The expected number of fused sites, and the expected codes of misses."""
 
     sites: int
     codes: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ def bent(sites, *codes):
 
 @bent(2)
 def another_activation(m, x, index):
-    """k's adapter reads another tensor than q's and v's: a shrink of its own."""
+    """k's adapter reads another tensor than those of q and v, so it needs a shrink of its own."""
     xs = {"q": x, "k": x.sin(), "v": x}
     return tuple(base(m, x, n) + delta(m, xs[n], index, n) for n in WIDTHS)
 
@@ -56,7 +56,7 @@ def another_index(m, x, index):
 @bent(0, "LORA_FORM")
 @each
 def two_indices(m, x, index, n):
-    """A and B of different adapters."""
+    """A and B belong to different adapters."""
     return delta(m, x, index, n, index.flip(0))
 
 
@@ -92,7 +92,7 @@ def scaled_twice(m, x, index, n):
 @bent(0, "EXPERT_ACTIVATION", "LORA_FORM")
 @each
 def scaled_before_and_after(m, x, index, n):
-    """The adapter's factor on the rows between A and B, and on the delta."""
+    """Applies the adapter's factor twice: between A and B, and on the delta."""
     scale = m.scales[index][:, None]
     s = torch.einsum("th,trh->tr", x, m.a[n][index]) * scale
     return torch.einsum("tr,twr->tw", s, m.b[n][index]) * scale
@@ -101,7 +101,7 @@ def scaled_before_and_after(m, x, index, n):
 @bent(0, "EXPERT_ACTIVATION", "LORA_FORM")
 @each
 def masked_before_and_after(m, x, index, n):
-    """Rows without an adapter by one mask between A and B, and by another of the delta."""
+    """Masks rows without an adapter twice: between A and B, and in the delta by another mask."""
     s = torch.einsum("th,trh->tr", x, m.a[n][index]) * (index != 0)[:, None]
     return torch.einsum("tr,twr->tw", s, m.b[n][index]) * (index != 1)[:, None]
 
@@ -121,13 +121,13 @@ def shifted(m, x, index, n):
 
 @bent(0)
 def after_rotation(m, x, index):
-    """The sum of a rotated projection: added all the same, q and k with their own bases."""
+    """Adds the delta after the rotation; it is still fused, with q and k as their own bases."""
     return tuple(base(m, x, n).sin() * torch.tanh(delta(m, x, index, n)) for n in WIDTHS)
 
 
 @bent(1)
 def onto_what_is_rotated(m, x, index):
-    """Whatever the delta is added to is its base."""
+    """Adds the delta to the rotated value, which is then its base."""
     return tuple(base(m, x, n).sin() + delta(m, x, index, n) for n in WIDTHS)
 
 
@@ -145,7 +145,7 @@ def shrunk_read_elsewhere(m, x, index):
 
 @bent(1)
 def table_read_elsewhere(m, x, index):
-    """The table taken by index stays for its other reader."""
+    """The selected rows of a table have another reader, so they stay in the graph."""
     table = m.a["q"][index]
     s = torch.einsum("th,trh->tr", x, table)
     return base(m, x, "q") + torch.einsum("tr,twr->tw", s, m.b["q"][index]), table.sum(-1)
@@ -180,14 +180,14 @@ def added_with_alpha(m, x, index):
 
 @bent(0)
 def wide(m, x, index):
-    """No smaller inside than outside: a product of two matrices, not an adapter."""
+    """A rank as large as the outer sizes: a product of two matrices, not an adapter."""
     inner = F.linear(x, m.base["q"])
     return base(m, x, "k") + F.linear(inner, m.base["k"])
 
 
 @bent(0, "LORA_FORM")
 def scaled_columns(m, x, index):
-    """As many rows as columns, and a factor for each column."""
+    """Scales the columns of a delta that has as many rows as columns."""
     rows, at = x.repeat(11, 1)[:64], index.repeat(11)[:64]
     return base(m, rows, "q") + delta(m, rows, at, "q") * m.scales[at]
 
@@ -205,14 +205,14 @@ def other_value_where_masked(m, x, index):
 
 @bent(0, "LORA_FORM")
 def square_transposed(m, x, index):
-    """B [R, R]-like square, the result's dimensions exchanged."""
+    """A square B, with the dimensions of the result exchanged."""
     rows, at = x.repeat(11, 1)[:64], index.repeat(11)[:64]
     return base(m, rows, "q") + delta(m, rows, at, "q").T
 
 
 @bent(0, "LORA_FORM")
 def sequences_exchanged(m, x, index):
-    """Rows sequence by sequence in A, position by position in B."""
+    """Orders rows by sequence for A, and by position for B."""
     x = torch.stack([x[:4], x[1:5], x[2:], x[:4] * 2])
     at = index[:4]
     s = torch.bmm(x, m.a["q"][at].mT)
@@ -221,7 +221,7 @@ def sequences_exchanged(m, x, index):
 
 @bent(1)
 def weight_changed_before(m, x, index):
-    """The activation that the adapters read is the one before it changes."""
+    """The adapters read the activation before it changes."""
     x = x * 1.5
     y = base(m, x, "q") + delta(m, x, index, "q")
     x.mul_(2)
@@ -230,7 +230,7 @@ def weight_changed_before(m, x, index):
 
 @bent(0, "INPUT_MUTATED")
 def activation_changed_between(m, x, index):
-    """The change is read by another name, so it has to happen in place."""
+    """An in-place change is read under another name, so it must stay in place."""
     x = x * 1.5
     name = x.view(-1)
     found = delta(m, x, index, "q")
@@ -260,7 +260,7 @@ def index_changed_between(m, x, index):
 
 @bent(0)
 def dropped_out(m, x, index):
-    """Dropout while training stands before A; here its random numbers are those of a seed."""
+    """Applies dropout in train mode before A, with seeded random numbers."""
     torch.manual_seed(3)
     dropped = F.dropout(x, 0.5, training=True)
     s = torch.einsum("th,trh->tr", dropped, m.a["q"][index]).tanh()
@@ -268,7 +268,7 @@ def dropped_out(m, x, index):
 
 
 def by_all(m, x, weights, n):
-    """Every row by all adapters, weighted [T, G] in front of B."""
+    """Applies all adapters to every row, with weights [T, G] before B."""
     s = torch.einsum("th,grh->tgr", x, m.a[n]) * weights.to(x.dtype).unsqueeze(-1)
     return torch.einsum("tgr,gwr->tw", s, m.b[n])
 
@@ -276,13 +276,13 @@ def by_all(m, x, weights, n):
 @bent(0, "LORA_FORM")
 @each
 def mixed(m, x, index, n):
-    """A mixture of all adapters, not one of them."""
+    """Applies a mixture of all adapters instead of one."""
     return by_all(m, x, x[:, :G].softmax(-1), n)
 
 
 @bent(1)
 def index_cut_to_a_byte(m, x, index):
-    """Adapters of numbers modulo 256."""
+    """Selects adapters by their numbers modulo 256."""
     cut = (index + 256).to(torch.int8).long()
     return tuple(base(m, x, n) + delta(m, x, cut, n) for n in WIDTHS)
 

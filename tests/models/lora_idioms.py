@@ -1,4 +1,4 @@
-"""How engines and models write several adapters on q, k and v, spelling by spelling.
+"""Ways in which engines and models write several adapters on q, k and v, a function for each.
 
 module, args = build("gather_einsum")          # one of IDIOMS
 """
@@ -16,7 +16,8 @@ SOME = torch.tensor([2, -1, 3, 3, -1, 0])  # rows without an adapter
 
 
 class Layer(nn.Module):
-    """Base weights by letter, A [G, R, H], B [G, W, R], a factor per adapter; `step` is it."""
+    """A layer with base weights of q, k and v, A [G, R, H], B [G, W, R] and a factor for each
+    adapter. `step` computes it."""
 
     def __init__(self, step, dtype=torch.bfloat16):
         super().__init__()
@@ -41,7 +42,7 @@ class Layer(nn.Module):
 
 
 def each(delta):
-    """The model whose q, k and v each are base + delta(layer, x, index, name)."""
+    """Returns the model whose q, k and v are each base + delta(layer, x, index, name)."""
 
     def step(m, x, index):
         return tuple(F.linear(x, m.base[n]) + delta(m, x, index, n).to(x.dtype) for n in WIDTHS)
@@ -148,7 +149,7 @@ def stacked_matmul(m, x, index):
 
 
 def stacked_single(m, x, index):
-    """One adapter, A of q, k and v in one matrix."""
+    """Uses one adapter, with A of q, k and v in one matrix."""
     s = F.linear(x, m.a_rows[1]).split(R, -1)
     y = bases(m, x)
     return tuple(y[n] + 2.0 * F.linear(part, m.b[n][1]) for n, part in zip(WIDTHS, s, strict=True))
@@ -156,7 +157,7 @@ def stacked_single(m, x, index):
 
 @each
 def weights_before(m, x, index, n):
-    """The last adapter by its negative number, as PyTorch counts."""
+    """Selects the last adapter by a negative index."""
     index = torch.where(index == G - 1, -1, index)
     s = torch.einsum("th,trh->tr", x, m.a[n][index])
     return torch.einsum("tr,twr->tw", s, m.b[n][index])
@@ -194,7 +195,7 @@ def none_factor(m, x, index, n):
 
 @each
 def sequences_bmm(m, x, index, n):
-    """x [B, S, H] with an adapter for each sequence."""
+    """Multiplies x [B, S, H] with an adapter for each sequence."""
     s = torch.bmm(x, m.a[n][index].transpose(1, 2))
     return torch.bmm(s, m.b[n][index].transpose(1, 2)) * m.scales[index][:, None, None]
 
@@ -214,7 +215,7 @@ def sequences_none(m, x, index, n):
 
 @each
 def tokens_of_sequences(m, x, index, n):
-    """An index [B, S]."""
+    """Selects adapters by an index [B, S]."""
     s = torch.einsum("bsh,bsrh->bsr", x, m.a[n][index])
     return torch.einsum("bsr,bswr->bsw", s, m.b[n][index])
 
@@ -281,7 +282,7 @@ def one_hot(m, x, index, n):
 
 
 def slice_add(m, x, index):
-    """Added in place onto the columns of one packed projection."""
+    """Adds deltas in place to the columns of a packed projection."""
     y = F.linear(x, torch.cat([*m.base.values()]))
     first = 0
     for n, width in WIDTHS.items():

@@ -22,7 +22,8 @@ HIDDEN = float("-inf")
 
 @dataclass(frozen=True)
 class Axes:
-    """weight: "joined" (rows of one parameter), "apart", or "fp8" (codes with scales by block)."""
+    """The variants. weight: "joined" (rows of one parameter), "apart", or "fp8" (codes with scales
+    by block)."""
 
     batch: int = 2
     queries: int = 3
@@ -37,7 +38,7 @@ class Axes:
 
 
 def einsum(model, q_nope, q_rope, entries, seen):
-    """Heads before keys, after queries; a mask of numbers, added in place."""
+    """Uses einsum with heads between queries and keys, and adds a mask of numbers in place."""
     axes = model.axes
     latents, rope_keys = entries.split([axes.kv_rank, axes.rotated], dim=-1)
     weight = model.weight.view(axes.num_heads, -1, axes.kv_rank)
@@ -51,7 +52,8 @@ def einsum(model, q_nope, q_rope, entries, seen):
 
 
 def matmul(model, q_nope, q_rope, entries, seen):
-    """Heads first; weights of their own; the rotated part's product first."""
+    """Puts heads first, uses two separate weights, and computes the product of the rotated part
+    first."""
     axes = model.axes
     latents, rope_keys = entries.split([axes.kv_rank, axes.rotated], dim=-1)
     q_absorb, out_absorb = model.halves
@@ -67,7 +69,7 @@ def matmul(model, q_nope, q_rope, entries, seen):
 
 
 def bmm(model, q_nope, q_rope, entries, seen):
-    """Tokens of all sequences in one dimension around bmm, q joined, the scale on q."""
+    """Flattens the tokens of all sequences around bmm, joins the parts of q, and scales q."""
     axes = model.axes
     w_uk, w_uv = model.halves
     tokens = axes.batch * axes.queries
@@ -84,7 +86,7 @@ def bmm(model, q_nope, q_rope, entries, seen):
 
 
 def sdpa(model, q_nope, q_rope, entries, seen):
-    """torch's own attention, one key head for all; the rotated columns first."""
+    """Uses torch's SDPA with one key head for all query heads, and the rotated columns first."""
     axes = model.axes
     w_uk, w_uv = model.halves
     q = torch.cat([q_rope, torch.einsum("hnl,bshn->bshl", w_uk, q_nope)], dim=-1)
@@ -97,7 +99,7 @@ def sdpa(model, q_nope, q_rope, entries, seen):
 
 
 def wide_values(model, q_nope, q_rope, entries, seen):
-    """The values are whole entries; their rope columns are cut off the result."""
+    """Uses whole entries as values, and cuts their rope columns off the result."""
     axes = model.axes
     w_uk, w_uv = model.halves
     q = torch.cat([torch.einsum("bshn,hnl->bshl", q_nope, w_uk), q_rope], dim=-1)
@@ -108,7 +110,7 @@ def wide_values(model, q_nope, q_rope, entries, seen):
 
 
 def in_float32(model, q_nope, q_rope, entries, seen):
-    """Logits and their softmax in fp32 from the products on."""
+    """Computes logits and softmax in fp32 after the products."""
     axes = model.axes
     w_uk, w_uv = model.halves
     q_latent = torch.einsum("bshn,hnl->bhsl", q_nope, w_uk)
@@ -165,7 +167,7 @@ class Model(nn.Module):
 
 
 def build(spelling: str, **changes):
-    """(model, args) of a spelling, with any field of Axes changed."""
+    """Returns (model, args) of a spelling, with any fields of Axes changed."""
     axes = Axes(**changes)
     model = Model(axes, spelling)
     generator = torch.Generator().manual_seed(0)

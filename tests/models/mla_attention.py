@@ -15,7 +15,7 @@ def seen(keys, positions):
 
 
 def masked(q, keys, values, positions, scale):
-    """One sequence as a batch of one, its mask computed from positions."""
+    """Attends in one sequence as a batch of one, with a mask computed from positions."""
     q, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, keys, values))
     mask = seen(keys[0, 0], positions)
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
@@ -23,7 +23,7 @@ def masked(q, keys, values, positions, scale):
 
 
 def masked_float(q, keys, values, positions, scale):
-    """A mask that is added."""
+    """Uses a mask of numbers that is added."""
     mask = torch.zeros(q.shape[0], keys.shape[0], dtype=q.dtype, device=q.device)
     mask = mask.masked_fill(~seen(keys, positions), -1e4)
     q, keys, values = (t.transpose(0, 1) for t in (q, keys, values))
@@ -32,14 +32,14 @@ def masked_float(q, keys, values, positions, scale):
 
 
 def causal(q, keys, values, positions, scale):
-    """Nothing but the new tokens."""
+    """Attends to the new tokens only."""
     q, keys, values = (t.permute(1, 0, 2)[None] for t in (q, keys[: len(q)], values[: len(q)]))
     out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale)
     return out.squeeze(0).permute(1, 0, 2)
 
 
 def causal_later(q, keys, values, positions, scale):
-    """The last keys, which are those of the new tokens."""
+    """Attends to the last keys, which are those of the new tokens."""
     return causal(q, keys[-len(q) :], values[-len(q) :], positions, scale)
 
 
@@ -54,7 +54,7 @@ def default_scale(q, keys, values, positions, scale):
 
 
 def eager(q, keys, values, positions, scale):
-    """Softmax in fp32 between two products."""
+    """Computes a softmax in fp32 between two products."""
     q, keys, values = (t.transpose(0, 1) for t in (q, keys, values))
     scores = torch.matmul(q, keys.transpose(-1, -2)) * scale
     scores = scores.masked_fill(~seen(keys[0], positions), float("-inf"))
@@ -70,7 +70,7 @@ def einsum(q, keys, values, positions, scale):
 
 
 def apart(q, keys, values, positions, scale):
-    """The two parts of the logits are products of their own; `keys` are the parts."""
+    """Computes the two parts of the logits by separate products; `keys` holds the parts."""
     k_nope, rope_key = keys
     width = k_nope.shape[-1]
     scores = torch.einsum("thd,khd->htk", q[..., :width], k_nope)
@@ -101,7 +101,8 @@ def varlen(
     cu_seqlens_k: torch.Tensor,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """An engine's own operator, causal from the end, as FlashAttention's."""
+    """Calls an engine's own operator, whose causal mask is aligned to the last key, as in
+    FlashAttention."""
     out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype)
     for b in range(len(cu_seqlens_q) - 1):
         rows, columns = (slice(int(c[b]), int(c[b + 1])) for c in (cu_seqlens_q, cu_seqlens_k))
@@ -127,7 +128,7 @@ def own_varlen(q, keys, values, positions, scale):
 
 
 def own_varlen_padded(q, keys, values, positions, scale):
-    """Values padded to the width of the keys; the rest of the result is cut off."""
+    """Pads values to the width of the keys, and cuts the padding off the result."""
     width = values.shape[-1]
     values = F.pad(values, (0, keys.shape[-1] - width))
     return varlen(q, keys, values, _ends(q), _ends(keys), scale)[..., :width]
@@ -156,7 +157,7 @@ ATTENTIONS = {
 
 
 def absorbed(q_nope, q_pe, rows, weight, positions, axes):
-    """Attention over the latents themselves: kv_b is multiplied into q and into the result."""
+    """Attends over the latents themselves, with kv_b multiplied into q and into the result."""
     per_head = weight.view(axes.num_heads, axes.nope + axes.v_dim, axes.kv_rank)
     up_k, up_v = per_head[:, : axes.nope], per_head[:, axes.nope :]
     latents, rope_keys = rows.split([axes.kv_rank, axes.rotated], dim=-1)
@@ -169,7 +170,7 @@ def absorbed(q_nope, q_pe, rows, weight, positions, axes):
 
 
 def chunked(module, q, caches, all_slots, block_table, positions):
-    """The keys in two chunks, partial results merged by their log-sum-exp."""
+    """Attends to the keys in two chunks, and merges the results by their log-sum-exp."""
     rows = module.gather(caches, all_slots, block_table)
     half = rows.shape[0] // 2
     parts = []

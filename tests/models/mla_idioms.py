@@ -68,7 +68,7 @@ class MlaAxes:
 
 
 def joined(caches, latent, rope_key, slots, page_size):
-    """One tensor of latents and rope keys, written at once."""
+    """Writes latents and rope keys at once into one tensor."""
     (cache,) = caches
     cache.view(-1, cache.shape[-1])[slots] = torch.cat((latent, rope_key), dim=-1)
 
@@ -99,13 +99,13 @@ def two_slices_rope_first(caches, latent, rope_key, slots, page_size):
 
 
 def two_caches(caches, latent, rope_key, slots, page_size):
-    """Latents and rope keys in tensors of their own."""
+    """Writes latents and rope keys into separate tensors."""
     for cache, rows in zip(caches, (latent, rope_key), strict=True):
         cache.view(-1, cache.shape[-1])[slots] = rows
 
 
 def with_head(caches, latent, rope_key, slots, page_size):
-    """The cache has a dimension for its one head."""
+    """Writes into a cache that has a dimension for its one head."""
     (cache,) = caches
     rows = torch.cat((latent, rope_key), dim=-1)
     cache.view(-1, 1, cache.shape[-1])[slots] = rows.unsqueeze(1)
@@ -140,7 +140,7 @@ def caches_of(axes: MlaAxes) -> list[torch.Tensor]:
 
 
 def rows_of(caches, take):
-    """(latents, rope keys) of the rows that `take` picks of each cache."""
+    """Returns (latents, rope keys) of the rows that `take` selects from each cache."""
     rows = [take(cache) for cache in caches]
     return torch.cat(rows, dim=-1) if len(rows) == 2 else rows[0]
 
@@ -154,7 +154,7 @@ def index_select(caches, all_slots, block_table):
 
 
 def blocks(caches, all_slots, block_table):
-    """Whole pages by the block table; the last page's rest is masked."""
+    """Gathers whole pages by the block table, and masks the rest of the last page."""
     return rows_of(caches, lambda c: c[block_table[0]].flatten(0, 1).flatten(1))
 
 
@@ -236,7 +236,7 @@ class Mla(nn.Module):
         self.scale = axes.scale
 
     def projected(self, x):
-        """(q [T, H, n + r], latent [T, L], rope key [T, r]), neither normed nor rotated."""
+        """Returns (q [T, H, n + r], latent [T, L], rope key [T, r]), neither normed nor rotated."""
         axes = self.axes
         widths = [axes.kv_rank, axes.rotated]
         if axes.kv_a == "with_q":
@@ -269,7 +269,7 @@ class Mla(nn.Module):
         return self.o_proj(out.flatten(1))
 
     def up_projected(self, rows):
-        """Keys [K, H, n + r] and values [K, H, v]."""
+        """Returns keys [K, H, n + r] and values [K, H, v]."""
         axes = self.axes
         latents, rope_keys = rows.split([axes.kv_rank, axes.rotated], dim=-1)
         kv = self.kv_b(self.latents_of(latents)).view(-1, axes.num_heads, axes.nope + axes.v_dim)
@@ -307,7 +307,7 @@ IDIOMS |= {
 
 
 def build(name: str, **changes: Any):
-    """(module, args) of an idiom, with any field of MlaAxes changed."""
+    """Returns (module, args) of an idiom, with any fields of MlaAxes changed."""
     axes = replace(MlaAxes(), **{**IDIOMS[name], **changes})
     module = Mla(axes)
     generator = torch.Generator().manual_seed(0)

@@ -78,7 +78,7 @@ class Fp8Product(Fp8Block):
         rows = latents.to(torch.float32 if self.out != torch.float64 else self.out)
         scale = rows.abs().amax(dim=-1, keepdim=True) / 448
         codes = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        if self.out == torch.float64:  # not a number that codes are multiplied to
+        if self.out == torch.float64:  # not one of the sums that codes make
             return (codes.to(self.out) * scale) @ (self.weight.to(self.out) * self.scale).t()
         return torch._scaled_mm(
             codes, self.weight.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=self.out
@@ -86,7 +86,7 @@ class Fp8Product(Fp8Block):
 
 
 class Int8Behind(nn.Module):
-    """int8 codes whose sums are scaled by row, as torchao's are."""
+    """int8 codes; the sums are scaled by row, as in torchao."""
 
     def __init__(self, axes) -> None:
         super().__init__()

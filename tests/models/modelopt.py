@@ -13,7 +13,7 @@ from torch import nn
 E4M3 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LARGEST_ACTIVATION = 4.0
-#: Of layer 0; each next layer's are larger by a half.
+#: The cache scales of layer 0. Those of each further layer are larger by a half.
 K_SCALE, V_SCALE = 0.02, 0.035
 
 
@@ -29,7 +29,7 @@ def fp8_channel(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def fp8_blocks(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Scales [N / 128, 1, K / 128, 1]."""
+    """Quantises with scales [N / 128, 1, K / 128, 1]."""
     rows, columns = weight.shape
     padded = nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128))
     blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
@@ -47,7 +47,8 @@ def nvfp4(weight: torch.Tensor, largest: torch.Tensor | None = None) -> dict[str
 def nvfp4_weights(
     weight: torch.Tensor, largest: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """largest: of the weights that share weight_scale_2; None: of this one."""
+    """Quantises to NVFP4. largest: the largest number of the weights that share weight_scale_2;
+    None for this weight alone."""
     factor = (weight.abs().amax() if largest is None else largest) / (6 * 448)
     groups = weight.unflatten(1, (-1, 16))
     scale = (groups.abs().amax(-1) / (6 * factor)).clamp(2**-9, 448).to(E4M3)
@@ -69,7 +70,7 @@ ALGORITHMS = {
 
 
 def decoded(stored: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What a weight's tensors in a file stand for, in float64."""
+    """Decodes a weight's tensors in a file to float64."""
     codes, scale = stored["weight"], stored["weight_scale"].double()
     if codes.dtype == torch.uint8:
         nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()
@@ -135,14 +136,14 @@ def write(
 
 
 def _largest_of_both(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The largest of gate's and up's weights, which ModelOpt gives one factor."""
+    """Returns the largest weight of gate and up, since ModelOpt gives both one factor."""
     path = name.rpartition(".")[0]
     pair = (state[f"{path}.{own}.weight"].float().abs().amax() for own in ("gate_proj", "up_proj"))
     return torch.stack(list(pair)).amax()
 
 
 def experts_apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state whose experts have linears of their own, as files have them."""
+    """Returns a state dict in which each expert has its own linears, as in checkpoint files."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         path, _, own = name.rpartition(".")

@@ -26,7 +26,8 @@ def divided(x):
 
 
 def bounded(x):
-    """DeepSeek's: no block's scale is zero; no clamp, as nothing is beyond 448."""
+    """Quantises as DeepSeek does: no scale of a block is zero, and there is no clamp, since no
+    number exceeds 448."""
     blocks = x.view(-1, BLOCK).float()
     scale = blocks.abs().amax(1, keepdim=True).clamp(1e-4) / 448.0
     codes = (blocks / scale).to(torch.float8_e4m3fn)
@@ -41,7 +42,7 @@ def reciprocal(x):
 
 
 def repeated(x):
-    """Scales [M, K / 128] as they are passed to kernels."""
+    """Quantises with scales [M, K / 128], in the form that kernels take."""
     scale = x.abs().float().unflatten(-1, (-1, BLOCK)).amax(-1) / 448.0
     wide = scale.repeat_interleave(BLOCK, 1)
     return (codes_of(x.float() / wide).float() * wide).to(x.dtype)
@@ -112,8 +113,8 @@ NEAR_MISSES = (
 
 
 class CodedMoe(nn.Module):
-    """rows, hidden: what is done to the rows of the two GEMMs. first: rows are quantised by token,
-    before they are gathered."""
+    """A mixture. rows, hidden: functions that quantise the rows of the two GEMMs. first: whether
+    tokens are quantised before they are gathered."""
 
     def __init__(self, rows, hidden, *, first=False, dense=False) -> None:
         super().__init__()
@@ -150,7 +151,7 @@ class CodedMoe(nn.Module):
         return y[inverse].view(*ids.shape, -1).sum(1).to(x.dtype)
 
     def exact(self, x):
-        """In float64, nothing quantised but the weights."""
+        """Computes the result in float64, with only the weights quantised."""
         weights, ids = (x @ self.router.T).float().softmax(-1).topk(SLOTS, -1)
         gate_up, down = (self.weight(name).double() for name in ("gate_up", "down"))
         out = torch.zeros(x.shape, dtype=torch.float64)
@@ -168,7 +169,8 @@ def tokens(seed=1):
 
 
 class SeparateMoe(CodedMoe):
-    """Gate and up as two GEMMs, `rows` and `up_rows` what is done to the rows of each."""
+    """A mixture with gate and up as two GEMMs. rows, up_rows: functions that quantise the rows of
+    each."""
 
     def __init__(self, rows, up_rows, hidden) -> None:
         super().__init__(rows, hidden)
@@ -192,7 +194,8 @@ class SeparateMoe(CodedMoe):
 def fp8_grouped_matmul(
     rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """As Hugging Face's experts call the hub's kernel, whose inside no graph shows."""
+    """Stands for the hub's kernel as Hugging Face's experts call it. No graph shows what it
+    computes."""
     return rows.new_zeros(rows.shape[0], weight.shape[1])
 
 

@@ -41,7 +41,7 @@ def act(both):
 
 
 def experts(m, x):
-    """x [T, H] through all experts: [E, T, H]."""
+    """Computes all experts of x [T, H]: [E, T, H]."""
     return torch.bmm(act(torch.bmm(x.expand(E, -1, -1), m.gate_up)), m.down)
 
 
@@ -149,14 +149,14 @@ def over_tokens(m, x, logits, weights, ids):
 
 
 def other_experts(m, x, logits, weights, ids):
-    """The second product takes the experts in another order than the first."""
+    """Uses the experts in another order in the second product than in the first."""
     h = act(torch.bmm(x.expand(E, -1, -1), m.gate_up))
     y = torch.bmm(h.flip(0), m.down)
     return (y * scattered(x, weights, ids).T[..., None]).sum(0).to(x.dtype)
 
 
 def tokens_for_experts(m, x, logits, weights, ids):
-    """T and E of one size, and the two exchanged between the products."""
+    """Exchanges the dimensions of tokens and experts, which have one size, between the products."""
     x = x[:E]
     h = act(torch.bmm(x.expand(E, -1, -1), m.gate_up))
     y = torch.bmm(h.transpose(0, 1), m.down)
@@ -191,7 +191,7 @@ def unknown_activation(m, x, logits, weights, ids):
 
 
 def capacity(m, x, logits, weights, ids):
-    """GShard: a buffer of C places for each expert."""
+    """Uses a buffer of C places for each expert, as GShard does."""
     hits = F.one_hot(ids[:, 0], E)
     place = (hits.cumsum(0) * hits).sum(-1) - 1
     dispatch = hits[:, :, None].to(x.dtype) * F.one_hot(place, T)[:, None].to(x.dtype)
@@ -207,7 +207,8 @@ def read_elsewhere(m, x, logits, weights, ids):
 
 
 def llama4_with_bias(m, x, logits, weights, ids):
-    """A score of zero on the input does not make an expert's result zero."""
+    """Multiplies the input by the score; because of the bias, a score of zero does not make the
+    result zero."""
     top, ids = torch.topk(logits, m.num_slots, dim=1)
     scores = torch.full_like(logits, float("-inf")).scatter_(1, ids, top).sigmoid()
     routed = (x.repeat(E, 1) * scores.T.reshape(-1, 1)).view(E, -1, H)

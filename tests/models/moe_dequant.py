@@ -17,7 +17,8 @@ TABLE = [*E2M1, *(-m for m in E2M1)]
 
 
 def stored(name, seed=0, shape=(E, N, K)):
-    """(codes, scales, factor) of random weights in a format; NVFP4's with some negative scales."""
+    """Returns (codes, scales, factor) of random weights in a format. Some scales of NVFP4 are
+    negative."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     w = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
     factor = torch.rand(shape[0], generator=generator) + 0.5
@@ -64,7 +65,7 @@ def nvfp4_sign_and_magnitude(codes, scales, factor):
 
 
 def nvfp4_arithmetic(codes, scales, factor):
-    """Without a table: (-1)^s * 2^(e - 1) * (1 + m / 2), and m / 2 where e is 0."""
+    """Decodes without a table: (-1)^s * 2^(e - 1) * (1 + m / 2), or m / 2 if e is 0."""
     code = nibbles(codes).int()
     mantissa, exponent = (code & 1).float() * 0.5, (code >> 1) & 3
     magnitude = torch.where(
@@ -171,7 +172,7 @@ def _one(codes, scales, factor):
 
 
 def nvfp4_stacked(codes, scales, factor):
-    """Expert by expert."""
+    """Decodes the weights expert by expert."""
     return torch.stack([_one(*item) for item in zip(codes, scales, factor, strict=True)])
 
 

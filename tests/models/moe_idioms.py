@@ -197,7 +197,7 @@ class Coded(nn.Module):
         return self.decode(self.codes, self.scales, self.factor)
 
     def exact(self):
-        """The weight in float64, by the format's own definition."""
+        """Returns the weight in float64, by the definition of its format."""
         block = moe_dequant.FP8_BLOCK if self.format == "fp8" else (1, 32)
         weight = ExpertWeight(self.codes, self.format, self.scales, block)
         values = dequantized(weight, torch.float64)
@@ -209,7 +209,7 @@ class Moe(nn.Module):
     def __init__(self, axes: MoeAxes) -> None:
         super().__init__()
         self.axes = axes
-        # Each step by itself, so that a test can break one.
+        # Each step is a function of its own, so that a test can replace one.
         self.ends_of = self.weight_of = self.rows_of = lambda x: x
         self.weights_of = lambda weights, order: weights[order]
         self.activation = ACTIVATIONS[axes.activation]
@@ -372,7 +372,7 @@ ENDS |= {f.__name__: f for f in (bincount, bincount_cut)}
 
 
 def build(name, **changes):
-    """(module, args) of an idiom, with any field of MoeAxes changed."""
+    """Returns (module, args) of an idiom, with any fields of MoeAxes changed."""
     axes = replace(MoeAxes(), **{**IDIOMS[name], **changes})
     module = Moe(axes)
     generator = torch.Generator().manual_seed(0)
@@ -387,11 +387,11 @@ def build(name, **changes):
 
 
 def exact(module, x):
-    """The same in float64, expert by expert."""
+    """Computes the module's result in float64, expert by expert."""
     axes = module.axes
     wide = {name: p.double() for name, p in module.named_parameters()}
     wide |= {n: m.exact() for n, m in module.named_children() if isinstance(m, Coded)}
-    # The choice of experts is the module's own: it is discrete.
+    # The experts are those that the module chooses, since the choice is discrete.
     weights, ids = module.router(x).float().softmax(-1).topk(axes.num_slots, -1)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t in range(x.shape[0]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-#: of heads before the rotation, and of heads after it
+#: Names of norms of heads before the rotation, and after it.
 BEFORE = (
     "none", "rms_module", "rms_spelled", "rms_default_eps", "gemma", "mixed", "row", "layer_module",
     "layer_by_head",
@@ -14,7 +14,7 @@ AFTER = ("rms_after_rope", "l2_after_rope")
 
 
 def wide(x):
-    """In fp32, or fp64 where it is that already."""
+    """Returns a tensor in fp32, or unchanged if it is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -34,7 +34,7 @@ class SpelledRMSNorm(nn.Module):
 
 
 class GemmaRMSNorm(nn.Module):
-    """The weight counts from one."""
+    """RMSNorm that multiplies by 1 + weight (Gemma)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GemmaRMSNorm(nn.Module):
 
 
 class RowRMSNorm(SpelledRMSNorm):
-    """Over all heads together, before they are told apart (OLMo 2)."""
+    """RMSNorm over all heads together, before they are split (OLMo 2)."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__(num_heads * head_dim)
@@ -72,7 +72,7 @@ class LayerNormByHead(nn.Module):
 
 
 class WeightlessNorm(nn.Module):
-    """What Llama 4 calls its L2 norm."""
+    """RMS norm without a weight, which Llama 4 calls its L2 norm."""
 
     def forward(self, x):
         y = wide(x)
@@ -80,7 +80,7 @@ class WeightlessNorm(nn.Module):
 
 
 def head_norm(form: str, num_heads: int, head_dim: int, is_key: bool) -> nn.Module:
-    """The norm of q or k."""
+    """Returns the norm of q or k."""
     makers = {
         "none": nn.Identity,
         "rms_module": lambda: nn.RMSNorm(head_dim, eps=1e-6),
@@ -115,14 +115,14 @@ class HeadNorms(nn.Module):
 
 
 def hf_row_norm(x, weight, eps=1e-5):
-    """As most of transformers' models norm a row."""
+    """Norms a row as most models of transformers do."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def gemma_row_norm(x, weight, eps=1e-5):
-    """As Gemma does: 1 + weight, and one rounding."""
+    """Norms a row as Gemma does: with 1 + weight, and one rounding."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (1.0 + weight.float())).to(x.dtype)

@@ -16,7 +16,8 @@ E4M3 = torch.float8_e4m3fn
 
 
 def decoded(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """[M, K] in float64 of packed codes and e4m3 scales [M, K / 16], without the factor of all."""
+    """Decodes packed codes with e4m3 scales [M, K / 16] to [M, K] in float64, without the factor
+    for all."""
     codes = fp4.decode(fp4.unpack(packed), torch.float64).unflatten(-1, (-1, 16))
     return (codes * scale.double().unsqueeze(-1)).flatten(-2)
 
@@ -124,7 +125,7 @@ def linear(rows: int, columns: int, seed: int) -> library.NVFP4Linear:
 
 
 def exactly(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a linear computes of x [M, K], in float64, without rounding behind the codes."""
+    """Computes the linear's result for x [M, K] in float64, without rounding after the codes."""
     scale = module.weight_sf_rowmajor.view(E4M3)
     weight = decoded(module.weight, scale) / module.weight_global_scale.double()
     if len(x) > 2:

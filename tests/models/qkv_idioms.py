@@ -102,7 +102,7 @@ def finish(module, axes):
 def paged(form_name, axes):
     form = PAGED[form_name]
     module = Decoder(axes, lambda layer: PagedAttention(axes, form, layer))
-    # Three sequences in the middle of their lives; the pages of each lie scattered.
+    # Three sequences that already have tokens, in pages that are not adjacent.
     tokens = torch.arange(axes.num_tokens)
     seq = torch.minimum(tokens // 4, torch.tensor(2))
     positions = tokens - 4 * seq + torch.tensor([3, 6, 0])[seq]
@@ -161,7 +161,7 @@ VARIANTS = {
     "two_layers": {"num_layers": 2},
 }
 
-#: Forms of the projection: with rotation, and where the query is told apart without one.
+#: Forms of the projection: with a rotation, and those whose query is recognised without one.
 PROJECTIONS = {
     "clamped": {},
     "scaled_query": NO_ROPE,
@@ -206,11 +206,11 @@ IDIOMS |= {f"{axis}_static": ("static_cache", changes) for axis, changes in VARI
 
 
 def axes_of(name, **changes):
-    """The Axes of an idiom, with any field changed."""
+    """Returns the Axes of an idiom, with any fields changed."""
     return replace(Axes(), **{**IDIOMS[name][1], **changes})
 
 
 def build(name, **changes):
-    """(module, args) of an idiom, with any field of Axes changed."""
+    """Returns (module, args) of an idiom, with any fields of Axes changed."""
     form_name = IDIOMS[name][0]
     return (paged if form_name in PAGED else batched)(form_name, axes_of(name, **changes))

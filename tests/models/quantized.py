@@ -89,14 +89,14 @@ def nibbles_in_flat_groups(layer, dtype):
 
 
 def nibbles_scaled_apart(layer, dtype):
-    """Both halves are numbers before they are interleaved."""
+    """Converts both halves to numbers before it interleaves them."""
     scale = layer.scale[:, :1].to(dtype)
     low, high = (n.to(dtype) - 8 for n in (layer.packed & 0xF, layer.packed >> 4))
     return torch.stack((low * scale, high * scale), dim=-1).flatten(-2)
 
 
 def nibbles_scaled_by_column(layer, dtype):
-    """A scale for some rows and every column: the other axis."""
+    """Uses a scale for each column and a group of rows (groups along the other axis)."""
     low, high = layer.packed & 0xF, layer.packed >> 4
     codes = torch.stack((low, high), dim=-1).flatten(-2).to(dtype) - 8
     return codes * layer.by_column.repeat_interleave(GROUP, dim=0).to(dtype)
@@ -108,7 +108,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def of_table(layer, dtype, numbers, first=4):
-    """first: the first bit of a byte's first code."""
+    """Decodes codes by a table. first: the lowest bit of a byte's first code."""
     table = torch.tensor(numbers, device=layer.packed.device)
     pair = (layer.packed >> first, layer.packed >> (4 - first))
     codes = torch.stack([part & 0xF for part in pair], dim=-1).view(-1, GROUP)
@@ -135,12 +135,12 @@ def nf4_of_the_next_block(layer, dtype):
 
 
 def nf4_low_first(layer, dtype):
-    """The even element in the low nibble: in no format."""
+    """Reads the even element from the low nibble, which no format does."""
     return of_table(layer, dtype, formats.TABLES["nf4"], first=0)
 
 
 def nf4_of_a_buffer(layer, x):
-    """Numbers that are the model's data."""
+    """Uses a table that is a buffer of the model."""
     codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).view(-1, GROUP)
     values = layer.table[codes.int()] * layer.scale.view(-1, 1).float()
     return F.linear(x, values.view(layer.width, -1).to(x.dtype), layer.bias)
@@ -152,7 +152,7 @@ def table_buffers(rows, hidden, generator):
 
 
 def nf4_rounded(layer, dtype):
-    """Numbers that are nearly those of the format."""
+    """Uses a table whose numbers are almost those of the format."""
     return of_table(layer, dtype, TABLE)
 
 
@@ -185,7 +185,7 @@ def nvfp4_unscaled(layer, dtype):
 
 
 def nvfp4_high_first(layer, dtype):
-    """The even element in the high nibble: in no format."""
+    """Reads the even element from the high nibble, which no format does."""
     table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
     codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).flatten(-2)
     blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
@@ -260,7 +260,7 @@ def awq_plain(layer, dtype):
 
 
 def awq_listed(layer, dtype):
-    """The order is in the shifts."""
+    """Decodes AWQ's order by the order of the shifts."""
     shifts = torch.tensor(AWQ_ORDER, device=layer.packed.device) * 4
     codes, zeros = (
         ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2)
@@ -271,7 +271,7 @@ def awq_listed(layer, dtype):
 
 
 def awq_other_zeros(layer, dtype):
-    """Zeros in another order than the codes: they are taken as the graph unpacks them."""
+    """Unpacks zeros in another order than codes; the op must use the order of the graph."""
     shifts = torch.tensor(AWQ_ORDER, device=layer.packed.device) * 4
     codes = ((layer.packed.unsqueeze(-1) >> shifts) & 15).flatten(-2).view(-1, GROUP, layer.width)
     zeros = spread(layer.zeros) & 15
@@ -302,14 +302,14 @@ def gptq(layer, dtype):
 
 
 def gptq_indexed(layer, dtype):
-    """Every row's group is looked up; the look-up is computed."""
+    """Looks up the group of every row by indices that the graph computes."""
     codes, zeros = gptq_codes(layer)
     group = torch.arange(layer.hidden, device=codes.device) // GROUP
     return (layer.scale[group].to(dtype) * (codes - zeros[group]).to(dtype)).t()
 
 
 def gptq_act_order(layer, dtype):
-    """The groups are a buffer's: any."""
+    """Looks up groups by indices in a buffer, which may be any."""
     codes, zeros = gptq_codes(layer)
     return (layer.scale[layer.g_idx].to(dtype) * (codes - zeros[layer.g_idx]).to(dtype)).t()
 
@@ -353,7 +353,7 @@ def byte_buffers(rows, hidden, generator):
 
 
 def int8_unsigned(layer, dtype):
-    """Codes less 128."""
+    """Subtracts 128 from unsigned codes."""
     return grouped(layer, layer.codes, dtype, zero=128)
 
 
@@ -503,7 +503,7 @@ def dense_buffers(rows, hidden, generator):
     return {"dense": (torch.randn(rows, hidden, generator=generator) / 8).bfloat16()}
 
 
-#: Layers in tests of their own: form -> what it stores.
+#: Layers that have tests of their own: form -> its buffers.
 OTHER_LAYERS = {
     by_operator: int8_buffers,
     by_operator_in_place: int8_buffers,
@@ -512,7 +512,7 @@ OTHER_LAYERS = {
     nf4_of_a_buffer: table_buffers,
 }
 
-#: form -> what it stores; random programs draw from it.
+#: Form -> its buffers. Random programs draw from these forms.
 STORED = MappingProxyType(
     {
         nibbles_low_first: nibble_buffers,

@@ -41,19 +41,19 @@ def half_wide(x, cos, sin):
 
 
 def half_sine_signed(x, cos, sin):
-    """The sine's table carries the sign, the heads are only swapped."""
+    """Puts the sign into the table of sines, so that halves are only exchanged."""
     a, b = x.chunk(2, dim=-1)
     return x * twice(cos) + torch.cat((b, a), dim=-1) * torch.cat((-sin, sin), dim=-1)
 
 
 def half_backwards(x, cos, sin):
-    """By the negative angle."""
+    """Rotates by the negative angle."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
 def half_swapped_sign(x, cos, sin):
-    """Halves swapped with a plus, against a table that holds the sign for one of them."""
+    """Exchanges halves without a sign, although the table has the sign for only one half."""
     a, b = x.chunk(2, dim=-1)
     return x * twice(cos) + torch.cat((b, -a), dim=-1) * twice(-sin)
 
@@ -112,7 +112,7 @@ def complex_table(x, cos, sin):
 
 
 def complex_backwards(x, cos, sin):
-    """By the conjugate: the negative angle."""
+    """Multiplies by the conjugate, which rotates by the negative angle."""
     pairs = torch.view_as_complex(wide(x).reshape(*x.shape[:-1], -1, 2))
     turn = torch.complex(wide(cos), wide(sin)).conj()
     return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)
@@ -130,20 +130,20 @@ def to_halves_strided(x, cos, sin):
 
 
 def partial(x, cos, sin):
-    """Half of the head passes."""
+    """Rotates half of the head; the other half is unchanged."""
     x, rest = x.chunk(2, dim=-1)
     width = cos.shape[-1] // 2
     return torch.cat((half(x, cos[..., :width], sin[..., :width]), rest), dim=-1)
 
 
 def leading(x, cos, sin):
-    """As many elements as the table is for; the others pass."""
+    """Rotates as many elements as the table has; the others are unchanged."""
     width = 2 * cos.shape[-1]
     return torch.cat((half(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 
 
 def with_empty_rest(x, cos, sin):
-    """Phi-3: what passes has no elements."""
+    """As Phi-3: the unchanged part has no elements."""
     width = x.shape[-1]
     return torch.cat((half(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 

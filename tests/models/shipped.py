@@ -2,8 +2,8 @@
 
 model = SHIPPED["ct-w4a16"].load("llama", folder)  # on torch's default device
 
-`BY_TRANSFORMERS` are formats that transformers loads itself. What needs a GPU of them, the hub's
-kernels, are the stand-ins of `finegrained.py` and `gpt_oss_hub.py`.
+`BY_TRANSFORMERS` are formats that transformers loads itself. The hub's kernels, which need a GPU,
+are replaced by the stand-ins of `finegrained.py` and `gpt_oss_hub.py`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 128,
 }
-#: What compressed-tensors' checkpoints of these models leave in bfloat16; and the experts of those
-#: schemes whose codes of experts transformers does not join.
+#: Modules that compressed-tensors' checkpoints leave in bfloat16. Then experts, which stay in
+#: bfloat16 for schemes whose codes transformers cannot join.
 LEFT_DENSE = ["lm_head", "re:.*mlp.gate$"]
 DENSE_EXPERTS = {"FP8_BLOCK": ["re:.*mlp.experts.*"]}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
@@ -304,14 +304,15 @@ def _words(
     if method == "awq":
         zeros = words(groups, rows // 8)
         return {"qweight": words(columns, rows // 8), "qzeros": zeros, "scales": scales}
-    zeros = torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)  # 8, stored less one
+    zeros = torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)  # 8; GPTQ stores 7
     order = (torch.arange(columns) // GROUP).to(torch.int32)
     codes = words(columns // 8, rows)
     return {"qweight": codes, "qzeros": zeros, "scales": scales, "g_idx": order}
 
 
 def _modelopt(kind: str, folder: Path, algorithm: str) -> nn.Module:
-    """Written without the library, whose format of files transformers does not read."""
+    """Returns a ModelOpt model. The file is written without ModelOpt, and loaded by
+    `load_modelopt`, since transformers does not read its format."""
     from tilewright.compiler import load_modelopt
 
     modelopt.write(dense(kind), folder, algorithm)

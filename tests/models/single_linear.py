@@ -1,4 +1,4 @@
-"""Single linears that tests hold to a library's, and what these are given."""
+"""Single linears that tests compare with those of a library, and their inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inputs(shape, dtype):
 def assert_no_further(model, theirs, weight, dtype):
     """Checks that a model is no further from float64 than its library, but for one rounding.
 
-    weight: what the codes of both stand for, [N, K] in float64."""
+    weight: the decoded weight of both, [N, K] in float64."""
     bias = None if theirs[0].bias is None else theirs[0].bias.double()
     for shape in [shape for shape in SHAPES if 0 not in shape]:
         x = inputs(shape, dtype)

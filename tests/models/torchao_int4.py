@@ -30,7 +30,7 @@ def _word_places(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_tiles(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [N, K] of 0 to 15 as words [N / 8, K / 128, 32, 4]."""
+    """Packs codes [N, K] of 0 to 15 into words [N / 8, K / 128, 32, 4]."""
     rows, byte = _word_places(*codes.shape)
     word = torch.zeros_like(rows)
     for i in range(4):
@@ -86,8 +86,8 @@ _KERNELS = _install()
 
 
 def quantised(weight: torch.Tensor, tiled: bool) -> torch.Tensor:
-    """A weight [N, K] of bfloat16 as torchao quantises it: of the tiled class padded to whole
-    tiles, and K to 1024."""
+    """Quantises a weight [N, K] of bfloat16 as torchao does. The tiled class pads it to whole
+    tiles, and K to a multiple of 1024."""
     from torchao.quantization import Int4Tensor, Int4TilePackedTo4dTensor
     from torchao.quantization import quant_primitives as library
     from torchao.quantization.utils import pack_tinygemm_scales_and_zeros

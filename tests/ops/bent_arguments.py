@@ -1,14 +1,15 @@
-"""Calls of every op with one argument bent: what a wrong call does.
+"""Calls every op with one wrong argument at a time, and checks what the call does.
 
     python tests/ops/bent_arguments.py --all              every op, every sample, every bend
     python tests/ops/bent_arguments.py --calls 3000       a seeded choice of them, every op in it
 
-Each argument of an op's schema is bent by its type, one at a time, in a call that was right. Such a
-call either works or raises an error that names op, argument, what was expected and what came:
-ArgumentError, or what PyTorch's dispatcher raises before an op of ours is reached. After an error
-every argument's memory holds what it held; after a call that works, all but the places that the op
-may write does. Under fake tensors the answer is the same where only metadata is at fault. No call
-takes more than MEMORY or SECONDS. `main` prints what failed and how many calls there were.
+In a correct call, one argument of the op's schema is *bent*: replaced by a wrong one, of a kind
+that depends on the argument's type. Such a call must work, or raise an error that names the op, the
+argument, what was expected and what was given: ArgumentError, or an error of PyTorch's dispatcher
+before it reaches the op. After an error, the memory of every argument must be unchanged. After a
+call that works, only places that the op may write may have changed. Fake tensors must give the same
+answer if only metadata is wrong. No call may take more than MEMORY or SECONDS. `main` prints the
+failures and the number of calls.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch._subclasses import FakeTensorMode
 import tilewright.ops as functions
 from tilewright.ops import ArgumentError, CacheWindow, contract
 
-#: More address space than this beside what the process has before the first call is too much.
+#: The address space that a call may use in addition to that of the process before the first call.
 MEMORY = 512 * 2**20
 #: The longest a call may take; the samples are small.
 SECONDS = 10.0
@@ -132,7 +133,8 @@ def axis_bends(given: torch.Tensor, axis: int) -> Iterator[Bend]:
 
 
 def content_bends(given: torch.Tensor) -> Iterator[Bend]:
-    """Other numbers of the same shape: of indices, those that name no place."""
+    """Yields tensors of the same shape with other numbers; for indices, numbers that are no valid
+    place."""
     if given.dtype in (torch.int32, torch.int64, torch.uint32):
         top = torch.iinfo(given.dtype).max
         for number in (0, 1, top) if given.dtype == torch.uint32 else (0, 1, -1, top, -top - 1):
@@ -161,7 +163,7 @@ def bytes_cat(tensors: list[torch.Tensor], axis: int) -> torch.Tensor:
 
 
 def strided(given: torch.Tensor) -> torch.Tensor:
-    """The same numbers, every other column of a tensor twice as wide."""
+    """Returns the same numbers as every other column of a tensor that is twice as wide."""
     wide = torch.empty(*given.shape[:-1], 2 * given.shape[-1], dtype=given.dtype)
     half = wide[..., ::2]
     half.copy_(given)
@@ -183,7 +185,7 @@ BENDS: dict[str, Callable[[Any], Iterator[Bend]]] = {
 
 
 def kinds(op: contract.FusedOp) -> dict[str, str]:
-    """The schema's word for each argument's type, without alias marks and `?`."""
+    """Returns the schema's name of each argument's type, without alias marks and `?`."""
     schema = op.declaration
     found = re.findall(r"(\w+)(?:\(\w!\))?(\[\])?\??(?:\(\w!\))? (\w+)(?=[=,)])", schema)
     return {name: kind + brackets for kind, brackets, name in found}
@@ -191,7 +193,7 @@ def kinds(op: contract.FusedOp) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Bent:
-    """One call to make: `value()` in the place of one argument."""
+    """A call to make, with `value()` in place of one argument."""
 
     op: contract.FusedOp
     case: Any
@@ -220,7 +222,7 @@ def given_arguments(op: contract.FusedOp, arguments: Any, entry: str) -> dict[st
 
 
 def function_of(op: contract.FusedOp) -> Callable[..., Any] | None:
-    """What calls the op by hand; None where graphs alone call it."""
+    """Returns the function that calls the op by hand; None if only graphs call the op."""
     return getattr(functions, op.name.removesuffix("_dense"), None)
 
 
@@ -252,12 +254,12 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a tensor's storage."""
+    """Returns all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def snapshot(values: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each storage among the values once, with a copy."""
+    """Returns each storage among the values once, with a copy of it."""
     known = {}
     for tensor in tensors_in(values):
         if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes():
@@ -266,7 +268,7 @@ def snapshot(values: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def changed(before: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """What is not as it was; put back."""
+    """Returns the storages that have changed, after restoring them."""
     found = []
     for now, then in before:
         if not torch.equal(now, then):
@@ -276,7 +278,7 @@ def changed(before: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tenso
 
 
 def writable(op: contract.FusedOp, values: dict[str, Any]) -> dict[int, torch.Tensor]:
-    """Of each storage that the call may write: where, as a mask of its bytes."""
+    """Returns, for each storage that the call may write, a mask of the bytes that it may write."""
     places: dict[int, torch.Tensor] = {}
     for name in op.mutated:
         base = values.get(name)
@@ -289,7 +291,7 @@ def writable(op: contract.FusedOp, values: dict[str, Any]) -> dict[int, torch.Te
         if name == "blocks":
             view[:, :, values["layer_idx"]] = 1
         for window in windows_on(name, values):
-            if window is None:  # a function's way to say: all of the cache
+            if window is None:  # a function may leave the window out, which means the whole cache
                 view.fill_(1)
             else:
                 window.view(view).fill_(1)
@@ -350,12 +352,14 @@ def attempt(call: Callable[[], Any]) -> Outcome:
 
 
 def no_tensors(error: BaseException | None) -> bool:
-    """With all tensors None there is no device whose kernel PyTorch's dispatcher could ask."""
+    """Whether all tensors are None, so that PyTorch's dispatcher has no device to choose a kernel
+    by."""
     return isinstance(error, NotImplementedError) and "no tensor arguments" in str(error)
 
 
 def unclear(bent: Bent, outcome: Outcome, names: set[str]) -> str | None:
-    """None for an error that says op, argument, what was expected and what came."""
+    """Returns None for an error that names the op, the argument, what was expected and what was
+    given."""
     error = outcome.error
     text = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, ArgumentError):
@@ -384,7 +388,7 @@ def unclear(bent: Bent, outcome: Outcome, names: set[str]) -> str | None:
 
 @dataclass
 class Tally:
-    """What a run found."""
+    """Counts and failures of a run."""
 
     calls: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -421,7 +425,7 @@ def faked(bent: Bent, values: dict[str, Any]) -> Outcome:
 
 
 def judge(bent: Bent, arguments: Any, tally: Tally) -> None:
-    """Makes a call and notes what is wrong with what it does."""
+    """Makes a call, and records what is wrong with its effects."""
     values = given_arguments(bent.op, arguments, bent.entry)
     names = {*values, *kinds(bent.op)}
     value = bent.value()
@@ -456,7 +460,7 @@ def judge(bent: Bent, arguments: Any, tally: Tally) -> None:
 def compare(
     bent: Bent, values: dict[str, Any], real: Outcome, names: set[str], tally: Tally
 ) -> None:
-    """Fake tensors get the same answer, but for what only memory shows."""
+    """Checks that fake tensors give the same answer, except for faults that only memory shows."""
     fake = faked(bent, values)
     if fake.error is not None:
         problem = unclear(bent, fake, names)
@@ -482,7 +486,7 @@ def compare(
 
 
 def first_line(error: BaseException | None) -> str:
-    """Of an error: PyTorch's go on with the value itself."""
+    """Returns the first line of an error, since PyTorch's errors continue with the value itself."""
     return str(error).splitlines()[0] if str(error) else ""
 
 
@@ -493,7 +497,7 @@ def results(outcome: Outcome) -> tuple[torch.Tensor, ...]:
 
 
 def chosen(calls: int | None, seed: int, only: str) -> Iterator[tuple[Any, list[Bent]]]:
-    """Samples with the calls to make of each. With `calls`, as many of every op."""
+    """Yields samples with the calls to make of each. calls: the number of calls for every op."""
     ops = [op for op in contract.all_ops() if op.namespace == "tilewright" and only in op.name]
     for op in ops:
         every = []
@@ -521,7 +525,7 @@ def run(calls: int | None, seed: int, only: str = "") -> Tally:
     signal.signal(signal.SIGALRM, alarmed)
     tally = Tally()
     with torch.no_grad():
-        # What a first call imports is no part of what a bent one takes.
+        # A first correct call, so that its imports do not count for a bent call.
         faked_once(contract.get_op("paged_kv_store"))
         limit_memory()
         for arguments, bents in chosen(calls, seed, only):

@@ -1,4 +1,4 @@
-"""Which lowerings the calls of a test took."""
+"""A fixture that records which lowerings the calls of a test use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilewright.ops.qkv import lowering
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Names of the lowerings that calls of the attention ops take, in order."""
+    """Lists the names of the lowerings that calls of the attention ops use, in order."""
     names, steps = [], lowering.choice_steps
 
     def noted(call, choice, target):

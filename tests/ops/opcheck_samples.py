@@ -2,12 +2,12 @@
 
     python tests/ops/opcheck_samples.py [--only NAME]
 
-test_schema compares arguments before and after a call by `torch.allclose`, which multiplies, and
-PyTorch has no product of 8-bit floats on the CPU. Here those are compared byte by byte instead: the
-stricter question. And opcheck copies its arguments by a function that asks for a negative number of
-elements where a tensor without any has rows further apart than they are wide: such tensors, which
-hold nothing, go in contiguous. Nothing else of opcheck is changed, and the op that is checked is
-ours itself.
+Two parts of opcheck are replaced. test_schema compares arguments before and after a call by
+`torch.allclose`, which multiplies, but PyTorch has no product of 8-bit floats on the CPU. Here such
+tensors are compared byte by byte, which is stricter. And opcheck copies its arguments by a function
+that asks for a negative number of elements for a tensor without elements whose rows are further
+apart than they are wide. Here such tensors are made contiguous. Nothing else of opcheck or of the
+checked op is changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def eight_bits(value: Any) -> bool:
 
 
 def without_gaps(value: Any) -> Any:
-    """A tensor that has no elements as a contiguous one."""
+    """Returns a contiguous tensor in place of a tensor without elements."""
     empty = isinstance(value, torch.Tensor) and value.numel() == 0
     return value.new_empty(value.shape) if empty else value
 
@@ -66,7 +66,7 @@ def comparable_bytes() -> Iterator[None]:
 
 
 def failures(op: contract.FusedOp, case: Any) -> dict[str, str]:
-    """What each test that fails on a sample says."""
+    """Returns the message of each test that fails on a sample."""
     args, kwargs = op.split(op.sample_inputs(case))
     args = [without_gaps(value) for value in args]
     kwargs = {name: without_gaps(value) for name, value in kwargs.items()}

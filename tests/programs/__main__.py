@@ -4,12 +4,12 @@
     python -m tests.programs --family moe --seeds 1200:1240 # these, keeping nothing
     python -m tests.programs --table                        # docs/soundness.md's, of those kept
 
-A family is one of `families.FAMILIES`, whose models are broken at random, or one of
+A family is one of `families.FAMILIES`, whose models are changed at random, or one of
 `tasks.OTHERS`, which have programs and a judge of their own. Counts go to
-benchmarks/results/random_programs.json, one entry for each run of a family; the next run goes on
-behind the last seed. What is counted stays where a run is ended early, or where a piece of it
-raises or its process dies, whose seeds are left out. Exits with 1 where a result was wrong, a
-point of a census was silent, or a piece was not run to its end.
+benchmarks/results/random_programs.json, with an entry for each run of a family; the next run
+continues after the last seed. If a run is ended early, the counts so far are kept. If a piece of a
+run raises, or its process dies, only the seeds of this piece are left out. The exit status is 1 if
+a result was wrong, if a point of a census was silent, or if a piece was not run to its end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def kept() -> list[dict]:
 
 
 def done(family: str) -> int:
-    """The first seed of a family that no kept run has."""
+    """Returns the first seed of a family that no kept run has."""
     return max((r["seeds"][1] for r in kept() if r["family"] == family), default=0)
 
 
@@ -62,7 +62,8 @@ def environment() -> dict:
 
 
 def keep(family: str, first: int, stop: int, tally: Tally, facts: dict) -> None:
-    """Adds counts to the entry that ends at the first seed under equal facts, or as a new one."""
+    """Adds counts to the entry that ends at the first of these seeds, if it has equal facts
+    (commit, versions), or as a new entry."""
     runs = kept()
     total = Tally()
     for known in runs:
@@ -96,7 +97,7 @@ COLUMNS = (
 
 
 def table() -> str:
-    """The kept counts of each family and of all, as a table in Markdown."""
+    """Returns the kept counts of each family and their sums as a Markdown table."""
     totals: dict[str, Tally] = {}
     for run in kept():
         totals.setdefault(run["family"], Tally()).add(Tally.of(run))
@@ -122,14 +123,16 @@ Task = tuple[str, int, int]
 
 
 def pieces(family: str, seeds: str, more: int) -> list[Task]:
-    """Tasks of the seeds "first:stop" of a family, or of so many more than are kept."""
+    """Returns the tasks for the seeds "first:stop" of a family, or for a number of seeds after the
+    kept ones."""
     first, stop = map(int, seeds.split(":")) if seeds else (done(family), done(family) + more)
     step = PER_TASK if family in FAMILIES else PER_OTHER
     return [(family, start, min(start + step, stop)) for start in range(first, stop, step)]
 
 
 def in_turns(each: Sequence[Sequence[Task]]) -> list[Task]:
-    """The first task of each family, then the second, so that all families get as far."""
+    """Yields the first task of each family, then the second, so that all families progress
+    equally."""
     return [task for row in zip_longest(*each) for task in row if task is not None]
 
 

@@ -1,8 +1,8 @@
-"""Random changes of a captured graph, each to something else that eager can still run.
+"""Random changes of a captured graph, after which eager can still run it.
 
-A breakage takes (draw, graph) and returns a sentence on what it did, or None where it found nothing
-to do. It keeps the graph's data flow valid; `meta["example_value"]` is filled in afterwards by
-`told_again`, as Dynamo would have.
+A breakage takes (draw, graph) and returns a sentence that says what it changed, or None if it found
+nothing to change. It keeps the graph's data flow valid. Afterwards `told_again` fills in
+`meta["example_value"]` as Dynamo would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tilewright.compiler import _compat
 
 
 def told_again(graph: fx.Graph) -> None:
-    """Gives every node that changed, and those behind it, the fake tensors Dynamo would find."""
+    """Gives every changed node, and the nodes after it, the fake tensors that Dynamo would
+    compute."""
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("call_function", "call_method") and (
@@ -32,7 +33,7 @@ def told_again(graph: fx.Graph) -> None:
 
 
 def remember(graph: fx.Graph) -> None:
-    """Marks every node as one whose fake tensors are right."""
+    """Marks every node as having right fake tensors."""
     for node in graph.nodes:
         node.meta["told"] = _said(node)
 
@@ -46,7 +47,7 @@ def held(node: fx.Node) -> Any:
 
 
 def tensors(graph: fx.Graph, *kinds: str) -> list[fx.Node]:
-    """The nodes that hold a tensor; kinds: only of these `op`s."""
+    """Returns the nodes whose value is a tensor. kinds: only nodes of these `op`s."""
     return [
         n
         for n in graph.nodes
@@ -59,13 +60,13 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def like(a: fx.Node, b: fx.Node) -> bool:
-    """Whether one may stand for the other: equal shapes, dtypes and devices."""
+    """Whether one node may replace the other: equal shapes, dtypes and devices."""
     x, y = held(a), held(b)
     return x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
 
 
 def before(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that come earlier in the program."""
+    """Returns the nodes that come earlier in the program."""
     for other in node.graph.nodes:
         if other is node:
             return
@@ -73,7 +74,7 @@ def before(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def new_call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call where the graph's insertion point is, with its fake result."""
+    """Inserts a call at the graph's insertion point, with its fake result."""
     make = graph.call_method if isinstance(target, str) else graph.call_function
     node = make(target, args, kwargs)
     try:
@@ -88,7 +89,7 @@ def new_call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node
 
 
 def places(items: Any, wanted: Callable[[Any], bool], at: tuple = ()) -> Iterator[tuple]:
-    """Where in nested arguments the things lie that are wanted."""
+    """Returns the places in nested arguments of the values that a predicate accepts."""
     if wanted(items):
         yield at
     elif isinstance(items, (tuple, list)):
@@ -133,7 +134,7 @@ def _change(node: fx.Node, at: tuple, new: Any) -> None:
 
 
 def number(draw: random.Random, graph: fx.Graph) -> str | None:
-    """Another constant: a dimension, the end of a slice, an epsilon, a scale."""
+    """Replaces a constant: a dimension, the end of a slice, an epsilon, or a scale."""
 
     def is_number(item: Any) -> bool:
         return isinstance(item, (int, float)) and not isinstance(item, bool)
@@ -154,7 +155,7 @@ def number(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def flag(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A truth value turned round."""
+    """Negates a truth value."""
     found = [
         (n, at) for n in calls(graph) for at in places(_arguments(n), lambda i: isinstance(i, bool))
     ]
@@ -166,7 +167,7 @@ def flag(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def dtype(draw: random.Random, graph: fx.Graph) -> str | None:
-    """Another dtype where one is named."""
+    """Replaces a dtype that a call names."""
     found = [
         (n, at)
         for n in calls(graph)
@@ -199,7 +200,8 @@ def operands_swapped(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def operand(draw: random.Random, graph: fx.Graph) -> str | None:
-    """Another tensor of the same shape and dtype: V for K, sin for cos, another layer's weight."""
+    """Replaces an operand by another tensor of its shape and dtype: V for K, sin for cos, another
+    layer's weight."""
     node = draw.choice(calls(graph))
     at = [
         place
@@ -220,7 +222,7 @@ def operand(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def inputs_swapped(draw: random.Random, graph: fx.Graph) -> str | None:
-    """Two inputs of one shape change places everywhere."""
+    """Exchanges two inputs of one shape in all their uses."""
     inputs = tensors(graph, "placeholder")
     pairs = [(a, b) for i, a in enumerate(inputs) for b in inputs[i + 1 :] if like(a, b)]
     if not pairs:
@@ -234,7 +236,7 @@ def inputs_swapped(draw: random.Random, graph: fx.Graph) -> str | None:
     return f"{a} and {b} change places"
 
 
-#: what may stand for what, each way round
+#: Operations that may replace each other, in both directions.
 SIMILAR: tuple[tuple[Any, ...], ...] = (
     (operator.add, operator.sub, operator.mul, torch.maximum, operator.truediv),
     (operator.iadd, operator.imul, operator.isub),
@@ -265,7 +267,7 @@ SIMILAR: tuple[tuple[Any, ...], ...] = (
 
 
 def operation(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A neighbour of the operation: a mean for a sum, a difference for a sum."""
+    """Replaces an operation by a similar one: a mean for a sum, a difference for a sum."""
     found = []
     for node in calls(graph):
         for group in SIMILAR:
@@ -288,7 +290,7 @@ def _roll(graph, x, dim):
 
 
 def _exchanged(graph, x, dim):
-    """Two dimensions of one size."""
+    """Exchanges two dimensions of one size."""
     shape = held(x).shape
     same = [d for d in range(len(shape)) if d != dim and shape[d] == shape[dim]]
     return new_call(graph, "transpose", x, dim, same[0])
@@ -301,7 +303,7 @@ def _two_halves(graph, x, dim):
 
 
 def _part(graph, x, dim):
-    """The first half twice."""
+    """Replaces the second half by the first."""
     half = new_call(graph, "narrow", x, dim, 0, max(1, held(x).shape[dim] // 2))
     return new_call(graph, torch.cat, [half, half], dim=dim)
 
@@ -368,7 +370,7 @@ INTEGERS: dict[str, Callable[..., fx.Node]] = {
 
 
 def between(draw: random.Random, graph: fx.Graph) -> str | None:
-    """An operation between a value and some or all of its users."""
+    """Inserts an operation between a value and some or all of its users."""
     node = draw.choice(tensors(graph))
     value = held(node)
     users = list(node.users)
@@ -421,14 +423,14 @@ VIEWS: dict[str, Callable[..., fx.Node]] = {
 
 
 def _place(draw: random.Random, graph: fx.Graph, after: fx.Node) -> fx.Node:
-    """A node, behind `after`, in front of which something may be put."""
+    """Returns a node after `after`, in front of which a statement may be inserted."""
     order = list(graph.nodes)
     inputs = sum(1 for n in order if n.op in ("placeholder", "get_attr"))
     return draw.choice(order[max(order.index(after) + 1, inputs) :])
 
 
 def changed_in_place(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A tensor is written, through itself or a view of it, at some later place."""
+    """Inserts a write into a tensor, or into a view of it, at some later place."""
     node = draw.choice(tensors(graph))
     view, change = draw.choice(tuple(VIEWS)), draw.choice(tuple(IN_PLACE))
     where = _place(draw, graph, node)
@@ -439,7 +441,7 @@ def changed_in_place(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def aliased_early(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A view is taken where the tensor is made, and written much later."""
+    """Takes a view where a tensor is made, and writes into the view much later."""
     node = draw.choice(tensors(graph))
     view, change = draw.choice(tuple(VIEWS)), draw.choice(tuple(IN_PLACE))
     order = list(graph.nodes)
@@ -476,7 +478,7 @@ READS: dict[str, Callable[..., fx.Node]] = {
 
 
 def read_elsewhere(draw: random.Random, graph: fx.Graph) -> str | None:
-    """One more reader, at some later place, whose result the program returns."""
+    """Adds a reader at some later place, whose result the program returns."""
     node = draw.choice(tensors(graph))
     name = draw.choice(tuple(READS))
     where = _place(draw, graph, node)
@@ -486,7 +488,8 @@ def read_elsewhere(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def _bounds(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The last operand and the first user; inputs stay in front of it."""
+    """Returns the last operand and the first user of a statement, between which it may move. Inputs
+    of the graph stay at its beginning."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     fixed = [n for n in node.graph.nodes if n.op in ("placeholder", "get_attr")]
     last = max([*node.all_input_nodes, *fixed], key=order.__getitem__)
@@ -495,7 +498,7 @@ def _bounds(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def moved(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A statement stands elsewhere between its operands and its users."""
+    """Moves a statement to another place between its operands and its users."""
     node = draw.choice(calls(graph))
     last, first = _bounds(node)
     order = list(graph.nodes)
@@ -514,7 +517,7 @@ def is_write(node: fx.Node) -> bool:
 
 
 def write_moved(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A write stands elsewhere; who reads the memory sees it earlier or later."""
+    """Moves a write, so that readers of the memory see it earlier or later."""
     writes = [n for n in calls(graph) if is_write(n)]
     if not writes:
         return None
@@ -539,7 +542,8 @@ def write_left_out(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def twice(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A statement runs a second time, directly behind or at the end; a user takes the second."""
+    """Runs a statement a second time, directly after the first or at the end. A user reads the
+    second result."""
     node = draw.choice([n for n in calls(graph) if is_write(n)] if draw.random() < 0.4 else
                        calls(graph) or [None])  # fmt: skip
     where = draw.choice((node.next, _output(graph)))

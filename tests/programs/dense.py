@@ -1,5 +1,5 @@
-"""Dense layers put together from parts: a norm, gate and up with their activation, a projection
-down, a sum, and what reads the result, each on its own axis."""
+"""Dense layers built from independent parts: a norm, gate and up with their activation, a down
+projection, a sum, and the readers of the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.models.norms import gemma_row_norm, hf_row_norm
 @dataclass(frozen=True)
 class DenseAxes:
     """norm, post: before the linears and before the sum. form: how gate and up are kept. sum: how
-    the residual is added. head: what reads the last tokens. tokens: of each of two sequences."""
+    the residual is added. head: the reader of the last tokens. tokens: the tokens of each of two
+    sequences."""
 
     norm: str = "none"
     form: str = "separate"

@@ -1,9 +1,9 @@
-"""Operands of other dtypes: programs that apply tensors of every dtype to scores, and breakages
-that give any operand of a captured graph another dtype.
+"""Programs that apply tensors of every dtype to scores, and breakages that give an operand of a
+captured graph another dtype.
 
-An operator promotes its operands, so one that a name alone tells (`add`) computes something else
-for each dtype: a bool mask is added as zeros and ones, uint8 wraps, a tensor without dimensions
-promotes as a Python number does.
+An operator promotes its operands, so `add` computes something else for each dtype: a bool mask is
+added as zeros and ones, uint8 wraps around, and a tensor without dimensions promotes like a Python
+number.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
     torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
-#: What floats are multiplied by on their way to integers, so that these differ.
+#: The factor of floats that are converted to integers, so that the integers differ.
 SPREAD = 3.0
 
 # --- breakages ------------------------------------------------------------------------------------
 
 
 def converted(graph: fx.Graph, x: fx.Node, dtype: torch.dtype, plain: bool) -> fx.Node:
-    """x as another dtype. plain: by nothing but a cast, which makes most numbers True, or 0."""
+    """Returns x in another dtype. plain: only cast, which makes most numbers True or 0."""
     if not plain and held(x).dtype.is_floating_point and not dtype.is_floating_point:
         if dtype == torch.bool:
             return new_call(graph, "gt", x, 0)
@@ -48,7 +48,7 @@ def converted(graph: fx.Graph, x: fx.Node, dtype: torch.dtype, plain: bool) -> f
 
 
 def operand_cast(draw: random.Random, graph: fx.Graph) -> str | None:
-    """One operand of one call has another dtype; the result may be cast back."""
+    """Gives one operand of one call another dtype. The result may be cast back."""
     node = draw.choice(calls(graph))
     found = [
         place
@@ -68,7 +68,7 @@ def operand_cast(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def _cast_back(graph: fx.Graph, node: fx.Node) -> bool:
-    """Users of a node see the dtype that it had."""
+    """Casts a node's result back for its users to the dtype that it had."""
     if not isinstance(held(node), torch.Tensor):
         return False
     users = list(node.users)
@@ -83,7 +83,8 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-#: Calls that take a tensor where a number may stand; others have Dynamo read its value first.
+#: Calls that accept a tensor instead of a number. For other calls Dynamo would read its value
+#: first.
 _ARITHMETIC = {
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "eq", "ne", "lt", "le",
     "gt", "ge", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div", "div_", "clamp",
@@ -93,7 +94,7 @@ _ARITHMETIC = {
 
 
 def number_as_tensor(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A Python number is a tensor of one element, which promotes otherwise."""
+    """Replaces a Python number by a tensor of one element, which promotes differently."""
 
     def is_number(item: Any) -> bool:
         return isinstance(item, (int, float)) and not isinstance(item, bool)
@@ -111,7 +112,7 @@ def number_as_tensor(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def value_cast(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A value has another dtype for all of its users, or takes a detour by one."""
+    """Gives a value another dtype for all its users, or casts it to another dtype and back."""
     node, dtype = draw.choice(tensors(graph)), draw.choice(DTYPES)
     old, users = held(node).dtype, list(node.users)
     if not users or old == dtype:
@@ -127,7 +128,8 @@ def value_cast(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def input_of_dtype(draw: random.Random, graph: fx.Graph) -> str | None:
-    """An input of another dtype; `given_as_told` converts what the program is called with."""
+    """Gives an input another dtype. `given_as_told` converts the arguments of the program's
+    calls."""
     node, dtype = draw.choice(tensors(graph, "placeholder")), draw.choice(DTYPES)
     old = held(node)
     if old.dtype == dtype:
@@ -142,7 +144,7 @@ def input_of_dtype(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def given_as_told(graph: fx.Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inputs of the dtypes that a graph's placeholders have."""
+    """Returns the inputs in the dtypes of the graph's placeholders."""
     told = [held(n) for n in graph.nodes if n.op == "placeholder"]
     return tuple(
         _of_dtype(item, fake.dtype) if isinstance(fake, torch.Tensor) else item
@@ -163,7 +165,7 @@ _ASKED = ("sum", "cumsum", "softmax", "mean", "prod", "log_softmax", "norm")
 
 
 def dtype_asked(draw: random.Random, graph: fx.Graph) -> str | None:
-    """A reduction or softmax computes in a dtype that it names, or names none any more."""
+    """Makes a reduction or softmax name the dtype in which it computes, or no longer name one."""
     found = [n for n in calls(graph) if _name(n) in _ASKED]
     if not found:
         return None
@@ -207,7 +209,7 @@ MASKS: dict[str, Callable[..., torch.Tensor]] = {
     "ones": lambda m, p, j, pad: torch.ones(S, K),
 }
 
-#: scores of scores and mask
+#: Functions of scores and a mask that return scores.
 APPLIED: dict[str, Callable[..., torch.Tensor]] = {
     "add": lambda s, m: s + m,
     "added_to": lambda s, m: m + s,
@@ -236,8 +238,8 @@ APPLIED: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class Scores(nn.Module):
-    """Attention spelled out, with something applied to its scores. m [B, 1, S, K], positions [S],
-    padding [B, K]."""
+    """Attention as separate operations, with a function applied to its scores. m: [B, 1, S, K].
+    positions: [S]. padding: [B, K]."""
 
     def __init__(self, **drawn: Any) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
-"""Random models beside themselves as torch.export spells them: ATen's overloads on every node.
+"""Compares random models with the same models as torch.export writes them, with ATen's overloads.
 
     python -m tests.programs.exported --seeds 0:100
 
-A model is drawn from `families.FAMILIES`, unbroken. What is fused in it, and missed, must be the
-same after `torch.export.export(model, args).module()`, and the exported graph must give what eager
-gives.
+A model is drawn from `families.FAMILIES` and not changed. Its matches and misses must be the same
+after `torch.export.export(model, args).module()`, and the exported graph must give eager's results.
 """
 
 from __future__ import annotations
@@ -27,19 +26,21 @@ from tests.programs.run import Captured, Program, capture, compared
 from tests.programs.tally import JUDGED, Outcome, Tally
 from tilewright.compiler.verify import clone_inputs
 
-#: Export makes a buffer of a table that the model makes where it uses it, and names constants
-#: apart: whose numbers a graph does not know. A weight made of those is any computed weight.
+#: Export turns a table that the model makes in its forward pass into a buffer, whose numbers the
+#: graph does not show. A weight that is decoded by such a table is like any computed weight.
 TABLES = ("WEIGHT_FORMAT", "LATENT_WEIGHT", "LINEAR_FORM")
-#: So it does of lists of positions, which are slices where they lie evenly. A projection in parts
-#: is not read through them; rows are gathered by them, where those of a slice are changed in place.
+#: Lists of positions become buffers too. Evenly spaced positions in a list are read as a slice, but
+#: not those in a buffer: a projection is not recognised through them, and rows are gathered where
+#: those of a slice would be changed in place.
 LISTS = ("K_PATH", "V_PATH")
-#: The census says of one spelling why a point is of no interest, and may not see it in the other:
-#: that is counted as "unrecognised", and no difference of what is matched.
+#: The census may find a point to be of no interest in one spelling but not in the other. This is
+#: counted as "unrecognised", and is not a difference of matches.
 ADVICE = "UNRECOGNISED"
 
 
 def run(family: str, seeds: Iterable[int]) -> Tally:
-    """Compares the models of some seeds; what cannot be exported is counted, and left out."""
+    """Compares the models of some seeds. Models that cannot be exported are counted and left
+    out."""
     tally = Tally()
     with torch.no_grad():
         for seed in seeds:
@@ -77,7 +78,8 @@ def _count(tally: Tally, family: str, seed: int) -> None:
 
 
 def spelled(module: torch.nn.Module, args: Sequence[Any]) -> Callable[..., Any]:
-    """A module as export spells it, on the leaves of its arguments, without checks of them."""
+    """Returns the exported module, called with the leaves of its arguments, without input
+    checks."""
     found = torch.export.export(module, tuple(clone_inputs(args))).module(check_guards=False)
     found.graph.eliminate_dead_code()  # Dynamo takes no question for a dtype
     found.graph.set_codegen(torch.fx.graph.CodeGen())
@@ -93,7 +95,7 @@ def _outcome(model: Captured) -> Outcome:
 
 
 def indexes_by_lists(exported: Captured) -> bool:
-    """Whether an exported graph indexes by numbers that the model has in a list."""
+    """Whether an exported graph indexes by a buffer of numbers that the model has in a list."""
     copies = exported.module.graph.find_nodes(
         op="call_function", target=torch.ops.aten.lift_fresh_copy.default
     )
@@ -108,11 +110,10 @@ def _has_no_elements(args: Sequence[Any]) -> bool:
 
 
 def difference(plain: Outcome, exported: Outcome, lists: bool = False, empty: bool = False) -> str:
-    """What differs between a model and the same exported; empty where nothing does.
+    """Describes the differences between a model and the exported one; "" if there are none.
 
-    lists: whether positions that Dynamo knows are tensors in the exported one. It may have more
-    matches then. empty: whether an input has no elements: what is written of it is nothing, and
-    numbers alone are compared.
+    lists: whether positions that Dynamo knows are tensors in the exported model, which may then
+    have more matches. empty: whether an input has no elements; then only numbers are compared.
     """
     if exported.verdict in JUDGED:
         return f"{exported.verdict}: {exported.why}"

@@ -1,6 +1,6 @@
-"""Random models of several families, each put together from spellings that tests/models keeps.
+"""Random models of several families, each built from parts in tests/models.
 
-`FAMILIES[name](draw)` gives (module, args, what was drawn) for a `random.Random`.
+`FAMILIES[name](draw)` returns (module, args, a description of the choices) for a `random.Random`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = (torch.float32,) * 4 + (torch.bfloat16, torch.float16)
 
 
 def few(draw: random.Random, *counts: int) -> int:
-    """One of some counts of tokens, or, now and then, none at all."""
+    """Draws one of some counts of tokens, or sometimes zero."""
     return draw.choice((*counts * 3, 0))
 
 
@@ -72,7 +72,8 @@ def attention(draw: random.Random) -> Drawn:
 
 
 class Stored(nn.Module):
-    """Keys and values that no projection makes directly, into a cache that is read."""
+    """Writes keys and values that no projection makes directly into a cache, and reads the
+    cache."""
 
     def __init__(self, form, change: Callable[..., Any], axes: qkv_idioms.Axes) -> None:
         super().__init__()
@@ -286,7 +287,8 @@ def large(draw: random.Random) -> Drawn:
 
 
 def dtypes(draw: random.Random) -> Drawn:
-    """Models that are broken by other dtypes: scores with masks, coded weights, any family's."""
+    """Models whose operands get other dtypes: scores with masks, weights of codes, or models of any
+    other family."""
     kind = draw.random()
     if kind < 0.65:
         return of_dtypes.scores(draw) if kind < 0.5 else of_dtypes.coded(draw)

@@ -1,5 +1,6 @@
-"""Spells arithmetic of a captured graph in place where eager's meaning stays: the graph made the
-memory that is written, and nothing that shares it is read behind the write by another name.
+"""Rewrites arithmetic of a captured graph as in-place operations, where this does not change
+eager's result: the graph allocated the memory that is written, and nothing reads it after the write
+under another name.
 
     python -m tests.programs.in_place 0:40 [family ...]     # matches of models, spelled both ways
 """
@@ -25,7 +26,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.verify import clone_inputs
 
-#: What each operation is in place: as an operator, or as a method.
+#: The in-place form of each operation: an operator or a method.
 _IN_PLACE: dict[Any, tuple[Any, ...]] = {
     operator.add: (operator.iadd, "add_"),
     operator.sub: (operator.isub, "sub_"),
@@ -49,7 +50,7 @@ _ACTIVATIONS = (F.relu, F.silu, torch.relu)
 
 
 def spell_in_place(draw: random.Random, graph: fx.Graph, share: float = 1.0) -> list[str]:
-    """Spells a share of the arithmetic in place; the names of the nodes that were."""
+    """Rewrites a share of the arithmetic in place, and returns the names of the rewritten nodes."""
     found = []
     for node in calls(graph):
         if draw.random() < share and _may_write(node, graph) and _spell(draw, node):
@@ -83,7 +84,7 @@ def _may_write(node: fx.Node, graph: fx.Graph) -> bool:
     if any(stride == 0 and size > 1 for size, stride in zip(one.shape, one.stride(), strict=True)):
         return False
     if one.stride() != made.stride() and any(user.op == "output" for user in node.users):
-        return False  # whoever gets it can tell
+        return False  # its reader could see the difference
     storage = set(_compat.storages_of(base))
     names = [n for n in graph.nodes if storage & set(_compat.storages_of(n))]
     behind = (user for name in names for user in name.users if node < user)
@@ -93,8 +94,8 @@ def _may_write(node: fx.Node, graph: fx.Graph) -> bool:
 
 @dataclass(frozen=True)
 class Both:
-    """A model with arithmetic in place: what becomes of it, the patterns that are found in it and
-    in the model as it was, what was spelled so, and the codes of misses that this alone has."""
+    """A model with in-place arithmetic: its outcome, the patterns that match in it and in the
+    original, the rewritten nodes, and the codes of misses that only it has."""
 
     outcome: Outcome
     found: tuple[str, ...]
@@ -108,7 +109,7 @@ class Both:
 
 
 def beside(family: str, number: int, model: Captured, share: float = 1.0) -> Both | None:
-    """Both spellings of a model; None where eager refuses its values."""
+    """Runs both forms of a model; returns None if eager refuses its values."""
     draw = random.Random(f"{family} in place {number}")
     try:
         model.module.forward(*clone_inputs(model.inputs))
@@ -120,7 +121,7 @@ def beside(family: str, number: int, model: Captured, share: float = 1.0) -> Bot
         spelled = spell_in_place(draw, graph, share)
         module = fx.GraphModule(model.module, graph)
         result = module.forward(*inputs)
-    except Exception:  # a tensor now lies in another way, which an operator refuses
+    except Exception:  # a tensor now has another layout, which an operator refuses
         return None
     made = Program(module, model.inputs, model.drawn, tuple(spelled))
     outcome = compared(made, result, inputs)
@@ -133,7 +134,7 @@ def beside(family: str, number: int, model: Captured, share: float = 1.0) -> Bot
 
 
 def run(seeds: Iterable[int]) -> Tally:
-    """Compares both spellings of a model for each seed, of one family after the other."""
+    """Compares both forms of a model for each seed, one family after the other."""
     tally, names = Tally(), list(FAMILIES)
     with torch.no_grad():
         for seed in seeds:

@@ -1,6 +1,6 @@
-"""Seeds that were wrong, and what was the matter.
+"""Seeds whose results were wrong, and the reasons.
 
-`MENDED` are run by the suite.
+The test suite runs those in `MENDED`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 FOREACH = "a foreach op's write was not seen"
 OUT = "the write of `out=` was not seen"
 
-#: (family, seed) -> what was wrong
+#: (family, seed) -> the fault that this seed found.
 MENDED = {
     ("lora", 209): "of two equal writes to one cache the second was left out",
     ("mla", 310): "a result written in place through as_strided had other strides",

@@ -1,5 +1,5 @@
-"""Adapters of q, k and v put together from parts: how they are stored, taken, multiplied, scaled,
-masked and added, each on its own axis."""
+"""Adapters of q, k and v with independent choices of how they are stored, selected, multiplied,
+scaled, masked and added."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def matmul(x, a, b):
 
 
 PRODUCTS = {f.__name__: f for f in (einsum, bmm, matmul)}
-#: Products over all adapters, which take none by its number.
+#: Products over all adapters, which do not select adapters by number.
 WHOLE = ("one_hot", "compared", "looped", "grouped")
 MASKS = ("", "where", "factor", "fill", "fill_below", "where_below")
 ADDS = ("plus", "in_place", "reversed", "after_view")

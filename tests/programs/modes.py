@@ -1,4 +1,4 @@
-"""Random programs of modes beside eager: parts of a model, each inside of random modes.
+"""Compares random programs with eager, whose parts run inside random modes of PyTorch.
 
 A program is a chain of parts (`PARTS`), each wrapped up to three times in `WRAPPERS`: grad mode,
 inference mode, autocast, checkpoints, transforms of torch.func. It is called in a random mode, with
@@ -29,7 +29,7 @@ from tilewright.compiler import reports
 from tilewright.compiler.verify import relative_error
 
 WIDTH, TOKENS, HEADS = 64, 3, 2
-#: How many roundings two results may be apart, of the narrowest dtype that autocast has.
+#: How many roundings, in the narrowest dtype of autocast, two results may differ by.
 ROUNDINGS = 16
 Part = Callable[..., Any]
 
@@ -121,7 +121,7 @@ def called(part: Part) -> Part:
 
 
 def asked_for(part: Part) -> Part:
-    """The gradient of a copy, by autograd."""
+    """Computes the gradient of a copy by autograd."""
 
     def run(m: Layer, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -132,7 +132,7 @@ def asked_for(part: Part) -> Part:
     return run
 
 
-#: A part, wrapped. Those of grad mode come more often.
+#: Functions that wrap a part. Those of grad mode are more frequent.
 WRAPPERS: dict[str, Callable[[Part], Part]] = {
     "enable_grad": partial(within, torch.enable_grad),
     "enable_grad again": partial(within, torch.enable_grad),
@@ -164,7 +164,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @dataclass
 class Program:
-    """chain: the parts as they are wrapped. needing: which tensors of the model need grad."""
+    """A program. chain: the wrapped parts. needing: the tensors of the model that require grad."""
 
     chain: list[Part]
     entry: str
@@ -174,7 +174,7 @@ class Program:
     drawn: str
 
     def outcome(self, compile: Callable[[Part], Part]) -> list[Any]:
-        """The result, its need of a gradient, caches, and gradients."""
+        """Returns the result, whether it requires grad, the caches, and the gradients."""
         m = Layer(self.dtype)
         for name, weight in m.named_parameters():
             weight.requires_grad_(name in self.needing)
@@ -220,8 +220,8 @@ def compiled(part: Part, backend: str = "tilewright") -> Part:
 
 
 def judged(made: Program) -> tuple[str, str]:
-    """(verdict, why): "same", "wrong", "raised", or "torch's" where eager, or torch.compile without
-    us, gives something else or nothing."""
+    """Returns (verdict, reason). The verdict is "same", "wrong", "raised", or "torch's" if eager,
+    or torch.compile without tilewright, gives another result or none."""
     try:
         eager = made.outcome(lambda part: part)
     except Exception as error:

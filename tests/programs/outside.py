@@ -1,12 +1,12 @@
-"""Random numbers from outside their range, beside eager.
+"""Compares programs with eager whose indices and numbers are outside their usual range.
 
     python -m tests.programs.outside --seeds 0:2000
 
-A program looks experts, adapters or slots up by numbers that it is given: some negative, some past
-the last, of 32 or 64 bits. Others give ends of groups in any order, routers rows of NaN, infinities
-and equal scores, codes every byte, and scales zero, NaN, infinities and negative numbers. What
-eager computes is what the fused graph must give; where eager raises, the fused graph must raise
-too, with every input as it was.
+Some programs look up experts, adapters or slots by given indices, of 32 or 64 bits, some of which
+are negative or too large. Others have ends of groups in any order; routers' scores with NaN,
+infinities and equal numbers; codes of every byte; or scales that are zero, NaN, infinite or
+negative. The fused graph must give eager's result. If eager raises, the fused graph must raise too,
+and change no input.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tilewright.compiler.verify import clone_inputs, relative_error
 from tilewright.ops.formats import nvfp4
 
 EXPERTS, TOKENS, HIDDEN, INNER, SLOTS, PLACES = 4, 6, 32, 32, 2, 16
-#: How far a result may be from eager's, relative to its size: another expert is a whole one off.
+#: The largest relative difference from eager's result. A wrong expert makes a difference of about
+#: 1.
 NEAR = 0.03
 
 
@@ -74,7 +75,8 @@ class Mixture(nn.Module):
         return y[order.argsort()].view(*ids.shape, -1).sum(1)
 
     def defined(self, x, ids, weights):
-        """The tokens of which no row lies behind the last end, where it holds anything."""
+        """Returns the tokens without rows after the last end of a group, since such rows are
+        undefined."""
         if self.lookup in LOOKUPS:
             return torch.ones(len(x), dtype=torch.bool)
         ordered, order = ids.reshape(-1).sort(stable=True)
@@ -161,7 +163,7 @@ WRITES: dict[str, Callable[..., Any]] = {
 
 
 def numbers(draw: random.Random, count: int, shape: tuple[int, ...], distinct: bool) -> Any:
-    """Numbers of which some may be from outside of 0 to count - 1."""
+    """Draws indices, some of which may be outside of 0 to count - 1."""
     total = int(torch.Size(shape).numel())
     given = draw.sample(range(count), total) if distinct else draw.choices(range(count), k=total)
     outside = draw.choice(
@@ -182,7 +184,7 @@ def mixture(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
     bias, masked = draw.random() < 0.25, draw.random() < 0.5
     ids = numbers(draw, EXPERTS, (TOKENS, SLOTS), False)
     weights = normal(TOKENS, SLOTS)
-    if lookup in COUNTS and not masked:  # rows of no expert hold anything in eager
+    if lookup in COUNTS and not masked:  # rows of no expert are undefined in eager
         ids = torch.where(ids >= EXPERTS, 0, ids)
     module = Mixture(lookup, bias, masked)
     return module, (normal(TOKENS, HIDDEN), ids, weights), f"{lookup} {bias=} {masked=} {ids}"
@@ -205,10 +207,10 @@ def written(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
 
 
 class Ended(nn.Module):
-    """A product of rows with one weight for each group, which ends where the caller says.
+    """A product of rows with one weight for each group, whose ends the caller gives.
 
-    decode: of SPELLINGS of tests/models/moe_dequant.py, whose codes and scales any bytes may be;
-    None for dense weights.
+    decode: one of SPELLINGS of tests/models/moe_dequant.py, for codes and scales of any bytes; None
+    for dense weights.
     """
 
     def __init__(self, decode: str | None, rows: str) -> None:
@@ -230,7 +232,7 @@ class Ended(nn.Module):
         return torch._grouped_mm(self.rows(x), weight.mT, offs=ends)
 
     def defined(self, x, ends):
-        """The rows that belong to a group: others are memory that nobody wrote."""
+        """Returns the rows that belong to a group. Other rows are memory that was never written."""
         known, start = torch.zeros(len(x), dtype=torch.bool), 0
         for end in ends.tolist():
             known[start:end] = True
@@ -257,7 +259,8 @@ class Router(nn.Module):
         return self.choose(F.linear(x, self.weight, self.bias), self.slots)
 
     def defined(self, x):
-        """All weights, and experts where every choice is clear: of equal scores eager takes any."""
+        """Returns all weights, and the experts of tokens without equal scores, since eager may
+        choose any of equal ones."""
         top = self.choose(F.linear(x, self.weight, self.bias), EXPERTS * 2, True)
         apart = top.diff(dim=1).abs() > 1e-5
         return torch.ones(len(x), dtype=torch.bool), apart[:, : self.slots].all(1)
@@ -325,7 +328,7 @@ ODD = (0.0, -0.0, -0.25, torch.nan, torch.inf, -torch.inf)
 
 
 def put(draw: random.Random, tensor: torch.Tensor, some: Iterable[float]) -> str:
-    """Puts such numbers into a few places; says which."""
+    """Puts unusual numbers into a few places, and describes them."""
     flat, given = tensor.view(-1), [draw.choice(tuple(some)) for _ in range(draw.choice((0, 1, 3)))]
     for number in given:
         flat[draw.randrange(len(flat))] = number
@@ -405,7 +408,7 @@ def run(seeds: Iterable[int], kinds: Iterable[str] = tuple(KINDS)) -> Tally:
 
 
 def ran(run: Callable[..., Any], args: Any) -> tuple[Any, list[Any]]:
-    """The result, or the error, and the inputs after the call."""
+    """Returns the result or the error, and the inputs after the call."""
     inputs = clone_inputs(args)
     try:
         return run(*inputs), inputs
@@ -446,7 +449,7 @@ def judged(module: nn.Module, args: Any, drawn: str) -> str:
         known = _tuple(module.defined(*args))
         results = [(a[rows], b[rows]) for (a, b), rows in zip(results, known, strict=True)]
     if isinstance(module, (Ended, CodedProjections)):
-        # A sum of infinities is one or NaN, as it is ordered.
+        # A sum of infinities is infinite or NaN, depending on the order.
         results = [(_one_nan(a), _one_nan(b)) for a, b in results]
     changed = [(b, a) for b, a in zip(after, args, strict=True) if not torch.equal(b, a)]
     for new, old in changed:

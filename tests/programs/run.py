@@ -1,10 +1,11 @@
-"""Random programs beside eager: capture a random model, break its graph, fuse, compare.
+"""Compares random programs with eager: captures a random model, changes its graph, fuses it, and
+compares the results.
 
-A model is drawn from `families.FAMILIES` and captured by Dynamo once for `PER_MODEL` seeds; each
-seed draws 0 to 3 of `breakages.BREAKAGES` (`dtypes.BREAKAGES` for the family of that name) on the
-captured graph. What eager cannot run is drawn
-again. Where something is fused, outputs and every input after the call are compared: fused must
-not be further from the same graph in float64 than eager is, times 1.25, plus one rounding.
+A model is drawn from `families.FAMILIES` and captured by Dynamo once for `PER_MODEL` seeds. Each
+seed applies 0 to 3 of `breakages.BREAKAGES` (`dtypes.BREAKAGES` for the family of that name) to the
+captured graph. If eager cannot run the result, another one is drawn. If something is fused, outputs
+and inputs after the call are compared: the fused graph's error against float64 may be 1.25 times
+eager's error plus one rounding.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from tilewright.ops.checks import ArgumentError
 from tilewright.patterns.language import CENSUS
 
 PER_MODEL = 20
-#: Where most of what varies is in the model.
+#: Families in which the models vary more than the breakages.
 SEEDS_OF_MODEL = {"dtypes": 4, "coded": 10, "large": 4, "quantised": 8, "products": 8}
 HOW_MANY = (0, 1, 1, 1, 2, 2, 3, 3)
 OPTIONS = Options(inner="eager", target="sm100", everywhere=True)
-#: A result is called unstable where eager's own moves this fraction of the difference, or more,
-#: when its inputs are moved by a rounding. TRIALS: how often the inputs are moved, and how often
-#: before a program is called wrong.
+#: A result is called unstable if eager's own result changes by this fraction of the difference, or
+#: more, when its inputs are changed by a rounding. TRIALS: how often the inputs are changed, first,
+#: and before a program is called wrong.
 AMPLIFIED, TRIALS = 8.0, (6, 60)
-#: Calls that give memory nobody has written.
+#: Calls that return memory which nothing has written.
 FRESH = ("new_empty", "empty", "empty_like", "empty_strided", "new_empty_strided")
-#: How far fused may be from eager where an operator of the program has no float64.
+#: How far fused may be from eager if an operator of the program does not support float64.
 ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A model's graph as Dynamo hands it over, and its inputs."""
+    """A model's graph as Dynamo passes it to a backend, and its inputs."""
 
     module: fx.GraphModule
     inputs: tuple[Any, ...]
@@ -63,7 +64,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Program:
-    """A graph, its inputs, and what was done to it."""
+    """A graph, its inputs, and a description of the changes."""
 
     module: fx.GraphModule
     inputs: tuple[Any, ...]
@@ -76,7 +77,7 @@ class _GotIt(Exception):
 
 
 def capture(module: Any, args: Sequence[Any], drawn: str) -> Captured:
-    """The one graph of a model. Raises what Dynamo raises."""
+    """Returns the single graph of a model. Raises what Dynamo raises."""
     found: list[Captured] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
@@ -93,7 +94,8 @@ def capture(module: Any, args: Sequence[Any], drawn: str) -> Captured:
 
 
 def captured(family: str, number: int) -> Captured:
-    """Model `number` of a family; what eager or Dynamo refuses is drawn again."""
+    """Returns model `number` of a family. If eager or Dynamo refuses a model, another one is
+    drawn."""
     draw = random.Random(f"{family} {number}")
     while True:
         torch.manual_seed(number)
@@ -107,7 +109,7 @@ def captured(family: str, number: int) -> Captured:
 
 
 def copied(original: fx.Graph) -> fx.Graph:
-    """A copy whose nodes have what Dynamo told of them."""
+    """Returns a copy whose nodes keep Dynamo's metadata."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, mapped := {}))
     for old, new in mapped.items():
@@ -117,7 +119,7 @@ def copied(original: fx.Graph) -> fx.Graph:
 
 
 def program(family: str, seed: int, model: Captured) -> tuple[Program, Any, list[Any]]:
-    """The program of a seed; eager's outputs and the inputs after it."""
+    """Returns the program of a seed, eager's outputs, and the inputs after the call."""
     draw = random.Random(f"{family} program {seed}")
     breakages = dtypes.BREAKAGES if family == "dtypes" else BREAKAGES
     while True:
@@ -206,7 +208,8 @@ def _verdict(
 
 
 def _ordered(program: Program) -> Program:
-    """The program with the order of equal numbers that `moe_router` has: the first one first."""
+    """Returns the program with a topk that takes the first of equal numbers, as `moe_router`
+    does."""
     graph = copied(program.module.graph)
     for node in graph.nodes:
         if node.target in ("topk", torch.topk):
@@ -272,8 +275,8 @@ def _attends(program: Program) -> bool:
 def _nan_in_eager_alone(fused: torch.Tensor, eager: torch.Tensor) -> bool:
     """Whether the tensors differ only where eager is NaN.
 
-    A key or value that is NaN spreads through eager's product to queries that do not see it, and
-    through the op only where the kernel reads it.
+    In eager's products, a key or value that is NaN makes also queries NaN that do not see it. In
+    the op it does so only if the kernel reads it.
     """
     if not eager.is_floating_point() or bool(fused[~eager.isnan()].isnan().any()):
         return False
@@ -293,8 +296,8 @@ def _worse(
 ) -> bool:
     """Whether fused is further from float64 than eager, by more than `SLACK` and a rounding.
 
-    seen: eager's result without rows of no key, which are not compared. Without float64: whether
-    it is further from eager than a few roundings.
+    seen: eager's result without the rows that see no key, which are not compared. Without a float64
+    result: whether fused differs from eager by more than a few roundings.
     """
     if not eager.dtype.is_floating_point:
         return True
@@ -349,7 +352,7 @@ def _error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal up to a rounding of the dtype."""
+    """Whether two tensors are equal up to a rounding of the dtype."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.dtype.is_floating_point:
@@ -358,9 +361,10 @@ def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Filled(fx.Interpreter):
-    """Runs a graph whose fresh memory holds random numbers, or one number where they are integers.
+    """Runs a graph with random numbers in uninitialised memory (one number for all integers).
 
-    The same number in all of a key would add as much to the scores of all keys, and change nothing.
+    If all of a key were one number, it would add the same to the scores of all keys, and change
+    nothing.
     """
 
     def __init__(self, module: fx.GraphModule, number: int) -> None:
@@ -379,7 +383,7 @@ class _Filled(fx.Interpreter):
 
 
 def _defined(program: Program) -> bool:
-    """Whether eager's results are the same whatever fresh memory holds."""
+    """Whether eager's results do not depend on uninitialised memory."""
     found = []
     for number in (0, 1):
         inputs = clone_inputs(program.inputs)
@@ -391,8 +395,9 @@ def _defined(program: Program) -> bool:
 
 
 def same_through_dynamo(program: Program, outcome: Outcome) -> str | None:
-    """Empty where torch.compile of the program's own code finds the same matches and misses, and
-    computes what the graph does; else what differs. None where Dynamo cannot trace it."""
+    """Returns "" if torch.compile of the program's own code finds the same matches and misses, and
+    gives the graph's results; otherwise the difference. Returns None if Dynamo cannot trace the
+    program."""
     found: list[GraphReport] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
@@ -425,7 +430,7 @@ def same_through_dynamo(program: Program, outcome: Outcome) -> str | None:
 
 
 def _parameters_again(program: Program) -> list[Any]:
-    """Copies of the inputs; what was a parameter of the model is one."""
+    """Returns copies of the inputs, in which parameters of the model are parameters again."""
     inputs = [n for n in program.module.graph.nodes if n.op == "placeholder"]
     return [
         nn.Parameter(copy, requires_grad=False)
@@ -439,7 +444,8 @@ def _parameters_again(program: Program) -> list[Any]:
 
 
 def run(family: str, seeds: Iterable[int], dynamo_every: int = 0) -> Tally:
-    """Runs the seeds of a family. dynamo_every: each so many-th goes through torch.compile too."""
+    """Runs the seeds of a family. dynamo_every: every such seed is also run through
+    torch.compile."""
     tally, model, number = Tally(), None, None
     with torch.no_grad():
         for seed in seeds:

@@ -1,4 +1,4 @@
-"""What random programs came to, and how many."""
+"""Verdicts of random programs, and counts of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-#: Verdicts of which a tally keeps the program.
+#: Verdicts whose programs a tally keeps.
 JUDGED = ("wrong", "raised", "refused")
 
 
 @dataclass
 class Outcome:
-    """What became of a program.
+    """The outcome of a program.
 
     verdict: "same", "nothing fused", "unstable" (no verdict: a rounding of the
     inputs moves eager's own result as far), "undefined" (memory is read that nothing wrote), "tied"
@@ -57,7 +57,7 @@ class Tally:
 
     @classmethod
     def of(cls, counts: dict[str, Any]) -> Tally:
-        """The tally that was kept as JSON."""
+        """Returns the tally that was kept as JSON."""
         tally = cls()
         for part in fields(cls):
             if part.name in counts:
@@ -66,7 +66,7 @@ class Tally:
         return tally
 
     def count(self, seed: Any, outcome: Outcome, drawn: str = "", broken: bool = False) -> None:
-        """Adds one program; drawn: what is told of it where it was wrong."""
+        """Adds one program. drawn: its description, which is kept if it was wrong."""
         self.programs += 1
         self.broken += broken
         self.fused += bool(outcome.patterns)

@@ -1,4 +1,4 @@
-"""Random ones of the styles kept of public code: attention, mixtures, latents, adapters."""
+"""Random models in the styles of public code: attention, mixtures, latents and adapters."""
 
 from __future__ import annotations
 

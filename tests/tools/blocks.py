@@ -1,22 +1,23 @@
-"""A page, run as its reader would: files written, Python executed, commands and their outputs.
+"""Runs a page as its reader would: writes files, executes Python, runs commands and compares
+outputs.
 
-What stands before a block says what it is:
+A comment before each block of code says what the block is:
 
     <!-- file NAME -->      its text is written to NAME
-    <!-- replace NAME -->   a diff of lines, made in NAME
+        <!-- replace NAME -->   a diff that is applied to NAME
     <!-- tested -->         Python, executed; blocks of a page share their names
-    <!-- gpu -->            Python that needs a GPU: executed where there is one
-    <!-- printed -->        what the block of Python before it printed
-    <!-- run -->            `$ command`, and what it prints; commands without outputs, one per line
+        <!-- gpu -->            Python that needs a GPU: executed only if there is one
+    <!-- printed -->        the expected output of the block of Python before it
+    <!-- run -->            `$ command` and its expected output; or commands, one per line
 
-Others are not run by this module:
+This module does not run blocks with these comments:
 
     <!-- from FILE -->           a part of a file, which test_docs.py compares
     <!-- example NAME -->        a pattern's smallest model, which test_docs.py draws
     <!-- checked by FILE -->     an output that a test in FILE compares
     <!-- shown: REASON -->       what cannot be run, and why
 
-`[...]` in an output stands for anything; times differ.
+`[...]` in an output matches any text, such as times.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ _BLOCK = re.compile(rf"<!-- ({_KINDS})(?: (\S+))? -->\n```\w*\n(.*?)^```$", re.M
 
 @dataclass
 class Reader:
-    """Does what a tutorial says, in the present folder. pytest: runs it, and gives its output.
-    forget: patterns and codes of files that a step imported, which is a process to its reader."""
+    """Does what a tutorial says, in the current folder. pytest: runs pytest and returns its output.
+    forget: unregisters the patterns and codes of files that a step imported, since its reader would
+    run each step in a new process."""
 
     pytest: Callable[[list[str]], str]
     forget: Callable[[], None]
@@ -67,7 +69,8 @@ class Reader:
         source = Path(name).read_text("utf-8")
         assert source.count(was) == 1, f"{name}: {was}"
         Path(name).write_text(source.replace(was, now), "utf-8")
-        # A file of one length, changed within a second, would be taken from its byte code.
+        # If a changed file has the same length and second, Python would still use its old byte
+        # code.
         for cached in Path("__pycache__").glob(f"{Path(name).stem}.*"):
             cached.unlink()
         sys.modules.pop(Path(name).stem, None)
@@ -111,7 +114,7 @@ class Reader:
 
 
 def blocks(document: str) -> Iterator[tuple[str, str, str]]:
-    """(kind, name, text) of each marked block, in order."""
+    """Yields (kind, name, text) of each marked block, in order."""
     for block in _BLOCK.finditer(document):
         yield block[1], block[2] or "", block[3]
 
@@ -122,14 +125,14 @@ _UNRUN = r"from \S+|example \S+|checked by \S+|shown: \S.*"
 
 
 def unmarked(document: str) -> list[str]:
-    """The first line of each block that nothing runs, and no mark says why."""
+    """Returns the first line of each block that has no comment of these kinds."""
     mark = re.compile(rf"<!-- (?:(?:{_KINDS})(?: \S+)?|{_UNRUN}) -->")
     found = _ANY_BLOCK.findall("\n" + document)
     return [text.partition("\n")[0] for before, _, text in found if not mark.fullmatch(before)]
 
 
 def assert_like(shown: str, said: str) -> None:
-    """An output is as a document shows it."""
+    """Asserts that an output is as a document shows it."""
     said = "\n".join(line.rstrip() for line in said.strip().splitlines())
     shown = "\n".join(line.rstrip() for line in shown.strip().splitlines())
     pattern = re.escape(shown)

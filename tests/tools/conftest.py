@@ -1,4 +1,4 @@
-"""What the tests that run pytest inside this process share."""
+"""Fixtures of the tests that run pytest inside this process."""
 
 import sys
 from pathlib import Path
@@ -9,10 +9,12 @@ from _pytest.pytester import SysModulesSnapshot
 
 @pytest.fixture(autouse=True)
 def _modules_are_loaded_once(monkeypatch):
-    """Keeps what a run inside this process imports, except for the files that the test wrote.
+    """Keeps the modules that a run inside this process imports, except for files that the test
+    wrote.
 
-    pytester forgets all of it. A module loaded a second time is another one to everything that
-    holds the first: Triton's interpreter stores nothing where its language still calls the first.
+    pytester would remove all of them from `sys.modules`. But code that holds a module does not see
+    a second copy of it: for example, Triton's interpreter stores nothing if Triton's language still
+    calls the first copy.
     """
 
     def snapshot(pytester: pytest.Pytester) -> SysModulesSnapshot:

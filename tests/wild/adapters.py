@@ -45,14 +45,15 @@ def rows_by_mask(m, x, ids):
 
 
 def one_stack(m, x, ids):
-    """By hand: one stack of A for q, k and v by einsum, on a packed projection."""
+    """Adapters written by hand: one stack of A for q, k and v with einsum, on a packed
+    projection."""
     h = torch.einsum("tk,tprk->tpr", x, m.a_stack[ids])
     y = F.linear(x, m.packed).view(-1, 3, WIDTH) + torch.einsum("tpr,tpnr->tpn", h, m.b_stack[ids])
     return y.unbind(1)
 
 
 def one_stack_in_turn(m, x, ids):
-    """What the hint says: a product for each of q, k and v."""
+    """The form that the miss's hint advises: a product for each of q, k and v."""
     parts = F.linear(x, m.packed).split(WIDTH, -1)
     found = []
     for n, part in enumerate(parts):
@@ -72,15 +73,15 @@ def one_stack_views(m, x, ids):
 
 
 def one_stack_crossed(m, x, ids):
-    """The near miss: q's delta comes of k's A."""
+    """Near miss: q's delta uses k's A."""
     h = torch.einsum("tk,tprk->tpr", x, m.a_stack[ids]).flip(1)
     y = F.linear(x, m.packed).view(-1, 3, WIDTH) + torch.einsum("tpr,tpnr->tpn", h, m.b_stack[ids])
     return y.unbind(1)
 
 
 def picked_by_mapping(m, x, ids):
-    """No adapters, as XLNet: which tokens a target takes is an input of three axes, and the matrix
-    of the next projection has heads apart."""
+    """Not adapters (XLNet): a three-dimensional input selects the tokens of each target, and the
+    weight of the next projection has a dimension of heads."""
     made = F.linear(x, m.w[0]).view(3, TOKENS // 3, 2, WIDTH // 2)
     taken = torch.einsum("mlb,mbnd->lbnd", m.mapping, made)
     out = torch.einsum("lbnd,hnd->lbh", taken, m.o)

@@ -1,4 +1,4 @@
-"""Styles of how a cache is written, and of what stands beside an attention."""
+"""Styles of writing a cache, and of other operations beside an attention."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def rolled(m, x, keys, values, positions):
 
 
 def sum_after(m, x, keys, values, positions):
-    """Something is added to the query that only a later value knows."""
+    """Adds a value to the query that is computed only later."""
     q, k, v = project(m, x)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     keys, values = store(keys, values, positions, k, v)
@@ -109,7 +109,8 @@ def sum_after(m, x, keys, values, positions):
 
 
 def query_capped(m, x, keys, values, positions):
-    """What the op has not goes over the finished queries, before the caches are written."""
+    """Applies an operation that the op lacks to the finished queries, before the caches are
+    written."""
     q, k, v = (t.transpose(1, 2) for t in project(m, x))
     q, k = rotate(q, positions), rotate(k, positions)
     q = torch.where(positions[:, None] > 4, 5.0 * torch.tanh(q / 5.0), q)
@@ -117,7 +118,7 @@ def query_capped(m, x, keys, values, positions):
 
 
 def query_by_old_cache(m, x, keys, values, positions):
-    """The near miss: what goes over them reads the cache as it was."""
+    """Near miss of `query_capped`: the operation reads the old content of the cache."""
     q, k, v = (t.transpose(1, 2) for t in project(m, x))
     q, k = rotate(q, positions), rotate(k, positions)
     q = torch.maximum(q, keys[:, :1, 4 : 4 + SEQ])
@@ -139,7 +140,7 @@ def beside_recurrence(m, x, keys, values, positions):
 
 
 def beside_recurrence_by_head(m, x, keys, values, positions):
-    """As Zamba: each head's part of the state is replaced by itself; time steps are made of two
+    """As Zamba: each head's part of the state is replaced separately. Time steps come from two
     products with a matrix for each head, and a bias."""
     _, k, v = project(m, x[:, :1].flip(-1))
     steps = m.up[:, None] @ (m.down[:, None] @ k.permute(2, 0, 3, 1)) + m.step_bias
@@ -151,7 +152,7 @@ def beside_recurrence_by_head(m, x, keys, values, positions):
 
 
 def replaced_whole(m, x, keys, values, positions):
-    """The near miss: as many tokens as the caches have slots, and none is an index."""
+    """Near miss: the caches are replaced by as many tokens as they have slots, without an index."""
     q, k, v = project(m, x.repeat(1, LENGTH // SEQ, 1))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     keys.copy_(k)

@@ -1,4 +1,4 @@
-"""Styles of what is done with heads before they are cached: rotations, norms, gates, scales."""
+"""Styles of operations on heads before they are cached: rotations, norms, gates, scales."""
 
 from __future__ import annotations
 
@@ -395,7 +395,8 @@ def key_multiplied_before_norm(m, x, keys, values, positions):
 
 
 def query_multiplier(m, x, keys, values, positions):
-    """A constant on the queries before they are rotated: they are multiplied behind the op."""
+    """A constant factor on the queries before the rotation, which is applied after the op
+    instead."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q * 0.39, k))
     return usual(q, k, v, keys, values, positions)

@@ -1,4 +1,4 @@
-"""What the styles of attention are made of: sizes, projections, rotations, writes, attention."""
+"""Parts of the attention styles: sizes, projections, rotations, writes, attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ NORMS, BIASES = ("q_norm", "k_norm"), ("q_bias", "k_bias")
 
 @dataclass(frozen=True)
 class Style:
-    """by_row: positions of each sequence. by_token: the caches' order. names: of parameters."""
+    """A style. by_row: each sequence has its own positions. by_token: the caches are ordered by
+    token. names: of its parameters."""
 
     step: Callable[..., Any]
     by_row: bool = False
@@ -72,6 +73,6 @@ def attend(q, keys, values, positions):
 
 
 def usual(q, k, v, keys, values, positions):
-    """The rest of a layer whose heads, [B, S, H, D], are ready."""
+    """Computes the rest of a layer from its heads [B, S, H, D]: rotation, writes and attention."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return attend(q, *store(keys, values, positions, k, v), positions)

@@ -1,4 +1,5 @@
-"""What public code bases put between the two products of a mixture, biases too: see `mixtures`."""
+"""Operations of public code bases between the two products of a mixture, with biases: see
+`mixtures`."""
 
 from __future__ import annotations
 
@@ -51,12 +52,12 @@ def _biased_by_count(m, x, repeats=lambda counts: counts):
 
 
 def biased_by_count(m, x):
-    """As torchtitan's gpt-oss: each expert's bias, as often as it has rows."""
+    """As torchtitan's gpt-oss: repeats each expert's bias for each of its rows."""
     return _biased_by_count(m, x)
 
 
 def biased_by_other_count(m, x):
-    """The near miss: as often as another expert has rows."""
+    """Near miss: repeats each expert's bias by the number of another expert's rows."""
     return _biased_by_count(m, x, lambda counts: counts.flip(0))
 
 

@@ -71,17 +71,18 @@ def slices_shifted(m, latent, rope_key, start, latents, rope_keys):
 
 
 def normed_behind(m, latent, rope_key, start, latents, rope_keys):
-    """The rope keys have a norm too, which the op has not: they are stored as they come."""
+    """The rope keys have a norm too, which the op lacks, so the norm stays in the graph."""
     return slices_apart(m, latent, F.rms_norm(rope_key, (ROTATED,)), start, latents, rope_keys)
 
 
 def norm_with_bias(m, latent, rope_key, start, latents, rope_keys):
-    """The latents' norm has a bias, which the op has not: they are stored as they come."""
+    """The latents' norm has a bias, which the op lacks, so the norm stays in the graph."""
     return put_by_row(m, latent + m.norm, rope_key, start, latents, rope_keys)
 
 
 def keys_up_projected(m, latent, rope_key, start, keys, values):
-    """As the same code's other form: keys and values of heads, of two widths, are cached."""
+    """As in the other form of DeepSeek's code: caches the keys and values of heads, which have two
+    widths."""
     end = start + latent.shape[1]
     up = F.linear(latent, m.kv_b.flatten(0, 1)).unflatten(-1, (HEADS, -1))
     k = torch.cat((up[..., :NOPE], rope_key[:, :, None].expand(-1, -1, HEADS, -1)), -1)
@@ -92,7 +93,8 @@ def keys_up_projected(m, latent, rope_key, start, keys, values):
 
 @dataclass(frozen=True)
 class Style:
-    """caches: the shapes behind [most sequences, length]. absorbed: or of heads."""
+    """A style. caches: their shapes after [number of sequences, length]. absorbed: attention over
+    latents; False for keys and values of heads."""
 
     step: Callable[..., Any]
     caches: tuple[tuple[int, ...], ...] = ((RANK,), (ROTATED,))

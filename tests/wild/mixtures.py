@@ -56,7 +56,7 @@ def gathered_weights(m, x):
 
 
 def two_layers(m, x):
-    """One layer after another: what lies between is no mixture."""
+    """Two mixtures in sequence. The operations between them are not a third mixture."""
     x = x + gathered_weights(m, x)
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     return x + gathered_weights(m, x)
@@ -91,12 +91,12 @@ def scattered_back_twice(m, x):
 
 
 def counts_of(ids):
-    """How many routes each expert has."""
+    """Counts the routes of each expert."""
     return torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
 
 
 def sorted_results(m, x, weights, ids, counts):
-    """(tokens, weighed results) of the routes, by expert."""
+    """Returns (tokens, weighted results) of the routes, sorted by expert."""
     order = torch.argsort(ids.view(-1), stable=True)
     rows = x[order // SLOTS]
     y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
@@ -122,7 +122,7 @@ def counted_by_mask(m, x):
 
 
 def counted_by_other_mask(m, x):
-    """The near miss: what is counted are other choices than what is sorted."""
+    """Near miss: counts other choices than it sorts."""
     scores = F.linear(x, m.router).float().softmax(-1)
     weights, ids = torch.topk(scores, SLOTS, dim=-1)
     others = (ids + 1) % EXPERTS
@@ -131,7 +131,7 @@ def counted_by_other_mask(m, x):
 
 
 def counted_by_repeated_choice(m, x):
-    """The near miss: ids that may repeat within a token are marked once and sorted twice."""
+    """Near miss: ids may repeat within a token; a repeated id is counted once but sorted twice."""
     scores = F.linear(x, m.router).float().softmax(-1)
     weights, ids = torch.topk(scores, SLOTS, dim=-1)
     ids = ids // 2
@@ -167,7 +167,8 @@ def top_one_sigmoid(m, x):
 
 
 def _one_each(m, x):
-    """Tokens by expert, their weights in this order, and where each expert's end."""
+    """Returns tokens sorted by expert, their weights in this order, and the end of each expert's
+    tokens."""
     scores = F.linear(x, m.router)
     top, ids = torch.topk(scores, 1, dim=1)
     weights = torch.sigmoid(top.float()).to(x.dtype)
@@ -208,7 +209,8 @@ def added_to_wider(m, x):
 
 
 def added_beside_a_view(m, x):
-    """Another name of the memory that is added to goes out: nothing may move there."""
+    """Returns another view of the memory that the result is added to, so the addition must stay in
+    place."""
     tokens, y = softmax_results(m, x)
     out = m.experts[0](x)
     whole = out.view(-1)
@@ -323,7 +325,7 @@ def mapped_cells_weighed_inside(m, x):
 
 
 def mapped_cells_in_any_order(m, x):
-    """The near miss: nothing says that an expert's cells stay together."""
+    """Near miss: the sort is not stable, so an expert's cells may not stay together."""
     return _mapped_cells(m, x, stable=False)
 
 
@@ -352,7 +354,7 @@ def scaled_channels(m, x):
 
 
 def counted_for_statistics(m, x):
-    """The counts of the experts go out, too: no loop is prepared by that."""
+    """Returns the counts of the experts too, for statistics."""
     weights, ids = softmax_choice(m, x)
     return _sorted_experts(m, x, weights, ids, counts_of(ids)), F.one_hot(ids, EXPERTS).sum((0, 1))
 

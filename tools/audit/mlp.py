@@ -77,19 +77,11 @@ def _coded_cases(target: Target) -> Iterator[AuditCase]:
             continue
         up, down = (_coded(options, *sizes) for sizes in ((hidden, inner), (inner, hidden)))
         up = replace(up, layout=up.layout.replace("plain", "separate"), norm="rms")
-        for tokens in CODED_COUNTS:
-            for what, case, op in (
-                ("gate and up", up, linear_activation.OP),
-                ("down", down, linear_residual.OP),
-            ):
-                some = replace(case, num_tokens=tokens)
+        linears = (("gate and up", up, linear_activation.OP), ("down", down, linear_residual.OP))
+        for tokens, (what, case, op) in product((*CODED_COUNTS, *DECODED_COUNTS), linears):
+            some = replace(case, num_tokens=tokens)
+            if tokens in CODED_COUNTS or decodes_many(op.sample_inputs(some, "meta"), target):
                 yield from _cases(f"Llama-3-8B {name} {what} T={tokens}", op, some, target)
-        for tokens in DECODED_COUNTS:
-            some = replace(down, num_tokens=tokens)
-            if decodes_many(linear_residual.sample_inputs(some, "meta"), target):
-                yield from _cases(
-                    f"Llama-3-8B {name} down T={tokens}", linear_residual.OP, some, target
-                )
 
 
 def _rounding_cases(target: Target) -> Iterator[AuditCase]:

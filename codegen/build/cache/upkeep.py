@@ -36,7 +36,7 @@ _MARK = "last-prune"
 
 # The expression is strict because the folder may also hold files of other programs.
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
-# Names of temporary folders and locks. The last line has those of the first cache format.
+# Names of temporary folders and locks. The last line has the names of the first cache format.
 _LEFTOVER = re.compile(
     r"[0-9a-f]{16}\.[0-9a-f]{12}\.tmp\Z|[0-9a-f]{64}\.lock\Z|"
     r"([0-9a-f]{16}|corrupt)\.[a-z0-9_]{8}\Z"

@@ -140,7 +140,8 @@ def multiply_tile(
             )  # fmt: skip
         if not EVEN:
             x_mask = x_mask & (x_columns < K)
-        # The loads stand before their use: Triton does not pipeline them through shared memory.
+        # Each load stands before its use: Triton does not pipeline these loads through shared
+        # memory.
         for part in tl.static_range(PARTS):
             first = (step * BLOCK_K + weight_first) // PART_K + part
             scales = load_scales(scale_rows, weight_mask, first, K, PART_K, FORMAT, FULL_SCALES)

@@ -1,9 +1,9 @@
 """Grouped GEMM over rows sorted by expert, and the schedule of tiles that mixtures of experts
 share.
 
-`grouped_gemm` is the kernel of `grouped_matmul`, where it stores each row in its own place. As the
-down projection of a mixture of experts, it stores each row in the place of its route, so that the
-rows of a token lie together.
+`grouped_gemm` is the kernel of `grouped_matmul`: each row of the result has the index of its row of
+x. As the down projection of a mixture of experts, it stores each row in the place of its route, so
+that the rows of a token lie together.
 
 The kernels are persistent. A tile finds its expert by comparing its number with the running sums of
 all experts' tiles at once: no schedule is built beforehand, and an expert without rows costs

@@ -18,7 +18,8 @@ from tilewright.codegen.templates.fp4 import dequantize_nvfp4, scale_rows, scale
 
 @triton.jit
 def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
-    """Returns the first block of 128 rows of a group's scales; 2**31 - 1 past the last group."""
+    """Returns the number of the first block (of 128 rows) of a group's scales; 2**31 - 1 past the
+    last group."""
     real = group < num_groups
     start = tl.load(offsets_ptr + group, mask=real, other=0).to(tl.int32)
     delta = tl.load(deltas_ptr + group, mask=real, other=0).to(tl.int32)

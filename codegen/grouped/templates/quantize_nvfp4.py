@@ -1,8 +1,8 @@
 """Quantisation to NVFP4: packed codes, and their scales in the layout of the tensor core.
 
-The scales are stored in blocks of 128 rows, all of one group. A program takes some columns of a
-block. The arithmetic is that of `ops.formats.nvfp4`, operation by operation and with IEEE division,
-so every device gives the same codes.
+Scales are stored in blocks. Each block has the scales of 128 rows of one group. A program takes
+some columns of a block. The arithmetic is that of `ops.formats.nvfp4`, operation by operation and
+with IEEE division, so every device gives the same codes.
 """
 
 import triton
@@ -31,7 +31,7 @@ def e2m1_code(x):
 def group_rows(block, offsets_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr):
     """Returns (first row, one past the last row, group) of a block of 128 rows of the scales.
 
-    Rows after the last group get blocks of their own, after all others, with group NUM_GROUPS.
+    Rows after the last group count as one more group, with the number NUM_GROUPS.
     """
     groups = tl.arange(0, GROUPS)
     real = groups < NUM_GROUPS
@@ -63,7 +63,7 @@ def quantize_nvfp4(
 
     offsets [NUM_GROUPS + 1]: first row of each group, then the end; None: all rows are one group.
     tensor_scales [NUM_GROUPS]; None: 1. Grid (S, cdiv(INNER, BLOCK_C)): a program takes BLOCK_C
-    columns, a multiple of 64, and BLOCK_R rows at a time, which divides 128.
+    columns and BLOCK_R rows at a time. BLOCK_C is a multiple of 64, and BLOCK_R divides 128.
     """
     block = tl.program_id(0)
     if offsets_ptr is None:

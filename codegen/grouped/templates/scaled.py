@@ -152,7 +152,7 @@ def moe_up_scaled(
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
         first_n = tile_n * BLOCK_N
-        # Rows past the last read token 0, and are not stored.
+        # Rows past the last row load token 0, and are not stored.
         tokens = tl.load(order_ptr + rows, mask=row_mask, other=0) // NUM_SLOTS
         blocks_before = tokens * STEPS
         gate = tile_of_zeros(BLOCK_M, BLOCK_N, SWAPPED)

@@ -28,8 +28,8 @@ def adapter_of_ids(ids, NUM_ADAPTERS: tl.constexpr, NONE: tl.constexpr):
 def group_bounds(
     offsets_ptr, num_groups, total_rows, INCLUSIVE: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Returns (first row, one past the last row) of groups [GROUPS]. Group num_groups has all rows
-    after the others."""
+    """Returns (first row, one past the last row) of groups [GROUPS]. After the num_groups groups
+    follows one more, which has all remaining rows."""
     groups = tl.arange(0, GROUPS)
     if INCLUSIVE:
         before = (groups > 0) & (groups <= num_groups)
@@ -123,8 +123,8 @@ def tile_rows(
         chosen = tl.arange(0, GROUPS) == bucket
         within = tile - tl.sum(tl.where(chosen, last - blocks, 0), axis=0)
         count = tl.sum(tl.where(chosen, counts, 0), axis=0)
-        # `seen` counts the adapter's rows up to and including each row. Its n-th row, counted from
-        # 0, stands at the place that equals the number of rows with seen <= n.
+        # `seen` counts the adapter's rows up to and including each row. Exactly the rows before the
+        # adapter's n-th row (counted from 0) have seen <= n.
         wanted = within * BLOCK_M + lanes
         own = ((ids == bucket) & (every < total_rows)).to(tl.int32)
         seen = tl.cumsum(own, axis=0)

@@ -163,7 +163,7 @@ def pair_angles(
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Loads the cosines of the first and second members of pairs, then their sines, each fp32
-    [rows, PAIRS]; zeros in rows that are not known.
+    [rows, PAIRS]; zeros in rows that `known` masks out.
 
     Without sin_ptr, the sine of a pair follows its cosine in one table, which is read once.
     """
@@ -202,7 +202,7 @@ def rotated_pairs(
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Rotates the members of pairs, fp32 [rows, PAIRS], by rows of the tables; zeros in rows that
-    are not known."""
+    `known` masks out."""
     low_cos, high_cos, low_sin, high_sin = pair_angles(
         cos_ptr, sin_ptr, rows, known, ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
         SIN_STRIDES,

@@ -2,9 +2,9 @@
 
 The last `row_programs` programs take rows of keys. They find each key's slot in the cache and copy
 its entry to the key's row of a buffer, quantised if the buffer has scales. The other programs take
-new tokens. They norm and rotate them and store them to the cache, to a buffer, or to both. With
-FUSED, a key that is a new token is computed from the token itself instead of being read back from
-the cache, so that neither part waits for the other.
+new tokens. These programs norm and rotate the tokens and store them to the cache, to a buffer, or
+to both. With FUSED, a key that is a new token is computed from the token itself instead of being
+read back from the cache, so that no program waits for another.
 """
 
 import triton
@@ -155,14 +155,15 @@ def mla_latents(
     (cdiv(T, CHECKED) + row_programs). Cache strides are (page, slot, column). Addresses of tokens:
     as in `places.cache_places`. Keys: as in `key_places`. BATCH_STRIDES: strides of row_offsets,
     lengths and token_positions. NEIGHBOURS: the members of a pair are adjacent in the cache and the
-    buffers. UNITS: numbers that divide the cache's strides of pages and slots, of latents and of
-    rope columns. ONE_SOURCE: new tokens have the dtype and layout of cache entries, so that only
-    addresses differ. FUSED: keys from position lengths[b] on are the new tokens of sequence b. The
-    program that takes such a key also stores it to the cache, and the programs of tokens take only
-    tokens that are no keys. BLOCK_L: a power of two that covers RANK. PAIRS: a power of two that
-    covers half of ROPE_DIM.
+    buffers. UNITS: for the cache of latents and for that of rope columns, a number that divides the
+    strides of pages and slots. ONE_SOURCE: new tokens have the dtype and layout of cache entries,
+    so that only addresses differ. FUSED: keys from position lengths[b] on are the new tokens of
+    sequence b. The program that takes such a key also stores it to the cache, and the programs of
+    tokens take only tokens that are not keys. BLOCK_L: a power of two that covers RANK. PAIRS: a
+    power of two that covers half of ROPE_DIM.
     """
-    # Programs of tokens come first, because tokens that are no keys, if any, take longest.
+    # Programs of tokens come first, because tokens that are not keys, if there are any, take
+    # longest.
     program = tl.program_id(0) - (tl.num_programs(0) - row_programs)
     if GATHER and program >= 0:
         rows = program * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -267,7 +268,7 @@ def mla_latents(
         start = tl.program_id(0) * BLOCK_T
         last = start + BLOCK_T
         if FUSED:
-            # Tokens that are no keys are rare, so a program checks CHECKED tokens for them.
+            # Tokens that are not keys are rare, so each program searches CHECKED tokens for them.
             start = tl.program_id(0) * CHECKED
             checked = start + tl.arange(0, CHECKED)
             inside = checked < num_tokens

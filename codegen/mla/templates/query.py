@@ -25,9 +25,9 @@ def mla_query(
     and rounded once. A row is one head of one token.
 
     WHOLE: out [rows, NOPE + ROPE_DIM] has all columns, divided by q's scale and saturated if they
-    are cast. With joined_ptr, the rotated columns come before the others, and the first ROPE_DIM
-    columns of the keys `joined`, which have a row for each row of q, are filled from k_rope
-    [tokens, ROPE_DIM]. KEY_STRIDES: strides of the rows of k_rope and of joined.
+    are cast. With joined_ptr, the rotated columns come before the others. The keys `joined` then
+    have a row for each row of q, and their first ROPE_DIM columns are filled from k_rope [tokens,
+    ROPE_DIM]. KEY_STRIDES: strides of the rows of k_rope and of joined.
 
     Grid (cdiv(num_rows, BLOCK_R),). The row of cos and sin is the token's position (BY_POSITION) or
     its number modulo rope_rows. token_run: tokens of each sequence, if all have equally many.

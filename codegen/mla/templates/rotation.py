@@ -12,7 +12,7 @@ def column_angles(
     pointer, rows, known, ROPE: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr
 ):
     """Loads the values of a cos or sin table for all columns, fp32 [rows, ROPE]; zeros in rows that
-    are not known. The members of a pair are half the columns apart."""
+    `known` masks out. The members of a pair are half the columns apart."""
     columns = tl.arange(0, ROPE)
     taken = columns if FULL_WIDTH else columns % (ROPE // 2)
     places = pointer + (rows * STRIDES[0])[:, None] + (taken * STRIDES[1])[None, :]
@@ -27,8 +27,8 @@ def load_rotation(
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Loads the operands of `rotated_queries`: first and second members of pairs, their cosines,
-    their sines. For the style "half" with two tables, these are all columns, the other member of
-    each column's pair, cosines and sines.
+    their sines. For the style "half" with two tables, loads instead all columns, the other member
+    of each column's pair, the cosines and the sines.
 
     The row of cos and sin is a query's position (BY_POSITION) or its number modulo rope_rows.
     first_token: the number of the sequence's first query. ROPE: a power of two.

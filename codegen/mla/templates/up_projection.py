@@ -2,8 +2,8 @@
 
 The kernel is one persistent GEMM. With scales, operands are e4m3 codes, and the product of every
 block of columns is computed in fp32, scaled, and added. The epilogue stores the operands of the
-attention kernel: keys and values side by side, in the order of the weight's rows, or each to its
-own tensor with its own layout, rounded to 16 bits or saturated to 8-bit floats.
+attention kernel, rounded to 16 bits or saturated to 8-bit floats. Keys and values are stored side
+by side, in the order of the weight's rows, or in two tensors with different layouts.
 """
 
 import triton

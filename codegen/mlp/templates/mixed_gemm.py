@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewright.codegen.templates.activation import activate
+
 # Names that differ between Triton's releases.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -114,12 +116,13 @@ def segment_of(
 
 @gluon.jit
 def load_tiles(
-    x_desc, words_desc, x_tiles, word_tiles, full, empty, whole, num_tiles, tiles_t,
-    N: gl.constexpr, UNITS: gl.constexpr, UNIT: gl.constexpr, PER: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    x_desc, words_desc, more_words_desc, x_tiles, word_tiles, full, empty, whole, num_tiles,
+    tiles_t, N: gl.constexpr, UNITS: gl.constexpr, UNIT: gl.constexpr, PER: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Fills the stages, in the order in which the consumers empty them."""
+    STAGE_BYTES: gl.constexpr = BLOCK_T * BLOCK_K * 2 + 2 * ROWS * BLOCK_K * 4 // PER
     step = 0
     count, segments, begin, end, _ = share_of(whole, num_tiles, UNITS, PROGRAMS)
     for number in range(segments):
@@ -128,14 +131,18 @@ def load_tiles(
         for block in range(first * (UNIT // BLOCK_K), last * (UNIT // BLOCK_K)):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BLOCK_T * BLOCK_K * 2 + BLOCK_N * BLOCK_K * 4 // PER)
+            mbarrier.expect(full.index(stage), STAGE_BYTES)
             load_tile(
                 x_desc, [tokens * BLOCK_T, block * BLOCK_K], full.index(stage),
                 x_tiles.index(stage),
             )  # fmt: skip
+            column = block * (BLOCK_K // PER)
             load_tile(
-                words_desc, [rows * BLOCK_N, block * (BLOCK_K // PER)], full.index(stage),
-                word_tiles.index(stage),
+                words_desc, [rows * BLOCK_N, column], full.index(stage), word_tiles.index(stage * 2)
+            )
+            load_tile(
+                more_words_desc, [rows * BLOCK_N + BLOCK_N - ROWS, column], full.index(stage),
+                word_tiles.index(stage * 2 + 1),
             )  # fmt: skip
             step += 1
 
@@ -362,6 +369,47 @@ def finished(
 
 
 @gluon.jit
+def halves(numbers):
+    """Returns the first and the second half of the columns of sums of products."""
+    ROWS: gl.constexpr = numbers.shape[0]
+    COLUMNS: gl.constexpr = numbers.shape[1] // 2
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    first, second = gl.split(numbers.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
+    first = gl.convert_layout(first, HALF, assert_trivial=True)
+    return first, gl.convert_layout(second, HALF, assert_trivial=True)
+
+
+@gluon.jit
+def store_activated(
+    total, out, first_row, bias_ptr, factor_ptr, scale_ptr, N: gl.constexpr, SCALE: gl.constexpr,
+    SCALED: gl.constexpr, UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr,
+    SCALE_ROW_STRIDE: gl.constexpr, BIAS_STRIDE: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Stores the activation of finished sums [rows, tokens] to out [tokens, rows], 64 tokens at a
+    time, as an activation needs more registers than its result."""
+    ROWS: gl.constexpr = total.shape[0]
+    TOKENS: gl.constexpr = total.shape[1]
+    if TOKENS > 64:
+        first, second = halves(total)
+        store_activated(
+            first, out.slice(0, TOKENS // 2), first_row, bias_ptr, factor_ptr, scale_ptr, N, SCALE,
+            SCALED, UNIT_OF_CODES, SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE, ACTIVATION,
+        )  # fmt: skip
+        store_activated(
+            second, out.slice(TOKENS // 2, TOKENS // 2), first_row, bias_ptr, factor_ptr, scale_ptr,
+            N, SCALE, SCALED, UNIT_OF_CODES, SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE, ACTIVATION,
+        )  # fmt: skip
+    else:
+        rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
+        total = finished(
+            total, rows, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_CODES,
+            SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE,
+        )  # fmt: skip
+        total = activate(total, total, ACTIVATION, 1.0, 0.0, False)
+        out.permute((1, 0)).store(total.to(gl.bfloat16))
+
+
+@gluon.jit
 def places_of_sums(
     start, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
 ):
@@ -374,7 +422,7 @@ def places_of_sums(
 
 @gluon.jit
 def multiply_tiles(
-    CONSUMER: gl.constexpr, x_tiles, word_tiles, full, empty, added, scale_ptr, zero_ptr, bias_ptr,
+    CONSUMER: gl.constexpr, x_tiles, word_tiles, full, empty, handed, scale_ptr, zero_ptr, bias_ptr,
     factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr, counters_ptr,
     whole, num_tiles, tiles_t, N: gl.constexpr, K: gl.constexpr, UNITS: gl.constexpr,
     UNIT: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr, PER: gl.constexpr,
@@ -383,11 +431,12 @@ def multiply_tiles(
     UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr,
     SCALE_ROW_STRIDE: gl.constexpr, SCALE_COLUMN_STRIDE: gl.constexpr,
     ZERO_ROW_STRIDE: gl.constexpr, ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr,
-    BIAS_STRIDE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    PROGRAMS: gl.constexpr,
+    BIAS_STRIDE: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATED: gl.constexpr,
+    PAIRED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """Computes ROWS rows of each tile. CONSUMER: which of the two halves of the tile's rows."""
+    """Computes ROWS rows of each tile. CONSUMER: which of the two halves of the tile's rows; if
+    PAIRED, which of the two weights. ACTIVATED: how many consumers apply the activation."""
     CHUNK: gl.constexpr = 64
     STEPS: gl.constexpr = UNIT // BLOCK_K
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
@@ -397,6 +446,7 @@ def multiply_tiles(
     WORDS: gl.constexpr = gl.SliceLayout(2, words_layout(ROWS, BLOCK_K, PER))
     BLOCKS: gl.constexpr = gl.SliceLayout(2, blocks_layout(ROWS, GROUPS, BLOCK_K // GROUPS))
     SIZE: gl.constexpr = ROWS * BLOCK_T
+    ACTIVATES: gl.constexpr = ACTIVATION != "" and CONSUMER < ACTIVATED
     out = out_tiles.index(CONSUMER)
     step = 0
     sums = 0
@@ -404,7 +454,7 @@ def multiply_tiles(
     for number in range(segments):
         tile, first, last = segment_of(number, count, whole, begin, end, UNITS, PROGRAMS)
         row_tile, token_tile = place_of(tile, (N + BLOCK_N - 1) // BLOCK_N, tiles_t, GROUP)
-        first_row = row_tile * BLOCK_N + CONSUMER * ROWS
+        first_row = row_tile * BLOCK_N + CONSUMER * (BLOCK_N - ROWS)
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, BLOCKS))
         scale, zero = load_blocks(
             scale_ptr, zero_ptr, rows, first, N, K, UNIT, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
@@ -414,7 +464,7 @@ def multiply_tiles(
         high, low, zeros = factors_of(scale, zero, UNIT_OF_CODES, HAS_ZEROS, ZERO_POINT)
         total = gl.zeros([ROWS, BLOCK_T], gl.float32, PRODUCT)
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        words = word_tiles.index(step % STAGES).slice(CONSUMER * ROWS, ROWS).load(WORDS)
+        words = word_tiles.index(step % STAGES * 2 + CONSUMER).load(WORDS)
         weight = decoded(
             words, high, low, zeros, CODES, PER, ORDER, SIGNED, HAS_ZEROS, ZERO_POINT, SCALED,
             EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
@@ -437,7 +487,7 @@ def multiply_tiles(
                     high, low, zeros = factors_of(scale, zero, UNIT_OF_CODES, HAS_ZEROS, ZERO_POINT)
                 step += 1
                 mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=more)
-                words = word_tiles.index(step % STAGES).slice(CONSUMER * ROWS, ROWS).load(WORDS)
+                words = word_tiles.index(step % STAGES * 2 + CONSUMER).load(WORDS)
                 weight = decoded(
                     words, high, low, zeros, CODES, PER, ORDER, SIGNED, HAS_ZEROS, ZERO_POINT,
                     SCALED, EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
@@ -449,29 +499,54 @@ def multiply_tiles(
                 if unit == first and last - first == UNITS:
                     tma.store_wait(0)
                     barrier()
-                    mbarrier.expect(added.index(CONSUMER), SIZE * 2)
+                    mbarrier.expect(handed.index(CONSUMER), SIZE * 2)
                     load_tile(
-                        residual_desc, [token_tile * BLOCK_T, first_row], added.index(CONSUMER), out
+                        residual_desc,
+                        [token_tile * BLOCK_T, first_row],
+                        handed.index(CONSUMER),
+                        out,
                     )
         whole_k = True
         if workspace_ptr is not None:
             whole_k = last - first == UNITS
         if whole_k:
-            own = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
-            total = finished(
-                total, own, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_CODES,
-                SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE,
-            )  # fmt: skip
-            if residual_ptr is not None:
-                mbarrier.wait(added.index(CONSUMER), sums & 1)
+            if not ACTIVATES:
+                own = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
+                total = finished(
+                    total, own, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED, UNIT_OF_CODES,
+                    SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE,
+                )  # fmt: skip
+            if PAIRED:
+                # The first consumer hands the activated gate to the second one.
+                sums += 1
+                if CONSUMER == 0:
+                    mbarrier.wait(handed.index(1), sums & 1)
+                else:
+                    mbarrier.wait(handed.index(0), (sums & 1) ^ 1)
+                    total *= out_tiles.index(0).permute((1, 0)).load(PRODUCT).to(gl.float32)
+                    barrier()
+                    mbarrier.arrive(handed.index(1))
+                    tma.store_wait(0)
+            elif residual_ptr is not None:
+                mbarrier.wait(handed.index(CONSUMER), sums & 1)
                 sums += 1
                 total += out.permute((1, 0)).load(PRODUCT).to(gl.float32)
             else:
                 tma.store_wait(0)
             barrier()
-            out.permute((1, 0)).store(total.to(gl.bfloat16))
-            fence_async_shared()
-            store_tile(out_desc, [token_tile * BLOCK_T, first_row], out)
+            if ACTIVATES:
+                store_activated(
+                    total, out, first_row, bias_ptr, factor_ptr, scale_ptr, N, SCALE, SCALED,
+                    UNIT_OF_CODES, SCALE_ROWS, SCALE_ROW_STRIDE, BIAS_STRIDE, ACTIVATION,
+                )  # fmt: skip
+            else:
+                out.permute((1, 0)).store(total.to(gl.bfloat16))
+            if PAIRED and CONSUMER == 0:
+                barrier()
+                mbarrier.arrive(handed.index(0))
+            else:
+                fence_async_shared()
+                store_tile(out_desc, [token_tile * BLOCK_T, first_row], out)
         elif workspace_ptr is not None:
             # The sums of a part of K. A program has two places: of the tile in which it begins, and
             # of the tile after it.
@@ -488,11 +563,14 @@ def multiply_tiles(
                 tma.store_wait(0)
                 barrier()
                 if residual_ptr is not None:
-                    mbarrier.expect(added.index(CONSUMER), SIZE * 2)
+                    mbarrier.expect(handed.index(CONSUMER), SIZE * 2)
                     load_tile(
-                        residual_desc, [token_tile * BLOCK_T, first_row], added.index(CONSUMER), out
+                        residual_desc,
+                        [token_tile * BLOCK_T, first_row],
+                        handed.index(CONSUMER),
+                        out,
                     )
-                    mbarrier.wait(added.index(CONSUMER), sums & 1)
+                    mbarrier.wait(handed.index(CONSUMER), sums & 1)
                     sums += 1
                 for chunk in gl.static_range(BLOCK_T // CHUNK):
                     some_places = places_of_sums(chunk * CHUNK, ROWS, CHUNK, BLOCK_T, PART)
@@ -508,6 +586,8 @@ def multiply_tiles(
                         SCALE_ROW_STRIDE, BIAS_STRIDE,
                     )  # fmt: skip
                     some_out = out.slice(chunk * CHUNK, CHUNK).permute((1, 0))
+                    if ACTIVATES:
+                        some = activate(some, some, ACTIVATION, 1.0, 0.0, False)
                     if residual_ptr is not None:
                         some += some_out.load(PART).to(gl.float32)
                     some_out.store(some.to(gl.bfloat16))
@@ -518,24 +598,28 @@ def multiply_tiles(
 
 @gluon.jit
 def mixed_linear(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, factor_ptr, bias_ptr, residual_ptr, out_ptr,
-    workspace_ptr, counters_ptr, num_tokens,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, factor_ptr, bias_ptr, up_weight_ptr, up_scale_ptr,
+    up_zero_ptr, up_factor_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
+    num_tokens,
     N: gl.constexpr, K: gl.constexpr, X_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr,
     BIAS_STRIDE: gl.constexpr, RESIDUAL_STRIDE: gl.constexpr, CODES: gl.constexpr,
     PER: gl.constexpr, ORDER: gl.constexpr, SIGNED: gl.constexpr, ZERO_POINT: gl.constexpr,
-    PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, EXACT: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
+    PACKED_ZEROS: gl.constexpr, SCALED: gl.constexpr, EXACT: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, SCALE_ROW_STRIDE: gl.constexpr,
     SCALE_COLUMN_STRIDE: gl.constexpr, ZERO_ROW_STRIDE: gl.constexpr,
     ZERO_COLUMN_STRIDE: gl.constexpr, SCALE: gl.constexpr, UNIT: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """Computes out [T, N] = residual + SCALE * (x @ weight^T * factor + bias), x in bfloat16.
+    """Computes out [T, N] = residual + activation(SCALE * (x @ weight^T * factor + bias)), x in
+    bfloat16; with an up weight, the activated product times SCALE * (x @ up_weight^T * up_factor +
+    up_bias).
 
     weight [N, K / PER]: 32-bit words of PER codes; (code - zero) * scale is rounded to bfloat16,
     and the products are summed in fp32. Grid (PROGRAMS,), one program for each multiprocessor,
-    which computes whole tiles of 128 rows; with SPLIT, all programs share the tiles that would
-    leave some of them idle, and the parts of such a tile are added in their order.
+    which computes whole tiles of 128 rows, or of 64 rows of both weights; with SPLIT, all programs
+    share the tiles that would leave some of them idle, and the parts of such a tile are added in
+    their order.
 
     CODES: "nibbles", "bytes", "e4m3" or "e2m1". ORDER: the nibble of a word that holds each code,
     a hexadecimal digit for each. ZERO_POINT: the part of the zero that is no tensor, plus 128 if
@@ -544,21 +628,27 @@ def mixed_linear(
     loaded at a time.
     """
     ROWS: gl.constexpr = 64
-    BLOCK_N: gl.constexpr = 2 * ROWS
+    PAIRED: gl.constexpr = up_weight_ptr is not None
+    BLOCK_N: gl.constexpr = ROWS if PAIRED else 2 * ROWS
+    ACTIVATED: gl.constexpr = 1 if PAIRED else 2
     UNITS: gl.constexpr = (K + UNIT - 1) // UNIT
     GROUPS: gl.constexpr = BLOCK_K // SCALE_COLUMNS if SCALE_COLUMNS < BLOCK_K else 1
     UNIT_OF_CODES: gl.constexpr = 64.0 if CODES == "nibbles" or CODES == "bytes" else 1.0
     X_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, BLOCK_K], gl.bfloat16)
-    WORD_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [BLOCK_N, BLOCK_K // PER], gl.int32
-    )
+    WORD_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K // PER], gl.int32)
     OUT_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, ROWS], gl.bfloat16)
     x_desc = tma.make_tensor_descriptor(
         x_ptr, [num_tokens, K], [X_STRIDE, 1], [BLOCK_T, BLOCK_K], X_TILE
     )
     words_desc = tma.make_tensor_descriptor(
-        weight_ptr, [N, K // PER], [WEIGHT_STRIDE, 1], [BLOCK_N, BLOCK_K // PER], WORD_TILE
+        weight_ptr, [N, K // PER], [WEIGHT_STRIDE, 1], [ROWS, BLOCK_K // PER], WORD_TILE
     )
+    # The second consumer multiplies the other rows of the weight, or the up weight.
+    more_words_desc = words_desc
+    if PAIRED:
+        more_words_desc = tma.make_tensor_descriptor(
+            up_weight_ptr, [N, K // PER], [WEIGHT_STRIDE, 1], [ROWS, BLOCK_K // PER], WORD_TILE
+        )
     out_desc = tma.make_tensor_descriptor(
         out_ptr, [num_tokens, N], [N, 1], [BLOCK_T, ROWS], OUT_TILE
     )
@@ -573,40 +663,43 @@ def mixed_linear(
     if SPLIT:
         whole = num_tiles // PROGRAMS * PROGRAMS
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_T, BLOCK_K], X_TILE)
-    word_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, BLOCK_K // PER], WORD_TILE)
+    word_tiles = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS, BLOCK_K // PER], WORD_TILE)
     out_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_T, ROWS], OUT_TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    added = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    handed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(added.index(0), count=1)
-    mbarrier.init(added.index(1), count=1)
+    mbarrier.init(handed.index(0), count=1)
+    mbarrier.init(handed.index(1), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (multiply_tiles, (
-                0, x_tiles, word_tiles, full, empty, added, scale_ptr, zero_ptr, bias_ptr,
+                0, x_tiles, word_tiles, full, empty, handed, scale_ptr, zero_ptr, bias_ptr,
                 factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr,
                 counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, GROUPS, CODES, PER,
                 ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, EXACT, UNIT_OF_CODES, SCALE_ROWS,
                 SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
-                ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES,
-                GROUP, PROGRAMS,
+                ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED, PAIRED, ROWS,
+                BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
             )),
             (multiply_tiles, (
-                1, x_tiles, word_tiles, full, empty, added, scale_ptr, zero_ptr, bias_ptr,
-                factor_ptr, residual_ptr, residual_desc, out_desc, out_tiles, workspace_ptr,
-                counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS, UNIT, GROUPS, CODES, PER,
+                1, x_tiles, word_tiles, full, empty, handed, up_scale_ptr if PAIRED else scale_ptr,
+                up_zero_ptr if PAIRED else zero_ptr, up_bias_ptr if PAIRED else bias_ptr,
+                up_factor_ptr if PAIRED else factor_ptr, residual_ptr, residual_desc, out_desc,
+                out_tiles, workspace_ptr, counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS,
+                UNIT, GROUPS, CODES, PER,
                 ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED, EXACT, UNIT_OF_CODES, SCALE_ROWS,
                 SCALE_COLUMNS, SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE,
-                ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES,
-                GROUP, PROGRAMS,
+                ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED, PAIRED, ROWS,
+                BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
             )),
             (load_tiles, (
-                x_desc, words_desc, x_tiles, word_tiles, full, empty, whole, num_tiles, tiles_t, N,
-                UNITS, UNIT, PER, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
+                x_desc, words_desc, more_words_desc, x_tiles, word_tiles, full, empty, whole,
+                num_tiles, tiles_t, N, UNITS, UNIT, PER, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES,
+                GROUP, PROGRAMS,
             )),
         ],
         [4, 1], [240, 24],

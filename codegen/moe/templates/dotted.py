@@ -117,8 +117,8 @@ def add_sums(
     PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr, ZERO: tl.constexpr,
     SCALED: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Returns product [rows, runs] plus the sums of each run of words, times `power` and, with
-    SCALED, times scales."""
+    """Returns product [rows, runs] plus the scaled sums of each run of words. A sum is multiplied
+    by `power` and, with SCALED, by its scale."""
     if INTEGERS:
         sums = code_sums(
             words, low0, low1, low2, high0, high1, high2, total,
@@ -253,9 +253,9 @@ def moe_down_dotted(
     slots of weights [T, S] * (hidden [T * S, INNER] @ Wdown^T).
 
     Grid (cdiv(HIDDEN, BLOCK_N), T). A step takes BLOCK_S slots and BLOCK_K columns. A slot without
-    an expert adds nothing: its row of hidden was never written. LINES: the number of memory lines,
-    of LINE words (128 bytes) each, that a program prefetches of each row before `hidden` is ready.
-    The other arguments are those of `moe_up_dotted`.
+    an expert adds nothing: its row of hidden was never written. LINES: how many memory lines of
+    each row a program prefetches before `hidden` is ready. A line has LINE words (128 bytes). The
+    other arguments are those of `moe_up_dotted`.
     """
     SCALED: tl.constexpr = down_scale_ptr is not None
     WORDS: tl.constexpr = BLOCK_K // PER

@@ -281,8 +281,8 @@ def qkv_epilogue(
 
     Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE). Heads are counted over q, then k, then v, and
     HEADS_PER_TILE divides each of the three counts. With WHOLE_ROWS, the grid is (cdiv(T, BLOCK_T),
-    number of q, k and v), and HEADS_PER_TILE is a power of two that covers the most heads.
-    NUM_HEADS 0 and q_ptr None: there is no q. v_ptr None: there is no v. GATE_RUN: as in
+    number of q, k and v), and HEADS_PER_TILE is a power of two that covers the largest of the three
+    counts. NUM_HEADS 0 and q_ptr None: there is no q. v_ptr None: there is no v. GATE_RUN: as in
     `turned_kind`, a multiple of HEADS_PER_TILE, and 0 with WHOLE_ROWS. q_out [T, Hq, D] is
     contiguous and may be q itself. The caches are windows with strides (page, slot, head, dim), and
     the pointers point to their first elements. Addresses: as in `cache_places`. BLOCK_P: a power of

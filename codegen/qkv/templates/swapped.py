@@ -212,8 +212,8 @@ def qkv_projection_swapped(
     first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
     # Rows alternate by eight: the low members of 8 pairs, then the high ones. In the layouts of mma
     # and wgmma, one thread holds rows r and r + 8, so the split below moves no data. With IN_ORDER,
-    # rows keep the order of memory: there, the members of an interleaved pair are adjacent or in
-    # one word, and for packed rows of whole heads, alternation would separate adjacent words.
+    # rows keep the order of memory. In memory, the members of an interleaved pair are adjacent or
+    # in one word. For packed rows of whole heads, alternation would separate adjacent words.
     ROWS: tl.constexpr = 2 * BLOCK_P
     rows = tl.arange(0, ROWS)
     CODES: tl.constexpr = q_scale_ptr is not None
@@ -228,8 +228,8 @@ def qkv_projection_swapped(
         )
         dims = tl.where(rows // 8 % 2 == 0, low_dims, high_dims)
     row_mask = dims < HEAD_DIM
-    # The branch selects scalar pointers: one that selects a tensor of pointers would lose their
-    # known alignment.
+    # The branch selects scalar pointers. A selected tensor of pointers would lose its known
+    # alignment.
     if kind == QUERY:
         weight_ptr = q_weight_ptr + grouped(head, GROUP, Q_WEIGHT_STRIDES[0], Q_WEIGHT_STRIDES[1])
         scale_ptr = q_scale_ptr

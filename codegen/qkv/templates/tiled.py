@@ -113,10 +113,10 @@ def qkv_projection(
     weight_ptr: the lowest address of the three weights. second_distance, third_distance: distances
     in elements to the other two. q_place, k_place, v_place: the place (0, 1, 2) of each weight
     among the three. k-major: WEIGHT_STRIDES is (unit, row), heads begin at multiples of `unit`, and
-    HEAD_STEPS and WEIGHT_EXTENT count units. N_MAJOR: WEIGHT_STRIDES is (column of K,), and both
-    count elements. HEAD_DIM is a power of two and a multiple of 2 * PAIR_HALF. HEADS_PER_TILE
-    divides both head counts (and GROUP and GATE_RUN); if it is above 1, heads must be adjacent, one
-    unit apart. The other arguments are those of `qkv_epilogue`.
+    HEAD_STEPS and WEIGHT_EXTENT count units. N_MAJOR: WEIGHT_STRIDES is (column of K,), and
+    HEAD_STEPS and WEIGHT_EXTENT count elements. HEAD_DIM is a power of two and a multiple of 2 *
+    PAIR_HALF. HEADS_PER_TILE divides both head counts (and GROUP and GATE_RUN); if it is above 1,
+    heads must be adjacent, one unit apart. The other arguments are those of `qkv_epilogue`.
     """
     # Wait before making descriptors: the previous kernel may still read their memory.
     if LAUNCH_PDL:

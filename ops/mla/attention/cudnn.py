@@ -1,9 +1,9 @@
 """cuDNN's attention as a way to compute the MLA core, over keys whose two parts are joined.
 
-If it is known in advance that the library will read the keys, they are made joined: [keys, H, R + N
-+ V], with a head's rope columns first, so that the up-projection writes the rest in place. One
-launch rotates the queries, puts their columns into the same order, and writes the rope keys to all
-heads. Other keys are joined by a separate launch.
+If it is known in advance that the library will read the keys, they are made as one joined tensor
+[keys, H, R + N + V]. The rope columns of a head come first, and the up-projection writes the other
+columns in place. One launch rotates the queries, puts their columns into the same order, and writes
+the rope keys to all heads. Other keys are joined by a separate launch.
 
 The library gets only masks that shapes determine. Ragged sequences are excluded, since their
 lengths are on the device (and torch's variable-length form builds a plan at each call, 45 ms on an

@@ -130,9 +130,9 @@ def query_steps(
     """Returns (unrotated columns of q, rotated columns), rotated by a.tables and cast to k's dtype.
     A part that needs no change is a view of a.q.
 
-    whole: both are adjacent views of one new tensor. joined [.., H, R + ..], contiguous, with as
-    many keys as tokens: the rotated columns then come first, and the rope keys are written to
-    joined's first columns.
+    whole: whether both parts are adjacent views of one new tensor. joined [.., H, R + ..]:
+    contiguous, with as many keys as tokens. If it is given, the rotated columns of q come first,
+    and the rope keys are written to the first columns of joined.
     """
     problem, rotation, values = query_call(a, whole, joined)
     rows = values["num_rows"]

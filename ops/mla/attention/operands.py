@@ -49,9 +49,9 @@ class AttentionCall:
 
     q [T, H, N], q_rope [T, H, R], k [K, H, N], v [K, H, V], k_rope [K, R] for ragged sequences;
     with a batch dimension in front for dense sequences. q_rope None: it is q's last R columns.
-    bf16, fp16 or e4m3; q may be wider than 8-bit k and is then divided by q_scale and cast,
-    saturating. Any strides, with contiguous last dimensions; v may be contiguous along its keys
-    instead (fastest for 8 bits).
+    Dtypes: bf16, fp16 or e4m3. If k is 8-bit and q is wider, q is divided by q_scale and cast to
+    k's dtype, saturating. Any strides, with contiguous last dimensions; v may be contiguous along
+    its keys instead (fastest for 8 bits).
 
     scale: positive. tables: rotate q's last columns first.
     query_offsets, key_offsets: int [B + 1], rows of each sequence; None for dense sequences.
@@ -61,7 +61,8 @@ class AttentionCall:
     key_lengths: int [B]: keys at this position and later are not seen.
     mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
         "chunked" (causal, within chunks of `window`).
-    attn_mask: bool (True is seen) or added, [B or 1, H or 1, S or 1, K or more]; dense only.
+    attn_mask: [B or 1, H or 1, S or 1, K or more]; bool (True: the key is seen), or numbers that
+        are added to the logits; for dense sequences only.
     mask_blocks: the mask's list of blocks, as the op `mask_blocks` returns it; None: the call makes
         it.
     q_scale, k_scale, v_scale: fp32 scalars on the device that 8-bit values are multiplied by.

@@ -81,8 +81,8 @@ def pool_windows(
     op: str, options: dict[str, Any], caches: Sequence[torch.Tensor | None], ranked: str, like: Any
 ) -> Sequence[Any]:
     """Removes the windows from `options` and returns them. If there are none, returns the windows
-    of a pool [num_pages, page_size, L + R], or of two pools. ranked: the name of `like` [.., L].
-    Raises ArgumentError."""
+    of a pool [num_pages, page_size, L + R], or of two pools. ranked: the argument name of `like`
+    [.., L], for error messages. Raises ArgumentError."""
     windows = options.pop("latent_window", None), options.pop("rope_window", None)
     if None not in windows:
         return windows

@@ -66,8 +66,9 @@ def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
 def latent_calls(
     a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers | None
 ) -> Iterator[LatentCall]:
-    """Yields the calls that fill a chunk's buffers (None: it has no keys) and, before the first
-    chunk, write the new tokens. One launch does both if it can tell new keys from the others."""
+    """Yields the calls that fill a chunk's buffers and, before the first chunk, write the new
+    tokens. buffers: None if nothing is to be filled. One launch does both if it can tell new keys
+    from cached keys."""
     store = chunk.first and a.slots != "none" and a.latent is not None and a.latent.shape[0] > 0
     makes = buffers is not None and bool(buffers.made)
     if a.keys == "given":

@@ -133,7 +133,7 @@ def latent_call(
     """Returns the call that writes the new tokens, or makes the keys of a chunk, or does both.
 
     store: whether it writes the new tokens. gather: whether it reads the keys of `chunk` from the
-    cache; if not, it makes them of the new tokens, if a chunk is given.
+    cache; if not, it makes them from the new tokens. chunk: None if it makes no keys.
     """
     keep = chunk is not None and not gather
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(

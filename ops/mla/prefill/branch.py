@@ -85,8 +85,9 @@ def with_all_keys(a: MlaBranchArguments) -> MlaPrefillArguments:
 
 
 def as_mla_prefill(a: MlaBranchArguments) -> MlaPrefillArguments:
-    """Returns the equivalent call of `mla_prefill`, on views of the same tensors. Each sequence
-    still has all slots of its row of the table as keys."""
+    """Returns the equivalent call of `mla_prefill`, on views of the same tensors. The keys of each
+    sequence are all slots of its row of the table, used or not; `with_all_keys` limits them to
+    those in use."""
     rank = a.kv_b_proj.shape[1]
     entries = a.blocks[:, 0, a.layer_idx]
     return MlaPrefillArguments(

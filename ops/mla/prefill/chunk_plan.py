@@ -37,9 +37,9 @@ class PlanArguments:
     result has a row for each.
 
     The result, int32: buffer_row_offsets [C, B + 1], the rows that each sequence's keys take;
-    cache_offsets [C, B + 1], the position of the first of them (the last column is 0); and
-    buffer_lengths [C], the rows in use, -1 for chunks that are not needed (0 for the first of a
-    batch without keys).
+    cache_offsets [C, B + 1], the position of each sequence's first key in the chunk (the last
+    column is 0); and buffer_lengths [C], the rows in use, -1 for chunks that are not needed (0 for
+    the first chunk of a batch without keys).
 
     Keys that do not fit into max_chunks chunks raise ArgumentError if the lengths are on the CPU,
     and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise the last keys are in no chunk.

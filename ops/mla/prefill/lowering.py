@@ -181,7 +181,8 @@ def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: boo
 def _absorbed(
     a: MlaPrefillArguments, call: MlaDecodeArguments, chunk: Chunk, target: Target
 ) -> Steps:
-    """Writes the new tokens, rotates the queries, and runs `call`, which is equivalent."""
+    """Writes the new tokens, rotates the queries, and runs `call`, the equivalent call of
+    `mla_decode`."""
     for latents in latent_calls(a, chunk, None) if a.keys != "given" else ():
         yield latent_launch(latents, target)
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)
@@ -208,8 +209,8 @@ def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
 
 
 def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
-    """Whether a call makes its keys joined. It does if the library's attention takes all of them at
-    once, with as many queries, and the queries have to be rotated first."""
+    """Whether a call makes its keys joined. It does if the library's attention takes all keys at
+    once, there are as many queries as keys, and the queries have to be rotated first."""
     if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
         return False
     if _dense_batch(a, chunk) is None or not rotates_queries(a):

@@ -16,13 +16,17 @@ from tests.agreement import in_float64, relative_error
 from tilewright.codegen.audit import Expectations, check
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.emit.source import find_module
-from tilewright.codegen.mlp.mixed import mixed_config
+from tilewright.codegen.mlp.mixed import TILES, MixedConfig, mixed_config, pair_config
 from tilewright.codegen.targets import SM90, TARGETS
 from tilewright.ops.formats import fp4
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.mlp import linear_activation, linear_residual
+from tilewright.ops.mlp import mixed as mixed_steps
 from tilewright.ops.mlp.cases import LinearCase
+from tilewright.ops.mlp.lowering import linear_activation_steps
 from tilewright.ops.mlp.mixed import decoding_obstacle
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.program import drive
 
 INT4 = {"weight_format": "int4_k", "scale_block": (1, 128), "zero_point": 8}
 PACKED = {**INT4, "zeros": "packed", "zero_point": 0}
@@ -71,12 +75,43 @@ def test_each_format_has_a_kernel(name):
     assert few.specs[-1].kernel == "streamed_linear"
 
 
-def test_both_weights_of_a_gate_are_decoded_after_a_norm():
+APART = ["mixed_linear", "mixed_linear", "activate_products"]
+
+
+def kernels_of_gate(case: LinearCase) -> list[str]:
+    return [spec.kernel for spec in planned(case, linear_activation).specs]
+
+
+def test_both_weights_of_a_gate_are_decoded_by_one_kernel_after_a_norm():
     case = case_of("int4", 1000, 512, 1024, layout="separate", norm="rms")
-    found = planned(case, linear_activation)
-    names = [spec.kernel for spec in found.specs]
-    assert names == ["norm_x", "mixed_linear", "mixed_linear", "activate_products"]
-    assert found.specs[1] == found.specs[2]
+    assert kernels_of_gate(case) == ["norm_x", "mixed_linear"]
+
+
+def test_an_activation_without_a_second_weight_is_a_part_of_the_product():
+    assert kernels_of_gate(case_of("int4", 1000, 512, 1024)) == ["mixed_linear"]
+
+
+# (n, k, tokens) -> whether one kernel for both weights is faster: not where whole tiles leave half
+# of the multiprocessors idle, and parts of K do not.
+PAIRS = {
+    (14336, 4096, 1024): True,
+    (14336, 4096, 8192): True,
+    (14336, 4096, 256): True,
+    (2048, 14336, 256): False,
+}
+
+
+@pytest.mark.parametrize("sizes", PAIRS, ids=str)
+def test_a_pair_is_chosen_by_its_modelled_time(sizes):
+    assert (pair_config(*sizes, SM90) is not None) == PAIRS[sizes]
+
+
+def test_weights_that_differ_in_their_layout_are_decoded_one_after_the_other():
+    case = case_of("int4", 1000, 512, 1024, layout="separate")
+    a = linear_activation.sample_inputs(case, "meta")
+    turned = replace(a, up_scale=a.up_scale.t().contiguous().t())
+    names = [spec.kernel for spec in linear_activation.OP.plan_for(turned, "sm90").specs]
+    assert names == APART
 
 
 NEAR = {
@@ -142,6 +177,16 @@ def test_the_plan_takes_the_tiles_that_were_measured_to_be_fastest(sizes):
 def test_machine_code(name, tokens):
     """Compiled for Hopper: no spills, products of the tensor core and loads and stores by TMA."""
     (spec,) = planned(case_of(name, tokens, 6144, 4096)).specs
+    assert_is_good(spec)
+
+
+def test_machine_code_of_a_pair():
+    case = case_of("int4", 1024, 14336, 4096, layout="separate")
+    (spec,) = planned(case, linear_activation).specs
+    assert_is_good(spec)
+
+
+def assert_is_good(spec):
     expected = Expectations("bf16", tma_loads=True, tma_stores=True, warp_specialized=True)
     assert check(compile_for(spec).audit, SM90, expected) == []
 
@@ -360,6 +405,26 @@ class TestShapesOnGpu:
             linear_activation,
             case_of("int4 groups of 32", tokens, n, k, layout=layout, norm=norm),
         )
+        assert_near(linear_activation, a, linear_activation.OP.call(a))
+
+    @pytest.mark.parametrize("tiles", TILES, ids=str)
+    @pytest.mark.parametrize("activation", ["silu", "gelu"])
+    def test_pair(self, shape, tiles, activation, monkeypatch):
+        """One kernel for both weights, and two, whatever the plan would choose."""
+        n, k, tokens = shape
+        case = case_of("nvfp4", tokens, n, k, layout="separate", bias=True, activation=activation)
+        a = on_gpu(linear_activation, case)
+        chosen = MixedConfig(tiles.block_t, tiles.stages, False, SM90.num_sms)
+        for config in (chosen, None):
+            monkeypatch.setattr(mixed_steps, "pair_config", lambda *_, config=config: config)
+            machine = machine_of(a.x.device)
+            made = drive(linear_activation_steps(a, machine.target), machine)
+            assert len(made.specs) == (3 if config is None else 1)
+            assert_near(linear_activation, a, made.outcome.result)
+
+    def test_activation_of_one_weight(self, shape):
+        n, k, tokens = shape
+        a = on_gpu(linear_activation, case_of("int4", tokens, n, k // 128 * 128, bias=True))
         assert_near(linear_activation, a, linear_activation.OP.call(a))
 
 

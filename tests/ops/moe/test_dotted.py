@@ -110,7 +110,7 @@ def test_any_tiles_take_any_number_of_tokens(name, tiles, monkeypatch):
     monkeypatch.setattr(dots, "MOST_TOKENS", dict.fromkeys(dots.MOST_TOKENS, 4))
     a = moe.sample_inputs(replace(CASES[name], num_tokens=2))
     up, down = TILES[tiles]
-    plan = replace(plan_dots(moe_problem(a), 2), up=up, down=down)
+    plan = replace(plan_dots(moe_problem(a), 1), up=up, down=down)
     problem = problem_of(tiled(a, plan), a)
     assert problem is None, problem
 
@@ -187,6 +187,22 @@ def test_a_plan_is_chosen_by_tokens_and_format(monkeypatch):
     assert "moe_up" in [spec.kernel for spec in moe.OP.plan_for(more, "sm90").specs]
     monkeypatch.setattr(dots, "MOST_TOKENS", {})
     assert dots_obstacle(problem, 1) == "more than 0 tokens"
+
+
+# (experts, experts of a token, tokens) -> whether dot products are the faster ones.
+OFTEN_READ = {
+    "Qwen3-30B-A3B": (128, 8, 4, True),
+    "Mixtral, two tokens": (8, 2, 2, True),
+    "Mixtral, four tokens": (8, 2, 4, False),
+    "every expert": (4, 4, 2, False),
+}
+
+
+@pytest.mark.parametrize("name", OFTEN_READ)
+def test_experts_that_several_tokens_choose_are_read_once(name):
+    experts, slots, tokens, taken = OFTEN_READ[name]
+    problem = replace(moe_problem(moe.sample_inputs(BASE)), num_experts=experts, num_slots=slots)
+    assert (dots_obstacle(problem, tokens) is None) == taken
 
 
 NOT_TAKEN = {

@@ -1,11 +1,11 @@
-"""Parts of layers whose weights are codes: how codes lie in words, zeros, scales, spellings,
-activations, parts and near misses, each drawn on its own.
+"""Random parts of layers with weights of codes. The packing of codes into words, zeros, scales,
+spellings, activations, parts and near misses are each drawn independently.
 
     weight[n, k] = (code[n, k] - zero[n, k]) * scale[n, k]          integers
     weight[n, k] = numbers[code[n, k]] * scale[n, k] * factor       floats
 
-What is nearly a known format, another order of nibbles or the scale of the next group, is one more
-entry of a table here: eager says what a program means, whatever it is.
+A format that is similar to a known one (another order of nibbles, the scale of the next group) is
+one more entry of a table, since eager defines the result of any program.
 """
 
 from __future__ import annotations

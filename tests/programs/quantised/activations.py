@@ -14,8 +14,9 @@ from tilewright.ops.formats import fp4
 
 @dataclass(frozen=True)
 class Rounded:
-    """How x is rounded to codes and decoded. block: "row", "tensor", "static" or a number of
-    columns. most: the code of the largest number. by: "over", or "times" the reciprocal."""
+    """The way in which x is rounded to codes and decoded. block: the numbers that share a scale:
+    "row", "tensor", "static" or a number of columns. most: the code of the largest number. by:
+    "over" divides by the scale, "times" multiplies by its reciprocal."""
 
     block: str | int = "row"
     codes: torch.dtype = torch.float8_e4m3fn
@@ -52,7 +53,8 @@ class Rounded:
 
 
 def by_thresholds(x: torch.Tensor) -> torch.Tensor:
-    """compressed-tensors': the nearest E2M1 number, of a middle the one with the even code."""
+    """Rounds as compressed-tensors does, to the nearest E2M1 number; a middle goes to the even
+    code."""
     size, rounded = x.abs(), torch.zeros_like(x)
     for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
         middle = (below + above) / 2
@@ -61,7 +63,8 @@ def by_thresholds(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_counting(x: torch.Tensor) -> torch.Tensor:
-    """A code by how many middles are smaller, and a look-up; of a middle the smaller number."""
+    """Computes a code as the number of smaller middles, and looks it up; a middle goes to the
+    smaller number."""
     middles = torch.tensor([(a + b) / 2 for a, b in pairwise(fp4.MAGNITUDES)], dtype=x.dtype)
     codes = (x.abs()[..., None] > middles).sum(-1) + 8 * (x < 0)
     table = torch.tensor([*fp4.MAGNITUDES, *(-m for m in fp4.MAGNITUDES)], dtype=x.dtype)
@@ -69,12 +72,12 @@ def by_counting(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_codes(x: torch.Tensor) -> torch.Tensor:
-    """Codes of two to a byte, as they are handed to a kernel."""
+    """Rounds to packed codes, two in a byte, as a kernel takes them."""
     return fp4.decode(fp4.unpack(fp4.pack(fp4.encode(x))), x.dtype)
 
 
 def toward_zero(x: torch.Tensor) -> torch.Tensor:
-    """Not the nearest."""
+    """Rounds toward zero instead of to the nearest number."""
     numbers = torch.tensor(fp4.MAGNITUDES[1:], dtype=x.dtype)
     table = torch.tensor(fp4.MAGNITUDES, dtype=x.dtype)
     return table[(x.abs()[..., None] >= numbers).sum(-1)] * x.sign()
@@ -85,10 +88,12 @@ NEAREST = (by_thresholds, by_thresholds, by_counting, by_codes, by_codes, toward
 
 @dataclass(frozen=True)
 class FourBits:
-    """How x is rounded to E2M1 numbers times the scale of a group of columns, and decoded.
+    """The way in which x is rounded to E2M1 numbers times the scale of a group of columns, and
+    decoded.
 
-    scale: "e4m3" times a factor of all (NVFP4), which is given where it is static; a power of two,
-    "e8m0" (MXFP4); or any "float". bent: how codes are decoded with another scale than made.
+    scale: "e4m3" with one more factor for all (NVFP4; the factor is given if it is static), "e8m0",
+    a power of two (MXFP4), or any "float". bent: how the scale of decoding differs from that of
+    rounding.
     """
 
     group: int = 16

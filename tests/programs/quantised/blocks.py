@@ -1,4 +1,5 @@
-"""A number for every code: how many share one, and how it gets to them."""
+"""Scales and zeros by block: how many codes share a number, and how the graph spreads it over
+them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-#: (rows, columns) that share a number; None: all of them.
+#: (rows, columns) that share a number; None stands for all rows or columns.
 BLOCKS = {
     "tensor": (None, None),
     "row": (1, None),
@@ -41,15 +42,15 @@ def looked_up(t: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> tor
 
 
 def in_tiles(t: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """Not neighbours share a number."""
+    """Spreads numbers so that codes which are not neighbours share one."""
     return t.repeat(*block)[: shape[0], : shape[1]]
 
 
 SPREADS = {"repeated": repeated, "expanded": expanded, "looked_up": looked_up, "tiles": in_tiles}
-#: By which a number gets to its codes; broadcast: by arithmetic itself, grouped: of a view of them;
-#: flat: of rows of one group each (HQQ).
+#: Ways to spread a number over its codes. broadcast: by the arithmetic itself. grouped: on a view
+#: of the codes by group. flat: on a view with one group in each row (HQQ).
 WAYS = ("repeated", "expanded", "looked_up", "grouped", "broadcast", "flat") * 4 + ("tiles",)
-#: How a scale or zero is taken wrongly: of a neighbour, or changed.
+#: Wrong ways to take a scale or zero: that of a neighbour, or a changed one.
 BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "next group": lambda t: t.roll(1, -1),
     "next row": lambda t: t.roll(1, 0),
@@ -67,7 +68,8 @@ def at_every(
     block: str,
     spread: str,
 ) -> torch.Tensor:
-    """op(codes [N, K], t [N / rows, K / columns]), with t's number of its block at every code."""
+    """Computes op(codes [N, K], t [N / rows, K / columns]), where every code meets the number of
+    its block."""
     pairs = zip(codes.shape, t.shape, BLOCKS[block], strict=True)
     rows, columns = sizes = [-(-n // have) if b is None else b for n, have, b in pairs]
     even = [b * have for b, have in zip(sizes, t.shape, strict=True)] == list(codes.shape)

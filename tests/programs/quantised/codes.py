@@ -1,4 +1,4 @@
-"""Integers as codes, and how they lie in words."""
+"""Integer codes, and ways to pack them into words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNTING, AWQ = tuple(range(8)), (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def nibbles(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> torch.Tensor:
-    """[R, W] words -> [R, W * len(order)] codes, the word's nibbles in an order."""
+    """Unpacks words [R, W] to codes [R, W * len(order)], with the nibbles of a word in an order."""
     if spelling == "shifts":
         shifts = torch.tensor(order, dtype=torch.int32, device=words.device) * 4
         found = (words.unsqueeze(-1) >> shifts) & 15
@@ -31,7 +31,7 @@ def nibbles(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> torch
 
 
 def with_sign(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> torch.Tensor:
-    """Bytes of two's-complement nibbles."""
+    """Reads nibbles as two's-complement numbers."""
     if spelling == "divided":
         return (nibbles(words, order, spelling).to(torch.int8) ^ 8) - 8
     parts = [(words << 4) >> 4, words >> 4]
@@ -39,7 +39,7 @@ def with_sign(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> tor
 
 
 def in_halves(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> torch.Tensor:
-    """Row n in one nibble, row n + N / 2 in the other (HQQ)."""
+    """Unpacks bytes with row n in one nibble and row n + N / 2 in the other (HQQ)."""
     parts = [words & 15, (words & 0b11110000) >> 4]
     if spelling in ("cat", "stack"):
         return torch.cat([parts[n] for n in order], 0)
@@ -50,9 +50,10 @@ def in_halves(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> tor
 
 @dataclass(frozen=True)
 class Packing:
-    """stored: the dtype of the words, of which [N, K] codes are [N / rows, K / columns] for
-    per = (rows, columns), transposed where `turned`. codes: the codes of words, by an order and a
-    spelling. order: how many nibbles have one. size: about how large a code is."""
+    """A way to pack codes. stored: the dtype of the words. per: (rows, columns) of codes in a word,
+    so that codes [N, K] are words [N / rows, K / columns], transposed if `turned`. codes: unpacks
+    words, given an order and a spelling. order: the number of nibbles that have an order. size: the
+    typical size of a code."""
 
     stored: torch.dtype
     codes: Callable[[torch.Tensor, tuple[int, ...], str], torch.Tensor]
@@ -71,7 +72,7 @@ def turned(codes: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def along_rows(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> torch.Tensor:
-    """GPTQ's: words [K / 8, N]."""
+    """Unpacks GPTQ's words [K / 8, N]."""
     return nibbles(words.t(), order, spelling)
 
 
@@ -101,7 +102,7 @@ PACKINGS = {
     "e4m3": Packing(E4M3, as_they_are, **FLOATS),
     "e4m3 turned": Packing(E4M3, turned(as_they_are), turned=True, **FLOATS),
 }
-#: What comes half as often.
+#: Packings that are drawn half as often.
 ODD = {
     "signed as unsigned": Packing(I8, lambda words, *_: words.view(U8)),
     "unsigned as signed": Packing(U8, lambda words, *_: words.view(I8)),

@@ -1,4 +1,4 @@
-"""Linears of one format, of which one may differ."""
+"""Draws linears of one format, one of which may differ from the others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.programs.quantised.linear import Coded
 
 @dataclass(frozen=True)
 class Kind:
-    """How codes are drawn: draw gives the axes of a linear, of which apart are those that one of
-    several may have of its own; made is the linear."""
+    """A kind of codes. draw: draws the axes of a linear. apart: the axes in which one of several
+    linears may differ. made: makes the linear."""
 
     draw: Callable[[random.Random], Any]
     apart: Mapping[str, Callable[[random.Random], Any]]
@@ -40,7 +40,7 @@ def like(one: torch.Tensor, other: torch.Tensor) -> bool:
 def draw_linears(
     draw: random.Random, shapes: list[tuple[int, int]], dtype: torch.dtype
 ) -> list[Coded]:
-    """Linears of one format, of which one may differ, or have what belongs to another."""
+    """Returns linears of one format. One may differ, or use a tensor that belongs to another."""
     kind = draw.choice(KINDS)
     axes = [kind.draw(draw)] * len(shapes)
     if draw.random() < 0.3:
@@ -55,7 +55,7 @@ def draw_linears(
         given, old = getattr(one, name), getattr(other, name)
         if given is not None and old is not None and like(given, old):
             setattr(other, name, given)
-    if draw.random() < 0.8:  # a static scale of what they read
+    if draw.random() < 0.8:  # a static scale of their input
         for linear in made[1:-1]:
             linear.step = made[0].step
     return made

@@ -1,4 +1,4 @@
-"""Mixtures whose experts' weights, and rows, are of codes."""
+"""Mixtures of experts with weights, and activations, of codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.programs.quantised.activations import draw_floats_of_four_bits
 
 
 class Experts(moe_coded.CodedMoe):
-    """spelled: of each weight (format, function of `moe_dequant`), or None for e4m3 in blocks."""
+    """A mixture. spelled: for each weight (format, function of `moe_dequant`), or None for e4m3
+    blocks."""
 
     def __init__(self, rows, hidden, spelled: dict[str, Any], seed: int) -> None:
         super().__init__(rows, hidden)

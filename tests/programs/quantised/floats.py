@@ -24,11 +24,11 @@ E2M1 = (*fp4.MAGNITUDES, *(-m for m in fp4.MAGNITUDES))
 
 
 def swapped(numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """Two of them, far apart, change places: a rounding hides less."""
+    """Exchanges two numbers that are far apart, so that rounding does not hide the change."""
     return (*numbers[:2], numbers[13], *numbers[3:13], numbers[2], *numbers[14:])
 
 
-#: What the sixteen codes stand for.
+#: The numbers that the sixteen codes stand for.
 NUMBERS: dict[str, tuple[float, ...]] = {"e2m1": E2M1, **TABLES}
 NUMBERS |= {f"{name}, two swapped": swapped(numbers) for name, numbers in [*NUMBERS.items()]}
 NUMBERS |= {
@@ -42,7 +42,7 @@ NUMBERS |= {
 
 
 def pairs(words: torch.Tensor, order: tuple[int, ...], way: str) -> list[torch.Tensor]:
-    """The first and the second code of each byte."""
+    """Returns the first and the second code of each byte."""
     low = words % 16 if way == "divided" else words & 15
     high = (
         words // 16 if way == "divided" else (words & 0xF0) >> 4 if way == "masked" else words >> 4
@@ -51,7 +51,7 @@ def pairs(words: torch.Tensor, order: tuple[int, ...], way: str) -> list[torch.T
 
 
 def joined(parts: list[torch.Tensor], way: str) -> torch.Tensor:
-    """[N, K] of the first and the second of each pair."""
+    """Joins the first and the second of each pair to [N, K]."""
     if way == "halves":  # not neighbours
         return torch.cat(parts, -1)
     if way != "written":
@@ -63,16 +63,16 @@ def joined(parts: list[torch.Tensor], way: str) -> torch.Tensor:
 
 WAYS_OF_PAIRS = ("stack", "stack", "masked", "divided", "written")
 
-#: Numbers of codes, by a table [16].
+#: Ways to look up the numbers of codes in a table [16].
 LOOK_UPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "by int": lambda codes, table: table[codes.int()],
     "by long": lambda codes, table: table[codes.long()],
     "selected": lambda codes, table: table.index_select(0, codes.flatten().int()).view(codes.shape),
     "taken": lambda codes, table: torch.take(table, codes.long()),
     "embedded": lambda codes, table: F.embedding(codes.int(), table[:, None]).squeeze(-1),
-    # A negative index counts from the end: the same number.
+    # A negative index counts from the end, and so finds the same number.
     "by signed": lambda codes, table: table[((codes ^ 8).to(torch.int8) - 8).long()],
-    # The same where the second half is the first one's negative.
+    # This finds the same number if the second half of the table is the negative of the first.
     "by sign": lambda codes, table: (
         table[(codes & 7).long()] * torch.where((codes & 8).to(torch.bool), -1.0, 1.0)
     ).to(table.dtype),
@@ -83,7 +83,7 @@ _LOOK_UPS = (*LOOK_UPS, *tuple(LOOK_UPS)[:7] * 2)
 
 # --- scales ---------------------------------------------------------------------------------------
 
-#: Powers of two that bytes are exponents of, biased by 127.
+#: Ways to compute powers of two whose exponents, biased by 127, are bytes.
 POWERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exp2": lambda s: torch.exp2(s.float() - 127),
     "power": lambda s: 2.0 ** (s.to(torch.int32) - 127).to(torch.bfloat16),
@@ -93,7 +93,7 @@ POWERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "another bias": lambda s: torch.exp2(s.float() - 126),
     "signed": lambda s: torch.exp2(s.view(torch.int8).float() - 127),
 }
-#: Numbers of scales as they are stored.
+#: Ways to store scales, and to compute their numbers.
 SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "e4m3": lambda s: s,
     "e4m3's magnitude": lambda s: s.float().abs(),
@@ -101,7 +101,7 @@ SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float": lambda s: s,
     **POWERS,
 }
-#: Scales of bitsandbytes that are codes: this many of them share a second scale.
+#: The number of bitsandbytes' coded scales that share a second scale.
 SHARED = 64
 FACTORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "times": lambda scale, factor: scale * factor,
@@ -114,10 +114,13 @@ FACTORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Floats:
-    """What a linear of floats of four bits is. numbers: a key of NUMBERS, stored: whether the model
-    holds them. order, pairs: of a byte's codes. early: whether they are looked up before they are
-    joined. block, spread: of scales. scale: a key of SCALES, "ldexp" or "two levels". factor: of
-    all scales, or of the weight. within: the dtype of numbers, None for x's. bent: of the scale."""
+    """The axes of a linear with 4-bit floats. numbers: a key of NUMBERS. stored: whether the table
+    is a buffer of the model. order, pairs: the order of a byte's two codes, and the way to join
+    them. early: whether they are looked up before they are joined. block, spread: the blocks of
+    scales, and the way to spread scales over codes. scale: a key of SCALES, "ldexp" or "two
+    levels". factor: one more factor, of all scales or of the weight. within: the dtype of numbers,
+    None for x's.
+    bent: a wrong way to take the scale."""
 
     numbers: str = "e2m1"
     stored: bool = False
@@ -139,7 +142,7 @@ class Floats:
 
 
 class FloatLinear(Coded):
-    """codes: [N, K / 2] bytes."""
+    """A linear with 4-bit floats. codes: bytes [N, K / 2]."""
 
     def __init__(self, axes: Floats, rows: int, columns: int, dtype: torch.dtype, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -185,7 +188,7 @@ class FloatLinear(Coded):
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
         axes, within = self.axes, self.axes.within or dtype
         table = self.table
-        if table is None:  # numbers of the graph's own
+        if table is None:  # the graph itself makes the table
             table = torch.tensor(NUMBERS[axes.numbers], device=self.codes.device)
         table, look_up = table.to(within), LOOK_UPS[axes.looked_up]
         codes = pairs(self.codes, axes.order, axes.pairs)
@@ -203,7 +206,7 @@ class FloatLinear(Coded):
 
 # --- draws ----------------------------------------------------------------------------------------
 
-#: What formats have of their own.
+#: The axes of each known format.
 KNOWN: dict[str, dict[str, Any]] = {
     "nvfp4": {"scale": "e4m3", "factor": "times"},
     "nvfp4 of compressed-tensors": {"scale": "e4m3", "factor": "over", "within": torch.bfloat16},
@@ -214,7 +217,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "fp4": {"numbers": "fp4", "order": (1, 0), "scale": "float"},
     "nf4 of two levels": {"numbers": "nf4", "order": (1, 0), "scale": "two levels"},
 }
-#: What is otherwise in what is nearly a format, or in one of several linears.
+#: Axes that differ in a near miss of a format, or in one of several linears.
 APART: dict[str, Callable[[random.Random], Any]] = {
     "numbers": lambda draw: draw.choice(tuple(NUMBERS)),
     "stored": lambda draw: True,

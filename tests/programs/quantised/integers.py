@@ -28,10 +28,11 @@ from tests.programs.quantised.linear import PRODUCTS, Coded, grid_of, held, plus
 
 @dataclass(frozen=True)
 class Integers:
-    """What a linear of integers is. order, spelling: of nibbles. zero: none, a number, or a key of
-    ZEROS. block: a key of BLOCKS. spread: how a number gets to its codes. within: the dtype in
-    which they are scaled, None for x's. scaled: how, a key of SCALINGS. place: of the scale. bent:
-    of the scale, a key of BENT or empty. rounded: of x."""
+    """The axes of a linear with integer codes. order, spelling: of nibbles. zero: none, a number,
+    or a key of ZEROS. block: a key of BLOCKS. spread: how a number gets to its codes. within: the
+    dtype in which they are scaled, None for x's. scaled: a key of SCALINGS. place: where the scale
+    is applied. bent: a wrong way to take the scale, a key of BENT or empty. rounded: the rounding
+    of x."""
 
     packing: str = "int8"
     order: tuple[int, ...] = ()
@@ -60,7 +61,7 @@ SCALINGS: dict[str, Callable[..., torch.Tensor]] = {
     "negated": lambda codes, scale: -codes * scale,
 }
 _SCALINGS = ("codes * scale",) * 20 + ("scale * codes",) * 10 + tuple(SCALINGS)
-#: Zeros by block: as whole numbers, floats, or nibbles of words.
+#: Ways to store zeros by block: as integers, as floats, or as nibbles of words.
 ZEROS = ("int", "float", "words", "words of awq", "words less one", "behind")
 
 
@@ -94,7 +95,7 @@ class IntegerLinear(Coded):
         return (spread * size if zero == "behind" else 8 + 3 * spread).to(dtype)
 
     def of_words(self, grid: torch.Size) -> torch.Tensor:
-        """Zeros [N / rows, K / columns], unpacked."""
+        """Returns the unpacked zeros [N / rows, K / columns]."""
         zero, axes = self.axes.zero, self.axes
         if zero == "words":
             return nibbles(self.zero.t(), COUNTING, axes.spelling).t()[: grid[0]]
@@ -104,7 +105,7 @@ class IntegerLinear(Coded):
         return found + 1 if zero == "words less one" else found
 
     def shifted(self, codes: torch.Tensor, within: torch.dtype) -> torch.Tensor:
-        """Codes less their zero, in the dtype in which they are scaled."""
+        """Subtracts the zeros from the codes, in the dtype in which they are scaled."""
         axes, zero = self.axes, self.axes.zero
         if zero is None or zero == "behind":
             return codes.to(within)
@@ -120,7 +121,7 @@ class IntegerLinear(Coded):
         return at_every(lambda c, t: c - t, codes, points, axes.block, axes.spread).to(within)
 
     def decoded(self, within: torch.dtype) -> torch.Tensor:
-        """(code - zero) [N, K]."""
+        """Returns code - zero, [N, K]."""
         packing = PACKINGS[self.axes.packing]
         return self.shifted(packing.codes(self.codes, self.axes.order, self.axes.spelling), within)
 
@@ -143,7 +144,7 @@ class IntegerLinear(Coded):
         if axes.place == "inside":
             return super().multiplied(x)
         scale = self.scale_of(axes.within or x.dtype)
-        if axes.place == "front":  # right for a tensor's alone
+        if axes.place == "front":  # correct only for one scale for the whole tensor
             x = (x * scale.flatten()[:1]).to(x.dtype)
             return product(x, self.decoded(x.dtype), self.bias)
         y = product(x, self.decoded(x.dtype), None)
@@ -192,8 +193,8 @@ def draw_integers(draw: random.Random) -> Integers:
 
 
 def nearly_hqq(draw: random.Random, drawn: Integers) -> Integers:
-    """HQQ's codes of 4 or 8 bits, as the library packs them or by neighbours, and their float
-    zeros; or all but one axis of them."""
+    """Draws HQQ's codes of 4 or 8 bits with float zeros, packed as by the library or as neighbours,
+    or a near miss that differs in one axis."""
     packing, order = draw.choice(HQQ)
     own = {
         "packing": packing,
@@ -230,7 +231,7 @@ HQQ = (
 )
 
 
-#: What one of several linears may have of its own.
+#: Axes in which one of several linears may differ from the others.
 APART: dict[str, Callable[[random.Random], Any]] = {
     "rounded": draw_rounded,
     "spelling": lambda draw: draw.choice(SPELLINGS),

@@ -1,4 +1,4 @@
-"""A linear whose weight is computed of codes."""
+"""A linear whose weight is computed from codes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 class Coded(nn.Module):
-    """x [..., K] -> [..., N]. axes: what was drawn, with the fields product, bias and rounded.
+    """A linear x [..., K] -> [..., N]. axes: the drawn axes, among them product, bias and rounded.
 
-    codes, scale: parameters of those names; zero: one, or None."""
+    codes, scale: parameters. zero: a parameter or None."""
 
     def __init__(self, axes: Any, shape: tuple[int, int], dtype: torch.dtype, generator: Any):
         super().__init__()
@@ -60,7 +60,7 @@ def held(tensor: torch.Tensor | None) -> nn.Parameter | None:
 
 
 def grid_of(shape: tuple[int, int], block: str) -> tuple[int, int]:
-    """How many numbers [N / rows, K / columns] there are of a key of BLOCKS."""
+    """Returns the shape [N / rows, K / columns] of the numbers by block, for a key of BLOCKS."""
     rows, columns = (
         1 if b is None else -(-n // b) for n, b in zip(shape, BLOCKS[block], strict=True)
     )

@@ -1,4 +1,4 @@
-"""Parts of a layer, whose linears are of codes."""
+"""Parts of a layer whose linears have weights of codes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Part(nn.Module):
         self.linears, self.drawn = nn.ModuleList(linears), drawn
 
     def ran(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """The result of a linear, and, where it is drawn, a write behind it."""
+        """Returns the result of a linear, and then does the drawn write, if there is one."""
         y = self.linears[number](x)
         written = self.drawn["written"]
         if written is not None and written[0] == number:

@@ -16,7 +16,7 @@ from tests.programs.quantised.parts import Gated, draw_written, normal
 
 
 class Product(nn.Module):
-    """x, rounded to e4m3, by e4m3 codes [N, K]. form: a key of FORMS."""
+    """A product of x, rounded to e4m3, with e4m3 codes [N, K]. form: a key of FORMS."""
 
     def __init__(self, form: str, rows: int, columns: int, seed: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Product(nn.Module):
             torch.rand(grid, generator=generator),
         )
         self.codes = nn.Parameter(values[0], requires_grad=False)
-        # Blocks differ by more than any rounding.
+        # Scales of blocks differ by more than any rounding.
         scale = (0.01 + values[1] ** 4) * columns**-0.5
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.step = nn.Parameter(torch.tensor([0.01]), requires_grad=False)
@@ -65,7 +65,7 @@ def static(layer: Product, x: torch.Tensor) -> torch.Tensor:
     return finegrained.block_static(x, *given)
 
 
-#: Of each form the grid of scales, and what it computes.
+#: Form -> (the shape of its scales, the function that computes the product).
 FORMS: dict[str, tuple[Callable[..., tuple[int, ...]], Callable[..., torch.Tensor]]] = {
     "scaled_mm by rows": (lambda n, k: (n, 1), scaled_mm(True)),
     "scaled_mm": (lambda n, k: (), scaled_mm(False)),
