@@ -358,6 +358,9 @@ IDIOMS |= {
     "quantised_batched": {"quantised": "nvfp4_table", "inner": 64, "gemm": "batched"},
 }  # fmt: skip
 
+#: One name for each distinct module. Several idioms are the same module as "plain".
+MODULES = list({MoeAxes(**axes): name for name, axes in reversed(IDIOMS.items())}.values())
+
 
 def bincount(ids, ids_sorted, n):
     return torch.bincount(ids, minlength=n).cumsum(0).to(torch.int32)
