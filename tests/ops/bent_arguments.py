@@ -497,21 +497,20 @@ def results(outcome: Outcome) -> tuple[torch.Tensor, ...]:
 
 
 def chosen(calls: int | None, seed: int, only: str) -> Iterator[tuple[Any, list[Bent]]]:
-    """Yields samples with the calls to make of each. calls: the number of calls for every op."""
+    """Yields samples with the calls to make of each. calls: the number of calls for all ops, drawn
+    from as many cases as there are calls of an op; None for every call of every case."""
     ops = [op for op in contract.all_ops() if op.namespace == "tilewright" and only in op.name]
     for op in ops:
-        every = []
-        for case in op.cases:
+        share = len(op.cases) if calls is None else -(-calls // len(ops))
+        draw = random.Random(f"{seed} {op.name}")
+        cases = draw.sample(op.cases, min(share, len(op.cases)))
+        for place, case in enumerate(cases):
             arguments = op.sample_inputs(case)
-            every.append((arguments, list(bent_calls(op, case, arguments))))
-        if calls is None:
-            yield from every
-            continue
-        share = -(-calls // len(ops))
-        places = [(a, b) for a, (_, bents) in enumerate(every) for b in range(len(bents))]
-        picked = sorted(random.Random(f"{seed} {op.name}").sample(places, min(share, len(places))))
-        for a, (arguments, bents) in enumerate(every):
-            yield arguments, [bents[b] for index, b in picked if index == a]
+            bents = list(bent_calls(op, case, arguments))
+            if calls is not None:
+                count = len(range(place, share, len(cases)))
+                bents = draw.sample(bents, min(count, len(bents)))
+            yield arguments, bents
 
 
 def limit_memory() -> None:
