@@ -98,11 +98,12 @@ class CachedPass:
 
     @property
     def captured(self) -> Callable[[], torch.Tensor]:
-        """The pass as a CUDA graph captures it, whose cache is rewound before each round.
+        """The pass that a CUDA graph captures. Its cache must be rewound before each round of
+        replays.
 
-        It has no launch beyond those of a user's pass. Its replays write into the next slots of the
-        cache, which is the same work: the mask and the positions are given. If the cache has no
-        room for REPLAYS passes, as for prompts, the pass rewinds the cache itself.
+        The pass launches only the kernels of a user's pass. Each replay writes into the next slots
+        of the cache; this is the same work, since mask and positions are given. If the cache has no
+        room for REPLAYS passes, as for prompts, the captured pass also rewinds the cache.
         """
         tokens = self.inputs["input_ids"].shape[1]
         capacity = max(layer.max_cache_len for layer in self.cache.layers)

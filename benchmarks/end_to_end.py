@@ -6,9 +6,9 @@
 microseconds. A case is batch x tokens with a static cache; the model is called as `generate()`
 calls it, with positions and a 4-D mask made outside of the pass. "-padded": the prompts differ in
 length, so shorter ones are padded on the left. "-nomask": no mask is given, as in a call by hand.
-"-nocache": no cache is given. The cache is rewound between rounds of replays, and in the graph only
-for prompts. Each case is a process: all compile side by side, then each has the GPU to itself. The
-weights of one pass exceed the L2 cache many times, so every pass is cold.
+"-nocache": no cache is given. Between rounds of replays the cache is rewound. The captured graph
+itself rewinds it only for prompts. Each case is a process: all compile side by side, then each has
+the GPU to itself. The weights of one pass exceed the L2 cache many times, so every pass is cold.
 
 floor: the time to read the weights in use, and in a decode step the tokens present, at the copy
 rate of the same run; it is a bound only where memory limits the pass. peak: memory of a pass beyond

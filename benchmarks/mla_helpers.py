@@ -59,7 +59,7 @@ CODE_CONFIGS = [
 
 
 def arguments(heads: int, rows: int, new: int, kind: str) -> MlaPrefillArguments:
-    """Returns random arguments of one sequence of `rows` rows, of which `new` are new.
+    """Returns random arguments of one sequence with `rows` rows; `new` of them are new.
 
     kind: "values", "codes", or "codes 8-bit core" for keys of 8 bits.
     """

@@ -69,10 +69,10 @@ def _finished(process: subprocess.Popen[str]) -> dict[str, Any] | None:
 def printed_rows(
     commands: Mapping[str, Sequence[str]], seconds: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (name, row) as soon as a case prints a row, of which it may print any number.
+    """Yields (name, row) as soon as a case prints a row. A case may print any number of rows.
 
-    seconds: for everything. A case that is not ready by then, or that goes on for longer than its
-    share of the time that is left, is ended; its rows until then stay.
+    seconds: the time for all cases. A case is ended if it is not ready by then, or if it takes more
+    than its share of the remaining time; the rows that it printed before are kept.
     """
     end = time.monotonic() + seconds
     cases = {name: _Case(name, command) for name, command in commands.items()}

@@ -2,7 +2,7 @@
 
 python docs/predictions_page.py
 
-A test fails where the page is not what they say.
+A test fails if the page differs from them.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ def load(name: str | None, device: str) -> Any:
     weights."""
     if name is None:
         torch.manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32  # which fixes the tokens
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32  # which determines the tokens
         return AutoModelForCausalLM.from_config(SMALL, dtype=dtype).to(device).eval()
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map=device).eval()
-    print(prepare(model))  # what a quantised checkpoint needs; a dense one stays as it is
+    print(prepare(model))  # needed for a quantised checkpoint; does not change a dense model
     return model
 
 

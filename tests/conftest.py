@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import sys
-from contextvars import ContextVar
 from pathlib import Path
 from traceback import StackSummary
 
@@ -37,6 +36,8 @@ logging.getLogger("torch.__trace").propagate = True
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.quick_dynamo import quicken_dynamo  # noqa: E402  on the path now
+
 
 def pytest_collection_finish(session):
     """Excludes modules and tests from garbage collection, which makes every collection a tenth of a
@@ -47,61 +48,6 @@ def pytest_collection_finish(session):
 
 def pytest_runtest_setup(item):
     quicken_dynamo()
-
-
-def quicken_dynamo():
-    """Turns off parts of Dynamo that only write its log. For the log, Dynamo times the guards of
-    each compilation with cold caches, which takes a tenth of the time to compile a small model. It
-    also logs all settings of Dynamo and Inductor, each change of an object with the places that
-    made it, the name of the function of each call (for which it reads whole files), and the model's
-    line beside each guard."""
-    guards = sys.modules.get("torch._dynamo.guards")
-    if hasattr(guards, "profile_guard_manager"):
-        guards.profile_guard_manager = lambda *arguments: 0.0
-    if hasattr(guards, "get_verbose_code_part"):
-        guards.get_verbose_code_part = lambda code_part, guard: code_part
-    utils = sys.modules.get("torch._dynamo.utils")
-    for name in ("_scrubbed_inductor_config_for_logging", "_get_dynamo_config_for_logging"):
-        if hasattr(utils, name):
-            setattr(utils, name, lambda: None)
-    settings = sys.modules.get("torch.utils._config_module")
-    if settings is not None and settings.ConfigModule.__getattr__.__name__ != "read":
-        kind = settings.ConfigModule
-        kind.__getattr__ = _read_quickly(settings._UNSET_SENTINEL, kind.__getattr__)
-    config = sys.modules.get("torch._dynamo.config")
-    if hasattr(config, "side_effect_replay_policy"):
-        config.side_effect_replay_policy = "silent"
-    translator = sys.modules.get("torch._dynamo.symbolic_convert")
-    if hasattr(translator, "get_funcname"):
-        translator.get_funcname = lambda filename, lineno: None
-
-
-def _read_quickly(unset, original):
-    """Returns a faster way to read torch's settings, since Dynamo reads one at every instruction.
-    If only the default and a value set by the user decide a setting, nothing else is looked at."""
-    known = {}
-
-    def decides_itself(entry):
-        return (
-            isinstance(getattr(entry, "user_override", None), ContextVar)
-            and isinstance(entry.default, (bool, int, float, str, type(None)))
-            and (entry.alias, entry.justknob) == (None, None)
-            and not getattr(entry, "deprecated", True)
-            and entry.env_value_force is unset
-            and entry.env_value_default is unset
-        )
-
-    def read(self, name):
-        entry = known.get((self, name))
-        if entry is not None and not entry.hide:
-            value = entry.user_override.get()
-            return entry.default if value is unset else value
-        value = original(self, name)
-        if decides_itself(self._config[name]):
-            known[self, name] = self._config[name]
-        return value
-
-    return read
 
 
 def _kept_by_place(original):

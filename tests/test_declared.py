@@ -3,6 +3,8 @@ back where not, refused where it does not fit."""
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -278,6 +280,21 @@ def add_norm(x: torch.Tensor, rest: torch.Tensor) -> None:
 def add_norm_meaning(x, rest):
     rest.add_(x)
     x.copy_(torch.nn.functional.rms_norm(rest, (x.shape[-1],)))
+
+
+@pytest.mark.parametrize("index", [None, slice(0, 2)], ids=["the tuple", "a part of it"])
+def test_a_call_whose_results_are_read_together_is_not_spelled_out(index):
+    """A value could stand for each result, but not for their tuple."""
+    graph = torch.fx.Graph()
+    call = graph.call_function(torch.var_mean, (graph.placeholder("x"),))
+    call.meta["example_value"] = torch.ones(3), torch.ones(3)
+    graph.call_function(operator.getitem, (call, 0))
+    if index is None:
+        graph.call_function(torch.stack, (call,))
+    else:
+        graph.call_function(operator.getitem, (call, index))
+    with pytest.raises(declared.UnfitError, match="used as a whole"):
+        declared._results(call)
 
 
 # --- wrong meanings -------------------------------------------------------------------------------

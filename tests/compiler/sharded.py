@@ -563,7 +563,7 @@ def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
 
 def main(folder: Path) -> int:
     """Starts the ranks of each world as forks of this process, which has imported everything."""
-    from tests.conftest import quicken_dynamo  # for what Dynamo does once more in every rank
+    from tests.quick_dynamo import quicken_dynamo  # for what Dynamo does once more in every rank
 
     torch.set_num_threads(1)
     disable_progress_bar()

@@ -279,6 +279,12 @@ def test_what_others_read_or_what_is_no_row_stays(step):
         assert torch.equal(one, other)
 
 
+def test_a_copy_to_another_device_is_no_arithmetic():
+    made = compiled(lambda x: head(x).to("meta")[:, -1])(torch.randn(BATCH, TOKENS, 16))
+    assert made.shape == (BATCH, 40)
+    assert [moved for moved, _ in found] == [0]
+
+
 def test_one_token_stays_as_it_is():
     x = torch.randn(BATCH, 1, 16)
     ours = compiled(last)(x)

@@ -79,7 +79,8 @@ for _name in ("fp8_fp4_gemm_nt", "m_grouped_fp8_fp4_gemm_nt_contiguous"):
 def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [M, K] and scales [M, K / gran_k], by the calls that the hub's function makes."""
+    """Returns codes [M, K] and scales [M, K / gran_k], computed by the same calls as in the hub's
+    function."""
     rows, columns = x.shape
     whole = -(-columns // gran_k) * gran_k
     padded = torch.empty((rows, whole), dtype=x.dtype, device=x.device).fill_(0)

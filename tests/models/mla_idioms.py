@@ -304,6 +304,8 @@ IDIOMS |= {
     "absorbed_with_head": {"attention": "absorbed", "write": "with_head", "gather": "index_select"},
     "chunked": {"attention": "chunked"},
 }
+#: One name for each distinct module. Several idioms are the same module as "plain".
+MODULES = list({MlaAxes(**axes): name for name, axes in reversed(IDIOMS.items())}.values())
 
 
 def build(name: str, **changes: Any):

@@ -21,14 +21,14 @@ from tilewright.ops.formats.expert_weight import ExpertWeight
 
 @dataclass(frozen=True)
 class MoeAxes:
-    """gemm: "grouped", or with a gathered weight per route (routes stay in their order): "batched",
-    or "einsum" by token and slot.
-    ends, rows, order, combine: keys of ENDS, ROWS, ORDERS, COMBINES. layout: "halves",
-    "interleaved" or "separate". stored: "NK" [E, N, K] or "KN" [E, K, N]. weigh: "sorted" (rows
-    times expert_weights[order]) or "tokens" (after the way back). quantised, quantised_down: a
-    spelling of moe_dequant.SPELLINGS for the experts' weights, or "" for dense ones. elsewhere:
-    experts that the router may choose besides, numbered num_experts and up: their rows are masked,
-    as Hugging Face writes it for expert parallelism."""
+    """The variants of a model. gemm: "grouped" sorts routes by expert; "batched" gathers a weight
+    for each route, and "einsum" one for each token and slot, without sorting. ends, rows, order,
+    combine: keys of ENDS, ROWS, ORDERS, COMBINES. layout: "halves", "interleaved" or "separate".
+    stored: "NK" [E, N, K] or "KN" [E, K, N]. weigh: "sorted" (rows times expert_weights[order]) or
+    "tokens" (after the way back). quantised, quantised_down: a spelling of moe_dequant.SPELLINGS
+    for the experts' weights, or "" for dense ones. elsewhere: the number of experts on other
+    devices, which the router may choose too. Their numbers begin at num_experts, and their rows are
+    masked, as in Hugging Face's expert parallelism."""
 
     ends: str = "histc"
     rows: str = "divide"
@@ -358,6 +358,9 @@ IDIOMS |= {
     "quantised_batched": {"quantised": "nvfp4_table", "inner": 64, "gemm": "batched"},
 }  # fmt: skip
 
+#: One name for each distinct module. Several idioms are the same module as "plain".
+MODULES = list({MoeAxes(**axes): name for name, axes in reversed(IDIOMS.items())}.values())
+
 
 def bincount(ids, ids_sorted, n):
     return torch.bincount(ids, minlength=n).cumsum(0).to(torch.int32)
@@ -367,7 +370,7 @@ def bincount_cut(ids, ids_sorted, n):
     return torch.bincount(ids, None, n)[:n].cumsum(0).to(torch.int32)
 
 
-# Shapes that depend on data: one graph under capture_dynamic_output_shape_ops alone.
+# Shapes that depend on data; this is one graph only with capture_dynamic_output_shape_ops.
 ENDS |= {f.__name__: f for f in (bincount, bincount_cut)}
 
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the hub's nvfp4-gemm, of its names, schemas and arithmetic, and linears of
+"""Stand-ins for the hub's nvfp4-gemm, with its names, schemas and arithmetic, and linears of
 transformers that call them."""
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ KERNEL = library.NVFP4Kernel(PackedWeight, gemm, pack, swizzled_sf_shape)
 
 
 def linear(rows: int, columns: int, seed: int) -> library.NVFP4Linear:
-    """An `NVFP4Linear` of a random weight; `load_nvfp4_kernel` has to give KERNEL."""
+    """Returns an `NVFP4Linear` with a random weight. The caller must make `load_nvfp4_kernel`
+    return KERNEL."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
     packed, made = pack(weight.bfloat16()), library.NVFP4Linear(columns, rows)

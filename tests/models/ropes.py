@@ -35,7 +35,7 @@ def half_reordered(x, cos, sin):
 
 
 def half_wide(x, cos, sin):
-    """fp32 tables and heads, cast back (OLMo 2)."""
+    """Rotates in fp32, with fp32 tables, and casts the result back (OLMo 2)."""
     y = wide(x)
     return (y * twice(wide(cos)) + rotate_half(y) * twice(wide(sin))).to(x.dtype)
 
@@ -59,7 +59,7 @@ def half_swapped_sign(x, cos, sin):
 
 
 def half_quarter_turn(x, cos, sin):
-    """The halves of the result change places: a quarter turn more."""
+    """Exchanges the halves of the result, which rotates by another quarter turn."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((b * cos + a * sin, a * cos - b * sin), dim=-1)
 
@@ -70,42 +70,42 @@ def interleaved(x, cos, sin):
 
 
 def interleaved_repeated(x, cos, sin):
-    """Every column of the table twice (GLM-4, Cohere)."""
+    """Uses tables that have every column twice (GLM-4, Cohere)."""
     cos, sin = (t.repeat_interleave(2, dim=-1) for t in (cos, sin))
     turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     return x * cos + turned * sin
 
 
 def interleaved_pairs(x, cos, sin):
-    """Pairs as a dimension of their own (gpt-fast)."""
+    """Views pairs as a dimension of their own (gpt-fast)."""
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     a, b = pairs[..., 0], pairs[..., 1]
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
 
 def pair_matrices(x, cos, sin):
-    """A matrix of two rows and columns for each pair (lingua)."""
+    """Multiplies each pair by a 2 x 2 matrix (lingua)."""
     turn = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
     pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
     return (pairs * wide(turn)).sum(-1).flatten(-2).type_as(x)
 
 
 def two_tables(x, cos, sin):
-    """Each half of the heads has tables of its own."""
+    """Uses different tables for the two halves of a head."""
     a, b = x.chunk(2, dim=-1)
     other_cos, other_sin = cos * 1.0, sin + 0.0
     return torch.cat((a * cos - b * sin, b * other_cos + a * other_sin), dim=-1)
 
 
 def complex_numbers(x, cos, sin):
-    """Pairs as complex numbers (Llama, DeepSeek-V2)."""
+    """Views pairs as complex numbers (Llama, DeepSeek-V2)."""
     pairs = torch.view_as_complex(wide(x).reshape(*x.shape[:-1], -1, 2))
     turn = torch.complex(wide(cos), wide(sin))
     return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)
 
 
 def complex_table(x, cos, sin):
-    """The table is of real pairs, read as complex numbers."""
+    """Uses a table of real pairs that is viewed as complex numbers."""
     pairs = torch.view_as_complex(wide(x.reshape(*x.shape[:-1], -1, 2)))
     turn = torch.view_as_complex(torch.stack((wide(cos), wide(sin)), dim=-1))
     return torch.view_as_real(turn * pairs).flatten(-2).to(x.dtype)
@@ -119,7 +119,7 @@ def complex_backwards(x, cos, sin):
 
 
 def to_halves(x, cos, sin):
-    """Pairs are brought into halves first (DeepSeek-V3)."""
+    """Reorders pairs into halves, and rotates these (DeepSeek-V3)."""
     x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape)
     return half(x, cos, sin)
 

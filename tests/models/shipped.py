@@ -68,9 +68,9 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Shipped:
-    """library: what must be installed. load: (model, folder of its own) -> the model, loaded.
-    models: keys of CONFIGS that come in the format; all but gpt_oss, which comes in MXFP4, where
-    none is named."""
+    """A format. library: the library that must be installed. load: (model, empty folder) -> the
+    loaded model. models: the keys of CONFIGS that exist in the format; if empty, all but gpt_oss,
+    which exists only in MXFP4."""
 
     library: str
     load: Callable[[str, Path], nn.Module]
@@ -113,7 +113,7 @@ def _torchao_nvfp4(kind: str, folder: Path) -> nn.Module:
 
 
 def _torchao_int4(kind: str, folder: Path, tiled: bool) -> nn.Module:
-    """With stand-ins for the kernels, which need a GPU."""
+    """Returns a model quantised by torchao, with stand-ins for the kernels that need a GPU."""
     from tests.models import torchao_int4
 
     model: Any = dense(kind)
@@ -122,7 +122,7 @@ def _torchao_int4(kind: str, folder: Path, tiled: bool) -> nn.Module:
 
 
 def _by_config(kind: str, folder: Path, config: str, **options: Any) -> nn.Module:
-    """Quantised by transformers while it loads the dense checkpoint."""
+    """Returns a model that transformers quantises while it loads the dense checkpoint."""
     import transformers
 
     dense(kind).save_pretrained(folder)
@@ -130,7 +130,7 @@ def _by_config(kind: str, folder: Path, config: str, **options: Any) -> nn.Modul
 
 
 def _hqq(kind: str, folder: Path, bits: int) -> nn.Module:
-    """Quantised by the library itself: transformers does not load this format."""
+    """Returns a model that HQQ itself quantises, since transformers does not load this format."""
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
     model: Any = dense(kind)
@@ -157,8 +157,9 @@ def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
 def compressed(
     kind: str, folder: Path, scheme: str, kv_scales: tuple[float, float] | None = None
 ) -> nn.Module:
-    """A checkpoint whose experts are linears of their own, which transformers decodes, and joins,
-    while it loads them. kv_scales: of keys and values, which are rounded to float8 then."""
+    """Writes a checkpoint in which each expert has its own linears; transformers decodes and joins
+    them while it loads the model. kv_scales: scales of keys and values; with them, keys and values
+    are rounded to float8."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -195,7 +196,8 @@ def compressed(
 
 
 def _one_expert(gate_up: torch.Tensor, down: torch.Tensor) -> nn.Module:
-    """An expert of stacked weights [2 I, H] and [H, I], as checkpoints have it."""
+    """Returns the linears of an expert, as checkpoints have them, from stacked weights [2 I, H] and
+    [H, I]."""
     made = nn.Module()
     gate, up = gate_up.chunk(2)
     for name, weight in {"gate_proj": gate, "up_proj": up, "down_proj": down}.items():
@@ -237,7 +239,8 @@ def calibrate(module: Any) -> None:
 
 
 def _packed(kind: str, folder: Path, method: str) -> nn.Module:
-    """A GPTQ or AWQ checkpoint of random words, loaded to be computed in PyTorch."""
+    """Writes a GPTQ or AWQ checkpoint with random words, and loads it with the backend in
+    PyTorch."""
     import transformers
 
     model: Any = dense(kind)
@@ -265,7 +268,8 @@ def _packed(kind: str, folder: Path, method: str) -> nn.Module:
 
 
 def _finegrained(kind: str, folder: Path, scale_fmt: str = "float") -> nn.Module:
-    """FineGrainedFP8 with its codes, as it is on a GPU: the hub's kernel is a stand-in."""
+    """Returns a FineGrainedFP8 model that keeps its codes, as on a GPU, with a stand-in for the
+    hub's kernel."""
     from tests.models import finegrained
 
     finegrained.library._FINEGRAINED_FP8 = finegrained.KERNEL
@@ -273,14 +277,16 @@ def _finegrained(kind: str, folder: Path, scale_fmt: str = "float") -> nn.Module
 
 
 def _mxfp4_on_gpu(kind: str, folder: Path) -> nn.Module:
-    """Mixtures in MXFP4 with their codes, as they are on a GPU: the hub's kernels are stand-ins."""
+    """Returns a model whose mixtures keep their MXFP4 codes, as on a GPU, with stand-ins for the
+    hub's kernels."""
     model = dense(kind)
     gpt_oss_hub.load(model, gpt_oss_hub.StridedLayout)
     return model
 
 
 def _mxfp4(kind: str, folder: Path) -> nn.Module:
-    """A checkpoint of random codes, which transformers decodes where there is no GPU."""
+    """Returns a checkpoint of random codes, which transformers decodes on a machine without a
+    GPU."""
     model: Any = dense(kind)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name in [n for n in state if n.endswith(gpt_oss_hub.PROJECTIONS)]:
@@ -382,7 +388,8 @@ BY_TRANSFORMERS: dict[str, Shipped] = {
 
 
 def step_of(model: Any, present: int = 5, length: int = 32) -> dict[str, Any]:
-    """A decode step of one sequence as `generate()` calls it, `present` tokens in its cache."""
+    """Returns a decode step of one sequence as `generate()` calls it, with `present` tokens in the
+    cache."""
     config = model.config
     cache = StaticCache(config=config, max_cache_len=length)
     heads, width = config.num_key_value_heads, config.head_dim

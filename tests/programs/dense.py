@@ -17,9 +17,9 @@ from tests.models.norms import gemma_row_norm, hf_row_norm
 
 @dataclass(frozen=True)
 class DenseAxes:
-    """norm, post: before the linears and before the sum. form: how gate and up are kept. sum: how
-    the residual is added. head: the reader of the last tokens. tokens: the tokens of each of two
-    sequences."""
+    """The variants of a layer. norm, post: the norms before the linears and before the sum. form:
+    how gate and up are stored. sum: how the residual is added. head: the reader of the last tokens.
+    tokens: the tokens of each of two sequences."""
 
     norm: str = "none"
     form: str = "separate"
@@ -120,7 +120,7 @@ class Dense(nn.Module):
         self.head = random(40, axes.hidden)
 
     def inner(self, x):
-        """[B, S, inner]."""
+        """Computes the inner activations [B, S, inner]."""
         axes, n = self.axes, self.axes.inner
         act, bias = ACTIVATIONS[axes.activation], self.biases[0] if axes.bias else None
         if axes.form == "plain":
@@ -156,7 +156,7 @@ class Dense(nn.Module):
 
 
 def build(axes: DenseAxes):
-    """(module, (x, residual)), each [2, tokens, hidden]."""
+    """Returns (module, (x, residual)); both tensors are [2, tokens, hidden]."""
     generator = torch.Generator().manual_seed(1)
     shape = (2, axes.tokens, axes.hidden)
     x, residual = (torch.randn(shape, generator=generator).to(axes.dtype) for _ in range(2))

@@ -14,10 +14,11 @@ from tests.models.cache_writes import old_tokens
 
 @dataclass(frozen=True)
 class LoraAxes:
-    """take: how each row gets its adapter. product: how it is multiplied. stored: A of q, k and v
-    "apart", or in one tensor by "rows" or "planes". scale: "", "before" or "after" B. masked: how
-    rows without an adapter stay as they are. base: "separate" or "packed". cache: K and V are
-    written after the adapters."""
+    """The variants of a model. take: the way to select each row's adapter. product: the kind of
+    product. stored: A of q, k and v "apart", or in one tensor by "rows" or "planes". scale: the
+    place of the scale, "before" or "after" B, or "" for none. masked: the way to leave rows without
+    an adapter unchanged. base: "separate" or "packed" projections. cache: whether K and V are then
+    written into a cache."""
 
     take: str = "getitem"
     product: str = "einsum"
@@ -100,7 +101,7 @@ class Lora(nn.Module):
         return {n: F.linear(x, self.base[n]) for n in self.widths}
 
     def shrink(self, n):
-        """A [G, R, H] of q, k or v."""
+        """Returns A [G, R, H] of q, k or v."""
         at = "qkv".index(n)
         if self.axes.stored == "apart":
             return self.a[n]
@@ -177,7 +178,7 @@ class Lora(nn.Module):
 
 
 def build(axes: LoraAxes):
-    """(module, (x, index, slots, k_cache, v_cache))."""
+    """Returns (module, (x, index, slots, k_cache, v_cache))."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(axes.num_tokens, axes.hidden, generator=generator).to(axes.dtype)
     index = torch.randint(0, axes.num_adapters, (axes.num_tokens,), generator=generator)

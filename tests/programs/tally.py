@@ -14,11 +14,11 @@ JUDGED = ("wrong", "raised", "refused")
 class Outcome:
     """The outcome of a program.
 
-    verdict: "same", "nothing fused", "unstable" (no verdict: a rounding of the
-    inputs moves eager's own result as far), "undefined" (memory is read that nothing wrote), "tied"
-    (right but for which of equal numbers topk takes, of which PyTorch promises nothing),
-    "lost, told" (right, and a miss says why less is fused than in another spelling), "refused" (the
-    fused op refuses a value that eager takes), "raised" (our compiler did) or "wrong".
+    verdict: "same", "nothing fused", "unstable" (a rounding of the inputs changes eager's own
+    result as much), "undefined" (memory is read that nothing wrote), "tied" (right, except that
+    topk takes another one of equal numbers, which PyTorch allows), "lost, told" (right, and a miss
+    says why less is fused than in another spelling), "refused" (the fused op refuses a value that
+    eager takes), "raised" (tilewright raised) or "wrong".
     silent: points of the census that nothing accounts for and no miss names. unrecognised: those
     that a miss says no pattern recognises."""
 
@@ -35,11 +35,12 @@ class Tally:
     """Counts over programs.
 
     broken: how many had at least one breakage. patterns, misses: programs with at least one.
-    through_dynamo: how many were compiled by torch.compile too, and differed. found: seeds that
-    were wrong, raised or refused, and why. silent: programs with points of the census that nothing
-    accounts for and no miss names, of models broken and as written. unrecognised: programs with
-    points that a miss says no pattern recognises. unaccounted: the seeds of both, and the points.
-    Runs before 2026-11-24 count both as silent: there was no such miss.
+    through_dynamo: the numbers of programs that were also compiled by torch.compile, and of those
+    that differed. found: seeds that were wrong, raised or refused, and why. silent: programs with
+    points of the census that nothing accounts for and no miss names, of models broken and as
+    written. unrecognised: programs with points that a miss says no pattern recognises. unaccounted:
+    the seeds of both, and the points. Runs before 2026-11-24 count both as silent: there was no
+    such miss.
     """
 
     programs: int = 0

@@ -63,7 +63,7 @@ def one_stack_in_turn(m, x, ids):
 
 
 def one_stack_views(m, x, ids):
-    """The same, of views of the stacks."""
+    """As `one_stack_in_turn`, with views of the stacks."""
     parts = F.linear(x, m.packed).split(WIDTH, -1)
     found = []
     for n, part in enumerate(parts):

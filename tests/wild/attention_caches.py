@@ -76,7 +76,7 @@ def put_rows(m, x, keys, values, positions):
 
 
 def put_rows_heads_first(m, x, keys, values, positions):
-    """The same with caches [B, Hkv, L, D]: the heads lie between the indices."""
+    """Writes as `put_rows`, but into caches [B, Hkv, L, D], with the heads between the indices."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions[:, None]).transpose(1, 2) for t in (q, k))
     rows = torch.arange(BATCH)[:, None]
@@ -86,7 +86,8 @@ def put_rows_heads_first(m, x, keys, values, positions):
 
 
 def rolled(m, x, keys, values, positions):
-    """A full window of transformers: the oldest goes out, the newest comes last; one token."""
+    """Shifts a full window as transformers does: removes the oldest token and appends the
+    newest."""
     q, k, v = (t.transpose(1, 2)[:, :, :1] for t in project(m, x))
     seen = []
     for cache, new in ((keys, k), (values, v)):
@@ -126,7 +127,8 @@ def query_by_old_cache(m, x, keys, values, positions):
 
 
 def beside_convolution(m, x, keys, values, positions):
-    """As LFM2: a layer beside keeps the last inputs of its convolution, [B, C, width]."""
+    """As LFM2: beside the attention, a layer keeps the last inputs of its convolution, [B, C,
+    width]."""
     m.inputs.copy_(torch.cat((m.inputs, m.wk(x).transpose(1, 2)), -1)[..., -m.inputs.shape[-1] :])
     return usual(*project(m, x), keys, values, positions)
 
@@ -161,7 +163,8 @@ def replaced_whole(m, x, keys, values, positions):
 
 
 def replaced_by_joined(m, x, keys, values, positions):
-    """The same of heads that end in a join of their parts: no token moves."""
+    """Replaces the caches as `replaced_whole`, with heads whose last operation joins their
+    parts."""
 
     def turned(t):
         return torch.cat((t[..., : WIDTH // 2].tanh(), t[..., WIDTH // 2 :]), -1)
@@ -174,7 +177,7 @@ def replaced_by_joined(m, x, keys, values, positions):
 
 
 def query_in_float32(m, x, keys, values, positions):
-    """As CodeGen: the tables are fp32, the keys are rounded for the cache, the queries never."""
+    """As CodeGen: the tables are fp32; keys are rounded for the cache, but queries stay in fp32."""
     cos, sin = cos_sin(positions)
     q, k, v = (t.transpose(1, 2) for t in project(m, x))
     q, k = (t * cos + rotate_half(t) * sin for t in (q, k))
@@ -183,7 +186,7 @@ def query_in_float32(m, x, keys, values, positions):
 
 
 def cross_once(m, x, keys, values, positions):
-    """The keys and values of an encoder's states, written once; queries come of x."""
+    """Writes the keys and values of an encoder's states once; queries are computed from x."""
     states = m.states
     q = m.wq(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
     k, v = (w(states).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for w in (m.wk, m.wv))

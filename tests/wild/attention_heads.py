@@ -47,7 +47,8 @@ def complex_pairs(m, x, keys, values, positions):
 
 
 def complex_pairs_turned_back(m, x, keys, values, positions):
-    """The near miss: chunks along the dimension beside the pairs', so that pairs stay apart."""
+    """Near miss: chunks along another dimension than that of the pairs, which does not join
+    pairs."""
     turns = torch.polar(torch.ones(SEQ, WIDTH // 2), angles(positions))
 
     def turned(t):
@@ -102,7 +103,7 @@ def _in_pairs(m, x, keys, values, positions, table):
 
 
 def tables_stacked(m, x, keys, values, positions):
-    """As RoFormer: the tables hold each number twice, stacked beside itself."""
+    """As RoFormer: the tables have each number twice in a row, made by stack."""
     return _in_pairs(
         m, x, keys, values, positions, lambda t: torch.stack([t, t], -1).reshape(SEQ, 1, WIDTH)
     )
@@ -132,7 +133,7 @@ def cast_of_sums(m, x, keys, values, positions):
 
 
 def norm_in_place(m, x, keys, values, positions):
-    """As nano-vllm: the heads are overwritten by their norm."""
+    """As nano-vllm: overwrites the heads with their norm."""
 
     def normed(t, weight):
         dtype = t.dtype
@@ -148,7 +149,7 @@ def norm_in_place(m, x, keys, values, positions):
 
 
 def norm_in_place_seen(m, x, keys, values, positions):
-    """The near miss: the projection itself is overwritten, and read again afterwards."""
+    """Near miss: overwrites the projection itself, and reads it again afterwards."""
     q, k, v = project(m, x)
     q = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + EPS)
     k.mul_(torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + EPS))
@@ -178,7 +179,7 @@ def norm_of_values_weighted(m, x, keys, values, positions):
 
 
 def values_of_keys(m, x, keys, values, positions):
-    """As Gemma 4's global layers: the values are the keys' projection, normed otherwise."""
+    """As Gemma 4's global layers: keys and values share a projection, with different norms."""
     q, k, _ = project(m, x)
     v = F.rms_norm(k, (WIDTH,), None, EPS)
     q, k = (F.rms_norm(t, (WIDTH,), w, EPS) for t, w in ((q, m.q_norm), (k, m.k_norm)))
@@ -203,7 +204,8 @@ def layer_norm_with_bias(m, x, keys, values, positions):
 
 
 def layer_norm_spelled_out(m, x, keys, values, positions):
-    """The same by hand, in fp32 and over whole heads' rotation; the keys' norm alone has a bias."""
+    """As `layer_norm_with_bias`, but written by hand in fp32, with a rotation of whole heads; only
+    the norm of the keys has a bias."""
 
     def normed(t, weight, bias):
         t = t.float()
@@ -220,7 +222,7 @@ def layer_norm_spelled_out(m, x, keys, values, positions):
 
 
 def norm_shifted_by_token(m, x, keys, values, positions):
-    """The near miss: what is added after the norm differs from token to token."""
+    """Near miss: adds a value after the norm that differs between tokens."""
     q, k, v = project(m, x)
     shift = positions[:, None, None] * m.k_bias
     q, k = (F.layer_norm(t, (WIDTH,), w, None, EPS) for t, w in ((q, m.q_norm), (k, m.k_norm)))
@@ -229,17 +231,17 @@ def norm_shifted_by_token(m, x, keys, values, positions):
 
 
 def layer_norm_by_head(m, x, keys, values, positions):
-    """As StableLM 2: each head has a norm of its own, of a split and joined again."""
+    """As StableLM 2: splits the heads, norms each with its own norm, and joins them."""
     return _normed_by_head(m, x, keys, values, positions, 1)
 
 
 def layer_norm_by_other_head(m, x, keys, values, positions):
-    """The near miss: the heads change places between split and join."""
+    """Near miss: joins the heads in another order than they were split."""
     return _normed_by_head(m, x, keys, values, positions, -1)
 
 
 def _normed_by_head(m, x, keys, values, positions, step):
-    """step: in which order the heads are joined."""
+    """Norms each head with its own norm. step: the order in which the heads are joined."""
 
     def normed(t, weights):
         heads = torch.split(t.transpose(1, 2), 1, dim=1)[::step]
@@ -258,8 +260,8 @@ def _normed_by_head(m, x, keys, values, positions, step):
 
 
 def _gated(m, x, keys, values, positions, gate_of, split, packed=False):
-    """split: q_proj's result [B, S, H, 2, D] or [B, S, 2, H, D] as q and gate [B, S, H, D]. packed:
-    one linear makes all."""
+    """Runs a layer with gates. split: splits q_proj's result [B, S, H, 2, D] or [B, S, 2, H, D]
+    into q and gate [B, S, H, D]. packed: whether one linear makes q, gates, k and v."""
 
     def normed(t, weight):
         out = t.float() * torch.rsqrt(t.float().pow(2).mean(-1, keepdim=True) + EPS)
@@ -301,7 +303,7 @@ def gate_in_packed(m, x, keys, values, positions):
 
 
 def gate_behind_query(m, x, keys, values, positions):
-    """All queries, then all gates; the sigmoid stands before the writes."""
+    """Projects all queries, then all gates, and computes the sigmoid before the writes."""
 
     def split(t):
         q, gate = t.chunk(2, dim=-1)
@@ -312,7 +314,7 @@ def gate_behind_query(m, x, keys, values, positions):
 
 
 def gate_across_query(m, x, keys, values, positions):
-    """The near miss: the gates are read with the queries as they were projected."""
+    """Near miss: the gates are computed from the columns of the queries too."""
 
     def split(t):
         t = t.view(BATCH, SEQ, -1, WIDTH * 2)
@@ -381,14 +383,15 @@ def value_multiplier(m, x, keys, values, positions):
 
 
 def key_divided(m, x, keys, values, positions):
-    """Keys over a number once they are rotated, in fp32; both have a factor."""
+    """Divides rotated keys by a number, in fp32; keys and values both have a factor."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
     return usual(q, (k.float() / 3.0).to(x.dtype), 2 * v, keys, values, positions)
 
 
 def key_multiplied_before_norm(m, x, keys, values, positions):
-    """The near miss: a norm follows, whose epsilon the factor would move."""
+    """Near miss: a norm follows the factor, so moving the factor would change the norm's
+    epsilon."""
     q, k, v = project(m, x)
     q, k = (F.rms_norm(t, (WIDTH,), w, 1e-3) for t, w in ((q, m.q_norm), (k * 0.05, m.k_norm)))
     return usual(q, k, v, keys, values, positions)

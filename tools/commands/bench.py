@@ -61,8 +61,8 @@ def bench(
 ) -> None:
     """Run benchmarks of the checkout tilewright is installed from, or draw their kept results.
 
-    Each takes its own options when run as `python benchmarks/NAME.py`. With --profile the distance
-    of a step of MODEL (as for `inspect`) to the memory floor, kernel by kernel.
+    Each benchmark takes its own options when run as `python benchmarks/NAME.py`. --profile shows
+    the distance of a step of MODEL (as for `inspect`) to the memory floor, kernel by kernel.
     """
     with errors_for_people(debug):
         if profile is not None:

@@ -90,8 +90,8 @@ def inspect(
 ) -> None:
     """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
 
-    Needs no GPU and no weights: meta tensors do. With --tp also what a rank sends, and how long a
-    step takes at least. With --batches a table of modelled steps instead.
+    Needs no GPU and no weights, since tensors are on the meta device. --tp also shows what a rank
+    sends, and how long a step takes at least. --batches prints a table of modelled steps instead.
     """
     from tilewright.codegen.targets import get_target
     from tilewright.compiler.report.savings import savings_of

@@ -40,8 +40,9 @@ TERMS = (
          "one token times a weight of codes, without tensor cores: the rows of the weight that "
          "each program takes, and the columns of K that it reads at a time"),
     Term("128x16x128", "reason", r"\d+x\d+h? ?x\d+",
-         "what one program multiplies at a time: rows, columns of the result, and columns of K; "
-         "the rows are the weight's where swapped or streaming, else tokens; `h` counts heads"),
+         "the tile that a program multiplies at a time: rows and columns of the result, and "
+         "columns of K. Rows are those of the weight for swapped and streaming kernels, else "
+         "tokens; `h` counts heads"),
     Term("/2", "reason", r"/\d+ w\d",
          "split-K: this many programs each compute a part of one output tile (in attention, each "
          "reads a part of the keys)"),

@@ -12,7 +12,7 @@ from tilewright.tools.zoo import ZOO, zoo_facts
 def zoo(as_json: JsonOption = False) -> None:
     """List the built-in models: published configurations in full size on the meta device.
 
-    Forms of a name: -paged, -lora (not of DeepSeek), and with each -prefill (1024 tokens).
+    Suffixes of a name: -paged, -lora (not for DeepSeek); each also with -prefill (1024 tokens).
     """
     models = [{"name": name} | zoo_facts(name) for name in ZOO]
     if as_json:

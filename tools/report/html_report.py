@@ -1,5 +1,5 @@
-"""Renders a report as one self-contained HTML page. It can be used with the keyboard alone, in
-light and dark mode, and on paper."""
+"""Renders a report as one self-contained HTML page. It can be used with the keyboard alone, has a
+light and a dark mode, and can be printed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class BatchRow:
     the reason for that size, and the kind of step. bound: the part that takes most of its time.
     memory: bytes of the weights and of full caches. hides_caches: whether no time includes the
     caches, because the number of tokens in them is not known.
-    their tokens are not known."""
+    """
 
     target: str
     batch: int

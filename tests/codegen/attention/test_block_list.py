@@ -9,7 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.codegen.attention.templates.block_list import listed_range
+from tilewright.codegen.attention.templates.block_list import (
+    blocks_to_visit,
+    key_of_step,
+    listed_range,
+)
 from tilewright.codegen.build.interpreter import interpret
 
 
@@ -23,6 +27,36 @@ def found(entries, out, count, first_block, whole_block, num_whole, num_blocks):
     tl.store(out + 2, num_listed)
     tl.store(out + 3, number)
     tl.store(out + 4, block)
+
+
+@triton.jit
+def visited(
+    blocks, out, num_keys, IN_ORDER: tl.constexpr, KEYS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    sequence, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    entries, first, whole, num_whole, num_blocks, _ = blocks_to_visit(
+        blocks, 0, 0, 0, sequence, head, row, 0, 0, 0, num_keys, 0, "none", 0, 16, KEYS, BLOCK_N
+    )
+    tl.store(out, num_whole)
+    for step in range(num_blocks):
+        key = key_of_step(step, entries, first, whole, num_whole, IN_ORDER, KEYS, BLOCK_N)
+        tl.store(out + 1 + step, key)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("block_n", [8, 16, 32])
+def test_every_part_of_a_listed_block_is_visited_once(block_n, in_order):
+    """Of blocks of 32 keys: those that are whole come first, unless all come in order."""
+    listed = {1: 0, 3: 1, 4: 1, 6: 0}  # block -> whether it is whole
+    blocks = torch.tensor([4, *(2 * block + whole for block, whole in listed.items())])
+    keys = [key for block in listed for key in range(32 * block, 32 * block + 32, block_n)]
+    whole = [key for key in keys if 96 <= key < 160]
+    out = torch.full((len(keys) + 1,), -1, dtype=torch.int32)
+    interpret(visited)[(1, 1, 1)](blocks.int(), out, 256, in_order, 32, block_n)
+    count, *found_keys = out.tolist()
+    assert count == len(whole)
+    assert sorted(found_keys) == keys
+    assert found_keys == keys if in_order else found_keys[:count] == whole
 
 
 def expected(entries, first_block, whole_block, num_whole, num_blocks):

@@ -22,7 +22,7 @@ from tests.interpreted import Interpreter
 from tests.ops.qkv import plain
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.emit import emit
-from tilewright.codegen.qkv.candidates import candidates, fits
+from tilewright.codegen.qkv.candidates import MOST_TOKENS_IN_REGISTERS, candidates, fits
 from tilewright.codegen.qkv.kernels import SwappedConfig
 from tilewright.codegen.qkv.plan import library_choice
 from tilewright.codegen.qkv.problem import swapped_obstacle
@@ -89,6 +89,15 @@ def test_candidates_are_distinct_and_powers_of_two(case: AttentionCase, tokens: 
     assert len(found) == len(set(found)) > 0
     for config in found:
         assert all(extent.bit_count() == 1 for extent in extents_of(config)), config
+
+
+def test_registers_hold_a_tile_of_no_more_tokens_than_that() -> None:
+    """On a chip whose tensor cores take codes from registers; the next tile is for others."""
+    problem = problem_of(in_wide_cache(NIBBLES))
+    held = SwappedConfig(16, MOST_TOKENS_IN_REGISTERS, 32, 4, 2)
+    assert fits(problem, held, SM120)
+    assert not fits(problem, replace(held, block_t=2 * held.block_t), SM120)
+    assert fits(problem, replace(held, block_t=2 * held.block_t), SM100)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=CASES)

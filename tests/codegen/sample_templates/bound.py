@@ -24,7 +24,7 @@ def scatter(
     x_ptr, k_ptr, out_ptr, X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, K: tl.constexpr,
     K_STRIDE: tl.constexpr = 1,
 ):  # fmt: skip
-    """out[k] = x [K], by columns."""
+    """Stores x [K] at places k of out: out[k[i]] = x[i]."""
     columns = tl.arange(0, K)
     places = tl.load(k_ptr + columns * K_STRIDE)
     tl.store(out_ptr + places * OUT_STRIDE, tl.load(x_ptr + columns * X_STRIDE))

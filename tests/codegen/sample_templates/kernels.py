@@ -1,4 +1,5 @@
-"""Small templates: what the emitter has to fold, drop, inline, unroll and keep."""
+"""Small templates with expressions and statements that the emitter must fold, drop, inline, unroll
+or keep."""
 
 import math
 
@@ -165,7 +166,7 @@ def _larger(a, b):
 
 @triton.jit
 def reduce_with(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    """A helper that is passed on rather than called."""
+    """Passes a helper as an argument instead of calling it."""
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
     tl.store(out_ptr, tl.reduce(x, 0, _larger))
 

@@ -1,4 +1,5 @@
-"""Kernels that cannot be carried over exactly, one reason each."""
+"""Templates that the emitter must refuse, since it cannot emit them exactly. Each has another
+reason."""
 
 import triton
 import triton.language as tl

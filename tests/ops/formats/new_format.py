@@ -1,7 +1,8 @@
-"""Compares what ops and patterns make of a made-up format with float64 by hand.
+"""Compares the results of ops and patterns for a made-up format with float64.
 
-Unsigned codes of 8 bits: with a float zero point per block in linears of dense layers, about 128 in
-experts. `test_new_format.py` calls each function in a process that has added the format's row.
+The format has unsigned 8-bit codes. In linears of dense layers each block has a float zero point;
+in experts the zero point is 128. `test_new_format.py` calls each function in a process that has
+added the format's row.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ DENSE = {"weight_format": "dense", "scale_block": [], "zero_point": 0}
 
 
 def by_hand(codes, scale, zero):
-    """(code - zero) * scale [..., K] in float64; a scale and a zero per row and GROUP columns."""
+    """Computes (code - zero) * scale, [..., K], in float64, with a scale and a zero for each row
+    and GROUP columns."""
     rows = codes.double().flatten(0, -2)
     scale, zero = (t.double().repeat_interleave(GROUP, 1) for t in (scale, zero))
     return ((rows - zero) * scale).view(codes.shape)
@@ -45,7 +47,7 @@ def agree(got, want, bound):
 
 
 def mlp():
-    """The reference, the kernel, and what is refused."""
+    """Checks the reference, the kernel, and the refused arguments of linears."""
     a = linear_activation.sample_inputs(LinearCase("new", layout="separate", k=128, **CODED))
     assert a.weight.dtype == torch.uint8
     gate = by_hand(a.weight, a.weight_scale, a.weight_zero)
@@ -60,7 +62,7 @@ def mlp():
 
 
 def qkv():
-    """The reference and the lowering that the plan takes, as far as q and both caches show."""
+    """Checks q and both caches, for the reference and for the lowering that the plan chooses."""
     a = qkv_cache.sample_inputs(AttentionCase("new", projection="packed", **CODED))
     numbers = {f"{x}_{what}": None for x in "qkv" for what in ("scale", "zero")} | {
         f"{x}_weight": by_hand(*(getattr(a, f"{x}_{what}") for what in ("weight", "scale", "zero")))
@@ -79,7 +81,7 @@ def qkv():
 
 
 def experts():
-    """The references; no kernel decodes it, which is said."""
+    """Checks the references of experts, and that the reason names the missing kernel."""
     case = replace(matmul.GROUPED_CASES[0], name="new", weight_format=NAME, inner=64)
     a = matmul.sample_inputs(case)
     scale = a.weight_scale.double().repeat_interleave(GROUP, 2)
@@ -90,7 +92,7 @@ def experts():
     mixture = replace(moe.MOE_CASES[0], name="new", weight_format=NAME, inner=64)
     made = moe.OP.call(moe.sample_inputs(mixture))
     plain = moe.OP.call(moe.sample_inputs(replace(mixture, weight_format="dense")))
-    agree(made, plain, 2.0**-4)  # what eight bits leave
+    agree(made, plain, 2.0**-4)  # the error of eight bits
     assert moe.OP.plan_for(moe.sample_inputs(mixture), "sm90").name == "reference"
 
 
@@ -99,7 +101,7 @@ def _dense():
 
 
 class Linear(nn.Module):
-    """x through a weight that the graph decodes."""
+    """A linear whose weight the graph decodes."""
 
     def __init__(self, columns, rows, seed):
         super().__init__()
@@ -141,7 +143,7 @@ class Mixture(nn.Module):
 
 
 def patterns():
-    """A graph that decodes such weights is recognised."""
+    """Checks that patterns recognise a graph that decodes such weights."""
     with torch.no_grad():
         report = lower(Layer(), (torch.randn(1, 3, 64).bfloat16(),))
         found = {match.pattern: match.shapes["weights"] for match in report.matches}

@@ -85,6 +85,12 @@ def test_the_library_is_given_both_parts_of_keys_and_queries(case, around, monke
     assert {"mla_query", "mla_join", "mla_attention"} & set(kernels) == around
 
 
+def test_given_codes_have_the_scale_of_their_row_and_block():
+    """Two blocks of columns: a row's scales are not those of its neighbour."""
+    cases = get_op("mla_prefill").cases
+    run_case(replace(next(case for case in cases if case.name == "codes"), rank=256))
+
+
 @pytest.mark.parametrize("name", ["key_slots", "whole_table"])
 def test_a_write_by_slots_is_not_given_the_bounds_of_sequences(name):
     """With them the kernel would search each token's sequence, and would be another one for each

@@ -28,7 +28,8 @@ def bounded(examples):
 
 @st.composite
 def attention_cases(draw, kernels=False):
-    """An AttentionCase of `fused_qkv_paged`. kernels: only sizes that the emitted kernels take."""
+    """Draws an AttentionCase of `fused_qkv_paged`. kernels: draws only sizes that emitted kernels
+    support."""
     options = {**draw(shapes(kernels)), **draw(dtypes(kernels))}
     options |= draw(weights(options))
     options |= draw(norms(options)) | draw(ropes(options)) | draw(caches(options))
@@ -95,7 +96,7 @@ def weights(draw, chosen):
 
 @st.composite
 def blocks(draw, weight_format, chosen):
-    """Scales, zeros and words of a quantised weight."""
+    """Draws the options of a quantised weight's scales, zeros and words."""
     hidden, rows = chosen["hidden"], chosen["num_heads"] * chosen["head_dim"]
     groups = [g for g in (8, 16, 32, 64, 128, hidden) if hidden % g == 0]
     if weight_format in ("int8", "fp8"):
@@ -197,7 +198,7 @@ def addresses(draw, chosen):
     if form == "flat":
         limit *= options["num_pages"]
     count = draw(st.integers(0, min(limit, 9)))
-    # A slot counted from the end may be one that another token has: skipped ones cannot.
+    # A slot that counts from the end may equal that of another token; a skipped token has no slot.
     most = count if options["indexing"] == "paged" else 0
     options["skipped"] = draw(st.integers(0, min(most, 3)))
     repeats = options["num_pages"] if form == "per_sequence" else 1

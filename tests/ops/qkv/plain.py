@@ -1,7 +1,8 @@
-"""The attention ops written the plain way: float64, one token and one element after the other.
+"""An independent implementation of the attention ops, in float64, token by token and element by
+element.
 
-Nothing of tilewright is used in it. `outcome` gives what a call must leave behind, and which
-elements of the caches it may touch.
+It uses nothing of tilewright. `outcome` returns the result that a call must have, and the elements
+of the caches that it may write.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from tilewright.ops.contract import Tolerance
 
 @dataclass
 class Outcome:
-    """q in float64 (None for a store); caches in float64 by name, and masks of what is written."""
+    """The result of a call: q in float64 (None for a store), caches in float64 by name, and masks
+    of the written elements."""
 
     q: torch.Tensor | None
     caches: dict[str, torch.Tensor]
@@ -25,9 +27,9 @@ class Outcome:
 
 
 def outcome(a, rounds_x=False):
-    """What `fused_qkv_paged` or `paged_kv_store` does with these arguments.
+    """Computes the result of `fused_qkv_paged` or `paged_kv_store` for these arguments.
 
-    rounds_x: a normed x is rounded to its dtype before the product, as kernels do.
+    rounds_x: whether a normed x is rounded to its dtype before the product, as in kernels.
     """
     if hasattr(a, "x"):
         x = activations(a)
@@ -60,7 +62,7 @@ def outcome(a, rounds_x=False):
 
 
 def strided_copy(tensor):
-    """A float64 copy with the same strides."""
+    """Returns a float64 copy with the same strides."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float64)
     return copy.copy_(tensor.double().cpu())
 
@@ -107,7 +109,7 @@ def heads(a, letter):
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 E2M1 = torch.cat([E2M1, -E2M1])
-# As QLoRA publishes them.
+# The numbers that the QLoRA paper gives.
 NF4 = torch.tensor(
     (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -117,15 +119,15 @@ NF4 = torch.tensor(
     ),
     dtype=torch.float64,
 )  # fmt: skip
-# In fp32 as bitsandbytes has them: 192nds.
+# In fp32, as in bitsandbytes: multiples of 1 / 192.
 FP4 = (torch.tensor([0.0, 1, 128, 192, 64, 96, 32, 48]) / 192).double()
 FP4 = torch.cat([FP4, -FP4])
-#: What the codes of a format stand for.
+#: The numbers that the codes of a format stand for.
 NUMBERS = {"nvfp4": E2M1, "mxfp4": E2M1, "nf4": NF4, "fp4": FP4}
 
 
 def decoded(a, weight, letter):
-    """[H, D, K] in float64; codes gathered element by element."""
+    """Decodes a weight to [H, D, K] in float64, with codes gathered element by element."""
     if a.weight_format == "dense":
         return weight.double()
     heads, dim, hidden = weight.shape
@@ -163,7 +165,7 @@ def decoded(a, weight, letter):
 
 
 def nibble(words, j, order):
-    """Nibble j of each word, as float64."""
+    """Returns nibble j of each word in float64."""
     table = torch.tensor(list(order) or list(range(8)))
     unsigned = words.long() % 2**32
     return (unsigned // 16 ** table[j] % 16).double()
@@ -196,7 +198,8 @@ def normalised(a, x):
 
 
 def rotated(a, x):
-    """Hugging Face's words: x * cos + rotate_half(x) * sin, and the interleaved forms of it."""
+    """Rotates as Hugging Face does, by x * cos + rotate_half(x) * sin, or by its interleaved
+    forms."""
     if a.rope_style == "none" or x.shape[0] == 0:
         return x
     rows = torch.arange(x.shape[0]) % a.cos.shape[0]
@@ -216,7 +219,7 @@ def rotated(a, x):
 
 
 def token_places(a, num_tokens):
-    """(page, offset) of each token, None for one that has none."""
+    """Returns (page, offset) of each token; None for a token without a place."""
     pages, size = a.k_window[0], a.k_window[1]
     for token in range(num_tokens):
         if a.slots == "per_sequence":
@@ -231,7 +234,7 @@ def token_places(a, num_tokens):
 
 
 def table_slot(a, token, size):
-    """The flat slot that the block table names; -1 for none."""
+    """Returns the flat slot that the block table names; -1 for none."""
     if a.slots == "block_table":
         sequence, position = int(a.sequence_ids[token]), int(a.positions[token])
         if a.indexing == "paged" and (sequence < 0 or position < 0):
@@ -262,7 +265,7 @@ def store(a, result, name, window, values, scale, repeat, places):
             cache[place][head], touched[place][head] = value, True
 
 
-#: A library GEMM rounds before the epilogue, as the graph it replaces does.
+#: A library GEMM rounds its result before the epilogue, like the graph that it replaces.
 LIBRARY = {
     torch.bfloat16: Tolerance(relative=2.0**-7, of_rms=2.0**-6),
     torch.float16: Tolerance(relative=2.0**-10, of_rms=2.0**-9),
@@ -274,8 +277,8 @@ LIBRARY = {
 
 def rounds_operands(a):
     """Whether kernels round an operand of the product to 16 bits: x times its norm's weight, or the
-    numbers of a table. The graphs that they replace round the normed x, and the weight, too. Also
-    of codes of fp8 on a GPU, whose products tensor cores align to some 14 bits before they add."""
+    numbers of a table. The replaced graphs round the normed x and the weight too. Also true for fp8
+    codes on a GPU, since tensor cores align their products to some 14 bits before they add them."""
     x = getattr(a, "x", None)
     if x is not None and x.is_cuda and x.dtype == torch.float8_e4m3fn:
         return True
@@ -287,8 +290,8 @@ GUARD = 256
 
 
 def guarded(a, op):
-    """The arguments with each cache inside a larger buffer of random bits, and a check that
-    nothing but `touched` has changed: in the cache, and in the buffer around it."""
+    """Returns the arguments with each cache inside a larger buffer of random bits, and a function
+    that checks that only `touched` has changed, in the cache and in the buffer around it."""
     checks, caches = [], {}
     for name in op.mutated:
         cache = getattr(a, name)
@@ -319,7 +322,8 @@ def bits(tensor):
 
 
 def mismatches(op, a, q, expected, tolerances=None):
-    """Sentences on what a call left behind against `expected`; `a` holds the caches it wrote."""
+    """Returns sentences that describe differences between a call's result and `expected`. `a` holds
+    the written caches."""
     tolerances = tolerances or op.tolerances
     if expected.q is not None:
         problem = tolerances[q.dtype].problem(q, expected.q)
@@ -333,7 +337,7 @@ def mismatches(op, a, q, expected, tolerances=None):
 
 
 def on_cpu(a):
-    """The arguments on the CPU, strides as they are."""
+    """Returns the arguments on the CPU, with unchanged strides."""
     moved = {}
     for name, tensor in vars(a).items():
         if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":

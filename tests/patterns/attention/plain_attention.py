@@ -1,4 +1,4 @@
-"""Attention of few heads to few keys, as plain code writes it, and a run of it beside eager."""
+"""Attention of few heads over few keys in plain PyTorch, and a comparison with eager."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HIDDEN = float("-inf")
 
 
 def inputs(kv_heads=KV_HEADS, dtype=torch.bfloat16):
-    """q [B, Hq, S, D], k and v [B, Hkv, K, D], mask [B, 1, S, K], positions [S], padding [B, K],
-    sinks [Hq]."""
+    """Returns q [B, Hq, S, D], k and v [B, Hkv, K, D], mask [B, 1, S, K], positions [S], padding
+    [B, K] and sinks [Hq]."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -53,8 +53,8 @@ def weighted(logits, v):
 
 
 def run(attend, args, symbols=()):
-    """The report of a compiled function that was no worse than eager. symbols: (argument,
-    dimension) of sizes that are dynamic."""
+    """Asserts that a compiled function is no worse than eager, and returns its report. symbols:
+    (argument, dimension) of dynamic sizes."""
     torch._dynamo.reset()
     ours = cloned(args)
     for argument, dim in symbols:

@@ -1,4 +1,4 @@
-"""A layer that is compiled, and what the last report says of its cache writes."""
+"""Compiles a layer, and reads the matches and misses of its cache writes in the last report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilewright.compiler import reports
 
 
 def run(layer, *args, **options):
-    """The layer compiled by tilewright alone; its report is the last one."""
+    """Runs the layer compiled with the inner compiler eager. Its report is then the last one."""
     compiled = torch.compile(layer, backend="tilewright", options={"inner": "eager"}, **options)
     return compiled(*args)
 

@@ -12,7 +12,7 @@ from torch import nn
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
 from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import mla_attention
-from tests.models.mla_idioms import IDIOMS, build
+from tests.models.mla_idioms import IDIOMS, MODULES, build
 from tests.scaled_products import ROW_SCALES
 from tilewright.compiler import lower, reports, rewrite
 from tilewright.patterns.recognise import attention_varlen
@@ -86,7 +86,7 @@ def check_fused(name, patterns, **changes):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=NEEDS.get(name, ())) for name in IDIOMS if name not in MISSED],
+    [pytest.param(name, marks=NEEDS.get(name, ())) for name in MODULES if name not in MISSED],
 )
 def test_every_idiom_is_fused_and_no_worse_than_eager(name):
     attention = DECODE if name in ABSORBED else PREFILL

@@ -8,11 +8,11 @@ import torch
 
 from tests.agreement import assert_no_worse, relative_error
 from tests.found import codes_of, matches_of
-from tests.models.moe_idioms import ENDS, IDIOMS, build, exact
+from tests.models.moe_idioms import ENDS, MODULES, build, exact
 from tilewright.compiler import lower, reports
 
 
-@pytest.mark.parametrize("name", IDIOMS)
+@pytest.mark.parametrize("name", MODULES)
 def test_every_idiom_matches_and_is_no_less_accurate(name):
     torch._dynamo.reset()
     module, args = build(name)

@@ -1,4 +1,4 @@
-"""A layer whose step is a plain function, its arguments, and the comparison with eager."""
+"""A layer whose step is a plain function, its arguments, and a comparison with eager."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def rotate(x):
 
 
 def compare(layer, args, exactly):
-    """Outputs and arguments after the call, eager and compiled; the report."""
+    """Compares outputs, and arguments after the call, of eager and compiled; returns the report."""
     assert_as_eager(layer, lambda: [a.clone() for a in args], exactly)
     (report,) = reports()[-1:]
     return report
@@ -70,7 +70,7 @@ def nodes_after(layer, args):
 
 
 def site_arguments(layer, args):
-    """The fused op's arguments as fake tensors, by name."""
+    """Returns the fused op's arguments as fake tensors, by name."""
     (node,) = (n for n in nodes_after(layer, args) if "tilewright" in n.meta)
     schema = node.target._schema.arguments
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs

@@ -52,8 +52,8 @@ def in_halves(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> tor
 class Packing:
     """A way to pack codes. stored: the dtype of the words. per: (rows, columns) of codes in a word,
     so that codes [N, K] are words [N / rows, K / columns], transposed if `turned`. codes: unpacks
-    words, given an order and a spelling. order: the number of nibbles that have an order. size: the
-    typical size of a code."""
+    words, given an order and a spelling. order: the number of nibbles in a word, whose order
+    varies. size: the typical size of a code."""
 
     stored: torch.dtype
     codes: Callable[[torch.Tensor, tuple[int, ...], str], torch.Tensor]
