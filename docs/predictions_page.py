@@ -164,8 +164,8 @@ The cost model has these known faults:
   TFLOP/s, depending on the GPU's power.
 - It predicts too long a time for prompts of 256 tokens.
 - The steps with weights of codes were measured with earlier kernels, and the cost model has not
-  been fitted to today's. With these, ct-w4a16 takes 459, 869 and 3352 µs for 16 sequences, 64
-  sequences and a prompt of 1024 tokens, and ct-fp8-dynamic 576, 941 and 2308
+  been fitted to today's. With these, ct-w4a16 takes 449, 859 and 3106 µs for 16 sequences, 64
+  sequences and a prompt of 1024 tokens, and ct-fp8-dynamic 570, 934 and 2325
   (quantised_step_ordered.json)."""
 
 
