@@ -65,7 +65,7 @@ from tilewright.patterns.language import (
 )
 
 DEFAULT_TARGET = "sm100"
-#: The beginnings of the notes that the backend warns about.
+#: The backend also issues a note as a warning if it begins with one of these texts.
 TOLD = ("options['only']", "dropout is on")
 
 
@@ -276,8 +276,8 @@ def _attempt(
 
 
 def _in_two(patterns: Sequence[Pattern]) -> tuple[list[Pattern], list[Any]]:
-    """Returns (the other patterns, the patterns that look at the graph after all others have
-    rewritten it)."""
+    """Returns (the patterns that are tried in every round, the patterns that are tried once, on the
+    graph that the others have rewritten)."""
     later = [one for one in patterns if hasattr(one, "asked_afterwards")]
     return [one for one in patterns if one not in later], later
 
@@ -288,10 +288,12 @@ def _told(
     matches: Sequence[Match],
     left_open: Set[fx.Node] | None,
 ) -> list[Miss]:
-    """Returns the misses of all rounds so far. before: those of earlier rounds; a miss is dropped
-    if its pattern matches the site now. now: those of this round; once something is rewritten, only
-    the misses at `left_open` are new. left_open: the nodes of sites that ops refused; None before
-    the first rewrite."""
+    """Returns the misses of all rounds so far.
+
+    before: the misses of earlier rounds. A miss is dropped if its pattern now matches the site.
+    now: the misses of this round. After the first rewrite, only misses at nodes of `left_open` are
+    added. left_open: the nodes of the sites that ops refused; None before the first rewrite.
+    """
     found = {(match.pattern, match.anchor.node) for match in matches}
     kept = [m for m in before if not any((m.pattern, node) in found for node in m.nodes)]
     said = {(m.pattern, m.code, m.nodes) for m in kept}

@@ -139,5 +139,5 @@ def _check_moving(op: FusedOp) -> None:
     names = [name for name, keyword in op.parameters.items() if not keyword]
     most = 1 + next((n for n, name in enumerate(names) if op.kinds[name] != "Tensor"), len(names))
     if not op.moving <= set(names[:most]) or (op.moving and op.mutated):
-        expected = "positional arguments of an op that writes none, not after an optional one"
+        expected = "positional arguments, none after an optional one, and an op that writes nothing"
         raise ValueError(f"{op.qualified_name}: moving: expected {expected}, got {op.moving}")

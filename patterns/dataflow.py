@@ -273,7 +273,8 @@ def scope_of(node: fx.Node) -> str:
 
 @lru_cache(maxsize=1024)
 def _spelled_plainly(path: str) -> str:
-    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    # Where a decorator wraps the model's forward, its `self` is the wrapper's `args[0]`.
+    path = re.sub(r"^L\['(?:args'\]\[0|\w+')\]\.?", "", path)
     path = re.sub(r"(?:\._modules)?\[['\"]?([\w.]+)['\"]?\]", r".\1", path)
     # A wrapper that forwards __getattr__ (PEFT's) is traced through its __dict__.
     parts = (part for part in path.split(".") if part not in ("_modules", "__dict__", ""))

@@ -23,7 +23,7 @@ def unparse(node: ast.AST) -> str:
     inside_docstring = False
     for part in nodes_of(node):
         if "lineno" not in part.__dict__:
-            part.lineno = 0  # type: ignore[attr-defined]  # ast.unparse asks for type comments there
+            part.lineno = 0  # type: ignore[attr-defined]  # ast.unparse looks up type comments by it
     for line in ast.unparse(node).split("\n"):
         quotes = line.count('"""')
         if inside_docstring or quotes:

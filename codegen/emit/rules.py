@@ -70,8 +70,8 @@ class Call:
     ) -> Call:
         """Drops a mask that is true everywhere or None, and the arguments that only a mask needs.
 
-        A part of a mask `a & b` that is always true is dropped if the other part still broadcasts
-        to the pointers as both did.
+        In a mask `a & b`, a side that is always true is dropped if the other side alone broadcasts
+        to the shape of the pointers.
         """
         mask = self.argument(position, "mask")
         if mask is None or len(self.args) > 3:  # positional arguments behind the mask

@@ -1,9 +1,9 @@
 """Reads linears of bitsandbytes.
 
-4 bits: codes index a table, and blocks along the flattened weight share a scale. The library's
-operator hides the codes in one node. The arithmetic is that of the library's default
-`dequantize_4bit` and `linear`: numbers of the table times the block's scale in fp32, rounded to the
-dtype of the computation.
+4 bits: codes index a table, and the codes of a block along the flattened weight share a scale. In a
+graph, the library's operator is a single node, which hides the codes from patterns. The arithmetic
+is that of the library's default `dequantize_4bit` and `linear`: numbers of the table times the
+block's scale in fp32, rounded to the dtype of the computation.
 
 8 bits: int8 codes and a scale for each row. x is rounded to codes too, row by row. The library
 takes out the columns of x that have an outlier, and multiplies them separately. Both products read
@@ -47,7 +47,8 @@ class TableLinear(CodedLinear):
         return f"{super().extra_repr()}, {self.quant_type}, compute_dtype={self.compute_dtype}"
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
-        # A constant of the graph: a table that the module held would be data that may change.
+        # Make the table a constant of the graph. If the module held it, the table could change, and
+        # patterns would not know its numbers.
         table = torch.tensor(TABLES[self.quant_type], dtype=torch.float32, device=self.codes.device)
         shape = self.out_features, self.in_features
         return decoded(self.codes, table, self.absmax, shape, dtype)
@@ -170,7 +171,7 @@ def _four_bits(module: Any) -> nn.Module | str:
     if state.quant_type not in TABLES or not _has_table(state):
         return f"its table is not that of {' or '.join(TABLES)}"
     if state.nested and state.state2.blocksize != _SCALES:
-        return f"its scales share one by {state.state2.blocksize}, which the library refuses"
+        return f"its second-level scales cover {state.state2.blocksize} scales each, not {_SCALES}"
     codes = module.weight.data.reshape(-1).view(torch.uint8)
     return TableLinear(module, {"codes": codes, "absmax": _scales(state), "bias": module.bias})
 

@@ -60,8 +60,8 @@ class ScaledInside(CodedLinear):
 
 
 class Float4(ScaledInside):
-    """A linear in NVFP4: E2M1 codes, two to a byte, the even one low; e4m3 scales times a factor
-    that all share."""
+    """A linear in NVFP4: E2M1 codes, two to a byte, with the even column in the low nibble; e4m3
+    scales times a factor that all share."""
 
     decoded = torch.float32
     factor: torch.Tensor | None
@@ -81,8 +81,9 @@ class Float8(ScaledInside):
 
 
 class Int4(ScaledInside):
-    """A linear of codes [N, K / 2], the even one low; scale, zero [N, K / group].
+    """A linear of codes [N, K / 2], two to a byte, with the even column in the low nibble.
 
+    Scales and zeros are [N, K / group]:
     w = (code - 8) * scale + zero, rounded to bfloat16, the dtype in which torchao's kernels
     multiply.
     """
@@ -155,7 +156,8 @@ def _tiled_int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
     rows, columns = weight.shape
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     codes = ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
-    # [row tile, column tile, row, pair of columns, 32 columns, odd, 16 of them, 8 of them]
+    # The axes are: tile of rows, tile of columns, row, pair in 8 columns, 32 columns of the tile,
+    # even or odd column of the pair, half of the 32 columns, half of these 16 columns.
     codes = codes.unflatten(-1, (2, 2, 2)).unflatten(2, (8, 4)).permute(0, 2, 1, 4, 6, 7, 3, 5)
     codes = codes.flatten(2).flatten(0, 1)[:rows, :columns]
     packed = codes[:, ::2] | codes[:, 1::2] << 4
@@ -182,7 +184,7 @@ def _nvfp4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
         return "its activations are NVFP4, which no fused op of dense layers takes"
     rows, groups = weight.shape[0], weight.shape[1] // weight.block_size
     if weight.qdata.stride(-1) != 1 or weight.block_size != 16:
-        return "its codes do not lie by rows of groups of 16"
+        return "its codes are not row-major in groups of 16"
     scale = weight.scale
     if weight.is_swizzled_scales:
         shape = scale_layout.layout_shape(rows, groups)
@@ -253,7 +255,7 @@ def _made(
 
 #: What to do about a weight that is not read.
 INSTEAD = (
-    "what it stands for may take its place (`module.weight = "
+    "store the decoded weight in its place (`module.weight = "
     "nn.Parameter(module.weight.dequantize())`)"
 )
 

@@ -201,8 +201,9 @@ class Lowered:
 
     @cached_property
     def census(self) -> Census:
-        """Every product with a weight, softmax, write into memory from outside and choice of the
-        largest, each with the match or miss that it belongs to, or why it is of no interest."""
+        """The points of all graphs, each with the match or miss that it belongs to, or why it is of
+        no interest. A point is a product with a weight, a softmax, a write into memory from
+        outside, or a choice of the largest."""
         from tilewright.compiler.report.census import Census
 
         census = Census(tuple(point for graph in self.graphs for point in graph.points))

@@ -1,6 +1,6 @@
 """A census of the points in a graph that a pattern may be about.
 
-The points are every product with a weight, softmax, write into memory from outside and choice of
+A point is a product with a weight, a softmax, a write into memory from outside, or a choice of
 the largest. Each is in a match, or a miss speaks for it, or it is of no interest for a stated
 reason. A point without any of these is unaccounted: a pattern should have said something.
 """

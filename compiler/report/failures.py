@@ -56,7 +56,7 @@ class Failures:
             raise error
         miss = internal_miss(pattern, doing, error, nodes)
         if self.repro is not None:
-            miss = replace(miss, hint=f"{self.repro} shows it: report it with that")
+            miss = replace(miss, hint=f"{self.repro} reproduces it: attach the file to a report")
         if self.options.raises_for(miss):
             raise StrictError(str(miss)) from error
         log.error("%s", miss, exc_info=error)

@@ -206,9 +206,10 @@ def _takes_one_more(
     embeds = model_kwargs.get("inputs_embeds")
     tokens = math.inf if stopping.max_length is None else stopping.max_length - 1
     tokens += 0 if embeds is None else embeds.shape[1]
+    cache = model_kwargs.get("past_key_values", model_kwargs.get("cache"))  # `cache` since 5.24
     limits = (
         getattr(text, "max_position_embeddings", None),
-        _most_tokens(model_kwargs.get("past_key_values"), input_ids.shape[0]),
+        _most_tokens(cache, input_ids.shape[0]),
     )
     return all(limit is None or tokens <= limit for limit in limits)
 

@@ -179,7 +179,7 @@ def library_steps(
     out: torch.Tensor,
     target: Target,
 ) -> Generator[Step, Any, None]:
-    """Runs the steps by which a library computes a shrink, and fills out [P, M, N]."""
+    """Runs the steps by which a library computes a shrink. Writes the result to `out` [P, M, N]."""
     planes, num_rows, rank = out.shape
     x, columns = a.a[:num_rows], planes * rank
     matrices = _matrices(a)

@@ -1,5 +1,6 @@
-"""Calls of `flex_attention`. The compiler spells them out before patterns run; this file handles
-calls that it could not spell out, and calls whose functions are no known attention."""
+"""Calls of `flex_attention`. The compiler spells them out before patterns run. This file reports
+calls that it could not spell out, and calls whose spelled-out form is not recognised as attention.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _HINT = (
 
 
 def unread_calls(flow: Dataflow) -> Iterator[Value]:
-    """Yields the results of calls that were not spelled out. For calls that were, yields the
-    softmax if it is no known attention."""
+    """Yields the results of calls that were not spelled out. For a call that was, yields
+    its softmax if that is not recognised as attention."""
     for value in flow.values:
         if (UNREAD in value.node.meta and value.kwargs.get("output", 0) == 0) or (
             SPELLED in value.node.meta and sketch_of(value) is None
@@ -34,7 +35,7 @@ def refuse_unread(value: Value) -> None:
     """Raises Reject (FLEX_FUNCTION) for a value from :func:`unread_calls`."""
     meta = value.node.meta
     unread = SPELLED in meta and sketch_of(value) is None
-    reason = "its score_mod computes more than is known" if unread else meta.get(UNREAD)
+    reason = "no pattern reads what its score_mod computes" if unread else meta.get(UNREAD)
     if reason is not None:
         message = f"flex_attention: {reason}"
         reject("FLEX_FUNCTION", Stage.ACTIVATION, message, value, hint=_HINT)

@@ -71,7 +71,7 @@ def _run(both: Rows, queries: Rows) -> int:
 
 def _restated(wide: Heads, gates: Heads, effect: Effect) -> Effect:
     """Returns an effect on the projection in terms of the op's output. Raises InexpressibleError if
-    it takes queries, which are normalised and rotated there."""
+    the effect reads queries, because the op's output has them normalised and rotated."""
     on_product = effects.compose(effect, wide.linear.layout)
     on_heads(gates, on_product)
     return on_heads(wide, on_product)

@@ -100,8 +100,8 @@ def unread_step(softmax: Value) -> Value | None:
 
 
 def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
-    """Returns the product with values, if it is the only reader of a softmax's result without the
-    sinks, and only casts come between; else None."""
+    """Returns the product of a softmax's result, without the sinks, and the values. Returns None
+    unless the product is the only reader of the result, with only casts between them."""
     value, absorbed = softmax, []
     shape = (*softmax.shape[:-1], softmax.shape[-1] - int(logits.sinks is not None))
     while True:
@@ -167,8 +167,8 @@ def _peel(found: Logits, view: View) -> bool:
 
 
 def _sum(found: Logits, view: View) -> bool:
-    """Reads a sum of products. The product with keys per head names the dimensions, so the other
-    one is tried again after it."""
+    """Reads a sum of products. Only a product in which each head has its own keys tells the roles
+    of the dimensions, so a product that could not be read before it is tried again."""
     found.absorbed.append(view.value)
     left = [view.of_operand(v) for v in view.value.operands]
     around = _around(found)

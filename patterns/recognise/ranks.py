@@ -25,8 +25,9 @@ def collective_behind(value: Value, reach: int) -> Value | None:
 
 
 def part_of_a_sum(view: View) -> View | None:
-    """Returns one rank's part of the sum over ranks that `view` is: the input of an all-reduce or
-    reduce-scatter, or a DTensor of partial sums that was redistributed. None for anything else."""
+    """Returns this rank's summand if `view` is a sum over ranks, else None. The summand is the
+    input of an all-reduce or reduce-scatter, or a DTensor of partial sums that was redistributed.
+    """
     found, summed = view, False
     while (moved := collective_of(found.value)) is not None and moved.operands:
         found = moved.operands[0]

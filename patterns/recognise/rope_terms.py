@@ -26,7 +26,7 @@ from tilewright.patterns.recognise.norm import match_norm
 
 _CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
 _MAX_TERMS = 8
-# The most products in a sum over an axis: the members of a pair.
+# The most elements of an axis that is read element by element; a pair has two.
 _MOST_SUMMED = 2
 
 
@@ -108,7 +108,8 @@ def _terms(view: View, walk: _Walk) -> list[Term]:
     """Returns the terms whose sum is the last dimension of a view of projected data."""
     value = view.value
     if not is_arithmetic(value) or not value.projected or _is_boundary(view, walk):
-        # A cast commutes with a change of places and signs, so one side may be cast later.
+        # A cast commutes with a change of places and signs, so the parts of a head may be cast at
+        # different steps.
         view, casts = strip_casts(view)
         walk.absorbed.extend(cast for cast in casts if cast not in walk.absorbed)
         leaf, index = _leaf(view)
@@ -226,8 +227,8 @@ def joined_axes(value: Value) -> int:
 
 
 def _joined_index(view: View, depth: int) -> np.ndarray:
-    """Returns the elements that a view's last dimension takes of its value's last `depth` axes,
-    counted as one row. Raises NotRotation if the view changes the value's other axes."""
+    """Returns, for each element of a view's last dimension, its index in the value's last `depth`
+    axes, read as one row. Raises NotRotation if the view changes the value's other axes."""
     value, effect = view.value, view.effect
     rank = len(value.shape)
     inner = range(rank - depth, rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -95,6 +97,20 @@ def test_only_rewrites_the_sites_named():
         "layers.0.self_attn",
         "layers.2.self_attn",
     ]
+
+
+def test_a_module_has_the_same_path_where_the_forward_of_the_model_is_decorated(monkeypatch):
+    """transformers 5.24 decorates every forward: in the graph, `self` is then `args[0]`."""
+    model, args = build("page_offset", num_layers=2)
+    forward = type(model).forward
+
+    @functools.wraps(forward)
+    def decorated(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", decorated)
+    assert_close(model, args, only=["layers.1.*"])
+    assert [s.scope for s in matches_of(reports()[-1], "qkv")] == ["layers.1.self_attn"]
 
 
 def test_a_pattern_left_out_leaves_its_sites_to_the_next():

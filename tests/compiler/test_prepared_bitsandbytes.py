@@ -151,7 +151,7 @@ def other_blocks_of_scales(module):
         (packed_for_this_cpu, "a forward pass came before `prepare`"),
         (not_quantised, "not quantised yet"),
         (of_other_orientation, "its weight is [256, 64], not [64, 256]"),
-        (other_blocks_of_scales, "its scales share one by 128"),
+        (other_blocks_of_scales, "its second-level scales cover 128 scales each, not 256"),
     ],
 )
 def test_linears_of_bitsandbytes_that_are_not_read_stay(change, reason):

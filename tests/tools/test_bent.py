@@ -214,7 +214,8 @@ def test_the_file_of_the_option_report_is_read_by_diff(tmp_path, monkeypatch):
         1,
         "+ layers.*  qkv_cache -> o  heads=4/2x32  (1 -> 2)\n",
     )
-    assert "no report of tilewright" in CliRunner().invoke(app, ["diff", "once", "spoilt"]).stderr
+    spoilt = CliRunner().invoke(app, ["diff", "once", "spoilt"])
+    assert "not a report of tilewright" in spoilt.stderr
 
 
 # --- what is compiled -----------------------------------------------------------------------------

@@ -84,9 +84,9 @@ def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
             what = f"missed {miss['pattern']}  {miss['stage']}, {miss['code']}{place}"
             counts[collapse_scope(miss["scope"]) or "graph", what] += miss["count"]
     except KeyError as error:
-        raise SnapshotError(f"no report of tilewright: it lacks {error}") from error
+        raise SnapshotError(f"not a report of tilewright: it lacks {error}") from error
     except (TypeError, AttributeError) as error:
-        raise SnapshotError(f"no report of tilewright: {error!r}") from error
+        raise SnapshotError(f"not a report of tilewright: {error!r}") from error
     return tuple(Line(scope, n, what) for (scope, what), n in sorted(counts.items()))
 
 
@@ -149,7 +149,7 @@ def _reports(text: str) -> list[Mapping[str, Any]]:
             raise
         found = [json.loads(row) for row in rows]
     if not all(isinstance(report, Mapping) for report in found):
-        raise SnapshotError("a line of it is no report of tilewright")
+        raise SnapshotError("a line of it is not a report of tilewright")
     return found
 
 

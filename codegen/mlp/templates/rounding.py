@@ -66,9 +66,9 @@ def round_rows(
     scales [K / GROUP, T] or, if GROUP is 0, [1, T]; [1, 1] for a given scale.
 
     Grid (T, cdiv(K, WIDTH)). A program rounds WIDTH columns of a row; if their norm or scale
-    depends on the whole row, it reads all columns, in one block of ROW. NORM_LINE: numbers of the
-    norm's weight in 128 bytes, which are prefetched; 0 for none. ROUNDED: scales and quotients are
-    rounded to x's dtype. The other options are those of the op.
+    depends on the whole row, it reads all columns, in one block of ROW. NORM_LINE: the number of
+    elements of the norm's weight that fill 128 bytes, one line of the prefetch; 0: no prefetch.
+    ROUNDED: scales and quotients are rounded to x's dtype. The other options are those of the op.
     """
     COMPUTED: tl.constexpr = given_scale_ptr is None
     WHOLE: tl.constexpr = NORM or (GROUP == 0 and COMPUTED)

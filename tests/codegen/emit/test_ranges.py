@@ -68,7 +68,9 @@ def holds(known, values):
     assert all(x == 0 if known.multiple == 0 else x % known.multiple == 0 for x in values)
 
 
-@pytest.mark.parametrize("bounds", itertools.product((0, 1, 8), (0, 7, 8, 32), (1, 4, 16)), ids=str)
+@pytest.mark.parametrize(
+    "bounds", list(itertools.product((0, 1, 8), (0, 7, 8, 32), (1, 4, 16))), ids=str
+)
 def test_the_variable_of_a_loop(bounds):
     start, stop, step = bounds
     known = loop_range(Range.constant(start), Range.constant(stop), step)
