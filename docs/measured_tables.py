@@ -359,7 +359,7 @@ def large_graphs(data: dict[str, Any]) -> str:
     sizes = [f"about {row['size']}" for row in next(iter(by_structure.values()))]
     header = ("structure, repeated", "nodes", "sites of the largest", *sizes)
     head = "## Time of a node in large graphs\n\nCPU time that tilewright needs for each node of a "
-    head += "graph, in µs. The last columns are graphs of about so many nodes:"
+    head += "graph, in µs. The headers of the last columns say how many nodes a graph has:"
     return f"{head}\n\n{table(header, rows)}"
 
 

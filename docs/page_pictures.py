@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MODEL = "deepseek-v3"
-#: The number of colours of a picture. With so many, text stays sharp and a file takes some 50 KB.
+#: The number of colours of a picture. With 48, text stays sharp and a file takes about 50 KB.
 COLOURS = 48
 
 

@@ -1,15 +1,9 @@
 """Emits a kernel that is written in Gluon: its template's text, and a kernel without constants.
 
-<<<<<<< HEAD
-The partial evaluator knows Triton's language, not Gluon's. So the template stays as it is, and the
-emitted kernel calls its function with the constants of the spec; Gluon's compiler inlines the call.
-Functions that it imports from Triton templates stay as they are, too. They may only compute element
-by element.
-=======
 The partial evaluator knows Triton's language, not Gluon's. The template therefore stays as it is,
 and the emitted kernel calls its function with the constants of the spec; Gluon's compiler inlines
-the call. A Gluon template imports nothing but Triton.
->>>>>>> main
+the call. Functions that the template imports from Triton templates stay as they are, too. They may
+only compute element by element.
 """
 
 from __future__ import annotations
@@ -26,8 +20,7 @@ def body(spec: KernelSpec, function: JitFunction, library: Library) -> str:
     _check_arguments(spec, function)
     own, *others = library.closure(function.module.name)
     imported = [_functions(module) for module in others]
-    text = _without(own, [node for node in _nodes(own) if _is_docstring(node) or _is_local(node)])
-    return "\n".join(["", text, *imported, "", *_kernel(spec), ""])
+    return "\n".join(["", _text(own), *imported, "", *_kernel(spec), ""])
 
 
 def _check_arguments(spec: KernelSpec, function: JitFunction) -> None:
@@ -46,12 +39,15 @@ def _functions(module: TemplateModule) -> str:
         raise EmitError(
             f"{module.name}: a Gluon template must not import {sorted(module.constants)}"
         )
-    left_out = [node for node in _nodes(module) if _is_docstring(node) or _is_local(node)]
-    return f"\n\n{_without(module, left_out)}"
+    return f"\n\n{_text(module)}"
 
 
-def _nodes(module: TemplateModule) -> list[ast.stmt]:
-    return ast.parse(module.text).body
+def _text(module: TemplateModule) -> str:
+    """Returns a template's text without its docstring and its imports of other templates."""
+    nodes = [node for node in ast.parse(module.text).body if _is_docstring(node) or _is_local(node)]
+    gone = {line for node in nodes for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    lines = module.text.rstrip().split("\n")
+    return "\n".join(text for line, text in enumerate(lines, 1) if line not in gone).strip()
 
 
 def _is_docstring(node: ast.stmt) -> bool:
@@ -61,13 +57,6 @@ def _is_docstring(node: ast.stmt) -> bool:
 def _is_local(node: ast.stmt) -> bool:
     """Whether a statement imports from another template."""
     return isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != "triton"
-
-
-def _without(module: TemplateModule, nodes: list[ast.stmt]) -> str:
-    """Returns a template's text without some of its statements."""
-    gone = {line for node in nodes for line in range(node.lineno, (node.end_lineno or 0) + 1)}
-    lines = module.text.rstrip().split("\n")
-    return "\n".join(text for line, text in enumerate(lines, 1) if line not in gone).strip()
 
 
 def _kernel(spec: KernelSpec) -> list[str]:

@@ -42,8 +42,8 @@ UP_TENSORS = ("up_weight", "up_scale", "up_zero", "up_factor", "up_bias")
 
 
 def decodes_many(a: LinearArguments, target: Target) -> bool:
-    """Whether a call has so many tokens that products which decode the weights should compute it,
-    and such products exist. Reads metadata and addresses only."""
+    """Whether products that decode the weights compute a call: it has more tokens than the kernels
+    for few tokens take, and there are such products. Reads metadata and addresses only."""
     if a.weight_format == "dense" or a.x.shape[0] <= MOST_CODED_TOKENS:
         return False
     return decoding_obstacle(a, target) is None
@@ -108,18 +108,12 @@ def decoding_pair(
 
 def _is_pair(problem: LinearProblem, a: LinearActivationArguments) -> bool:
     """Whether the same constants describe both weights of a call."""
-    first, second = (_tensors(weight) for weight in a.weights)
+    first, second = (
+        {name: None if t is None else (t.dtype, t.stride()) for name, t in _tensors(weight).items()}
+        for weight in a.weights
+    )
     q = problem.quantization
-    if q is None or q.block_strides(0) != q.block_strides(1):
-        return False
-    for name, tensor in first.items():
-        other = second[name]
-        if tensor is None or other is None:
-            if tensor is not other:
-                return False
-        elif (tensor.dtype, tensor.stride()) != (other.dtype, other.stride()):
-            return False
-    return True
+    return q is not None and q.block_strides(0) == q.block_strides(1) and first == second
 
 
 def _tensors(weight: Weight | None, prefix: str = "") -> dict[str, torch.Tensor | None]:

@@ -166,7 +166,7 @@ def test_the_page_of_quantised_models_shows_every_kept_row(monkeypatch):
 
 
 def test_the_table_of_planted_faults_counts_the_kept_verdicts():
-    """And each test that it counts as written since is there."""
+    """Each test that the table counts as written since exists, too."""
     kept = json.loads((ROOT / "tests" / "mutants.json").read_text("utf-8"))
     faults = [fault for fault in kept if 101 <= fault["seed"] <= 112]
     verdicts = ("changes nothing", "caught", "caught by a test written since", "survived")

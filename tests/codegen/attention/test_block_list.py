@@ -46,7 +46,7 @@ def visited(
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("block_n", [8, 16, 32])
 def test_every_part_of_a_listed_block_is_visited_once(block_n, in_order):
-    """Of blocks of 32 keys: those that are whole come first, unless all come in order."""
+    """Checks blocks of 32 keys: whole blocks come first, unless all come in order."""
     listed = {1: 0, 3: 1, 4: 1, 6: 0}  # block -> whether it is whole
     blocks = torch.tensor([4, *(2 * block + whole for block, whole in listed.items())])
     keys = [key for block in listed for key in range(32 * block, 32 * block + 32, block_n)]

@@ -168,7 +168,7 @@ def test_rows_past_the_last_position_are_left_out(machine):
 
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_tiles_of_rows_past_the_limit_are_not_written(block_m):
-    """Those of each sequence: its rows are counted from its own first one."""
+    """The limit counts the rows of each sequence from the sequence's own first row."""
     case = PrefillCase(
         "limited", keys="pages", pool="static", slots="per_sequence", runs=True,
         new_tokens=(5, 5), cached_tokens=(30, 30), page_size=160, dtype=torch.float16,
