@@ -27,9 +27,9 @@ class LinearActivationArguments:
 
     x [T, K]; weight [N, K]; up_weight [N, K] or None: with it, `weight` is the gate's. Weights have
     any strides, so that a joint weight, concatenated or interleaved, is two views of one tensor.
-    Biases [N], of x's dtype or float32. activation: one of ops.reference.activation.ACTIVATIONS.
-    rms_norm, layer_norm, norm_weight, norm_bias, norm_eps, norm_offset: a RowNorm of x. Result [T,
-    N] of x's dtype.
+    Biases [N], of x's dtype or float32. activation: one of ops.reference.activation.ACTIVATIONS, or
+    "" for none, without an up weight. rms_norm, layer_norm, norm_weight, norm_bias, norm_eps,
+    norm_offset: a RowNorm of x. Result [T, N] of x's dtype.
 
     weight_format, scale_block, zero_point, nibble_order, weight_scale, weight_zero, weight_factor:
     the fields of a Weight of one head of N rows. up_scale, up_zero, up_factor: the same fields of
