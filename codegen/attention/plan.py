@@ -121,6 +121,8 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
     warps = 4 if rows * (problem.v_block + KEYS) <= held * 4 * 32 else MOST_WARPS
     if problem.latent:
         warps = min(max(rows * problem.v_block // (HELD_NUMBERS * 32), 4), MOST_WARPS)
+    if problem.rounding is not None:
+        warps = MOST_WARPS  # the latents of a block are in registers, in fp32
     keys = KEYS if not problem.latent else LATENT_KEYS
     stages = _stages(problem, rows, keys, target)
     config = DecodeConfig(tokens, heads, rows, 1, warps, stages, keys)

@@ -132,7 +132,8 @@ def _decode_kernel(
         keys=KEYS,
         queries=QUERIES,
     )
-    return config, Statics(config, shared), shared
+    rounding = {} if problem.rounding is None else problem.rounding.constants
+    return config, Statics(config, shared, **rounding), shared
 
 
 def _prefill(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.mla.head_kernels import (
     BLOCK_K,
     BLOCK_WIDTH,
@@ -19,6 +19,7 @@ from tilewright.codegen.mla.head_kernels import (
     head_grid,
 )
 from tilewright.codegen.mla.plan import DecodeSizes, absorbs
+from tilewright.codegen.row_rounding import RowRounding
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import BATCH_NAMES, as_attention
 from tilewright.ops.attention.lowering import attention_steps, decode_tile
@@ -61,10 +62,21 @@ def absorbed_steps(
     k_weight, v_weight = halves(a, weight)
     q_latent = yield from head_steps(q_nope, k_weight, target)
     call = as_attention(a, q_latent, a.latent)
-    done = yield from attention_steps(call, target, rope=RopePart(q_rope, a.rope_keys))
+    rope = RopePart(q_rope, a.rope_keys, _latent_rounding(a))
+    done = yield from attention_steps(call, target, rope=rope)
     assert isinstance(done.result, torch.Tensor)
     out = yield from head_steps(done.result, v_weight.mT, target)
     return Outcome(out, NAME, f"a product of each head around {done.name} {done.reason}")
+
+
+def _latent_rounding(a: MlaDecodeArguments) -> RowRounding | None:
+    """Returns the rounding of latents in a call; None without one. A latent with a single scale is
+    rounded together with the zeros that fill its tile."""
+    if not a.round_latents:
+        return None
+    r = a.latent_rounding
+    group = r.group or next_power_of_2(a.latent.shape[2])
+    return RowRounding(group, r.rounded, r.zero_scale, r.least, r.least_divisor)
 
 
 def head_steps(
