@@ -71,6 +71,23 @@ def codes_of(
 
 
 @triton.jit
+def quotients(groups, divisor, LEAST_DIVISOR: tl.constexpr):
+    """Returns groups [rows, groups, columns] / divisor [rows, groups, 1], each rounded once, if no
+    quotient is above 2^10. The remainder corrects the product with the rounded reciprocal
+    (Markstein, IBM J. Res. Dev. 1990), which takes fewer instructions than a division."""
+    if LEAST_DIVISOR < 1e-18:
+        # Lift numbers whose remainders, or the inverse of whose divisor, would be out of range.
+        lift = tl.where(divisor < 1e-18, 18446744073709551616.0, 1.0)
+        divisor = divisor * lift
+        groups = groups * lift
+    inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    inverse = tl.broadcast_to(inverse, groups.shape)
+    quotient = groups * inverse
+    remainder = tl.fma(-quotient, tl.broadcast_to(divisor, groups.shape), groups)
+    return tl.fma(remainder, inverse, quotient)
+
+
+@triton.jit
 def numbers_of_codes(
     x, GROUP: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr,
     LEAST: tl.constexpr, LEAST_DIVISOR: tl.constexpr,
@@ -81,5 +98,13 @@ def numbers_of_codes(
     COLUMNS: tl.constexpr = x.shape[1]
     groups = tl.reshape(x.to(tl.float32), (ROWS, COLUMNS // GROUP, GROUP))
     scale = scale_of(largest_magnitudes(groups, 2), x.dtype, ROUNDED, ZERO_SCALE, LEAST)
-    codes = codes_of(groups, scale[:, :, None], x.dtype, ROUNDED, LEAST_DIVISOR)
-    return tl.reshape(codes.to(tl.float32) * scale[:, :, None], (ROWS, COLUMNS)).to(x.dtype)
+    scale = scale[:, :, None]
+    divisor = scale
+    if LEAST_DIVISOR > 0.0:
+        divisor = tl.maximum(scale, LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
+    quotient = quotients(groups, divisor, LEAST_DIVISOR)
+    if ROUNDED:
+        quotient = quotient.to(x.dtype).to(tl.float32)
+    # No quotient is above 450, which rounds to 448: nothing has to saturate.
+    made = quotient.to(tl.float8e4nv).to(tl.float32) * scale
+    return tl.reshape(made, (ROWS, COLUMNS)).to(x.dtype)

@@ -207,7 +207,7 @@ DECODE_CASES = (
     DecodeCase("decode_fp8", weight="fp8", rank=160),
     DecodeCase("decode_weights_apart", weight="apart"),
     DecodeCase("rounded", weight="fp8", rank=256, rounding=_rounded(128, least_divisor=1e-12)),
-    DecodeCase("rounded_rows", rank=96, rounding=_rounded(0, rounded=True, zero_scale=2.0**-8)),
+    DecodeCase("rounded_rows", rank=96, rounding=_rounded(0, zero_scale=2.0**-8)),
     DecodeCase("rounded_pages", pool="paged", joined=True, rank=160, lengths=True, mask="none",
                positions="none", dtype=torch.float16, rounding=_rounded(32, least=1e-4)),
     DecodeCase("rounded_masked", attn_mask="bool", rank=128, **TENSOR_MASK,

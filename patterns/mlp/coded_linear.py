@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tilewright.ops.mlp.gains import MOST_TOKENS
+from tilewright.ops.mlp.gains import MOST_CODED_TOKENS
 from tilewright.ops.mlp.linear_activation import OP
 from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Dataflow, Value
-from tilewright.patterns.language import Match, Result, Sought, register
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import Match, Reject, Result, Sought, register
 from tilewright.patterns.mlp.linears import (
     WEIGHT_NAMES,
     FewTokens,
@@ -27,7 +28,11 @@ from tilewright.patterns.mlp.linears import (
     match_codes,
     match_few_tokens,
 )
+from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
+
+# The most steps from a linear to the activation or the sum that reads it.
+_REACH = 8
 
 
 @dataclass(frozen=True)
@@ -40,21 +45,24 @@ class CodedLinear:
     asked_last: ClassVar[bool] = True  # patterns whose kernels do more come first
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"linears of at most {MOST_TOKENS} tokens (more on some chips) whose weight is quantised",
+        f"linears whose weight is quantised, of at most {MOST_CODED_TOKENS} tokens",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields the results of linears with quantised weights: the last value of each linear."""
+        """Yields the results of linears with quantised weights: the last value of each linear.
+        Leaves out a linear that the op does not take if another pattern reports it."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
-            linear = None if value in inside else _linear(value, flow)
-            if linear is not None:
-                inside.update(linear.absorbed)
+            linear = None if value in inside else _linear(value)
+            if linear is None:
+                continue
+            inside.update(linear.absorbed)
+            if _is_known(linear) or not _is_of_another(value, flow):
                 yield value
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
-        linear = _linear(anchor, flow)
+        linear = _linear(anchor)
         assert linear is not None
         check_linears([linear], (), anchor)
         given = match_codes([linear], [WEIGHT_NAMES])
@@ -82,13 +90,29 @@ class CodedLinear:
         )
 
 
-def _linear(value: Value, flow: Dataflow) -> FewTokens | None:
+def _linear(value: Value) -> FewTokens | None:
     """Returns the linear with a quantised weight whose result a value is, in the dtype of its
     activation; else None."""
-    linear = match_few_tokens(value.whole, target=flow.target)
+    linear = match_few_tokens(value.whole)
     if linear is None or not linear.coded or value.dtype != linear.product.dtype:
         return None
     return linear
+
+
+def _is_known(linear: FewTokens) -> bool:
+    """Whether the op knows the format of a linear's weight."""
+    try:
+        match_codes([linear], [WEIGHT_NAMES])
+    except (Reject, InexpressibleError):
+        return False
+    return True
+
+
+def _is_of_another(value: Value, flow: Dataflow) -> bool:
+    """Whether `linear_activation` or `linear_residual` looks at a linear: a sum of tensors or an
+    activation reads it."""
+    read = flow.downstream(value, _REACH, lambda one: one.shape == value.shape)
+    return any(one.op == "aten.add" or match_activation(one.whole) is not None for one in read)
 
 
 register(CodedLinear())
