@@ -1,9 +1,11 @@
-"""Ranks that share one device: `python -m tests.ops.collective.one_device DEVICE RANKS RANK FOLDER`.
+"""A rank of several that share one device.
+
+    python -m tests.ops.collective.one_device DEVICE RANKS RANK FOLDER PORT
 
 On a GPU, torch's symmetric memory lets ranks share a device if an environment variable is set, and
 gloo carries what NCCL would. The ranks take turns on the GPU, so only results count, not times. On
-the CPU, a mapped file of each rank is its memory, and kernels run in Triton's interpreter; how ranks
-meet, agree and watch each other is the package's own code on both devices.
+the CPU, a mapped file of each rank is its memory, and kernels run in Triton's interpreter. The
+package's own code makes the ranks meet, agree and watch each other, on both devices.
 
 Each rank writes what it found in a part to FOLDER/PART-RANK.json. In the last part rank 1 kills
 itself, and the other ranks wait for it.
@@ -117,6 +119,7 @@ def _replace_gpu(rank: int, ranks: int, folder: Path) -> None:
         dist.barrier()
         return _Meeting(rank, [own if of == rank else mapped(of, made[-1]) for of in range(ranks)])
 
+    machine = _Machine()
     changed: list[tuple[Any, str, Any]] = [
         (_symmetric_memory, "empty", empty),
         (_symmetric_memory, "rendezvous", met),
@@ -128,7 +131,7 @@ def _replace_gpu(rank: int, ranks: int, folder: Path) -> None:
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (peers, "_device", lambda index: torch.device("cpu")),
         (peers, "_pinned", lambda shape: torch.empty(shape, dtype=torch.int64)),
-        (calls, "machine_of", lambda device, machine=_Machine(): machine),
+        (calls, "machine_of", lambda device: machine),
     ]
     for module, name, value in changed:
         setattr(module, name, value)
@@ -220,7 +223,10 @@ def delayed(of: Rank) -> dict[str, Any]:
         of.delay(generator)
         total, normed = of.call(replace(a, x=x, residual=residual))
         x, residual = normed * (1.0 + 0.5 * of.rank), total * 0.5
-    return {"wrong": [] if residual.isfinite().all() else ["not finite"], "bits": [bits([residual])]}
+    return {
+        "wrong": [] if residual.isfinite().all() else ["not finite"],
+        "bits": [bits([residual])],
+    }
 
 
 def captured(of: Rank) -> dict[str, Any]:
