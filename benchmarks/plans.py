@@ -1,17 +1,18 @@
 """Compares the planner's tiles with the fastest of the tiles around them.
 
-    python benchmarks/plans.py [--ops linear qkv attention latents experts lora] [--most 16]
+    python benchmarks/plans.py [--ops linear qkv attention latents mla experts lora] [--most 16]
         [--seconds 90] [--list] [--out DIR]
 
 Each row is one call of an op at the sizes of a published model. The op runs with the tiles that
 the planner chooses, and with others. For linears, attention, experts and LoRA these are the plan's
 tiles with one or two of their numbers changed: sizes and splits halved or doubled, warps halved or
 doubled, one pipeline stage or program more or less; at most `--most` of them. For the QKV
-projection they are the configs that `tune` measures, and the library. Tiles that do not compile, or
+projection they are the configs that `tune` measures, and the library. For MLA they are attention to
+the latents themselves, and to expanded keys in several tiles. Tiles that do not compile, or
 whose result differs from the plan's by more than rounding, are left out.
 
-Times are microseconds of CUDA graphs with a cold L2 cache: all tiles in two rounds, then the plan
-and the fastest five in nine. ratio: the time of the plan over that of the fastest. Results go to
+Times are microseconds of CUDA graphs with a cold L2 cache: all tiles in three rounds, then the plan
+and the fastest five in fifteen. ratio: the time of the plan over that of the fastest. Results go to
 results/plans.json. After --seconds no further row is measured. --list prints the rows and the
 number of their tiles, and needs no GPU.
 """
@@ -22,11 +23,13 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from compiling import compile_quietly, processes
@@ -36,6 +39,7 @@ from moe_layers import arguments as expert_arguments
 from qkv_shapes import COLD_BYTES, DEVICE, Shape, fused_arguments, make_layer, normal, paged_cache
 from timing import capture, interleaved_us, keep
 
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.mlp.plan import linear_config
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
 from tilewright.codegen.qkv import plan as qkv_plan
@@ -47,6 +51,10 @@ from tilewright.ops.attention.lowering import attention_steps
 from tilewright.ops.attention.operands import RopePart
 from tilewright.ops.lora.lowering import shrink_steps
 from tilewright.ops.lora.shrink import ShrinkArguments
+from tilewright.ops.mla.arguments import MlaPrefillArguments
+from tilewright.ops.mla.attention import lowering as attention_lowering
+from tilewright.ops.mla.decode import lowering as decode_lowering
+from tilewright.ops.mla.prefill.lowering import prefill_steps
 from tilewright.ops.mlp.arguments import LinearActivationArguments, LinearResidualArguments
 from tilewright.ops.mlp.lowering import linear_activation_steps, linear_residual_steps
 from tilewright.ops.mlp.operands import activation_problem, residual_problem
@@ -58,7 +66,7 @@ from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, Steps, drive
 
 PLAN = "plan"
-MOST_SETS = 64
+MOST_SETS, FLUSH_BYTES = 60, 2**28
 # A result farther from the plan's, relative in the norm, is wrong and not only rounded otherwise.
 WRONG = 2.0**-6
 FINALISTS = 5
@@ -186,6 +194,93 @@ def _latent_steps(a: tuple[AttentionArguments, RopePart], config: Any) -> Steps:
     return attention_steps(a[0], SM90, config, a[1])
 
 
+@dataclass(frozen=True)
+class Latents:
+    """Sizes of a model's latent attention."""
+
+    heads: int
+    nope: int
+    rope: int
+    v_dim: int
+    rank: int
+
+
+MINICPM3, DEEPSEEK = Latents(40, 64, 32, 64, 256), Latents(16, 128, 64, 128, 512)
+#: Tiles of attention to expanded keys; None stands for the plan's.
+EXPANDED = (
+    None,
+    PrefillConfig(64, 64, 4, 2),
+    PrefillConfig(64, 64, 4, 3),
+    PrefillConfig(64, 64, 4, 3, one_loop=True),
+    PrefillConfig(64, 64, 8, 2),
+    PrefillConfig(64, 32, 4, 2),
+    PrefillConfig(64, 32, 4, 4),
+    PrefillConfig(32, 64, 4, 2),
+    PrefillConfig(32, 64, 4, 3),
+    PrefillConfig(32, 32, 4, 3),
+    PrefillConfig(16, 64, 4, 3),
+    PrefillConfig(128, 64, 8, 2),
+    PrefillConfig(128, 64, 8, 3),
+)
+
+
+def mla_rows(most: int) -> Iterator[Row]:
+    """Yields new tokens behind cached latents, with a mask: attention to the latents themselves, or
+    to keys that are made of them."""
+    sizes = ((2, 64), (1, 64), (8, 64), (2, 16), (2, 32), (2, 128), (2, 256))
+    for name, model in (("minicpm3", MINICPM3), ("deepseek-v2-lite", DEEPSEEK)):
+        for batch, queries in sizes:
+            make = partial(_mla, model, batch, queries)
+            tried = [Absorbed(), *(Expanded(tiles) for tiles in EXPANDED)]
+            read = 2.0 * batch * 2048 * (model.rank + model.rope)
+            case = f"{name}, {batch} x {queries} behind 1900"
+            yield Row("mla", case, make, _mla_steps, tried, read)
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """Attention to the latents."""
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Attention to expanded keys. tiles: None for the plan's."""
+
+    tiles: PrefillConfig | None
+
+
+def _mla(model: Latents, batch: int, queries: int, present: int = 1900) -> MlaPrefillArguments:
+    room, width = 2048, model.nope + model.rope
+    keys = torch.arange(room, device=DEVICE)
+    place = present + torch.arange(queries, device=DEVICE)
+    padding = torch.arange(batch, device=DEVICE) * present // (2 * batch)
+    mask = (keys <= place[:, None]) & (keys >= padding[:, None, None])
+    return MlaPrefillArguments(
+        normal(batch * queries, model.heads, width),
+        normal(batch * room, model.rank),
+        normal(batch * room, model.rope),
+        normal(model.heads * (model.nope + model.v_dim), model.rank, scale=model.rank**-0.5),
+        v_dim=model.v_dim,
+        scale=width**-0.5,
+        num_sequences=batch,
+        mask="none",
+        attn_mask=mask[:, None].contiguous(),
+    )
+
+
+def _mla_steps(a: MlaPrefillArguments, way: Absorbed | Expanded | None) -> Steps:
+    if way is None:
+        return (yield from prefill_steps(a, SM90))
+    tiles = getattr(way, "tiles", None)
+    with ExitStack() as replaced:
+        absorbs = isinstance(way, Absorbed)
+        replaced.enter_context(patch.object(decode_lowering, "absorbs", lambda sizes: absorbs))
+        if tiles is not None:
+            own = patch.object(attention_lowering, "attention_config", lambda *given: tiles)
+            replaced.enter_context(own)
+        return (yield from prefill_steps(a, SM90))
+
+
 def expert_rows(most: int) -> Iterator[Row]:
     for name in ("qwen3-30b-a3b", "mixtral-8x7b"):
         for tokens in (1, 16, 64, 512):
@@ -258,6 +353,7 @@ ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
     "linear": linear_rows,
     "attention": attention_rows,
     "latents": latent_rows,
+    "mla": mla_rows,
     "experts": expert_rows,
     "lora": lora_rows,
     "qkv": qkv_rows,
@@ -275,6 +371,8 @@ def named(row: Row) -> dict[str, Any]:
 def _name(one: Any) -> str:
     if isinstance(one, MoePlan):
         return f"up {one.up}, down {one.down}"
+    if isinstance(one, Absorbed | Expanded):
+        return type(one).__name__.lower() + f" {getattr(one, 'tiles', None) or ''}".rstrip()
     return str(getattr(one, "config", one) or "library")
 
 
@@ -329,10 +427,12 @@ def measured(row: Row, tried: dict[str, Any]) -> dict[str, Any]:
             graphs[name] = capture(calls, warmup=1)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             print(f"{row.case}: {name}: {str(error).splitlines()[0][:120]}", flush=True)
-    first = interleaved_us(graphs, row.sets, rounds=2, replays=2)
+    flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    timed = partial(interleaved_us, replays=1, before_round=flushed.zero_)
+    first = timed(graphs, row.sets, rounds=3)
     finalists = sorted(first, key=lambda name: first[name])[:FINALISTS]
     final = {name: graphs[name] for name in dict.fromkeys((PLAN, *finalists))}
-    us = interleaved_us(final, row.sets, rounds=9, replays=3)
+    us = timed(final, row.sets, rounds=15)
     best = min(us, key=lambda name: us[name])
     return {
         "op": row.op,
