@@ -37,7 +37,6 @@ from torch.distributed import _symmetric_memory
 
 from tests.interpreted import Interpreter
 from tilewright.codegen.collective.plan import most_tokens
-from tilewright.compiler import reports
 from tilewright.ops import calls
 from tilewright.ops.collective import all_reduce_residual_norm as op
 from tilewright.ops.collective.cases import sample_reduce
@@ -50,7 +49,11 @@ from tilewright.ops.sampling import RowsCase
 #: Seconds for which gloo waits for a rank.
 PATIENCE_S = 60
 #: The environment of ranks that share a GPU.
-ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 _HALF = torch.float16
 _CASES = {
     "cpu": (
@@ -258,6 +261,8 @@ def layer(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
 
 def compiled(of: Rank, **options: Any) -> dict[str, Any]:
     """Compiles a linear of which each rank has some columns, with the sum and norm after it."""
+    from tilewright.compiler import reports
+
     torch._dynamo.reset()
     before = len(reports())
     made = [torch.randn(8, 512), torch.randn(1024, 512) / 16, torch.randn(8, 1024)]
@@ -344,7 +349,9 @@ def be_rank(device: str, ranks: int, rank: int, folder: Path, port: int) -> None
                 found = {"wrong": [traceback.format_exc()], "bits": []}
             found["seconds"] = round(time.monotonic() - started, 1)
             (folder / f"{part.__name__}-{rank}.json").write_text(json.dumps(found))
-        bereft(of)
+            dist.barrier()  # a rank that failed alone ends here, and those that wait for it end too
+        if watch.this_process(rank) != watch.UNKNOWN:
+            bereft(of)
 
 
 if __name__ == "__main__":

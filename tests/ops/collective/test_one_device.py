@@ -30,9 +30,9 @@ _GPU = [
 ]
 _WORLDS = [("cpu", 2), ("cpu", 4), ("cuda", 2), ("cuda", 4)]
 #: Seconds after which ranks that still run are killed.
-_LIMIT_S = {"cpu": 120, "cuda": 150}
+_LIMIT_S = {"cpu": 300, "cuda": 180}
 #: Seconds within which a rank that waits for one that was killed must have ended.
-_BEREFT_S = {"cpu": 10, "cuda": 30}
+_BEREFT_S = 30
 
 
 def _mark(device, *rest):
@@ -149,5 +149,5 @@ def test_ranks_that_wait_for_one_that_was_killed_end_and_name_it(worlds, device,
     for rank, error in enumerate(world.errors):
         assert (named in error) == (rank != 1), error[-2000:]
     assert len(world.waited) == ranks - 1
-    assert max(world.waited) < _BEREFT_S[device]
+    assert max(world.waited) < _BEREFT_S
     assert not list(world.folder.glob("went-on-*"))
