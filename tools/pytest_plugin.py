@@ -1,7 +1,7 @@
 """The pytest plugin: a test fails when a model's matches change.
 
     def test_fusions(tilewright):
-        tilewright.check(model, (input_ids,), {"past_key_values": cache})
+        tilewright.check(model, (input_ids,), cache_argument(model, cache))
 
 compares what is matched and missed with a snapshot file beside the test, one line per kind of site.
 `pytest --tilewright-update` writes it. The comparison traces the model and runs nothing.

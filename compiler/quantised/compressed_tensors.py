@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewright.compiler.cache_argument import cache_in
 from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
     DividedLinear,
@@ -387,13 +388,15 @@ def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
 def _rounds_keys_and_values(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Rounds keys and values in a hook that runs before an attention. Leaves a cache alone that
     stores eight bits (`PagedLayer.stored`): it rounds itself, and a number is rounded only once."""
-    cache, rounding = kwargs.get("past_key_values"), keys_and_values_of(module)
+    name, cache = cache_in(kwargs)
+    rounding = keys_and_values_of(module)
     if cache is None or rounding is None:
         return args, kwargs
-    layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+    layers = getattr(cache, "layers", ())  # the memory of continuous batching has none
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
     if getattr(layer, "stored", None) is None:
         scales = module.k_scale, module.v_scale
-        kwargs = kwargs | {"past_key_values": RoundedKeysAndValues(cache, scales, rounding)}
+        kwargs = kwargs | {name: RoundedKeysAndValues(cache, scales, rounding)}
     return args, kwargs
 
 

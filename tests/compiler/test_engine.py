@@ -623,7 +623,7 @@ def test_what_the_attention_would_not_read_raises(name):
     states, given = torch.zeros(1, 2, 3, 8), {"attention_mask": None, name: torch.zeros(1)}
     with pytest.raises(ValueError, match=f"{name}: expected None"):
         paged_attention.attention(
-            None, states, states, states, cache=cache, tilewright_plan={}, **given
+            None, states, states, states, tilewright_memory=cache, tilewright_plan={}, **given
         )
 
 
@@ -636,7 +636,14 @@ def test_sinks_of_latents_raise(given):
     module, states = type("Attention", (), {"layer_idx": 0}), torch.zeros(1, 4, 3, 24)
     with pytest.raises(ValueError, match="neither s_aux nor softcap"):
         paged_attention.attention(
-            module, states, states, states, None, cache=cache, tilewright_plan={}, **given
+            module,
+            states,
+            states,
+            states,
+            None,
+            tilewright_memory=cache,
+            tilewright_plan={},
+            **given,
         )
 
 
@@ -672,7 +679,7 @@ def test_keys_of_another_size_raise(enabled):
     states = torch.zeros(1, 2, 3, 5)
     with pytest.raises(ValueError, match="expected 2 heads of 8 numbers"):
         paged_attention.attention(
-            module, states, states, states, None, cache=cache, tilewright_plan={}
+            module, states, states, states, None, tilewright_memory=cache, tilewright_plan={}
         )
 
 
