@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import tilewright.ops  # noqa: F401  registers the ops
-from tilewright.compiler.cache_argument import name_in
+from tilewright.compiler.cache_argument import NAMES, name_in
 from tilewright.compiler.serving.allocators import (
     ATTENTION,
     FullPages,
@@ -31,7 +31,7 @@ from tilewright.compiler.serving.allocators import (
 MEMORY, PLAN, LATENTS = "tilewright_memory", "tilewright_plan", "latents"
 
 #: The argument in which layers with latent attention take the cache that they update.
-CACHE = name_in(DeepseekV3Attention.forward)
+CACHE = name_in(DeepseekV3Attention.forward) or NAMES[0]
 
 #: The plan for one allocator: the page and the offset of each token, and the arguments of
 #: `cache_attention`.
