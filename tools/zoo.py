@@ -277,7 +277,7 @@ def _step(
     The cache gets its tensors."""
     import torch
 
-    from tilewright.compiler.cache_argument import cache_argument
+    from tilewright.compiler.model_cache import cache_argument
 
     input_ids = torch.zeros(size, dtype=torch.int64)
     kwargs = cache_argument(model, cache)

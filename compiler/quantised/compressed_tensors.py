@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.compiler.cache_argument import cache_in
+from tilewright.compiler.model_cache import cache_in
 from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
     DividedLinear,

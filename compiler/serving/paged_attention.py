@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import tilewright.ops  # noqa: F401  registers the ops
-from tilewright.compiler.cache_argument import NAMES, name_in
+from tilewright.compiler.model_cache import NAMES, name_in
 from tilewright.compiler.serving.allocators import (
     ATTENTION,
     FullPages,

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
 )
 
-from tilewright.compiler.cache_argument import name_in
+from tilewright.compiler.model_cache import name_in
 from tilewright.compiler.serving.allocators import (
     ALLOCATORS,
     ATTENTION,

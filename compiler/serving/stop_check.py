@@ -29,7 +29,7 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import logits_process, utils
 from transformers.generation import stopping_criteria as criteria
 
-from tilewright.compiler.cache_argument import cache_in
+from tilewright.compiler.model_cache import cache_in
 from tilewright.compiler.serving.classes import (
     change_class,
     change_class_back,

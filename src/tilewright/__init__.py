@@ -19,7 +19,7 @@ _MODULES = {
     "Options": "compiler",
     "PagedCache": "tools.paged_cache",
     "StrictError": "compiler",
-    "cache_argument": "compiler.cache_argument",
+    "cache_argument": "compiler.model_cache",
     "declare": "compiler",
     "load_modelopt": "compiler",
     "lower": "compiler",
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         serving,
         undeclare,
     )
-    from tilewright.compiler.cache_argument import cache_argument
+    from tilewright.compiler.model_cache import cache_argument
     from tilewright.tools.paged_cache import PagedCache
 else:
 

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from tilewright.compiler.cache_argument import cache_in
+from tilewright.compiler.model_cache import cache_in
 from tilewright.tools.zoo import ModelError, build_zoo_model, load_model
 
 GOOD = """

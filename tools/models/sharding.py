@@ -21,7 +21,7 @@ from torch import fx
 
 from tilewright.codegen.targets import Target
 from tilewright.compiler import Lowered, Site, _compat
-from tilewright.compiler.cache_argument import cache_in
+from tilewright.compiler.model_cache import cache_in
 from tilewright.tools.report.layers import layer_of
 from tilewright.tools.zoo import (
     EXPERT_COUNTS,

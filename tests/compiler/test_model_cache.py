@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tilewright import cache_argument
-from tilewright.compiler.cache_argument import cache_in, name_in
+from tilewright.compiler.model_cache import cache_in, name_in
 from tilewright.compiler.quantised import compressed_tensors
 
 CONFIG = LlamaConfig(
