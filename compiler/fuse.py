@@ -378,7 +378,8 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
-    """Returns a dictionary from the number of each match to give up, to the number of a kept match with which it conflicts."""
+    """Returns a dictionary from the number of each match to give up, to the number of a kept match
+    with which it conflicts."""
     compatible = nx.complement(conflicts)
     for i in compatible:
         compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)

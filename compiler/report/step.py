@@ -1,7 +1,11 @@
 """Models a whole step: the bytes that a graph moves, and the shortest time that this takes on a
 chip.
 
-@@CODE@@
+    from tilewright.compiler.report.step import step_of
+    step = step_of(lowered, present=1000)
+    step.total.floor_us, step.total.modelled_us   # of the whole graph
+    for layer in step.layers:                     # equal layers once, with their count
+        layer.total, layer.of(FUSED), layer.of(INDUCTOR)
 
 Nothing is measured. The step reads each weight in use once, and reads caches as far as the given
 number of tokens fills them. A tensor that crosses from one part to the next is written and read

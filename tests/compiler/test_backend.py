@@ -311,7 +311,11 @@ def test_lower_says_that_training_would_not_be_fused(takes_grad, mode):
         lowered = lower(model, args)
     assert patterns_in(lowered, "qkv") == ["qkv_cache"]
     said = takes_grad and mode is torch.enable_grad
-    notes = ["9 parameters need grad, and with grad nothing is fused"] if said else []
+    notes = (
+        ["9 parameters need grad, and nothing is fused while gradients are recorded"]
+        if said
+        else []
+    )
     assert [note.partition(":")[0] for note in lowered.notes] == notes
 
 

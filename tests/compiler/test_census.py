@@ -300,7 +300,7 @@ CASES = {
     of_activations: ("product", {"no interest"}, "two activations"),
     attention: ("softmax", {"no interest"}, "without a mask"),
     other_activation: ("product", {"no interest", "match"}, ""),
-    gated_result: ("product", {"no interest"}, "a gate behind it"),
+    gated_result: ("product", {"no interest"}, "a gate: another tensor"),
     counted: ("write", {"no interest"}, "count"),
     no_tokens: ("product", {"no interest"}, ""),
     changed_in_slices: ("write", {"no interest"}, "element by element"),
@@ -325,12 +325,16 @@ def test_a_point_has_its_account(step):
 #: no interest, each with one that looks like it.
 PAIRS = {
     heads_for_other_keys: ("product", "no interest", "a product alone"),
-    gate_before_an_mlp: ("product", "no interest", "an activation behind it that no op"),
+    gate_before_an_mlp: (
+        "product",
+        "no interest",
+        "the activation that reads it is one that no op",
+    ),
     gate_in_float32: ("product", "no interest", "a wider dtype"),
     gate_rounded: ("product", "match", "linear_activation"),
     above_a_threshold: ("product", "no interest", "a statistic or an extreme"),
     below_the_largest: ("product", "unaccounted", ""),
-    of_another_length: ("product", "no interest", "a gate behind it"),
+    of_another_length: ("product", "no interest", "a gate: another tensor"),
     of_its_own_length: ("product", "unaccounted", ""),
     recurrence: ("product", "no interest", ""),
     indexed: ("top-k", "no interest", "a sparse indexer"),
@@ -344,7 +348,7 @@ PAIRS = {
     looked_up_matrices: ("product", "unaccounted", ""),
     unread: ("softmax", "no interest", "nothing reads it"),
     read_from_memory: ("softmax", "unaccounted", ""),
-    token_shift: ("write", "no interest", "leaves for the next"),
+    token_shift: ("write", "no interest", "one step leaves for the next"),
     left_by_a_product: ("product", "no interest", "a product alone"),
     put_into_memory: ("product", "unaccounted", ""),
     last_tokens: ("write", "unaccounted", ""),
@@ -542,4 +546,4 @@ def test_a_projection_in_front_of_a_break_is_not_called_a_head_alone():
 
     points = census(broken).points
     (why,) = {p.why for p in points if (p.kind, p.account) == ("product", "no interest")}
-    assert "a head, or what a graph break parts" in why
+    assert "it is a head, or a graph break separates" in why

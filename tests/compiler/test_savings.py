@@ -114,7 +114,7 @@ def test_what_is_dense_in_a_model_with_codes_is_named():
     model, report = lowered("llama", "awq", "bf16")
     savings = savings_of(report)
     found = {one.scope: one for one in savings.unread}
-    assert found["lm_head"].reason == "stored in bfloat16: the model holds no codes of it"
+    assert found["lm_head"].reason == "stored in bfloat16: the model holds no codes for it"
     assert not found["lm_head"].has_codes
     assert found["model.layers.*.mlp"].count == 2  # gate and up of one layer
     assert len(found) == 4  # of the layer projections and two products behind, and the head
