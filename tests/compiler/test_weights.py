@@ -246,7 +246,7 @@ def test_a_store_of_given_heads_passes_strict_as_ever():
     [
         ("torchao.quantization", "torchao's quantised weight", "another Int8Tensor", "dequantize"),
         ("optimum.quanto.tensor", "quanto's quantised weight", "is not read", "dequantize()"),
-        ("torch.distributed.tensor", "a part of a tensor that ranks share", "", "to_local()"),
+        ("torch.distributed.tensor", "a tensor that is spread over ranks", "", "to_local()"),
         ("torchaox", "a class that wraps other tensors", "", "plain tensors inside"),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_table_of_batches_and_chips(inspect):
         ("sm90", "16"),
     ]
     assert int(rows[0][2]) > int(rows[2][2])
-    assert "no kernel of ours ran on sm100" in done.stdout
+    assert "no kernel of tilewright ran on sm100" in done.stdout
 
 
 def test_the_table_as_json_keeps_to_its_schema(inspect):
