@@ -245,9 +245,7 @@ def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
         hint, rest = f"{hint}; {_EXPERTS_HINT}", ""
     elif library := _LIBRARIES.get(_library(stack)):
         hint, rest = library, ""
-    rest = (
-        f"Hint: {hint}\n{rest}" if hint else rest
-    )  # ours first
+    rest = f"Hint: {hint}\n{rest}" if hint else rest  # ours first
     return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
 
 

@@ -1,13 +1,14 @@
 """Reads linears of bitsandbytes.
 
-4 bits: codes index a table, and the codes of a block along the flattened weight share a scale. In a
-graph, the library's operator is a single node, which hides the codes from patterns. The arithmetic
-is that of the library's default `dequantize_4bit` and `linear`: numbers of the table times the
-block's scale in fp32, rounded to the dtype of the computation.
+With 4 bits, codes are indices into a table, and the codes in a block of the flattened weight share
+a scale. In a graph, the library's operator is a single node, which hides the codes from patterns.
+The arithmetic is that of the library's default `dequantize_4bit` and `linear`: numbers of the table
+are multiplied by the scale of their block in fp32, and rounded to the dtype of the computation.
 
-8 bits: int8 codes and a scale for each row. x is rounded to codes too, row by row. The library
-takes out the columns of x that have an outlier, and multiplies them separately. Both products read
-the same weight, so one product computes both here: its x is rounded except in these columns.
+With 8 bits, the weight has int8 codes and a scale for each row. x is rounded to codes, too, row by
+row. The library takes out the columns of x that have an outlier, and multiplies them separately.
+Both products read the same weight. Therefore one product computes both here: its x is rounded
+except in these columns.
 """
 
 from __future__ import annotations

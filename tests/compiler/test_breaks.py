@@ -109,8 +109,8 @@ def line_of(function, text):
 BREAKS = {
     "branch": (branch, branch, "if y.sum()", "depends on the data"),
     "branch in loop": (branch_in_loop, branch_in_loop, "(x > i).any()", "depends on the data"),
-    "number": (number, number, ".item()", "needs a tensor's number in Python"),
-    "list of numbers": (listed, listed, ".tolist()", "needs a tensor's number in Python"),
+    "number": (number, number, ".item()", "needs a tensor's value as a Python number"),
+    "list of numbers": (listed, listed, ".tolist()", "needs a tensor's value as a Python number"),
     "builtin": (timed, timed, "time.perf", "Dynamo cannot trace time.perf_counter"),
     "loop": (loop, loop, "graph_break()", "Dynamo gives up loop()"),
     "block": (block, block, "graph_break()", "Dynamo gives up block()"),
@@ -159,7 +159,7 @@ def test_what_only_data_tell_is_named():
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         lowered = lower(guarded, (torch.ones(3, dtype=torch.long), torch.ones(9)))
     (miss,) = misses_of(lowered, "capture")
-    assert re.search(r"a number that only data tell decides what comes next: Eq", miss.message)
+    assert re.search(r"a branch depends on a number that only the data decides: Eq", miss.message)
     assert "a Python number in its place" in miss.hint
 
 

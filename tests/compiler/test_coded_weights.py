@@ -207,7 +207,10 @@ REFUSED = {
         {"act_pre_scale": torch.ones(1).bfloat16()},
         "its activations are scaled before",
     ),
-    "unknown": ({"kind": Unheard}, "a weight that is a torchao.prototype.new.Unheard is not read"),
+    "unknown": (
+        {"kind": Unheard},
+        "does not read weights of the class torchao.prototype.new.Unheard",
+    ),
 }
 
 

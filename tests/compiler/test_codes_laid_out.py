@@ -90,8 +90,8 @@ def test_linears_of_awq(linear_of, group, bias, dtype):
     ("options", "reason"),
     [
         ({"bits": 8}, "8-bit codes"),
-        ({"columns": 260, "group_size": 52}, "filled up"),
-        ({"columns": 288, "group_size": 64}, "filled up"),
+        ({"columns": 260, "group_size": 52}, "padded"),
+        ({"columns": 288, "group_size": 64}, "padded"),
     ],
 )
 def test_linears_of_awq_that_are_not_read_stay(options, reason):

@@ -251,7 +251,7 @@ def test_a_subclass_that_is_not_known_is_named():
     linear.weight = nn.Parameter(torch.zeros(4, 4).as_subclass(Wrapped), requires_grad=False)
     prepared = prepare(nn.Sequential(linear))
     assert [one.name for one in prepared.left] == ["0"]
-    assert "Wrapped is not read" in prepared.left[0].reason
+    assert "test_prepare.Wrapped" in prepared.left[0].reason
     assert "module.weight.dequantize()" in prepared.left[0].reason
     assert "1 x Linear stays:" in str(prepared)
 

@@ -148,7 +148,7 @@ def other_blocks_of_scales(module):
     ("change", "reason"),
     [
         (other_table, "its table is not that of nf4"),
-        (packed_for_this_cpu, "a forward pass came before `prepare`"),
+        (packed_for_this_cpu, "the model ran before `prepare`"),
         (not_quantised, "not quantised yet"),
         (of_other_orientation, "its weight is [256, 64], not [64, 256]"),
         (other_blocks_of_scales, "its second-level scales cover 128 scales each, not 256"),

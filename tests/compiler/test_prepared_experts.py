@@ -142,10 +142,10 @@ def of_other_sizes(experts):
 @pytest.mark.parametrize(
     ("layout", "change", "reason"),
     [
-        (UnknownLayout, None, "the layout UnknownLayout is not read"),
-        (WrongLayout, None, "HopperMXValueLayout does not undo its own order"),
+        (UnknownLayout, None, "does not read the layout UnknownLayout"),
+        (WrongLayout, None, "HopperMXValueLayout cannot undo its own order"),
         (StridedLayout, unloaded, "down_proj holds no weight yet"),
-        (StridedLayout, of_ranks, "shared among ranks"),
+        (StridedLayout, of_ranks, "spread over ranks"),
         (StridedLayout, unclamped, "not clamped"),
         (StridedLayout, of_other_sizes, r"down_proj has codes [4, 64, 64] and scales [4, 64, 3]"),
         (HopperMXValueLayout, on_meta, "on the meta device"),

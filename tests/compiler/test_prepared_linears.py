@@ -185,7 +185,7 @@ def test_schemes_that_are_not_read_stay(preset):
 def test_a_linear_that_is_decompressed_already_is_told():
     prepared = prepare(decompressed(compressed("W4A16")))
     assert prepared.replaced == []
-    assert "a forward pass came before `prepare`" in str(prepared)
+    assert "the model ran before `prepare`" in str(prepared)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -257,7 +257,11 @@ def test_int4_linears_of_torchao(tiled, dtype):
         (False, {"act_pre_scale": torch.ones(192)}, "its activations are scaled before"),
         (True, {"act_pre_scale": torch.ones(192)}, "its activations are scaled before"),
         (True, {"block_size": [1, 256]}, "its columns do not fill groups of 256"),
-        (True, {"qdata": torch.zeros(3, 16, 64, 2, dtype=torch.int32)}, "its words are not those"),
+        (
+            True,
+            {"qdata": torch.zeros(3, 16, 64, 2, dtype=torch.int32)},
+            "its words do not form tiles",
+        ),
     ],
 )
 def test_int4_weights_that_stay(tiled, fields, why):
@@ -357,7 +361,7 @@ def test_linears_of_quanto_in_the_order_of_a_gpu_s_kernel(rows, columns, marlin)
     assert torch.equal(model[0].weight_of_codes(torch.bfloat16), wanted)
 
     (left,) = prepare(biased).left
-    assert "leaves the bias out" in left.reason
+    assert "ignores the bias" in left.reason
     with FakeTensorMode() as mode:
         fake = marlin(*map(mode.from_tensor, parts), rows, columns)
         told = tensor_subclasses.obstacle(fake)
@@ -408,7 +412,7 @@ def test_linears_of_gptq(source, bias, dtype):
     [
         ({"order": torch.arange(255, -1, -1) // 64, "desc_act": True}, "desc_act"),
         ({"bits": 8}, "8-bit codes"),
-        ({"columns": 264}, "filled up"),
+        ({"columns": 264}, "padded"),
     ],
 )
 @SOURCES

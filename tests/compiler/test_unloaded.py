@@ -218,5 +218,5 @@ def test_a_library_lays_out_its_own_modules(library):
 def test_without_its_library_a_format_is_named(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     method = STATED_BY_LIBRARIES[library]["quant_method"]
-    with pytest.raises(ValueError, match=f"{method}: the library lays out"):
+    with pytest.raises(ValueError, match=f"{method}: the library itself must build"):
         put_codes(model_of("llama"), STATED_BY_LIBRARIES[library])

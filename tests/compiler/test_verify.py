@@ -99,7 +99,9 @@ def test_what_is_nan_in_the_original_is_judged_on_inputs_without_nan(caplog):
     assert caplog.records == []
     assert patterns_used("cache_attention") == ["cache_attention"]
     (note,) = reports()[-1].notes
-    assert "output 0, on inputs without NaN, 128 of 128 elements that are NaN in the orig" in note
+    assert (
+        "output 0, on inputs without NaN, at 128 of 128 elements that are NaN in the orig" in note
+    )
     assert note in str(reports()[-1])
 
 

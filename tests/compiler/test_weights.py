@@ -245,7 +245,7 @@ def test_a_store_of_given_heads_passes_strict_as_ever():
     ("package", "what", "why", "hint"),
     [
         ("torchao.quantization", "torchao's quantised weight", "another Int8Tensor", "dequantize"),
-        ("optimum.quanto.tensor", "quanto's quantised weight", "is not read", "dequantize()"),
+        ("optimum.quanto.tensor", "quanto's quantised weight", "does not read", "dequantize()"),
         ("torch.distributed.tensor", "a tensor that is spread over ranks", "", "to_local()"),
         ("torchaox", "a class that wraps other tensors", "", "plain tensors inside"),
     ],

@@ -418,7 +418,7 @@ def test_a_graph_break_names_the_user_s_own_line_and_what_to_do(inspect):
     report = json.loads(inspect("mine.py:make_broken_graph", "--json").stdout)
     (miss,) = report["misses"]
     assert miss["code"] == "GRAPH_BREAK"
-    assert "needs a tensor's number in Python" in miss["message"]
+    assert "needs a tensor's value as a Python number" in miss["message"]
     assert miss["message"].endswith(f"(mine.py:{line_of('the break')})")
     assert miss["hint"].startswith("compute with the tensor itself")
     assert "cache.index_copy_(dim, positions, k)" in miss["hint"]

@@ -159,7 +159,7 @@ def test_a_format_that_a_configuration_does_not_tell_is_named(command, tmp_path)
     write_checkpoint(tmp_path / "other", quantization_config={"quant_method": "aqlm"})
     done = command("inspect", "other")
     assert done.exit_code == 2
-    assert "quant_method 'aqlm': its modules cannot be made of a configuration" in done.stderr
+    assert "quant_method 'aqlm': modules of this method cannot be built from a configuration" in done.stderr
     write_checkpoint(tmp_path / "odd", quantization_config=AWQ | {"group_size": None})
     done = command("inspect", "odd")
     assert done.exit_code == 2
