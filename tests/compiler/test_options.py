@@ -139,7 +139,7 @@ def test_a_bad_setting_of_inductor_is_named(given, expected):
 
 
 def test_settings_of_inductor_need_inductor():
-    with pytest.raises(ValueError, match=r'inner="inductor" beside it'):
+    with pytest.raises(ValueError, match=r'inner="inductor" together with it'):
         Options.of({"inner": "eager", "inner_options": {"max_autotune": True}})
 
 

@@ -178,7 +178,7 @@ def sums_used(*_):
         (sums_used, "its log-sum-exp, or its largest score, is used"),
         (
             attention(block_mask=CAUSAL),
-            "its block mask's lists may hide more than mask_mod says",
+            "the lists of its block mask may hide more keys than mask_mod does",
         ),
     ],
     ids=["squared", "sines", "whole_row", "sums_used", "block_mask"],
