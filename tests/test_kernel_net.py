@@ -29,7 +29,7 @@ from tilewright.ops.contract import get_op
 
 FOLDER = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"
 UPDATE = "--tilewright-update"
-MEANT = f"if that is meant: pytest tests/test_kernel_net.py {UPDATE}"
+MEANT = f"if this change is intended: pytest tests/test_kernel_net.py {UPDATE}"
 # The tests emit one of this many specs of audits and ops, and at least one of each kernel.
 ONE_IN = 96
 SHOWN = 5

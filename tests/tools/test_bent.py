@@ -110,7 +110,7 @@ REFUSED = {
     "a page's size as a flag": (cache(page_size=True), "page_size", "True"),
     "a length": (cache(max_cache_len=0), "max_cache_len", "at least 1", "0"),
     "a dtype of pools": (cache(dtype=torch.float16), "dtype", "float8_e4m3fn", "torch.float16"),
-    "scales without codes": (cache(scales={}), "scales", "None where dtype is None"),
+    "scales without codes": (cache(scales={}), "scales", "None because dtype is None"),
     "scales as numbers": (cache(dtype=FP8, scales={0: 1.0}), "scales", "kv_scales(model)"),
     "scales of no layer": (
         cache(dtype=FP8, scales={7: (torch.ones(()), torch.ones(()))}), "layers [7]", "has 1",
@@ -154,7 +154,7 @@ COMMANDS = {
     ("bench", "mae"): ("no benchmark mae; there are", "did you mean"),
     ("bench", "--profile", "llama3-8b", "--trace", "no.json"): ("--trace needs --target",),
     ("cache", "--prune", "--max-size", "big"): ("--max-size: expected a size", "got 'big'"),
-    ("cache", "--older-than", "3d"): ("expected together with --prune",),
+    ("cache", "--older-than", "3d"): ("can be used only together with --prune",),
 }
 
 

@@ -315,7 +315,11 @@ def test_a_whole_graph_writes_where_its_caller_took_pages():
     # Nobody took pages for these: the next look from outside tells.
     for token in ids.split(1, 1)[:8]:
         compiled(token, past_key_values=cache)
-    with pytest.raises(RuntimeError, match=r"wrote token 21 of a sequence into pages for 20"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"wrote token 21 of a sequence, but its pages had room "
+        r"for only 20",
+    ):
         cache.crop(-1)
 
 
@@ -363,7 +367,7 @@ def test_limits_are_told_before_anything_is_written():
 
 def test_another_batch_is_told():
     cache = filled(3, 8)
-    with pytest.raises(ValueError, match=r"8 tokens of 3 sequences, and got keys of 2"):
+    with pytest.raises(ValueError, match=r"8 tokens of 3 sequences, but got keys of 2"):
         appended(cache, 2, 1, 8)
 
 
@@ -464,7 +468,9 @@ def test_eight_bits_without_scales_saturate():
 
 
 def test_scales_are_read_where_checkpoints_keep_them():
-    with pytest.raises(ValueError, match="expected attention with k_scale and v_scale, found none"):
+    with pytest.raises(
+        ValueError, match="expected an attention module with k_scale and v_scale, found none"
+    ):
         kv_scales(built("Llama"))
     scales = kv_scales(with_scales(built("Llama")))
     assert {number: float(k) for number, (k, _) in scales.items()} == pytest.approx(

@@ -76,6 +76,6 @@ def test_quantised_weights_are_fused_as_they_were(name, request):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     stored = path.read_text("utf-8").splitlines()
-    assert lines == stored, f"if that is meant: pytest {UPDATE}; " + "; ".join(
+    assert lines == stored, f"if this change is intended: pytest {UPDATE}; " + "; ".join(
         map(str, report.misses)
     )

@@ -180,9 +180,9 @@ def test_the_page_has_the_table_and_the_plot(inspect, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--batches", "0"), "--batches: expected numbers from 1"),
-        (("--batches", "many"), "--batches: expected numbers from 1"),
-        (("--batches", "1", "--census"), "--batches: not together with"),
+        (("--batches", "0"), "--batches: expected numbers of at least 1"),
+        (("--batches", "many"), "--batches: expected numbers of at least 1"),
+        (("--batches", "1", "--census"), "--batches cannot be used together with"),
         (("--batches", "1", "--target", "sm100,sm7"), "--target: expected one of"),
     ],
 )

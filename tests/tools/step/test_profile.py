@@ -167,9 +167,9 @@ def test_kinds_of_kernels(name, kind):
         ({"traceEvents": []}, None, "no kernels"),
         ({}, None, "no kernels"),
         ({"traceEvents": [3]}, None, "no kernels"),
-        (trace_of(*LAUNCHES), 3, "10 launches are not 3 equal steps"),
-        (trace_of(*LAUNCHES[:4]), None, "no whole number of steps"),
-        (trace_of((QKV, 0, 1)), None, "no whole number of steps"),
+        (trace_of(*LAUNCHES), 3, "10 launches cannot be divided into 3 equal steps"),
+        (trace_of(*LAUNCHES[:4]), None, "not have a whole number of steps"),
+        (trace_of((QKV, 0, 1)), None, "not have a whole number of steps"),
         (trace_of((NORM, 0, 1), (HEAD, 1, 1)), 2, "launch different kernels"),
     ],
 )
