@@ -1,4 +1,5 @@
-"""What Dynamo did not capture is told: by `lower` and by `torch.compile`, once for each place."""
+"""Tests that `lower` and `torch.compile` report code that Dynamo did not capture, once for each
+place."""
 
 from __future__ import annotations
 
@@ -140,7 +141,7 @@ def test_lower_tells_every_break_once_with_its_place(name):
 
 @pytest.mark.parametrize("name", ["branch", "branch in loop"])
 def test_the_two_texts_of_a_branch_have_one_hint(name):
-    """Dynamo's hint for the second is of clamping, and names nothing that branches."""
+    """Dynamo's hint for the second text is about clamping, and does not mention the branch."""
     lowered = lower(BREAKS[name][0], (torch.ones(3),))
     (miss,) = misses_of(lowered, "capture")
     assert miss.hint == "compute both sides and choose with torch.where, or use torch.cond"
@@ -155,7 +156,7 @@ def guarded(x, cache):
 
 
 def test_what_only_data_tell_is_named():
-    """With scalars in the graph the comparison of one is what breaks it, and not `.item()`."""
+    """With scalars in the graph, the comparison of a scalar breaks the graph, and not `.item()`."""
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         lowered = lower(guarded, (torch.ones(3, dtype=torch.long), torch.ones(9)))
     (miss,) = misses_of(lowered, "capture")
@@ -239,7 +240,7 @@ def test_breaks_under_another_backend_are_none_of_ours():
 
 
 def test_breaks_are_told_after_a_reset_too():
-    """torch._dynamo.reset() forgets the callbacks that others registered."""
+    """torch._dynamo.reset() forgets the callbacks that other code registered."""
     for _ in range(2):
         before = len(reports())
         torch.compile(loop, backend="tilewright")(torch.ones(3))
@@ -274,7 +275,7 @@ def test_what_comes_out_of_a_graph_is_zeros_after_a_break():
         longest = int(ids.max())
         return x.new_zeros(longest + 1, 2)
 
-    for _ in range(3):  # memory of earlier calls is around by then
+    for _ in range(3):  # by then, memory of earlier calls is present
         torch._dynamo.reset()
         torch.full((64,), 10**15)
         lowered = lower(model, (torch.ones(3), torch.arange(4)))
@@ -288,7 +289,7 @@ def share(y):
 
 
 def test_an_error_on_zeros_is_part_of_the_break():
-    """After one graph as after several."""
+    """This holds after one graph as well as after several."""
 
     def model(x):
         y = x.t()[1:] + 1
@@ -319,7 +320,7 @@ def test_what_our_pass_cannot_read_is_a_miss_of_lower(monkeypatch):
     monkeypatch.setattr(fuse, "build_view", broken)
     model, args = build("page_offset")
     lowered = lower(model, args)
-    (miss,) = lowered.misses  # no pattern saw anything
+    (miss,) = lowered.misses  # no pattern saw an operation
     assert miss.code == "INTERNAL"
     assert "ArithmeticError: injected" in miss.message
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="injected"):

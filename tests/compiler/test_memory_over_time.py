@@ -1,4 +1,4 @@
-"""Nothing that was compiled or called stays in memory once its user has dropped it.
+"""Tests that no compiled object or call stays in memory once its user has dropped it.
 
 `benchmarks/soak.py` does the same for 100,000 calls and 200 models, and measures the process.
 """
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture(autouse=True)
 def newly():
-    """What was there before the test is neither looked at nor collected."""
+    """Objects that existed before the test are neither searched nor collected."""
     gc.collect()
     gc.freeze()
 
