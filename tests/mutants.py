@@ -33,9 +33,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "mutants.json"
 LAYERS = ("codegen", "ops", "patterns", "compiler")
-#: The number of test files that import a module and are run: some modules are imported everywhere.
+#: The number of test files that import a module and are run. There is a limit because some modules
+#: are imported everywhere.
 MOST_FILES = 24
-#: Options of pytest. The deselected test fails for any change of a template's text.
+#: Options of pytest. The deselected test fails for any change in the text of a template.
 PYTEST = (
     *("-x", "-q", "-p", "no:cacheprovider"),
     *("--deselect", "tests/test_kernel_net.py::test_the_source_of_a_kernel_is_what_it_was"),
@@ -52,7 +53,8 @@ OTHER: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-#: Statements that a fault removes. Assignments are not among them: a later read would raise.
+#: Statements that a fault removes. Assignments are not among them, because a later read would raise
+#: an error.
 LEFT_OUT = (ast.AugAssign, ast.Expr, ast.Raise, ast.Continue, ast.Break, ast.Assert)
 
 

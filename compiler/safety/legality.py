@@ -146,7 +146,7 @@ def _no_other_write(match: Match, flow: Dataflow) -> None:
             if value not in match.stores and not _lies_apart_from(match, value):
                 _hazard(
                     "CACHE_WRITE",
-                    "another node writes the cache between the absorbed writes",
+                    "the cache is written again between the absorbed writes",
                     value,
                 )
 
@@ -268,7 +268,7 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
             _hazard("ORDER", message, view, hint="compute every operand before that")
         for write in flow.changes(view, last):
             if write.node not in vanishing:
-                message = f"the graph changes {name} in place before {_place(match, flow)}"
+                message = f"{name} is changed in place before {_place(match, flow)}"
                 _hazard("INPUT_MUTATED", message, write)
 
 

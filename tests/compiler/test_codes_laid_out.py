@@ -111,7 +111,7 @@ def test_words_of_another_order_stay():
     assert "not int32 [K, N / 8]" in prepare(model).left[0].reason
     other = gptq_modules.AwqGEMMLinear(bits=4, group_size=64, in_features=256, out_features=64)
     (left,) = prepare(nn.Sequential(other)).left
-    assert 'load with backend="torch_awq"' in left.reason
+    assert 'load the model with backend="torch_awq"' in left.reason
 
 
 @pytest.mark.parametrize("method", METHODS)
