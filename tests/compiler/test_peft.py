@@ -185,7 +185,7 @@ def several(active, in_fp32=False, **options):
 
 
 def differences(a, b):
-    """Runs two equal cases, the first compiled; its report and how far logits and caches differ."""
+    """Runs two equal cases, the first of them compiled. Returns the report, and the differences of logits and caches."""
     compiled = torch.compile(a.model, backend="tilewright", options={"inner": "eager"})
     ours, eager = compiled(*a.args, **a.kwargs).logits, b.model(*b.args, **b.kwargs).logits
     pairs = [(ours, eager)]
@@ -209,7 +209,7 @@ def test_several_active_adapters_of_some_projections_each():
 
 @pytest.mark.parametrize("names", [["default"], ["default", "second"]])
 def test_adapters_without_kernels_are_added_by_the_cache_write(names, monkeypatch):
-    """PEFT's default on a GPU: adapters in fp32, which the graph goes on computing."""
+    """By default on a GPU, PEFT keeps adapters in fp32. The graph still computes them."""
     monkeypatch.setattr(qkv_cache, "has_kernels", lambda delta: False)
     cases = [several(names, in_fp32=True) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
@@ -225,7 +225,7 @@ def test_one_active_adapter_of_two_is_fused_with_the_cache_write():
 
 
 def test_a_batch_of_several_adapters_is_missed_by_name():
-    """PEFT adds the delta of each adapter in place, to the rows that a Python list names."""
+    """PEFT adds the delta of each adapter in place to the rows that a Python list names."""
     cases = [several("default") for _ in range(2)]
     for case in cases:
         case.kwargs["adapter_names"] = ["default", "second"]
