@@ -185,7 +185,8 @@ def several(active, in_fp32=False, **options):
 
 
 def differences(a, b):
-    """Runs two equal cases, the first of them compiled. Returns the report, and the differences of logits and caches."""
+    """Runs two equal cases, the first of them compiled. Returns the report, and the differences of
+    logits and caches."""
     compiled = torch.compile(a.model, backend="tilewright", options={"inner": "eager"})
     ours, eager = compiled(*a.args, **a.kwargs).logits, b.model(*b.args, **b.kwargs).logits
     pairs = [(ours, eager)]

@@ -1,4 +1,5 @@
-"""Tests that `prepare` keeps the function of models that quantisation libraries load, and that the models are fused."""
+"""Tests that `prepare` keeps the function of models that quantisation libraries load, and that the
+models are fused."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ EVERYTHING = {"qkv_cache": 2, "cache_attention": 2, "linear_activation": 2, "lin
 LEFT = {
     "torchao-int8-dynamic": "its activations are int8, which no fused op takes",
 }
-#: Formats whose activations are floats of four bits. An earlier rounding moves some activations to the next code.
+#: Formats whose activations are floats of four bits. An earlier rounding moves some activations to
+#: the next code.
 FLIPS = ("ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4")
 #: Formats that are fused as they are loaded. `prepare` reads them, too.
 READ = ("torchao-int8", "torchao-fp8", "torchao-intx", "quanto-int8", "quanto-fp8")
-#: Formats that only `prepare` reads, although other weights of the library are read as they are loaded.
+#: Formats that only `prepare` reads, although other weights of the library are read as they are
+#: loaded.
 READ_ONCE = {
     "torchao-int4": "makes its codes unsigned",
     "torchao-int4-tiled": "unpacks its tiles",
@@ -63,9 +66,11 @@ def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind
     assert prepared.left == []
     assert len(prepared.replaced) == (0 if name in PLAIN else 14)
     logits = model(**step_of(model)).logits
-    # The results differ by one rounding: quanto and int4 multiply in other kernels, and activations of eight bits are decoded.
+    # The results differ by one rounding: quanto and int4 multiply in other kernels, and activations
+    # of eight bits are decoded.
     rounded = "quanto" in name or name == "bitsandbytes-int8" or name.startswith("torchao-int4")
-    # AWQ's weight has the same numbers in another memory order, for which the CPU's library sums in another order.
+    # AWQ's weight has the same numbers in another memory order, for which the CPU's library sums in
+    # another order.
     allowed = 0.02 if rounded else 0.002 if name == "awq" else 0
     torch.testing.assert_close(logits, theirs, rtol=0, atol=allowed)
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
@@ -106,9 +111,11 @@ def test_what_prepare_alone_reads_is_told_with_it(name, tmp_path):
     assert all("tilewright.compiler.prepare(model)" in miss.hint for miss in misses)
 
 
-#: Formats with experts that transformers 5.23 does not load, or decodes without the factor that all scales of an expert share.
+#: Formats with experts that transformers 5.23 does not load, or decodes without the factor that all
+#: scales of an expert share.
 WITHOUT_EXPERTS, WITHOUT_FACTOR = ("ct-w8a8",), ("ct-nvfp4", "ct-nvfp4a16")
-# In ModelOpt's format, the experts stay codes, and `moe` does not take their activations (`test_modelopt.py`).
+# In ModelOpt's format, the experts stay codes, and `moe` does not take their activations
+# (`test_modelopt.py`).
 OF_CODES = ("modelopt-fp8", "modelopt-nvfp4")
 OF_MIXTURE = {"qkv_cache": 2, "cache_attention": 2, "moe": 2, "moe_router": 2, "linear_residual": 2}
 
