@@ -155,9 +155,11 @@ def imports(path: Path, named: re.Pattern[str]) -> bool:
 
 
 def run(root: Path, fault: Fault, limit: float, passing: set[str]) -> dict[str, object]:
-    """Returns the result of the tests with a fault planted in a copy of the repository. passing:
-    tests that passed without a fault; a test that now fails is run again without it, and added if
-    it passes."""
+    """Returns the result of the tests with a fault planted in a copy of the repository.
+
+    `passing` has the tests that passed without a fault. A test that now fails is run again without
+    the fault, and is added to `passing` if it passes.
+    """
     path = root / fault.file
     text = path.read_bytes()
     started, by = time.monotonic(), ""
@@ -171,7 +173,8 @@ def run(root: Path, fault: Fault, limit: float, passing: set[str]) -> dict[str, 
     else:
         verdict = "caught" if code else "survived"
         found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
-        # Without a test's name, pytest could not import something, or the process was killed.
+        # If the output has no test's name, pytest could not import a module, or the process was
+        # killed.
         by = found[1] if found else f"exit code {code}" if code else ""
         if found and by not in passing:
             if tested(root, [by], limit)[0]:
@@ -204,7 +207,8 @@ def tested(root: Path, tests: list[str], limit: float) -> tuple[int | None, str]
     while code is None and time.monotonic() < ends:
         done, status = os.waitpid(child, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if done else time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):  # with all processes that the tests started
+    # Together with all processes that the tests started.
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if code is None:
         os.waitpid(child, 0)

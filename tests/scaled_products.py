@@ -1,4 +1,4 @@
-"""Scaled products on a CPU: a test whether PyTorch has one for rows, and a stand-in for blocks."""
+"""Scaled products on a CPU: a check whether PyTorch has one for rows, and a stand-in for blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""kernels, verify, diff, explain, zoo, doctor, bench: what each prints, writes and returns."""
+"""Tests kernels, verify, diff, explain, zoo, doctor and bench: what each prints, writes and
+returns."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ REAL_MODELS = """
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """command(*arguments): the program run in a folder that holds mine.py and real.py."""
+    """Returns `command(*arguments)`, which runs the program in a folder that holds mine.py and
+    real.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.syspath_prepend(tmp_path)
@@ -52,7 +54,7 @@ def command(tmp_path, monkeypatch):
 
 
 def schema_checked(command: str, text: str) -> dict:
-    """The JSON a command printed, held to its published schema."""
+    """Returns the JSON that a command printed, after a check against its published schema."""
     data = json.loads(text)
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra 'dev'")
     schema = json.loads(files("tilewright.tools").joinpath(f"schemas/{command}.json").read_text())
@@ -232,7 +234,7 @@ def test_kernels_writes_every_file_and_a_second_run_compiles_nothing(
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """Kernels are emitted, and compiling them fails."""
+    """Makes the compilation of emitted kernels fail."""
 
     def fail(*arguments):
         raise BuildError("ptxas: out of registers")
@@ -303,7 +305,7 @@ def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
 
 
 def test_a_large_cache_hides_no_wrong_write(command, tmp_path, monkeypatch):
-    """Only what a run changed is compared: three slots of many."""
+    """Only the elements that a run changed are compared: three of many slots."""
     (tmp_path / "large.py").write_text(
         "import torch, mine, real\n\ndef make():\n"
         "    model, args, kwargs = real.make_real()\n"
@@ -392,7 +394,7 @@ def test_zoo_lists_every_model(command):
 
 
 def test_doctor_checks_this_machine(command, tmp_path, monkeypatch):
-    """Of the chips two; tests/tools/audit/test_chips.py compiles for the others."""
+    """Tests two chips. tests/tools/audit/test_chips.py compiles for the others."""
     monkeypatch.setattr(doctor, "gpu_targets", lambda: (SM90, SM100))
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     done = command("doctor", "--json")
@@ -413,7 +415,7 @@ def test_doctor_says_where_a_version_is_newer_than_any_tried():
 
 @pytest.fixture
 def doctor_compiles_nothing(monkeypatch):
-    """It compiles a kernel for each target, which takes a second each."""
+    """Replaces the compilation of a kernel for each target, which takes a second each."""
     monkeypatch.setattr(doctor, "gpu_targets", lambda: ())
 
 
