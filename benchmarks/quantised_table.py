@@ -17,19 +17,22 @@ DOC = Path(__file__).parents[1] / "docs" / "quantised.md"
 KEPT = Path(__file__).parent / "results" / "quantised.json"
 Row = Mapping[str, Any]
 
-#: How much larger tilewright's error may be than the library's, as both round in different places.
+#: The factor by which tilewright's error may be larger than the library's, because both round in
+#: different places.
 SLACK = 1.25
 ROUNDING = 2**-10
 COLUMNS = ("K and V", "attention", "mixtures", "MLP", "residual")
 
 
 def step_cell(step: Row, family: str) -> str:
-    """Returns the cell of one family: what is fused in the step, then the codes of its misses."""
+    """Returns the cell of one family: what is fused in the step, followed by the codes of its
+    misses."""
     return cell({"decode": step}, family)
 
 
 def summary(row: Row) -> str:
-    """Returns the cell of the whole step as loaded; "=" if it is the same as prepared."""
+    """Returns the cell of the whole step as loaded. It is "=" if the step is the same as
+    prepared."""
     step = row["unprepared"]
     if step.get("failed"):
         return "Dynamo raises"
@@ -82,7 +85,8 @@ def line(row: Row) -> str:
 
 
 def to_do(rows: Sequence[Row]) -> list[str]:
-    """Returns the table of the misses in prepared models, with hints, and what `prepare` leaves."""
+    """Returns the table of the misses in prepared models with their hints, and of the modules that
+    `prepare` leaves as they are."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for said in row.get("prepared", {}).get("said", ()):
@@ -112,7 +116,7 @@ def _listed(names: Mapping[str, None]) -> str:
 
 
 def page(kept: Mapping[str, Any]) -> str:
-    """Returns the text of docs/quantised.md; `kept` is the content of the file of results."""
+    """Returns the text of docs/quantised.md. `kept` is the content of the file of results."""
     rows = kept["rows"]
     judged = [row for row in rows if row.get("errors")]
     dates = sorted({row["date"] for row in rows})

@@ -62,12 +62,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
 
 def kept(name: str) -> Row:
-    """A results file."""
+    """Returns the content of a results file."""
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Returns cells that sum up rows: their number, median, share of near ones, and the worst."""
+    """Returns cells that sum up rows: their number, their median, the share of rows that are near,
+    and the worst row."""
     ratios = [row["ratio"] for row in rows]
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios) / len(ratios)
     worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
@@ -76,7 +77,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def whole() -> str:
-    """Compares all rows, as first predicted before anything was fitted to them, and as now."""
+    """Compares all rows in two ways: as first predicted, before anything was fitted to them, and as
+    predicted now."""
     now = kept("predictions")["rows"]
     lines = []
     for said, name in (
