@@ -246,7 +246,7 @@ def written_in_part(q, k, v, mask, *_):
     [
         (weights_are_read, "return no attention weights"),
         (dropped, "dropout_p=0.0"),
-        (written_in_part, "read in its place"),
+        (written_in_part, "read the input or the result of the layer instead"),
     ],
 )
 def test_a_hint_says_what_to_change(attend, words):
