@@ -1,4 +1,5 @@
-"""Benchmark of attention over a cache: microseconds and share of the memory rate, beside its peers.
+"""Benchmark of attention over a cache, in microseconds and as a share of the memory rate, with
+peers.
 
     python benchmarks/cache_attention.py [--out DIR] [--cases decode-16x2048 ...]
 

@@ -332,7 +332,7 @@ def part_of(names: Sequence[str], part: str) -> list[str]:
     """Returns the names of part "i/n", where i counts from 1. The part has every n-th name,
     starting with the i-th.
 
-    Neighbours take about equally long, so the parts take about equal times.
+    Neighbouring models take about the same time, so the parts do, too.
     """
     which, count = map(int, part.split("/"))
     return list(names)[which - 1 :: count]

@@ -1,4 +1,5 @@
-"""Benchmark of LoRA shrink (q, k and v, planar) and expand of one layer, beside PyTorch's ways.
+"""Benchmark of LoRA shrink (q, k and v, planar) and expand of one layer, compared with PyTorch's
+own ways.
 
     python benchmarks/lora.py [--out DIR] [--hidden 4096 8192] [--ranks 8 16 64 128] [--tokens ...]
 

@@ -1,4 +1,4 @@
-"""Benchmark of MLA prefill of one layer: the whole branch, and the attention core, beside peers.
+"""Benchmark of MLA prefill of one layer: the whole branch, and the attention core, with peers.
 
     python benchmarks/mla.py [--out DIR] [--heads 16 128] [--batches 512 "one long" ...]
 
@@ -58,7 +58,7 @@ BATCHES = {str(n): (n,) for n in (512, 1024, 2048, 4096, 8192, 16384)} | {
     "one long": (4096, 512, 256, 128, 64, 64),
     "many short": (200, 120, 333, 64, 512, 90, 256, 128, 400, 77, 300, 150),
 }
-# The limits of one captured graph: its TFLOP, and its calls.
+# The largest numbers of TFLOP and of calls in one captured graph.
 CAPTURED_TFLOP, CAPTURED_CALLS = 0.2, 8
 HOST_CALLS = 20
 

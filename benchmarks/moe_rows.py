@@ -150,7 +150,8 @@ def rates(shape: MoeShape, form: str, row: dict[str, Any], copy: float) -> dict[
     """Returns TFLOP/s and TB/s of the GEMMs alone, and the ratios to their peers."""
     routes = row["tokens"] * shape.num_slots
     matrix = shape.hidden * shape.inner
-    # Bytes of an element of x, and of the first GEMM's result, which the second reads.
+    # The bytes of an element of x, and of an element of the first GEMM's result. The second GEMM
+    # reads that result.
     size = 1 if form == "fp8fp8" else 2
     bytes_in = {"up": size * shape.hidden * row["tokens"], "down": size * shape.inner * routes}
     bytes_out = {"up": size * shape.inner * routes, "down": 2 * shape.hidden * routes}

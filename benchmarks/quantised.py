@@ -189,7 +189,7 @@ def main() -> None:
 
 def is_made(form: str, kind: str) -> bool:
     """Whether `tests/models/shipped.py` makes a model in a format."""
-    # Formats that name their models are those of gpt-oss, which has no other formats.
+    # Only formats of gpt-oss name their models, and gpt-oss has no other formats.
     return bool(FORMATS[form].models) == (CONFIGS[kind][0] is GptOssConfig)
 
 

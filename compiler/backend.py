@@ -121,7 +121,7 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
     """Reports breaks in a frame that has no graph. Returns whether `strict` makes them errors."""
     try:
         chosen = Options.of(options)
-    except ValueError:  # compiling a graph raises this error
+    except ValueError:  # the compilation of a graph raises it
         chosen = Options()
     misses = tuple(break_miss(text) for text in breaks)
     empty = fx.GraphModule({}, fx.Graph())
@@ -290,7 +290,7 @@ def _warn_once(line: str) -> None:
 
 
 def _trace(report: GraphReport) -> None:
-    """Writes the artifacts that tlparse shows beside those of Dynamo and Inductor."""
+    """Writes the artifacts that tlparse shows next to the artifacts of Dynamo and Inductor."""
     inductor.trace_artifact("tilewright_report", "json", lambda: json.dumps(report.data))
     inductor.trace_artifact("tilewright_report_text", "string", lambda: report.text)
     inductor.trace_artifact(

@@ -75,7 +75,7 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
 
 
 def overview() -> str:
-    """Returns the first table: `generate()` of every model."""
+    """Returns the first table, which has the times of `generate()` for every model."""
     found = [json.loads((RESULTS / name).read_text("utf-8")) for name in GENERATE]
     first = [data["rows"][0] for data in found]
     names = ", ".join(f"{row['model']} of {row['layers']} layers" for row in first)

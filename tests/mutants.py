@@ -131,8 +131,8 @@ def replaced(node: ast.expr, **parts: object) -> ast.expr:
 
 
 def tests_of(root: Path, file: str) -> list[str]:
-    """Returns the test files for a source file: those that import its module, then those of the
-    families that contain or import it."""
+    """Returns the test files for a source file. Files that import its module come first, followed
+    by the files of the families that contain or import it."""
     layer, *rooms, _ = Path(file).parts
     module = ".".join(Path(file).with_suffix("").parts).removesuffix(".__init__")
     parent, _, name = module.rpartition(".")

@@ -33,7 +33,7 @@ def _put(module: Any, name: str, replacement: Any) -> None:
 
 def _guards(module: Any) -> None:
     """Turns off the timing of guards with cold caches, which takes a tenth of the time to compile a
-    small model, and the model's line beside each guard."""
+    small model, and of the model's line next to each guard."""
     _put(module, "profile_guard_manager", lambda *arguments: 0.0)
     _put(module, "get_verbose_code_part", lambda code_part, guard: code_part)
 
@@ -50,7 +50,8 @@ def _side_effects(module: Any) -> None:
 
 
 def _function_names(module: Any) -> None:
-    """Turns off the names of functions beside calls, for which Dynamo reads whole files."""
+    """Turns off the names of functions next to calls in the log, for which Dynamo reads whole
+    files."""
     _put(module, "get_funcname", lambda filename, lineno: None)
 
 

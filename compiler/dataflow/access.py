@@ -131,7 +131,7 @@ def held_by(node: fx.Node) -> Any:
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """Returns the attribute of its graph's module that a `get_attr` node reads."""
+    """Returns the attribute of the graph's module that a `get_attr` node reads."""
     owner: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         owner = getattr(owner, part)

@@ -27,7 +27,7 @@ from tilewright.patterns.dataflow import scope_of
 #: how it reads them.
 How = Literal["codes", "decoded", "hidden", "numbers"]
 Role = Literal["codes", "scales", "zeros"]
-#: The fields of a StoredWeight that are stored beside the codes, and the role of each.
+#: The role of each field of a StoredWeight that has a tensor.
 _ROLES: Mapping[str, Role] = {
     "data": "codes",
     "scale": "scales",

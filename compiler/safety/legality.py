@@ -403,7 +403,7 @@ def _goes_by_element(op: str) -> bool:
 
 
 def _place(match: Match, flow: Dataflow) -> str:
-    """Describes where the fused op would stand, for messages."""
+    """Describes the place of the fused op for a message."""
     node = insertion_node(match, flow)
     what = "the cache is written" if match.stores else "the fused op's place"
     source = source_of(node)

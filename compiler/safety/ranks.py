@@ -30,7 +30,8 @@ from tilewright.ops.runtime.peers import group_named
 SHARED = "all_reduce_residual_norm"
 #: The number of seconds that a rank may be silent before all ranks go on without fused sums.
 WAIT_S = 20.0
-#: The number of seconds to wait for a rank that still compiles. NCCL waits as long in a collective.
+#: The number of seconds to wait for a rank that still compiles. It is the time for which NCCL waits
+#: in a collective.
 COMPILING_S = 600.0
 #: The number of seconds after which a rank reports again that it compiles.
 BEAT_S = 4.0

@@ -68,7 +68,8 @@ def test_linears_compute_what_their_codes_stand_for(algorithm, tmp_path):
         x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(1))
         exact = rounded(x, stored) @ weight.t()
         assert relative_error(linear(x), exact) < 2.0**-18
-        # In bfloat16, some activations lie in the middle between two codes and may become either.
+        # In bfloat16, some activations lie in the middle between two codes and may become either
+        # code.
         half = x.bfloat16()
         assert relative_error(linear(half), rounded(half, stored) @ weight.t()) < 2.0**-6
         assert linear(x[:0]).shape == (0, weight.shape[0])

@@ -101,7 +101,8 @@ def test_what_stands_on_both_sides_of_a_product_is_two_kernels():
     step = step_of(lowered(on_meta(Residual), (2, 8)))
     rows = 2 * 8 * F32
     assert [p.kind for p in step.parts] == [INDUCTOR, LIBRARY, INDUCTOR]
-    # x in, both results out; product in and out; both operands in, the sum out.
+    # The first part reads x and writes two results, the product reads and writes one, and the last
+    # part reads two operands and writes the sum.
     assert [p.amounts.activations for p in step.parts] == [3 * rows, 2 * rows, 3 * rows]
 
 
@@ -194,8 +195,8 @@ def write_what_it_made(cache, rows, at):
 @pytest.mark.parametrize(
     ("write", "read", "moved"),
     [
-        # The bytes that are read from the cache; the given rows, their places, and the written
-        # rows.
+        # The bytes of the cache that are read; then the bytes of the given rows, of their places
+        # and of the written rows.
         (put_rows, 0, 2 * ROW + 16 + 2 * ROW),
         (set_rows, 0, 2 * ROW + 16 + 2 * ROW),
         (set_slice, 0, 2 * ROW + 2 * ROW),
@@ -353,8 +354,8 @@ def llama():
 
 
 def test_llama_has_the_floor_that_was_kept(llama):
-    """The benchmark counts the weights of the model itself, and uses the copy rate of its run. Its
-    8 layers are computed from the last two layers here, which are alike."""
+    """The benchmark counts the weights of the model itself, and uses the copy rate of its run. The
+    times of its 8 layers are computed from the last two layers here, which are equal."""
     rows = json.loads((RESULTS / "llama3_8b_end_to_end.json").read_text("utf-8"))["rows"]
     (kept,) = [r for r in rows if (r["batch"], r["tokens"], r["kind"]) == (1, 1, "mask")]
     assert kept["layers"] == 8

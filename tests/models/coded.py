@@ -29,11 +29,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},  # heads share keys, and the rotation follows the projection
     "qwen2": {},  # biases
     "qwen3": {},  # norms of heads
-    "phi": {},  # a part of a head is rotated; it has layer norms
+    "phi": {},  # rotates a part of each head, and has layer norms
     "gpt_neox": {},  # one weight for q, k and v, head by head
     "gpt2": {},  # no rotation, weights [K, N]
     "gemma": {},  # one key head
-    "deepseek_v3": {},  # latent attention; a dense layer comes first, and shared experts
+    "deepseek_v3": {},  # has latent attention, a dense first layer, and shared experts
     "mixtral": {},
     "qwen3_moe": {"moe_intermediate_size": 64},
     "gpt_oss": {},

@@ -57,7 +57,7 @@ class RowRMSNorm(SpelledRMSNorm):
 
 
 class LayerNormByHead(nn.Module):
-    """LayerNorm of each head with a weight of its own (Cohere)."""
+    """LayerNorm of each head, where each head has a separate weight (Cohere)."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()

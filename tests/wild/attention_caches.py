@@ -190,7 +190,7 @@ def query_in_float32(m, x, keys, values, positions):
 
 
 def cross_once(m, x, keys, values, positions):
-    """Writes the keys and values of an encoder's states once; queries are computed from x."""
+    """Writes the keys and values of an encoder's states once. Queries are computed from x."""
     states = m.states
     q = m.wq(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
     k, v = (w(states).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for w in (m.wk, m.wv))

@@ -294,7 +294,7 @@ def modes_after_store(root, umask):
         (0o022, "", 0o755, 0o644),
         (0o027, "", 0o750, 0o640),
         (0o077, "", 0o700, 0o600),
-        (0o002, "", 0o755, 0o644),  # nobody asks for others' write permission: it would be refused
+        (0o002, "", 0o755, 0o644),  # others get no write permission: the cache would refuse it
         (0o000, "", 0o755, 0o644),
         (0o002, "1", 0o775, 0o664),
         (0o000, "1", 0o777, 0o666),

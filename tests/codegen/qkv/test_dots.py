@@ -152,7 +152,8 @@ def test_one_token_takes_it_whatever_the_table_says_of_the_other(fmt: str) -> No
         assert choice.reason.startswith(f"one fused kernel, dots {2 * choice.config.block_p}x")
         assert "modelled" in choice.reason
         assert choice.config == dots_config(problem, 1, SM90)
-        # By the cost model, too, it is faster; and it is slower than memory can be read.
+        # The cost model also predicts that it is faster, and that it takes longer than reading the
+        # memory.
         assert choice.seconds == plan.ranked(problem, 1, SM90)[0][0]
         assert (
             choice.seconds > problem.codes.code_bytes * problem.hidden * problem.num_rows / 4.3e12

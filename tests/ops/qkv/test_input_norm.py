@@ -52,7 +52,7 @@ def own_norm(x, weight, eps):
 def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size, monkeypatch):
     """There are 16 tokens of any size, with a few columns that are larger than the others. Which of
     two roundings is larger depends on the size of the rounded number. Over an octave, both are
-    alike."""
+    equally large."""
     monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", 16)
     ours, graph = [], []
     for step in range(4):

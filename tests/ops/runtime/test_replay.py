@@ -368,6 +368,6 @@ def test_counters_that_captured_launches_have_stay_theirs(monkeypatch):
     state["_new_slab"] = lambda count, index: torch.zeros(64, dtype=torch.int32)
     for name, value in state.items():
         monkeypatch.setattr(kernel_launch, name, value)
-    places = {kernel_launch._taken(32, 0).data_ptr() for _ in range(6)}  # nobody keeps the tensors
+    places = {kernel_launch._taken(32, 0).data_ptr() for _ in range(6)}  # the tensors are not kept
     assert len(places) == 6
     assert len(state["_every_slab"]) == 3

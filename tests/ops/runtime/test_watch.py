@@ -56,7 +56,7 @@ def until(condition):
 
 @pytest.fixture
 def watching():
-    """Returns a watch whose message is kept, and which counts how often it asked."""
+    """Returns a watch that keeps its message, and counts how often it asked the GPU."""
     said, asked = [], []
     made = watch.Watch(_EVERY_S, 0.2, said.append)
     made.said, made.asked = said, asked
@@ -103,7 +103,7 @@ def test_a_gpu_that_does_not_answer_is_waited_for_no_longer(watching):
 
 
 def test_a_rank_that_waits_for_nobody_goes_on(watching):
-    """The rank is asked again, because it may wait for the ended rank later, or may only have
+    """The watch asks the rank again, because it may wait for the ended rank later, or may only have
     seemed to wait."""
     answers = [False, True, False, False]
     with started() as other:

@@ -367,7 +367,7 @@ def product_read_again(x, both, down, bias, down_bias, weight, residual):
 
 
 def other_normed_before_the_sum(x, both, down, bias, down_bias, weight, residual):
-    """Has a norm of a gated linear, whose rows are not those of a linear itself."""
+    """Has a norm of a gated linear. The rows of the gated result are no rows of a linear."""
     return residual + hf_norm(F.linear(both_of(x, both), down) * x.tanh(), weight)
 
 
@@ -577,7 +577,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_a_weight_in_another_form_is_told(form):
-    """The other half is fused."""
+    """The half in the other form is missed by name, and the other half is fused."""
     message, hint = FORMS[form]
     for halves, pattern in (
         ((form, as_stored), "linear_activation"),

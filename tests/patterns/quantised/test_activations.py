@@ -81,7 +81,7 @@ def unchanged(rows):
 
 def test_gate_and_up_are_quantised_together_or_not_at_all():
     """The same rows are quantised for only one of them. The op could quantise for both or for none,
-    and neither is the same."""
+    and neither gives the same result."""
     (site,) = matches_of(lowered(SeparateMoe(divided, bounded, divided)), "fused_moe")
     assert site.op == "fused_moe"
     for hidden in (divided, unchanged):

@@ -1,4 +1,4 @@
-"""Tests activations, for which any value of a graph may be asked."""
+"""Tests the recognition of activations, which must accept any value of a graph."""
 
 from __future__ import annotations
 

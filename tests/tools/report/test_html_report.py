@@ -135,7 +135,7 @@ def test_both_colour_schemes_have_every_colour_and_paper_is_light(page):
     assert len(colours[0]) > 10
     assert set(re.findall(r"var\((--[\w-]+)\)", page)) <= set(colours[0])
     dark_rules = re.findall(r"@media ([^{]*prefers-color-scheme: dark[^{]*)\{", page)
-    assert len(dark_rules) == 2  # those of the page, and those of the sources
+    assert len(dark_rules) == 2  # the rules of the page, and the rules of the sources
     assert all("screen and" in rule for rule in dark_rules)
     assert "@media print" in page
 
