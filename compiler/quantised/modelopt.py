@@ -111,7 +111,10 @@ class ModelOptConfig(QuantizationConfigMixin):
 
 @register_quantizer(_METHOD)
 class ModelOptQuantizer(HfQuantizer):
-    """Puts linears that decode in PyTorch into a model before transformers loads its weights."""
+    """Replaces a model's linears before transformers loads its weights.
+
+    The new linears decode their codes with PyTorch operations.
+    """
 
     quantization_config: ModelOptConfig
     is_trainable = False

@@ -19,7 +19,7 @@ def inputs(shape, dtype):
 
 
 def assert_no_further(model, theirs, weight, dtype):
-    """Checks that a model is no further from float64 than its library, up to one rounding.
+    """Asserts that a model is as close to float64 as its library, up to one rounding.
 
     `weight` is the decoded weight of both, [N, K] in float64.
     """
