@@ -206,13 +206,13 @@ The models are unmodified classes of transformers with random weights, small siz
 each kind. The inputs are those of `prepare_inputs_for_generation`, with a static cache, 4-D masks
 and two sequences.
 
-A cell has the result of decode, then that of prefill after a slash if it differs. A number counts
-fused sites, and a code with a number counts misses ([miss-codes.md](miss-codes.md)). The column "K
-and V" is about the cache writes of layers: a plain number counts writes that are fused with their
-projections, "store" writes that are fused alone, and "latent" writes of latent attention. "silent"
-counts the points of the [census](soundness.md#census) that nothing accounts for. "numbers" compares
-outputs and caches with float64; "good" means no worse than eager. "time" is tilewright's time as a
-share of Dynamo's.
+A cell has the result of decode and, if that of prefill differs, a slash and the result of prefill.
+A number counts fused sites, and a code with a number counts misses
+([miss-codes.md](miss-codes.md)). The column "K and V" is about the cache writes of layers: a plain
+number counts writes that are fused with their projections, "store" writes that are fused alone, and
+"latent" writes of latent attention. "silent" counts the points of the [census](soundness.md#census)
+that nothing accounts for. "numbers" compares outputs and caches with float64; "good" means no worse
+than eager. "time" is tilewright's time as a share of Dynamo's.
 
 """ + "\n".join(totals(rows))
     columns = ["model", "layers", *FAMILIES, "silent", "numbers", "time"]
@@ -247,7 +247,7 @@ share of Dynamo's.
         '## With a static cache\n\n"layers" is the number of layers with attention, then the '
         "number of layers with a mixture.",
         "\n".join(lines),
-        "## Without one",
+        "## Without a static cache",
         "\n".join(rest),
         *(coded(kept["coded"]) if kept.get("coded") else ()),
         "## Not run",
