@@ -21,6 +21,8 @@ HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
+# Keys of a block of latents that are rounded: they are in registers, in fp32.
+ROUNDED_KEYS = 16
 # Without latents: fp32 numbers of scores and output in a thread of 4 warps; for more, there are 8.
 HELD_SUMS = 96
 # Shared memory for the weights, barriers and reductions.
@@ -122,6 +124,8 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
     if problem.latent:
         warps = min(max(rows * problem.v_block // (HELD_NUMBERS * 32), 4), MOST_WARPS)
     keys = KEYS if not problem.latent else LATENT_KEYS
+    if problem.rounding is not None:
+        warps, keys = MOST_WARPS, ROUNDED_KEYS
     stages = _stages(problem, rows, keys, target)
     config = DecodeConfig(tokens, heads, rows, 1, warps, stages, keys)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
