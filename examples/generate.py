@@ -39,10 +39,11 @@ def load(name: str | None, device: str) -> Any:
     weights."""
     if name is None:
         torch.manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32  # which determines the tokens
+        # The dtype determines the tokens.
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
         return AutoModelForCausalLM.from_config(SMALL, dtype=dtype).to(device).eval()
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map=device).eval()
-    print(prepare(model))  # needed for a quantised checkpoint; does not change a dense model
+    print(prepare(model))  # a quantised checkpoint needs this; a dense model does not change
     return model
 
 
@@ -55,12 +56,12 @@ def inputs_of(name: str | None, prompt: str, batch: int, device: str) -> dict[st
 
 
 def compiled_by(device: str) -> CompileConfig:
-    """Returns how the steps are compiled."""
+    """Returns the way in which the steps are compiled."""
     if device == "cuda":
         return CompileConfig(backend="tilewright")
     options = {"everywhere": True, "inner": "eager"}
     how = CompileConfig(backend="tilewright", mode=None, options=options)
-    how._compile_all_devices = True  # transformers compiles on a GPU alone, but in its tests
+    how._compile_all_devices = True  # transformers compiles only on a GPU, except in its own tests
     return how
 
 

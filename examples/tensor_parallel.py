@@ -45,8 +45,8 @@ CONFIG = LlamaConfig(
 PROMPT, STEPS, CACHE_LENGTH = 9, 3, 64
 #: The ops that each layer must have, once each.
 WANTED = ("qkv_cache", "cache_attention")
-# One rounding of bfloat16, which keeps 8 bits. The fused model's error may exceed the other by
-# that.
+# One rounding of bfloat16, which keeps 8 bits. The error of the fused model may exceed that of the
+# other model by as much.
 ALLOWANCE = 2.0**-8
 
 
@@ -63,8 +63,8 @@ def shared(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
 
 
 def decode(step: Any, dtype: torch.dtype, kv_heads: int, device: torch.device) -> torch.Tensor:
-    """Computes logits [PROMPT + STEPS, vocabulary] of given tokens: of a prompt, then one by
-    one."""
+    """Computes logits [PROMPT + STEPS, vocabulary] of given tokens: first of a prompt, and then of
+    one token after the other."""
     cache = StaticCache(config=CONFIG, max_cache_len=CACHE_LENGTH)
     cache.early_initialization(1, kv_heads, HEAD_DIM, dtype, device)
     tokens = torch.arange(PROMPT + STEPS, device=device)[None]

@@ -1,4 +1,4 @@
-"""MODEL on the command line: zoo names, the user's functions, and what goes wrong with them."""
+"""Tests MODEL on the command line: zoo names, the user's functions, and errors in them."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_zoo_models_have_their_published_size_and_no_memory(name, billions, head
 
 @pytest.mark.parametrize("name", ["llama3-8b-prefill", "qwen3-8b-paged"])
 def test_a_zoo_model_of_two_sequences_is_one_graph(name):
-    """Of one sequence all of them are, see test_zoo_snapshots.py."""
+    """test_zoo_snapshots.py checks the same for one sequence."""
     pytest.importorskip("transformers", reason="the zoo needs transformers")
     torch._dynamo.reset()
     model, args, kwargs = load_model(name, layers=2, batch=2)

@@ -1,4 +1,5 @@
-"""The releases that tilewright is tested with. `make matrix` tests them, `doctor` names them."""
+"""The releases with which tilewright is tested. `make matrix` tests them, and `doctor` names
+them."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One environment. Versions are those on PyPI; an empty version is the newest one today.
+    """One environment. Versions are versions on PyPI. An empty version stands for the newest one
+    today.
 
-    differs: how this environment differs from the others, and why, for docs/support.md. besides:
-    further packages with their versions. runs: kinds of tests, keys of `support_matrix.TESTS`.
+    differs: how this environment differs from the others, and why. docs/support.md shows it.
+    besides: further packages with their versions.
+    runs: the kinds of tests to run, as keys of `support_matrix.TESTS`.
     """
 
     name: str
@@ -66,7 +69,8 @@ RELEASED = Row("released", "3.11", "", "", "")
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a version, without its build: "2.13.0+cpu" becomes (2, 13, 0)."""
+    """Returns the numbers of a version without its build. For example, "2.13.0+cpu" becomes (2, 13,
+    0)."""
     numbers = []
     for part in version.partition("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
@@ -77,7 +81,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def newest_tried(package: str) -> str | None:
-    """Returns the newest tested version of torch, triton or transformers; None for other
+    """Returns the newest tested version of torch, triton or transformers. Returns None for other
     packages."""
     versions = [getattr(row, package, "") for row in ROWS]
     return max(versions, key=release) if all(versions) else None
