@@ -36,7 +36,7 @@ def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def product(x, weight, dtype):
-    """Computes a product, summed in float32 as by the library, or in float64 for a float64
+    """Computes a product. It is summed in float32, as in the library, or in float64 for a float64
     result."""
     within = torch.float64 if dtype == torch.float64 else torch.float32
     return (x.to(within) @ weight.to(within).transpose(-2, -1)).to(dtype)
