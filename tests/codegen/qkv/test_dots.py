@@ -120,7 +120,7 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues(name: str) -> None:
-    """Each token has programs of its own. The cases take the kinds of words in turn."""
+    """Each token has separate programs. The cases take the kinds of words in turn."""
     turn = list(EPILOGUES).index(name)
     case = EPILOGUES[name]
     if case.new_tokens:  # one sequence crosses a page of 8 slots

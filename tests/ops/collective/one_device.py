@@ -260,7 +260,7 @@ def layer(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
 
 
 def compiled(of: Rank, **options: Any) -> dict[str, Any]:
-    """Compiles a linear of which each rank has some columns, with the sum and norm after it."""
+    """Compiles a linear whose columns the ranks divide, with the sum and norm after it."""
     from tilewright.compiler import reports
 
     torch._dynamo.reset()
