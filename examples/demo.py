@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+from tilewright import cache_argument
 from tilewright.codegen.build import emitted_path
 from tilewright.codegen.targets import get_target
 from tilewright.compiler import Kernel, lower, reports
@@ -149,7 +150,7 @@ def decode(
     def run(call: Callable[..., Any], first: int, end: int) -> torch.Tensor:
         # Without a position, transformers 5.0 counts the slots that are not zero.
         given = {"cache_position": places[first:end]} if takes_places else {}
-        return call(tokens[:, first:end], past_key_values=cache, **given).logits
+        return call(tokens[:, first:end], **cache_argument(model, cache), **given).logits
 
     run(model, 0, PROMPT_TOKENS)
     before = [t.clone() for t in tensors]

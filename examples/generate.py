@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaConfig
 
-from tilewright import PagedCache, prepare, reports
+from tilewright import PagedCache, cache_argument, prepare, reports
 
 SMALL = LlamaConfig(
     vocab_size=512,
@@ -65,11 +65,19 @@ def compiled_by(device: str) -> CompileConfig:
     return how
 
 
-def timed(model: Any, inputs: dict[str, torch.Tensor], new: int, **options: Any) -> torch.Tensor:
+def timed(
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    new: int,
+    cache: PagedCache | None = None,
+    **options: Any,
+) -> torch.Tensor:
     """Returns the tokens of a second call, [batch, prompt + new], and prints its speed."""
+    if cache is not None:
+        options |= cache_argument(model, cache)
     for _ in range(2):  # the first call compiles
-        if "past_key_values" in options:
-            options["past_key_values"].reset()
+        if cache is not None:
+            cache.reset()
         start = time.perf_counter()
         tokens: torch.Tensor = model.generate(
             **inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
@@ -99,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     options: dict[str, Any] = {"compile_config": compiled_by(device)}
     if given.cache == "paged":
         longest = inputs["input_ids"].shape[1] + given.new
-        options["past_key_values"] = PagedCache(model.config, max_cache_len=longest)
+        options["cache"] = PagedCache(model.config, max_cache_len=longest)
     else:
         options["cache_implementation"] = "static"
     print("tilewright:")

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+from tilewright import cache_argument
 from tilewright.compiler import reports
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 16, 8, 64
@@ -68,7 +69,8 @@ def decode(step: Any, dtype: torch.dtype, kv_heads: int, device: torch.device) -
     cache.early_initialization(1, kv_heads, HEAD_DIM, dtype, device)
     tokens = torch.arange(PROMPT + STEPS, device=device)[None]
     parts = tokens.tensor_split([PROMPT + i for i in range(STEPS)], dim=1)
-    logits = [step(input_ids=ids.clone(), past_key_values=cache).logits for ids in parts]
+    passed = cache_argument(step, cache)
+    logits = [step(input_ids=ids.clone(), **passed).logits for ids in parts]
     return torch.cat(logits, dim=1)[0]
 
 

@@ -78,13 +78,16 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     first = next(kind for _, kind in kernel.spec.signature if kind.startswith("*"))
     dtype = first.removeprefix("*")
     constants = dict(kernel.spec.constants)
-    pairs = constants.get("BLOCK_P")
-    short = isinstance(pairs, int) and 2 * pairs < MMA_ROWS
+    pairs, is_router = constants.get("BLOCK_P"), "WIDENED" in constants
+    rows = constants["BLOCK_T"] if is_router else 2 * pairs if isinstance(pairs, int) else None
+    short = isinstance(rows, int) and rows < MMA_ROWS
     attends = "MASK_KIND" in constants
     roomy = constants.get("WARP_SPECIALIZE") or "CODE_OFFSET" in constants or attends
     roomy = roomy or constants.get("FORMAT", "dense") != "dense"
     if "BLOCK_SCALED" in constants:
         dtype = nvfp4_mma(target)
+    if constants.get("WIDENED"):
+        dtype = "fp32"  # the router's weight
     return Expectations(
         mma=dtype if dtype in dict(target.mma_opcodes) else None,
         legacy_mma_reason=SHORT_TILE_REASON if short else "",

@@ -2,7 +2,7 @@
 
     from tilewright.tools.paged_cache import PagedCache
 
-    model.generate(**inputs, past_key_values=PagedCache(model.config))
+    model.generate(**inputs, **cache_argument(model, PagedCache(model.config)))
 
 Each layer has two pools [num_pages, page_size, heads, head_dim]. One block table [batch, pages per
 sequence] says which pages each sequence has (`pages.py`). With latent attention, the pools hold

@@ -1,7 +1,7 @@
 """A pytest plugin whose fixture makes a test fail if the matches of a model change.
 
     def test_fusions(tilewright):
-        tilewright.check(model, (input_ids,), {"past_key_values": cache})
+        tilewright.check(model, (input_ids,), cache_argument(model, cache))
 
 This test compares the matches and misses with a snapshot file next to the test, which has one line
 for each kind of site. `pytest --tilewright-update` writes the file. The comparison traces the model

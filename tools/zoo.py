@@ -283,8 +283,10 @@ def _step(
     Allocates the tensors of the cache."""
     import torch
 
+    from tilewright.compiler.model_cache import cache_argument
+
     input_ids = torch.zeros(size, dtype=torch.int64)
-    kwargs: dict[str, Any] = {"past_key_values": cache}
+    kwargs = cache_argument(model, cache)
     if "cache_position" in inspect.signature(model.forward).parameters:
         # Passed as generate() does. Models without this parameter take the position from the cache.
         kwargs["cache_position"] = torch.arange(size[1])

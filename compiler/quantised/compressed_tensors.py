@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewright.compiler.model_cache import cache_in
 from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
     DividedLinear,
@@ -411,13 +412,15 @@ def _rounds_keys_and_values(module: Any, args: Any, kwargs: dict[str, Any]) -> A
     A cache that stores eight bits (`PagedLayer.stored`) rounds numbers itself, and a number must be
     rounded only once. Therefore the hook changes nothing for such a cache.
     """
-    cache, rounding = kwargs.get("past_key_values"), keys_and_values_of(module)
+    name, cache = cache_in(kwargs)
+    rounding = keys_and_values_of(module)
     if cache is None or rounding is None:
         return args, kwargs
-    layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+    layers = getattr(cache, "layers", ())  # the memory of continuous batching has none
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
     if getattr(layer, "stored", None) is None:
         scales = module.k_scale, module.v_scale
-        kwargs = kwargs | {"past_key_values": RoundedKeysAndValues(cache, scales, rounding)}
+        kwargs = kwargs | {name: RoundedKeysAndValues(cache, scales, rounding)}
     return args, kwargs
 
 

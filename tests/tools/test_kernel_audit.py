@@ -138,6 +138,13 @@ def test_a_short_tile_may_use_the_older_tensor_core():
     assert len(tall.problems) == 2
 
 
+def test_a_router_may_have_short_tiles_and_a_float32_weight():
+    for rows, widened, problems in ((16, False, 0), (128, False, 2), (128, True, 0)):
+        router = replace(SLOW, constants=(("BLOCK_T", rows), ("WIDENED", widened)))
+        (outcome,) = audit_kernels([router], "sm100")
+        assert len(outcome.problems) == problems
+
+
 def test_warp_specialisation_keeps_a_little_on_the_stack():
     small = FakeKernel("small", (("stack_bytes", 8),))
     specialised = replace(small, constants=(("WARP_SPECIALIZE", True),))

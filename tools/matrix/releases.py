@@ -49,8 +49,10 @@ ROWS = (
         "the ptxas of Triton 3.8.0 spills two registers of the QKV kernel of one token on SM100, "
         "around its main loop, a note of the audit; those of the other releases spill none"),
     Row("pinned", "3.11", "2.13.0", "3.7.1", "5.23.0", "what `make test` runs in"),
+    Row("transformers-5.24", "3.11", "2.13.0", "3.7.1", "5.24.0",
+        "models take `cache` in place of `past_key_values`", runs=("graphs", "serving")),
     Row("transformers-5.22", "3.11", "2.13.0", "3.7.1", "5.22.2",
-        "the release before the newest, for continuous batching", runs=("serving",)),
+        "an older engine of continuous batching", runs=("serving",)),
     Row("transformers-5.0", "3.11", "2.13.0", "3.7.1", "5.0.0",
         "the DeepSeek models of then: they cache expanded keys"),
     Row("torch-2.12", "3.11", "2.12.1", "3.7.1", "5.23.0"),

@@ -21,6 +21,7 @@ from torch import fx
 
 from tilewright.codegen.targets import Target
 from tilewright.compiler import Lowered, Site, _compat
+from tilewright.compiler.model_cache import cache_in
 from tilewright.tools.report.layers import layer_of
 from tilewright.tools.zoo import (
     EXPERT_COUNTS,
@@ -159,8 +160,8 @@ def load_sharded(name: str, tp: int, ep: int) -> tuple[LoadedModel, dict[str, in
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         message = f"transformers cannot shard it: {error}"
         raise ModelError(f"{name} --tp {tp} --ep {ep}: {message}") from error
-    cache = _cache(model, loaded.kwargs["past_key_values"], tp)
-    kwargs = {**loaded.kwargs, "past_key_values": cache}
+    name_of_cache, whole_cache = cache_in(loaded.kwargs)
+    kwargs = {**loaded.kwargs, name_of_cache: _cache(model, whole_cache, tp)}
     alike = (i if i < built else built - _KINDS + (i - built) % _KINDS for i in range(whole))
     count = Counter(alike)
     layers = {f"model.layers.{i}": count[i] for i in range(built)}
@@ -205,8 +206,8 @@ def rank_of(
     """Returns the work of rank 0 in a step of the whole model."""
     tokens = loaded.args[0].numel()
     sizes = [_work_of(n, p, loaded.model, tokens, layers) for n, p in _weights(loaded.model)]
-    caches = loaded.kwargs["past_key_values"].layers
-    built = zip(caches, layers.values(), strict=True)
+    _, whole_cache = cache_in(loaded.kwargs)
+    built = zip(whole_cache.layers, layers.values(), strict=True)
     cache = sum(count * _bytes(*_compat.tensors_in([c.keys, c.values])) for c, count in built)
     fused = Counter[str]()
     for site in lowered.matches:
