@@ -1,4 +1,5 @@
-"""The argument of a model's cache, which has another name in transformers 5.24 than before."""
+"""Tests the argument of a model's cache, which has another name in transformers 5.24 than
+before."""
 
 from __future__ import annotations
 

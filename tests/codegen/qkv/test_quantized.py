@@ -75,7 +75,6 @@ CONFIGS = {
 
 def in_wide_cache(case: AttentionCase) -> FusedQkvArguments:
     # The interpreter has its own rule for rounding to 8-bit floats. Other tests cover the epilogue.
-    # epilogue.
     return qkv_cache.OP.sample_inputs(replace(case, cache_dtype=None))
 
 

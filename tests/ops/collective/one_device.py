@@ -1,4 +1,4 @@
-"""A rank of several that share one device.
+"""Runs one rank of several ranks that share one device.
 
     python -m tests.ops.collective.one_device DEVICE RANKS RANK FOLDER PORT
 
