@@ -213,7 +213,7 @@ def is_changed(graph, breakage, draw):
         said = breakage(draw, graph)
         breakages.told_again(graph)
         graph.lint()
-    except Exception:  # it is not valid here: another one is drawn
+    except Exception:  # the change is not valid here, so another change is drawn
         return False
     return said is not None and str(graph) != before
 

@@ -290,7 +290,7 @@ def compiled(of: Rank, **options: Any) -> dict[str, Any]:
 
 
 def compiled_graphs(of: Rank) -> dict[str, Any]:
-    """The same, in the CUDA graphs of torch.compile."""
+    """Does the same as `compiled`, in the CUDA graphs of torch.compile."""
     return compiled(of, mode="reduce-overhead")
 
 
