@@ -32,6 +32,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from triton.runtime.errors import OutOfResources
 from compiling import compile_quietly, processes
 from moe_layers import BY_NAME as EXPERTS
 from moe_layers import MoeShape, make_experts
@@ -426,7 +427,7 @@ def measured(row: Row, tried: dict[str, Any]) -> dict[str, Any]:
                 continue
             calls = [partial(result_of, row, a, config) for a in sets]
             graphs[name] = capture(calls, warmup=1)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, NotImplementedError, OutOfResources) as error:
             print(f"{row.case}: {name}: {str(error).splitlines()[0][:120]}", flush=True)
     flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     timed = partial(interleaved_us, replays=1, before_round=flushed.zero_)

@@ -166,7 +166,7 @@ def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float")
             for own in [o for o in module._parameters if f"{name}.{o}" in dense]:
                 whole = f"{name}.{own}"
                 codes = convert._quantize_one(whole, dense[whole])
-                if len(codes) == 1 and own == "weight":
+                if len(codes) == 1 and own == "weight" and dense[whole].shape[1] % 128 == 0:
                     codes = with_cut_blocks(whole, dense[whole], scale_fmt)
                 for made, tensor in codes.items():
                     parameter = nn.Parameter(tensor, requires_grad=False)
@@ -177,7 +177,7 @@ def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float")
 
 
 def with_cut_blocks(name: str, weight: torch.Tensor, scale_fmt: str) -> dict[str, torch.Tensor]:
-    """Returns the codes and scales of a weight whose last blocks are cut off, by name.
+    """Returns the codes and scales of a weight whose last rows fill no block, by name.
 
     DeepSeek-V3's checkpoint has such weights. transformers loads them, but cannot make them.
     """
