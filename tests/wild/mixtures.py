@@ -199,7 +199,7 @@ def added_to_shared(m, x):
 
 
 def added_to_shared_of_all(m, x):
-    """Computes all experts and adds to a shared one, as Meta's Llama 4 is published."""
+    """Adds the results of all experts to a shared expert's result, as Meta's code of Llama 4 does."""
     return scattered_back(m, x, out=m.experts[0](x))
 
 
