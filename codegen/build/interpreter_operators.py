@@ -77,7 +77,7 @@ def quick(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What is known about the result of an operator for the types of its operands.
+    """Knowledge of the result of an operator on operands of certain types.
 
     compute: from the operands' numpy arrays. dtypes: of these arrays. element: of the result's
     handle. attributes: of the result, without its handle. operands: the types, which stay alive, so
