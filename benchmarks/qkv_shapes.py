@@ -18,14 +18,17 @@ PAGE_SIZE = 16
 STATIC_LENGTH = 2048
 # The argument sets of a graph together must exceed the L2 cache (60 MB).
 COLD_BYTES = 250e6
+# Without a GPU, inputs are shapes only, for which kernels can be planned.
+DEVICE = "cuda" if torch.cuda.is_available() else "meta"
 REST_S = 0.03
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dims of one model's projections.
+    """The sizes of one model's projections.
 
-    norm: q and k are normed. bias: all three projections have a bias.
+    norm: whether q and k are normalised.
+    bias: whether all three projections have a bias.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Shape:
         return 2 * self.hidden * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def argument_sets(self, num_tokens: int) -> int:
-        """Returns how many sets of weights and activations keep the L2 cache cold."""
+        """Returns the number of sets of weights and activations that keeps the L2 cache cold."""
         per_set = self.weight_bytes + 2 * num_tokens * self.hidden
         return max(2, -(-int(COLD_BYTES) // per_set))
 
@@ -51,7 +54,7 @@ class Shape:
 
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").mul_(scale).to(torch.bfloat16)
+    return torch.randn(*shape, device=DEVICE).mul_(scale).to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Layer:
 
 
 def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
-    """Returns a layer with random weights: three tensors or, if `packed`, slices of one."""
+    """Returns a layer with random weights. They are three tensors or, if `packed`, slices of one
+    tensor."""
     dim, scale = shape.head_dim, shape.hidden**-0.5
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     if packed:
@@ -76,7 +80,7 @@ def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
     else:
         weights = [normal(h * dim, shape.hidden, scale=scale) for h in heads]
     norms = (normal(dim), normal(dim)) if shape.norm else None
-    angles = torch.randn(num_tokens, dim // 2, device="cuda").repeat(1, 2)
+    angles = torch.randn(num_tokens, dim // 2, device=DEVICE).repeat(1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     biases = tuple(normal(h, dim) for h in heads) if shape.bias else None
     return Layer(normal(num_tokens, shape.hidden), tuple(weights), norms, cos, sin, biases)
@@ -84,10 +88,10 @@ def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
 
 @dataclass(frozen=True)
 class Cache:
-    """K and V caches, and the slots of the step's tokens.
+    """The K and V caches, and the slots of the step's tokens.
 
-    A paged cache is [pages, PAGE_SIZE, Hkv, D] with flat slots. A static cache is
-    [batch, Hkv, STATIC_LENGTH, D], and its slots are positions that all sequences write.
+    A paged cache is [pages, PAGE_SIZE, Hkv, D] with flat slots. A static cache is [batch, Hkv,
+    STATIC_LENGTH, D], and its slots are positions that all sequences write.
     """
 
     layout: str
@@ -106,7 +110,7 @@ def paged_cache(shape: Shape, gib_each: float = 1.0) -> Cache:
     row = PAGE_SIZE * shape.num_kv_heads * shape.head_dim
     pages = int(gib_each * 2**30) // (2 * row)
     keys, values = (normal(pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-    return Cache("paged", keys, values, torch.randperm(pages * PAGE_SIZE, device="cuda"))
+    return Cache("paged", keys, values, torch.randperm(pages * PAGE_SIZE, device=DEVICE))
 
 
 def static_cache(shape: Shape, num_tokens: int) -> Cache:
@@ -116,7 +120,7 @@ def static_cache(shape: Shape, num_tokens: int) -> Cache:
     """
     batch = num_tokens if num_tokens <= 256 else max(num_tokens // 1024, 1)
     size = (batch, shape.num_kv_heads, STATIC_LENGTH, shape.head_dim)
-    positions = torch.arange(num_tokens // batch, device="cuda") + 100
+    positions = torch.arange(num_tokens // batch, device=DEVICE) + 100
     return Cache("static", normal(*size), normal(*size), positions)
 
 
@@ -157,7 +161,8 @@ def fused_arguments(
 def fair_us(
     graphs: Mapping[str, torch.cuda.CUDAGraph], calls_per_graph: int, rounds: int = 7
 ) -> dict[str, float]:
-    """Returns median microseconds per call; each variant starts after a pause, in a random order.
+    """Returns the median microseconds per call. Each variant starts after a pause, in a random
+    order.
 
     A GEMM of many tokens takes the chip to its power limit. Without a pause, the next variant would
     run at lower clocks.

@@ -21,6 +21,10 @@ HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
+# Keys of a block of latents that are rounded: they are in registers, in fp32. A program takes about
+# three times as long for them as for reading them (measured on an H100).
+ROUNDED_KEYS = 16
+ROUNDED_TIME = 3
 # Without latents: fp32 numbers of scores and output in a thread of 4 warps; for more, there are 8.
 HELD_SUMS = 96
 # Shared memory for the weights, barriers and reductions.
@@ -122,6 +126,8 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
     if problem.latent:
         warps = min(max(rows * problem.v_block // (HELD_NUMBERS * 32), 4), MOST_WARPS)
     keys = KEYS if not problem.latent else LATENT_KEYS
+    if problem.rounding is not None:
+        keys = ROUNDED_KEYS
     stages = _stages(problem, rows, keys, target)
     config = DecodeConfig(tokens, heads, rows, 1, warps, stages, keys)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
@@ -152,6 +158,8 @@ def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, 
     time follows from the number of key blocks on the busiest multiprocessor.
     """
     blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
+    if problem.rounding is not None:
+        block_bytes *= ROUNDED_TIME
     part_bytes = 4 * config.real_rows * problem.v_block
     most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * sms // tiles)
 

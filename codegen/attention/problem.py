@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.attention.blocks import mask_kind
+from tilewright.codegen.row_rounding import RowRounding
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class CacheProblem:
         capped: whether logits are capped (softcap).
         sequences: number of ragged sequences, rounded up to a power of two.
         tma: whether descriptors can load keys and values.
+        rounding: the rounding of latents before they are used; None without one.
     """
 
     num_kv_heads: int
@@ -44,6 +46,7 @@ class CacheProblem:
     capped: bool = False
     sequences: int = 1
     tma: bool = False
+    rounding: RowRounding | None = None
 
     @property
     def num_heads(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from tilewright.ops.attention.arguments import BatchArguments
+from tilewright.ops.formats.activation_codes import RowRounding
 from tilewright.ops.groups import Group
 from tilewright.ops.reference.rope import RopeTables
 from tilewright.ops.schema import SymInt, Written
@@ -259,6 +260,10 @@ class MlaDecodeArguments(BatchArguments, _Width):
     scale_block = [bn, bk], and is then rounded to q's dtype. With v_weight [H, V, L], which is
     W_UV, kv_b_weight is W_UK alone, [H, N, L]; both have q's dtype and any strides.
 
+    round_latents: latents are rounded to the numbers that e4m3 codes stand for before they are
+    used; the cache is not changed. latent_group, latent_rounded, latent_zero_scale, latent_least,
+    latent_least_divisor: the RowRounding of a latent.
+
     key_lengths, positions, cache_lengths, mask, window, attn_mask, mask_blocks: which keys a query
     sees, as for `cache_attention`. A query that sees no key gives zeros. Keys that no query sees
     may hold anything, also NaN. Bad values (offsets, lengths, pages) raise ArgumentError if they
@@ -274,6 +279,21 @@ class MlaDecodeArguments(BatchArguments, _Width):
     v_weight: torch.Tensor | None = None
     kv_b_scale: torch.Tensor | None = None
     scale_block: Sequence[int] = ()
+    round_latents: bool = False
+    latent_group: int = 0
+    latent_rounded: bool = False
+    latent_zero_scale: float = 0.0
+    latent_least: float = 0.0
+    latent_least_divisor: float = 0.0
+
+    latent_rounding = Group(
+        RowRounding,
+        group="latent_group",
+        rounded="latent_rounded",
+        zero_scale="latent_zero_scale",
+        least="latent_least",
+        least_divisor="latent_least_divisor",
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
+from tilewright.ops.formats.activation_codes import ACTIVATION_CODES, RowRounding
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.groups import Group, OptionalGroup
 from tilewright.ops.reference.norm import RowNorm
@@ -27,9 +27,9 @@ class LinearActivationArguments:
 
     x [T, K]; weight [N, K]; up_weight [N, K] or None: with it, `weight` is the gate's. Weights have
     any strides, so that a joint weight, concatenated or interleaved, is two views of one tensor.
-    Biases [N], of x's dtype or float32. activation: one of ops.reference.activation.ACTIVATIONS.
-    rms_norm, layer_norm, norm_weight, norm_bias, norm_eps, norm_offset: a RowNorm of x. Result [T,
-    N] of x's dtype.
+    Biases [N], of x's dtype or float32. activation: one of ops.reference.activation.ACTIVATIONS, or
+    "" for none, without an up weight. rms_norm, layer_norm, norm_weight, norm_bias, norm_eps,
+    norm_offset: a RowNorm of x. Result [T, N] of x's dtype.
 
     weight_format, scale_block, zero_point, nibble_order, weight_scale, weight_zero, weight_factor:
     the fields of a Weight of one head of N rows. up_scale, up_zero, up_factor: the same fields of
@@ -147,14 +147,11 @@ class RoundRowsArguments:
     x [T, K]. up [T, K] of x's dtype, if the rounded numbers are activation(x) * up. activation: ""
     for none, or one of ops.reference.activation.ACTIVATIONS. rms_norm, norm_weight, norm_eps,
     norm_offset: a RowNorm of the numbers. scale: the scale of all numbers, one element of x's dtype
-    or, without `rounded`, of float32; None: scales are computed. group: columns that share a scale,
-    a power of two that divides K; 0 for all. rounded: scales and quotients are rounded to x's
-    dtype. zero_scale: takes the place of a computed scale of 0, if positive. least: the smallest
-    magnitude that a scale is computed from. least_divisor: the smallest number by which numbers are
-    divided. decoded: whether the result holds the numbers that codes stand for, in x's dtype,
-    instead of float8_e4m3fn codes. Result: codes or numbers [T, K], and fp32 scales [K / group or
-    1, T], or [1, 1] if the scale is given; new memory. The scales of one group of columns are
-    contiguous, as the library's product of codes reads them.
+    or, without `rounded`, of float32; None: scales are computed. group, rounded, zero_scale, least,
+    least_divisor: a RowRounding of the numbers. decoded: whether the result holds the numbers that
+    codes stand for, in x's dtype, instead of float8_e4m3fn codes. Result: codes or numbers [T, K],
+    and fp32 scales [K / group or 1, T], or [1, 1] if the scale is given; new memory. The scales of
+    one group of columns are contiguous, as the library's product of codes reads them.
     """
 
     x: torch.Tensor
@@ -174,6 +171,7 @@ class RoundRowsArguments:
     decoded: bool = False
 
     norm = Group(RowNorm)
+    rounding = Group(RowRounding)
 
     @property
     def columns_of_scale(self) -> int:

@@ -17,6 +17,7 @@ from tilewright.codegen.attention.templates.block_list import blocks_to_visit, k
 from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
 from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped, finish
 from tilewright.codegen.attention.templates.tiles import keys_in_sight, ragged_place, run_of
+from tilewright.codegen.templates.rounding import numbers_of_codes
 
 
 @triton.jit
@@ -124,10 +125,13 @@ def attend_block(
     V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     LISTED: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    ROUND_GROUP: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr,
+    LEAST: tl.constexpr, LEAST_DIVISOR: tl.constexpr,
 ):  # fmt: skip
     """Returns (output [V, rows], top, total) after a block of keys. total [BLOCK_N, rows] is summed
     over keys after the last block. MASKED: some row may not see some key of the block. LISTED: the
-    mask tensor hides nothing in the first num_whole steps. v_base None: the keys are the values."""
+    mask tensor hides nothing in the first num_whole steps. v_base None: the keys are the values.
+    ROUND_GROUP above 0: keys are rounded to the numbers that e4m3 codes stand for."""
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     keys = first_key + tl.arange(0, BLOCK_N)
     pages, slots, exists = places_of_keys(
@@ -158,6 +162,15 @@ def attend_block(
         )  # fmt: skip
         exists = tl.max(seen.to(tl.int32), axis=1) > 0
     k = load_rows(k_rows, exists if CHECKED else None, HEAD_DIM, HEAD_BLOCK)
+    if ROUND_GROUP > 0:
+        k = numbers_of_codes(k, ROUND_GROUP, ROUNDED, ZERO_SCALE, LEAST, LEAST_DIVISOR)
+        # Zeros in the place of keys or columns that do not exist have a scale of zero, and may have
+        # become NaN.
+        there = (tl.arange(0, HEAD_BLOCK) < HEAD_DIM)[None, :]
+        if CHECKED:
+            there = there & exists[:, None]
+        if CHECKED or HEAD_DIM < HEAD_BLOCK:
+            k = tl.where(there, k, 0.0)
     scores = tl.dot(k.to(q.dtype), q)
     if rope_base is not None:
         k_rope = load_rows(rope_rows, exists if CHECKED else None, ROPE_DIM, ROPE_BLOCK)
@@ -235,6 +248,8 @@ def attention_decode(
     LISTED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    ROUND_GROUP: tl.constexpr = 0, ROUNDED: tl.constexpr = False, ZERO_SCALE: tl.constexpr = 0.0,
+    LEAST: tl.constexpr = 0.0, LEAST_DIVISOR: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for ragged or
     equally long sequences.
@@ -243,7 +258,9 @@ def attention_decode(
     each; the grid has at least as many as all ragged sequences together. A tile has TOKENS queries
     of TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. k_rope: ROPE_DIM more
     columns of each key, shared by all heads; q_rope has those of the queries. Without v, the other
-    columns of a key are its value. CHAINED: the products of both parts share an accumulator.
+    columns of a key are its value. With ROUND_GROUP, these columns are first rounded to the numbers
+    that e4m3 codes stand for, with a scale for each ROUND_GROUP columns, as `round_rows` rounds
+    them. CHAINED: the products of both parts share an accumulator.
     Strides count elements. K_STRIDE, V_STRIDE: from key to key of a page; without a block table, a
     sequence is a page. factor converts products to the base-2 domain. If CAPPED, factor * product
     is twice the argument of tanh in the base-2 domain, and softcap converts the result of tanh to
@@ -346,7 +363,8 @@ def attention_decode(
                 rope_page_stride, positions, query, head, mask_base, mask_head_stride,
                 mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
                 HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
-                WINDOW, MASK_KIND, CAPPED, masked == 1, LISTED, CHAINED, BLOCK_N, ROWS,
+                WINDOW, MASK_KIND, CAPPED, masked == 1, LISTED, CHAINED, BLOCK_N, ROWS, ROUND_GROUP,
+                ROUNDED, ZERO_SCALE, LEAST, LEAST_DIVISOR,
             )  # fmt: skip
     total = tl.sum(total, axis=0)
     if SPLITS == 1:
