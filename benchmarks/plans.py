@@ -32,13 +32,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from triton.runtime.errors import OutOfResources
 from compiling import compile_quietly, processes
 from moe_layers import BY_NAME as EXPERTS
 from moe_layers import MoeShape, make_experts
 from moe_layers import arguments as expert_arguments
 from qkv_shapes import COLD_BYTES, DEVICE, Shape, fused_arguments, make_layer, normal, paged_cache
 from timing import capture, interleaved_us, keep
+from triton.runtime.errors import OutOfResources
 
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.mlp.plan import linear_config

@@ -305,7 +305,7 @@ def test_linears_of_quanto(weights, dtype):
         quanto.freeze(one)
     weight = theirs[0].weight._data.double() * theirs[0].weight._scale.double()
     assert len(prepare(model).replaced) == 1
-    # On a CPU, the library's kernel for int8 scales after the sum.
+    # On a CPU, the library's int8 kernel multiplies the finished sum by the scales.
     assert_no_further(model, theirs, weight, dtype)
 
 

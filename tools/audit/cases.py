@@ -37,7 +37,8 @@ class AuditCase:
     expectations: Expectations
 
 
-#: The rules of a kernel that has none of its own: it must only keep within the limits of the chip.
+#: The rules of a kernel for which no special rules exist: it must only keep within the limits of
+#: the chip.
 NOTHING = Expectations()
 
 

@@ -246,7 +246,7 @@ def test_an_argument_that_moves_is_read_where_it_lies(machine):
         assert torch.equal(run(replace(a, a=factor * a.a)), factor * first)
     assert run.checks == 2
     off = torch.empty(a.a.numel() + 1, dtype=a.a.dtype)[1:].view_as(a.a).copy_(a.a)
-    # It takes another kernel, because it is not aligned.
+    # This call takes another kernel, because the argument is not aligned.
     assert torch.equal(run(replace(a, a=off)), first)
     assert run.checks == 3
 
