@@ -60,8 +60,8 @@ SOUGHT = {
     "quantised": {"qkv_cache", "mla_prefill", "linear_activation", "grouped_gemm"},
     "products": {"linear_activation", "linear_residual"},
 }
-#: The number of seeds of each family, eight for each model. A family has enough seeds for the fusions
-#: that the test expects.
+#: The number of seeds of each family, eight for each model. A family has enough seeds for the
+#: fusions that the test expects.
 COUNTS = dict.fromkeys(FAMILIES, 8) | {"moe": 24, "mlp": 32, "quantised": 32, "coded": 4}
 COUNTS |= dict.fromkeys(("large", "products"), 16)
 

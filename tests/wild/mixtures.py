@@ -199,7 +199,7 @@ def added_to_shared(m, x):
 
 
 def added_to_shared_of_all(m, x):
-    """Adds the results of all experts to a shared expert's result, as Meta's code of Llama 4 does."""
+    """Adds the results of all experts to a shared expert's result, as Meta's Llama 4 does."""
     return scattered_back(m, x, out=m.experts[0](x))
 
 
