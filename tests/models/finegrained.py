@@ -179,7 +179,7 @@ def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float")
 def with_cut_blocks(name: str, weight: torch.Tensor, scale_fmt: str) -> dict[str, torch.Tensor]:
     """Returns the codes and scales of a weight whose last rows fill no block, by name.
 
-    DeepSeek-V3's checkpoint has such weights; transformers loads them, but does not make them.
+    DeepSeek-V3's checkpoint has such weights. transformers loads them, but cannot make them.
     """
     scale = quantize_blocks(weight)[1]
     if scale_fmt == "ue8m0":
