@@ -1,4 +1,4 @@
-"""Benchmark of whole passes on a CPU, where graphs stay as they are: eager, stock, tilewright.
+"""Benchmark of whole passes on a CPU, where tilewright leaves graphs as they are.
 
     python benchmarks/cpu_step.py [--rounds 25 --out DIR]
 
@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 CACHED, MAX_LENGTH = 512, 2048
 SHAPES = ((1, 1), (8, 1), (1, 128))
-#: Variants, each with its arguments of torch.compile.
+#: The variants, each with its arguments of torch.compile.
 VARIANTS: dict[str, dict[str, str]] = {
     "eager": {"backend": "eager"},
     "stock": {},
@@ -76,7 +76,7 @@ def program(step: Callable[[], Any]) -> str:
 
 
 def milliseconds(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Returns the median milliseconds of each step; each round runs the steps in a random order."""
+    """Returns the median milliseconds of each step. Each round runs the steps in a random order."""
     for step in steps.values():
         for _ in range(3):
             step()

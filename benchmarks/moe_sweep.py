@@ -4,10 +4,15 @@
 
 CASES is a file of lines `model format tokens stage config ...`; the stage is up, down or order. The
 config of a GEMM is written as GemmConfig prints it, without spaces, as in `s16x64x128w4s3p2`. Its
-first letter: s swapped, t not swapped; d streamed codes, swapped; c streamed codes, not swapped; q
-codes by codes, not swapped; r codes by codes, swapped. At the end: f flattened, k256 the size of
-its parts, h in two halves, c quantises its result. The config of a sort is `c128kw4l512r32`, with k
-if the routes are counted beforehand.
+first letter names the kernel:
+
+    s, t    swapped, not swapped
+    d, c    with streamed codes: swapped, not swapped
+    r, q    codes by codes: swapped, not swapped
+
+At its end, `f` stands for flattened, `k256` for the size of its parts, `h` for two halves, and `c`
+for a quantised result. The config of a sort is `c128kw4l512r32`, with k if the routes are counted
+beforehand.
 
 Times are microseconds of CUDA graphs with a cold L2 cache, with TFLOP/s and TB/s (of the weights of
 the experts in use), beside torch._grouped_mm on sorted rows.
@@ -91,7 +96,7 @@ def stage_steps(
 ) -> list[Launch]:
     """Returns the launches of a case's stage in one config.
 
-    They use the scratch memory of `base`, the launches of a plain plan.
+    They use the scratch memory of `base`, which has the launches of a plain plan.
     """
     if case.stage == "order":
         return order_steps(order_config(text), base, problem)
@@ -140,7 +145,7 @@ def plain_plan(problem: MoeProblem, case: Case) -> MoePlan:
 
 
 def library(case: Case, experts: Experts, base: dict[str, Launch]) -> Any:
-    """Returns a call of torch._grouped_mm for the stage on sorted rows; None for codes."""
+    """Returns a call of torch._grouped_mm for the stage on sorted rows. Returns None for codes."""
     if experts.gate_up is None or experts.down is None or case.stage == "order":
         return None
     values = base["up"].values

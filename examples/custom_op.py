@@ -34,7 +34,8 @@ def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_meaning(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The meaning of `engine::rotate`; its arguments have the names of the operator's schema."""
+    """Computes what `engine::rotate` means. The arguments have the names in the operator's
+    schema."""
     one, two = x.chunk(2, dim=-1)
     turned = torch.cat([-two, one], dim=-1)
     return x * cos[:, None] + turned * sin[:, None]
@@ -87,7 +88,7 @@ def main() -> int:
         print(f"  {after}")
         torch._dynamo.reset()
         model.keys.zero_()
-        options = {"everywhere": True, "inner": "eager"}  # without a GPU: references
+        options = {"everywhere": True, "inner": "eager"}  # runs the references if there is no GPU
         compiled = torch.compile(model, backend="tilewright", options=options)
         q = compiled(*args)
         ran = [site.op for site in reports()[-1].matches]

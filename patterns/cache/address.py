@@ -280,8 +280,8 @@ def _filled(write: CacheWrite, written: Written) -> Address:
             "MOVED_CACHE",
             f"{write.record.kind} writes the whole cache anew, old tokens too",
             write.store,
-            hint="moving a window copies all of it; generate(past_key_values="
-            "tilewright.tools.paged_cache.PagedCache(model.config)) keeps every token where it is"
+            hint="moving a window copies all of it; a tilewright.tools.paged_cache.PagedCache, "
+            "passed to generate(), keeps every token where it is"
             if is_in_package(write.node, "transformers")
             else "moving a window copies all of it: keep a ring of slots, "
             "cache[:, :, positions % window] = k, and mask by the position that each slot holds",

@@ -24,7 +24,8 @@ REAL_MODELS = """
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """command(*arguments): the program run in a folder that holds mine.py and real.py."""
+    """Returns `command(*arguments)`, which runs the program in a folder that holds mine.py and
+    real.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.syspath_prepend(tmp_path)
@@ -42,8 +43,8 @@ def _modules_are_loaded_once(monkeypatch):
     wrote.
 
     pytester would remove all of them from `sys.modules`. But code that holds a module does not see
-    a second copy of it: for example, Triton's interpreter stores nothing if Triton's language still
-    calls the first copy.
+    a second copy of the module. For example, Triton's interpreter stores nothing if Triton's
+    language still calls the first copy.
     """
 
     def snapshot(pytester: pytest.Pytester) -> SysModulesSnapshot:

@@ -9,7 +9,7 @@ import pytest
 
 
 def schema_checked(command: str, text: str) -> dict:
-    """The JSON a command printed, held to its published schema."""
+    """Returns the JSON that a command printed, after a check against its published schema."""
     data = json.loads(text)
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra 'dev'")
     schema = json.loads(files("tilewright.tools").joinpath(f"schemas/{command}.json").read_text())

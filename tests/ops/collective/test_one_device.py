@@ -1,4 +1,4 @@
-"""The sum of ranks that share one device: 2 and 4 processes, right, and with one of them killed.
+"""Tests the sum of 2 and 4 ranks that share one device, also when one of the processes is killed.
 
 `one_device.py` has what a rank does. The same is tried on the CPU with memory that processes share,
 and with a GPU on it.
@@ -103,8 +103,8 @@ def _started(device: str, ranks: int, folder: Path) -> list[subprocess.Popen]:
 
 
 def _ended(running: list[subprocess.Popen], limit_s: float) -> list[float | None]:
-    """Waits for processes and returns when each ended; kills those that have not by the limit, and
-    gives None for them."""
+    """Waits for processes and returns the time at which each ended. Kills processes that run beyond
+    the limit, and returns None for them."""
     ended: list[float | None] = [None] * len(running)
     limit = time.time() + limit_s
     while None in ended and time.time() < limit:

@@ -13,7 +13,8 @@ K, HQ, HK, D = 64, 4, 2, 32
 
 
 class Attention(nn.Module):
-    """Three quantised projections, or one that holds them all; K and V are written, q returned."""
+    """Has three quantised projections, or one that contains all three. K and V are written, and q
+    is returned."""
 
     def __init__(self, make, packed=False, heads_first=False):
         super().__init__()
@@ -45,7 +46,8 @@ def linear_of(form, **options):
 
 
 def check(module, args):
-    """One match, no worse than eager, nothing else changed; the match's facts."""
+    """Checks that there is one match, that it is no less accurate than eager, and that nothing else
+    has changed. Returns the facts of the match."""
     eager, ours, exact = cloned(args), cloned(args), [upcast(a) for a in args]
     expected, reference = module(*eager), upcast(module)(*exact)
     actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
@@ -59,7 +61,7 @@ def check(module, args):
 
 
 class Rotated(Attention):
-    """The same heads, q and k turned by position right behind the product."""
+    """Has the same heads. q and k are rotated by position directly after the product."""
 
     def forward(self, x, slots, k_cache, v_cache):
         q, k, v = (part(x).view(*x.shape[:-1], -1, D) for part in self.parts)
@@ -76,7 +78,7 @@ class Rotated(Attention):
 
 
 def stored(form):
-    """Gives a form of a test's own the buffers that `form` has."""
+    """Returns a decorator that gives a function the same stored buffers as `form`."""
 
     def told(function):
         function.stored = STORED[form]
@@ -92,7 +94,7 @@ def assert_missed(module, args, code):
     found = reports()[-1]
     assert "qkv_cache" not in set(patterns_in(found, "qkv"))
     assert code in codes_of(found, "qkv"), [str(m) for m in misses_of(found, "qkv")]
-    if code in ("WEIGHT_FORMAT", "SCALE_BLOCK"):  # of q's, k's or v's weight
+    if code in ("WEIGHT_FORMAT", "SCALE_BLOCK"):  # the weight of q, k or v
         assert {m.stage for m in misses_of(found, "qkv") if m.code == code} == {Stage.GUARDS}
     for a, b in zip((actual, *ours), (expected, *eager), strict=True):
         assert torch.equal(a, b)

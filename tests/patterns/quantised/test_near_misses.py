@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @stored(quantized.nibbles_low_first)
 def signed_nibbles(layer, dtype):
-    """Four bits with a sign."""
+    """Decodes signed codes of four bits."""
     packed = layer.packed.to(torch.int8)
     codes = torch.stack(((packed << 4) >> 4, packed >> 4), dim=-1).flatten(-2)
     return quantized.grouped(layer, codes, dtype, zero=0)
@@ -47,14 +47,14 @@ def three_bits(layer, dtype):
 
 @stored(quantized.nibbles_low_first)
 def nibbles_that_wrap_around(layer, dtype):
-    """Less than zero, bytes without a sign start over."""
+    """Below zero, unsigned bytes wrap around."""
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2) - 8
     return quantized.grouped(layer, codes, dtype, zero=0)
 
 
 @stored(quantized.gptq)
 def a_mask_that_wraps_around(layer, dtype):
-    """Of a signed word, a mask of all its bits keeps the sign: the last nibble has one."""
+    """In a signed word, a mask of all bits keeps the sign, so the last nibble has a sign."""
     nibbles = [(layer.packed >> shift) & 15 for shift in range(0, 28, 4)]
     codes = torch.stack((*nibbles, (layer.packed & 0xFFFFFFFF) >> 28), dim=1)
     codes = codes.view(-1, GROUP, layer.width).to(dtype) - 8
@@ -74,7 +74,7 @@ def bytes_that_wrap_around(layer, dtype):
 
 @stored(quantized.int8_in_words)
 def bytes_cast_to_signed(layer, dtype):
-    """Which wraps around, too."""
+    """The cast wraps around, too."""
     codes = layer.packed.view(torch.uint8).to(torch.int8) - 64
     return codes.to(dtype) * layer.scale[:, :1].to(dtype)
 
@@ -87,7 +87,7 @@ def halves_of_words(layer, dtype):
 
 @stored(quantized.nibbles_low_first)
 def scaled_then_moved(layer, dtype):
-    """The minimum is added after the scale."""
+    """Adds the minimum after the scale."""
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     scale = layer.scale[:, :1].to(dtype)
     return codes.to(dtype) * scale - layer.scale[:, 1:2].to(dtype)
@@ -95,7 +95,7 @@ def scaled_then_moved(layer, dtype):
 
 @stored(quantized.nibbles_low_first)
 def scales_in_tiles(layer, dtype):
-    """Columns far apart share a scale."""
+    """Columns that are far apart share a scale."""
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     return (codes.to(dtype) - 8) * layer.scale.repeat(1, GROUP).to(dtype)
 
@@ -122,7 +122,7 @@ def multiplied_codes(layer, dtype):
 
 @stored(quantized.nvfp4)
 def floats_of_another_table(layer, dtype):
-    """Two numbers have changed places."""
+    """Exchanges two numbers of the table."""
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 3.0, 6.0]
     table = torch.tensor([*numbers, *(-n for n in numbers)], device=layer.packed.device)
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)

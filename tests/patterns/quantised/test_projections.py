@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
     ],
 )
 def test_projections_by_an_operator_are_told_by_its_name(form, name):
-    """Also one that writes its result in place; its weights are buffers."""
+    """One of the operators writes its result in place. Its weights are buffers."""
     report = lower(Attention(linear_of(form)), arguments(5))
     assert patterns_in(report, "qkv") == ["cache_store"]
     (miss,) = misses_of(report, "qkv")
@@ -59,8 +59,8 @@ def test_projections_from_buffers_are_matched(form):
 
 
 def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
-    """The op refuses the second, and its site is given to the next pattern in another round, when
-    the first is rewritten by `cache_store`."""
+    """The op refuses the second site, and another round offers that site to the next pattern. In
+    that round, `cache_store` rewrites the first site."""
 
     class Two(nn.Module):
         def __init__(self):
@@ -79,7 +79,7 @@ def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
 
 
 def sums_scaled_besides(layer, x):
-    """The weight is scaled, and its sums by column once more."""
+    """Scales the weight, and scales its sums by column once more."""
     return x @ quantized.int8(layer, x.dtype).t() * layer.scale.to(x.dtype)
 
 
@@ -97,7 +97,7 @@ def test_rotated_sums_with_two_scales_or_none_are_missed(form, tokens, code, mon
 
 
 def one_of(forms):
-    """Projections of different forms."""
+    """Makes projections of different forms."""
     return lambda width, seed: QuantizedLinear(forms[seed], K, width, seed)
 
 

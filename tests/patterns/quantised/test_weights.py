@@ -91,7 +91,8 @@ def test_one_weight_for_all_three(form, bias):
     ],
 )
 def test_a_rotation_is_no_scale_of_the_codes(form, tokens):
-    """Those of one token, and a scale of the sums, are both a number per row of the weight."""
+    """The rotation of a single token and a scale of the sums are both one number for each row of
+    the weight."""
     assert check(Rotated(linear_of(form)), arguments(tokens))["rope"] == "half"
 
 
@@ -101,7 +102,8 @@ def test_a_rotation_is_no_scale_of_the_codes(form, tokens):
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_a_scale_may_be_any_number(form, number):
-    """A group of zeros has scale 0 by every quantiser that asks for the largest number."""
+    """A group of zeros has scale 0 in every quantiser that computes the scale from the largest
+    number."""
     module, (x, *rest) = Attention(linear_of(form)), arguments(5)
     x[0] = 0
     for part in module.parts:
@@ -129,7 +131,7 @@ STORED_AS = {
 
 @pytest.mark.parametrize("form", STORED_AS, ids=lambda f: f.__name__)
 def test_weights_are_read_as_they_are_stored(form):
-    """No node of the rewritten graph makes numbers of the codes."""
+    """No node of the rewritten graph decodes the codes."""
     graph = lower(Attention(linear_of(form)), arguments(5)).graphs[0].after.graph
     (fused,) = [n for n in graph.nodes if "fused_qkv_paged" in str(n.target)]
     graph.eliminate_dead_code()
@@ -152,7 +154,7 @@ def bytes_in_another_order(layer, dtype):
 
 @stored(quantized.nvfp4)
 def nvfp4_factors_of_rows(layer, dtype):
-    """A number for each half of the rows."""
+    """Has a factor for each half of the rows."""
     both = torch.stack((layer.factor, 2 * layer.factor))
     factor = both.repeat_interleave(layer.width // 2)[:, None]
     return (quantized.nvfp4_unscaled(layer, torch.float32) * factor).to(dtype)
@@ -160,7 +162,7 @@ def nvfp4_factors_of_rows(layer, dtype):
 
 @stored(quantized.nvfp4)
 def nvfp4_factor_of_a_cast(layer, dtype):
-    """Stored in bfloat16, and a number besides."""
+    """The factor is stored in bfloat16, and there is another number."""
     factor = layer.factor.bfloat16().float()
     return (quantized.nvfp4_unscaled(layer, torch.float32) * factor * 0.5).to(dtype)
 
@@ -183,7 +185,8 @@ def nvfp4_by_a_number(layer, dtype):
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_factor_for_all_of_a_weight_is_an_argument(form, apart, graphs_kept):
-    """The scale is read as it is stored then; factors by blocks are multiplied into it."""
+    """The op then reads the scale as it is stored. Factors by blocks are multiplied into the
+    scale."""
     check(Attention(linear_of(form)), arguments(5))
     graph = reports()[-1].after.graph
     (fused,) = [n for n in graph.nodes if "fused_qkv_paged" in str(n.target)]

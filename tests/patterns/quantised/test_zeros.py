@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @stored(quantized.gptq)
 def gptq_in_bytes(layer, dtype):
-    """Zeros packed along the other axis; a difference of nibbles fits a byte with a sign."""
+    """Zeros are packed along the other axis. A difference of nibbles fits into a signed byte."""
     codes, zeros = (t.to(torch.int8) for t in quantized.gptq_codes(layer))
     codes = codes.view(-1, GROUP, layer.width) - zeros[:, None]
     return (layer.scale[:, None].to(dtype) * codes.to(dtype)).view(layer.hidden, layer.width).t()
@@ -66,7 +66,7 @@ def offset_buffers(rows, hidden, generator):
 
 
 def offset(form):
-    """A form that gets the codes in groups [N, K / group, group], and their scale."""
+    """Makes a form that gets the codes in groups [N, K / group, group], and their scale."""
 
     def made(layer, dtype):
         codes = torch.stack((layer.packed & 15, layer.packed >> 4), dim=-1).flatten(-2)
@@ -86,7 +86,7 @@ def in_float32(layer, codes, scale, zero):
 
 @offset
 def in_its_own_dtype(layer, codes, scale, zero):
-    """Rounded twice."""
+    """Rounds twice."""
     return zero + scale * (codes.to(scale.dtype) - 8)
 
 

@@ -1,7 +1,9 @@
-"""Which kernels there are for each chip; of those that nothing was measured on some compiled."""
+"""Tests which kernels there are for each chip, and compiles some kernels for chips on which nothing
+was measured."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -11,7 +13,7 @@ from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import TARGETS, gpu_targets
 from tilewright.tools.audit.families import FAMILIES, all_cases
 
-#: Where registers, shared memory or an instruction would be missing first.
+#: Cases in which registers, shared memory or an instruction would be missing first.
 CASES = {
     "sm120": r"awq T=64: qkv_projection|mask tensor, 1 x 1024",
     "sm103": r"llama3-8b T=1: qkv_projection",
@@ -21,10 +23,14 @@ CASES = {
 }
 
 
+#: The cases of a chip, for both tests: making them takes up to two seconds.
+cases_of = functools.cache(all_cases)
+
+
 @pytest.mark.parametrize("target", gpu_targets(), ids=lambda target: target.name)
 def test_cases_are_those_that_the_chip_may_have(target):
-    cases = all_cases(target)
-    # A template of all families has no folder in its name.
+    cases = cases_of(target)
+    # A template that all families share has no folder in its name.
     names = (case.spec.template.split(".") for case in cases)
     families = {folders[0] for *folders, _ in names if folders}
     assert families - {"grouped"} == set(FAMILIES) & target.families
@@ -36,7 +42,7 @@ def test_cases_are_those_that_the_chip_may_have(target):
 @pytest.mark.parametrize("name", CASES)
 def test_it_keeps_every_rule(name):
     target = TARGETS[name]
-    cases = [case for case in all_cases(target) if re.search(CASES[name], case.name)]
+    cases = [case for case in cases_of(target) if re.search(CASES[name], case.name)]
     assert cases
     for case in cases:
         problems = check(compile_for(case.spec).audit, target, case.expectations)

@@ -55,7 +55,7 @@ def test_cache_that_is_not_used_is_not_pruned(command, tmp_path, monkeypatch):
     [
         (("--prune", "--max-size", "plenty"), "--max-size: expected a size such as 500MB"),
         (("--prune", "--older-than", "soon"), "--older-than: expected an age such as 30d"),
-        (("--max-size", "1MB"), "expected together with --prune"),
+        (("--max-size", "1MB"), "can be used only together with --prune"),
     ],
 )
 def test_cache_refuses_what_it_cannot_read(command, arguments, message):

@@ -15,7 +15,7 @@ from tilewright.tools.matrix.releases import newest_tried
 
 
 def test_doctor_checks_this_machine(command, tmp_path, monkeypatch):
-    """Of the chips two; tests/tools/audit/test_chips.py compiles for the others."""
+    """Tests two chips. tests/tools/audit/test_chips.py compiles for the others."""
     monkeypatch.setattr(doctor, "gpu_targets", lambda: (SM90, SM100))
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     done = command("doctor", "--json")
@@ -36,7 +36,7 @@ def test_doctor_says_where_a_version_is_newer_than_any_tried():
 
 @pytest.fixture
 def doctor_compiles_nothing(monkeypatch):
-    """It compiles a kernel for each target, which takes a second each."""
+    """Replaces the compilation of a kernel for each target, which takes a second each."""
     monkeypatch.setattr(doctor, "gpu_targets", lambda: ())
 
 

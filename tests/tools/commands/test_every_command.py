@@ -19,7 +19,7 @@ def test_zoo_lists_every_model(command):
         (("kernels", "llama3_8b", "-o", "x"), "is not a zoo name"),
         (("kernels", "mine.py:make", "-o", "mine.py"), "--output: cannot write to mine.py"),
         (("inspect", "mine.py:make", "--html", "no/such/page.html"), "--html: no such folder"),
-        (("inspect", "mine.py:make", "--json", "--after"), "--json: not together with"),
+        (("inspect", "mine.py:make", "--json", "--after"), "--json cannot be used together with"),
         (("verify", "mine.py:make_untraceable"), "cannot be traced: RuntimeError: boom"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_checkpoint_s_configuration_says_what_its_format_saves(command, tmp_pa
     assert size in said
     assert "), for 1 token " in said
     assert "linear_activation, int4 codes" in said
-    assert "lm_head, 64 KiB: stored in float16: the model holds no codes of it" in said
+    assert "lm_head, 64 KiB: stored in float16: the model holds no codes for it" in said
     page = (tmp_path / "page.html").read_text()
     assert size in page
     assert '<a href="#savings">' in page
@@ -116,7 +116,9 @@ def test_a_format_that_a_configuration_does_not_tell_is_named(command, tmp_path)
     write_checkpoint(tmp_path / "other", quantization_config={"quant_method": "aqlm"})
     done = command("inspect", "other")
     assert done.exit_code == 2
-    assert "quant_method 'aqlm': its modules cannot be made of a configuration" in done.stderr
+    assert (
+        "quant_method 'aqlm': modules of this method cannot be built from a configuration"
+    ) in done.stderr
     write_checkpoint(tmp_path / "odd", quantization_config=AWQ | {"group_size": None})
     done = command("inspect", "odd")
     assert done.exit_code == 2
@@ -124,7 +126,7 @@ def test_a_format_that_a_configuration_does_not_tell_is_named(command, tmp_path)
     (tmp_path / "other" / "config.json").write_text('{"model_type": "nothing"}')
     done = command("inspect", "other")
     assert done.exit_code == 2
-    assert "no model can be made of it" in done.stderr
+    assert "no model can be built from it" in done.stderr
 
 
 def test_the_census_and_a_module_are_in_the_report(command):
@@ -189,4 +191,4 @@ def test_inspect_shows_both_steps_of_continuous_batching(command, tmp_path):
     assert done.exit_code == 2
     assert "--engine: model: expected a model of transformers" in done.stderr
     done = command("inspect", "served.py:make", "--engine", "--tp", "2")
-    assert (done.exit_code, "not together with --tp" in done.stderr) == (2, True)
+    assert (done.exit_code, "cannot be used together with --tp" in done.stderr) == (2, True)

@@ -45,7 +45,7 @@ def test_kernels_writes_every_file_and_a_second_run_compiles_nothing(
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """Kernels are emitted, and compiling them fails."""
+    """Makes the compilation of emitted kernels fail."""
 
     def fail(*arguments):
         raise BuildError("ptxas: out of registers")
@@ -79,7 +79,7 @@ def test_a_manifest_of_somebody_else_is_left_alone(command, tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
     done = command("kernels", "mine.py:make", "-o", ".")
     assert done.exit_code == 2
-    assert "manifest.json is no manifest of kernels" in done.stderr
+    assert "manifest.json is not a manifest of kernels" in done.stderr
     assert (tmp_path / "manifest.json").read_text() == content
 
 

@@ -18,7 +18,7 @@ def test_verify_compares_every_rewrite_with_float64(command):
     assert 0 < site["fused_error"] <= site["allowed"]
     said = command("verify", "real.py:make_real").stdout
     assert "good" in said
-    assert said.rstrip().endswith("verified: 2 sites, none less accurate than allowed")
+    assert said.rstrip().endswith("verified: 2 sites, none of them is less accurate than allowed")
 
 
 def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
@@ -31,7 +31,7 @@ def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
 
 
 def test_a_large_cache_hides_no_wrong_write(command, tmp_path, monkeypatch):
-    """Only what a run changed is compared: three slots of many."""
+    """Only the elements that a run changed are compared: three of many slots."""
     (tmp_path / "large.py").write_text(
         "import torch, mine, real\n\ndef make():\n"
         "    model, args, kwargs = real.make_real()\n"
