@@ -330,7 +330,7 @@ def marlin_words(codes):
 
 @pytest.fixture
 def marlin(monkeypatch):
-    """Returns a function that makes quanto's weight of such words, on any device."""
+    """Returns a function that makes quanto's weight from words in the order of its GPU kernel."""
     pytest.importorskip("optimum.quanto")
     from optimum.quanto.tensor.qtype import qfloat8_e4m3fn
     from optimum.quanto.tensor.weights.marlin.fp8 import MarlinF8QBytesTensor, packed
