@@ -106,7 +106,7 @@ def _shared(linear: FewTokens, flow: Dataflow) -> FewTokens:
     if linear.x_scale is None:
         return linear
     rows = first_alike(CodedRows(linear.x, linear.x_scale), flow)
-    return replace(linear, x=rows.codes, x_scale=rows.x_scale)
+    return replace(linear, x=rows.codes, x_scale=rows.scale)
 
 
 def _is_known(linear: FewTokens) -> bool:
