@@ -452,7 +452,7 @@ time divided by that of the fastest:"""
     tiles = ("op and call", "plan µs", "best µs", "ratio", "plan's tiles", "best tiles")
     between = "These plans are more than 5 % slower than the best:"
     after = """- After this run the planner was changed for `latents` with 16 heads
-  (`codegen/attention/plan.py`). The new plan has not been measured yet.
+  (`MERGED_LATENT_BYTES` in `codegen/attention/plan.py`). The new plan has not been measured yet.
 - For `linear`, no rule was found that makes these calls faster. The best tiles differ between the
   models and from 1 to 16 tokens, and the file has only the time of the best.
 - The rows of `mla` are left out. In this run a fault of the benchmark, which is fixed, kept it from

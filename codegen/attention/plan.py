@@ -34,9 +34,9 @@ MOST_SPLITS = 128
 # an H200): of another launch, and of each part to merge.
 LAUNCH_BYTES = 56 * 1024
 MERGED_BYTES = 2 * 1024
-# For latents, the time of a program that is alone on a multiprocessor, relative to two programs
-# that share one.
-LONE_LATENTS = 1.2
+# For latents, the cost of each part: several programs merge the parts of a row (measured on an
+# H100).
+MERGED_LATENT_BYTES = 512
 # Programs that fit a multiprocessor at once. More would start late, in a nearly empty second wave.
 RESIDENT_PROGRAMS = 2
 # Pipeline stages; a paged cache takes more, because the page of a block is loaded before the block.
@@ -154,21 +154,21 @@ def _stages(problem: CacheProblem, rows: int, keys: int, target: Target) -> int:
 def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, sms: int) -> int:
     """Returns the number of parts of each tile's keys with the least time.
 
-    One program (for latents, nearly) saturates a multiprocessor's share of the memory rate, so the
+    One program saturates a multiprocessor's share of the memory rate, so the
     time follows from the number of key blocks on the busiest multiprocessor.
     """
     blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
     if problem.rounding is not None:
         block_bytes *= ROUNDED_TIME
     part_bytes = 4 * config.real_rows * problem.v_block
+    merged_bytes = MERGED_LATENT_BYTES if problem.latent else MERGED_BYTES
     most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * sms // tiles)
 
     def time(splits: int) -> float:
         programs = tiles * splits
-        longer = LONE_LATENTS if problem.latent and programs <= sms else 1.0
-        reading = longer * cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
+        reading = cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
         # Parts are written, and read again by the merging programs.
-        merging = LAUNCH_BYTES + MERGED_BYTES * splits + 2 * programs * part_bytes / sms
+        merging = LAUNCH_BYTES + merged_bytes * splits + 2 * programs * part_bytes / sms
         return reading + (merging if splits > 1 else 0)
 
     return min(range(1, max(most, 1) + 1), key=time)

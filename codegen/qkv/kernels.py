@@ -43,7 +43,13 @@ SWAPPED = Kernel(
 )
 # The kernel for weights of codes.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
-DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1, unaligned=("factor",))
+DEQUANTIZE = Kernel(
+    "qkv.dequantize",
+    "dequantize_weight",
+    num_stages=1,
+    unaligned=("factor",),
+    role="decodes codes",
+)
 KERNELS = (EPILOGUE, TILED, SWAPPED, DEQUANTIZE)
 
 # Columns of a weight row that are prefetched while the previous kernel ends, if this kernel norms

@@ -215,7 +215,7 @@ def odd_number_of_dimensions(x, cos, sin):
     return torch.cat((turned * cos + other * sin, rest), -1)
 
 
-#: For each rotation that is none of the two kinds, words of the miss.
+#: Rotations that tilewright does not support, each with words of the miss.
 NEAR_MISSES = {
     last_dimensions: "not the first ones of the head",
     one_pair_backwards: "",
@@ -226,7 +226,7 @@ NEAR_MISSES = {
 
 
 def rotated(form):
-    """Returns the value of the dataflow view that a spelling of rope results in."""
+    """Returns the result of a spelling of rope, as a value of the dataflow view."""
     found = []
 
     def backend(gm, example_inputs):
