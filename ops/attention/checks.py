@@ -1,4 +1,5 @@
-"""Checks of the arguments of `cache_attention`, and the reasons why no kernel takes a call."""
+"""Checks of the arguments of `cache_attention`, and the reasons why no kernel can compute a
+call."""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 
-# The widest head that the kernels take.
+# The widest head that the kernels support.
 MAX_WIDTH = 512
 
 
 def check_attention(op: str, a: AttentionArguments) -> None:
-    """Checks an AttentionArguments. Reads metadata only; raises ArgumentError."""
+    """Checks an AttentionArguments. Reads only metadata. Raises ArgumentError."""
     check_operand(op, "q", a.q, "[T, Hq, D]", (None, None, None), FLOAT_DTYPES, dense=True)
     _check_cache(op, a)
     check_batch(op, a)
@@ -71,9 +72,9 @@ def _check_cache(op: str, a: AttentionArguments) -> None:
 
 
 def check_batch(op: str, a: AttentionArguments) -> None:
-    """Checks the arguments that say where each sequence's keys are and which of them a query sees.
-    Uses only the shapes of q [T, Hq, ...] and k [N, P, ...]. Reads metadata only; raises
-    ArgumentError."""
+    """Checks the arguments that say where the keys of each sequence are and which keys a query
+    attends to. Uses only the shapes of q [T, Hq, ...] and k [N, P, ...]. Reads only metadata.
+    Raises ArgumentError."""
     _check_places(op, a, check_runs(op, a))
     check_sight(op, a, room)
 
@@ -81,10 +82,13 @@ def check_batch(op: str, a: AttentionArguments) -> None:
 def check_sight(
     op: str, a: Any, keys: Callable[[Any], Any], ragged: Sequence[str] = ("row_offsets",)
 ) -> None:
-    """Checks the arguments that say which keys a query sees. keys: a function that returns the
-    number of keys of each sequence; it is called only if sequences are equal runs. ragged: the
-    arguments that are given only if sequences are not equal runs. Reads metadata only; raises
-    ArgumentError."""
+    """Checks the arguments that say which keys a query attends to. Reads only metadata. Raises
+    ArgumentError.
+
+    keys: a function that returns the number of keys of each sequence. It is called only if all
+    sequences have the same number of queries. ragged: the arguments that are given only if
+    sequences have different numbers of queries.
+    """
     check_mask(op, a)
     check_number(op, "scale", a.scale)
     if a.attn_mask is not None:
@@ -107,7 +111,7 @@ def _check_places(op: str, a: AttentionArguments, batch: Any) -> None:
 
 
 def check_attention_values(op: str, a: AttentionArguments) -> None:
-    """Checks offsets, lengths and pages, which need real memory. Raises ArgumentError."""
+    """Checks offsets, lengths and pages. This needs real memory. Raises ArgumentError."""
     hides = lowest_hides(a, room(a))
     check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
     index = a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths
@@ -130,7 +134,7 @@ def check_attention_values(op: str, a: AttentionArguments) -> None:
 
 
 def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
-    """Checks that every key that a query may see by position lies on a page of the pool."""
+    """Checks that every key that a query may attend to by its position is on a page of the pool."""
     batch, device = sequences(a), a.q.device
     used = torch.full((batch,), keys, device=device)
     if a.key_lengths is not None:
@@ -152,8 +156,8 @@ def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
 
 
 def attention_obstacle(a: AttentionArguments) -> str | None:
-    """Returns why no kernel takes a call; None if one does. Reads metadata only."""
-    if not a.scale > 0:  # kernels take the largest product as the largest logit
+    """Returns why no kernel can compute a call; None if a kernel can. Reads only metadata."""
+    if not a.scale > 0:  # kernels assume that the largest product gives the largest logit
         return f"no kernel for a scale of {a.scale}"
     width = max(a.q.shape[2], a.v.shape[3])
     return None if width <= MAX_WIDTH else f"no kernel for heads of {width} columns"

@@ -48,10 +48,10 @@ from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
-# Tensors with an element for each sequence, which kernels read with stride 1.
+# Tensors that have an element for each sequence. Kernels read them with stride 1.
 BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
 
-#: A record of arguments, some of whose vectors may be replaced by copies.
+#: A record of arguments in which some vectors may be replaced by copies.
 Record = TypeVar("Record")
 
 
@@ -61,9 +61,12 @@ def attention_steps(
     config: DecodeConfig | PrefillConfig | None = None,
     rope: RopePart | None = None,
 ) -> Steps:
-    """Runs the steps of a call. config: the tiles, whose type selects the kernel; None: the plan
-    chooses. rope: the second part of queries and keys, for few queries; the first part of the keys
-    is then the values."""
+    """Performs the steps of a call.
+
+    config: the tiles, whose type selects the kernel. If it is None, the plan chooses them. rope:
+    the second part of queries and keys, for few queries. If it is given, the first part of the keys
+    is also the values.
+    """
     if a.q.numel() == 0 or a.v.shape[3] == 0:
         out = yield Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
@@ -78,7 +81,7 @@ def attention_steps(
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
     if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
-        # A tile holds all heads that share keys, but a list describes only one head of the mask.
+        # A tile has all heads that share keys, but this list describes only one head of the mask.
         a = replace(a, mask_blocks=None)
     else:
         a = yield from _with_list(a, target)
@@ -97,7 +100,7 @@ def _decode(
     if config.splits > 1:
         shape = tiles, workspace_elements(problem, config)
         values["workspace"] = yield Buffer(shape, torch.float32)
-    # Ragged sequences differ in their number of tiles.
+    # Ragged sequences have different numbers of tiles.
     row_tiles = None if problem.ragged else cdiv(sizes.num_queries, config.tokens)
     values["row_tiles"] = row_tiles
     values["num_sequences"] = sizes.num_sequences if problem.ragged else None
@@ -114,8 +117,8 @@ def _decode(
 def _decode_kernel(
     problem: CacheProblem, sizes: AttentionSizes, target: Target, config: DecodeConfig | None
 ) -> tuple[DecodeConfig, Statics, Statics]:
-    """Returns the tiles (`config`, if given), the constants of the attention kernel, and those of
-    the kernel that merges its parts."""
+    """Returns the tiles (`config`, if it is given), the constants of the attention kernel, and the
+    constants of the kernel that merges its parts."""
     config = config or decode_config(problem, sizes, target)
     shared = Statics(
         problem,
@@ -123,8 +126,8 @@ def _decode_kernel(
         tokens=config.tokens,
         splits=config.splits,
         real=config.real_rows,
-        # Before Triton 3.9, an accumulator in tensor memory that two products share is computed
-        # wrongly.
+        # Before Triton 3.9, an accumulator in tensor memory that two products share has a wrong
+        # value.
         chained=not target.tmem_columns,
         stages=config.num_stages,
         split_block=next_power_of_2(config.splits),
@@ -163,18 +166,18 @@ def _prefill(
 def _prefill_kernel(
     problem: CacheProblem, target: Target, config: PrefillConfig | None
 ) -> tuple[PrefillConfig, Statics]:
-    """Returns the tiles (`config`, if given) and the constants of the kernel."""
+    """Returns the tiles (`config`, if it is given) and the constants of the kernel."""
     config = config or prefill_config(problem, target)
     return config, Statics(config, problem, keys=KEYS, queries=QUERIES)
 
 
 def decode_tile(a: AttentionArguments, rope: RopePart, num_queries: int) -> int:
-    """Returns the rows of a tile in a call with this many queries in a sequence."""
+    """Returns the number of rows of a tile, in a call with this number of queries in a sequence."""
     return decode_rows(cache_problem(a, rope), num_queries)[2]
 
 
 def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:
-    """Returns the call with contiguous copies of its vectors whose stride is not 1."""
+    """Returns the call with contiguous copies of the vectors whose stride is not 1."""
     made = {}
     for name in names:
         vector = getattr(a, name)
@@ -185,7 +188,7 @@ def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:
 
 
 def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, Any]:
-    """Returns the call with the list of blocks of its mask."""
+    """Returns the call with the list of blocks of its mask, which it computes."""
     if a.attn_mask is None or a.mask_blocks is not None:
         return a
     hides = lowest_hides(a, room(a))
@@ -194,6 +197,6 @@ def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, An
 
 
 def _bucket(sizes: AttentionSizes) -> AttentionSizes:
-    """Rounds up the sizes that a call is planned for, so that dynamic sizes have few plans."""
+    """Rounds up the sizes of a call for its plan, so that dynamic sizes need few plans."""
     counts = (sizes.num_sequences, sizes.num_queries, sizes.num_keys)
     return AttentionSizes(*map(next_power_of_2, counts))

@@ -1,8 +1,9 @@
-"""Activations [T, K] stored as e4m3 codes, and the numbers they stand for.
+"""Activations [T, K] that are stored as e4m3 codes. They stand for these numbers:
 
     x[t, k] * x_scale[t, k // 128]
 
-x_scale is [T or 1, 1 or ceil(K / 128)]: an axis of length one is shared; None means 1.
+x_scale is [T or 1, 1 or ceil(K / 128)], and an axis of length one is shared. If it is None, all
+scales are 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ACTIVATION_BLOCK = BLOCK
 
 
 def check_x_scale(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> None:
-    """Raises ArgumentError unless the scale fits the codes x [T, K]. Reads metadata only."""
+    """Raises ArgumentError unless the scale fits the codes x [T, K]. Reads only metadata."""
     if x_scale is None:
         return
     check_dtype(op, "x_scale", x_scale, FLOAT_DTYPES)
@@ -42,8 +43,8 @@ def check_x_scale(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> Non
 
 
 def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
-    """Raises ArgumentError unless out_dtype is given for codes, and is None or x's own dtype
-    otherwise."""
+    """Raises ArgumentError unless out_dtype is correct for x. If x has codes, out_dtype must be
+    given. If not, it must be None or x's own dtype."""
     allowed = FLOAT_DTYPES[:3] if x_dtype == ACTIVATION_CODES else (None, x_dtype)
     if out_dtype not in allowed:
         expected = " or ".join(map(str, allowed))
