@@ -1,4 +1,5 @@
-"""Checks of a cache write's source: whole heads of a projection, every token once and in order."""
+"""Checks that a cache write stores whole heads of a projection, and that it stores every token once
+and in order."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from tilewright.patterns.recognise.linear import holds_all_tokens
 
 
 def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
-    """Returns the number of adjacent cache heads that each head of the projection is written to.
+    """Returns the number of adjacent heads of the cache that each head of the projection is written
+    to.
 
-    The written dimensions must be exactly the product's tokens in order, heads, head_dim; raises
-    Reject if they are not.
+    The written dimensions must be exactly the tokens of the product in order, the heads, and
+    head_dim. Otherwise the function raises Reject.
     """
     source = heads.layout
     if not holds_all_tokens(source, place.token_rank, heads.tokens):

@@ -1,12 +1,13 @@
-"""QKV projection and KV-cache write: three projections of one activation, optional bias, per-head
-RMS norm and rotation, with K and V written into a cache by slot. Gates of q's linear are included.
+"""A QKV projection and the write of K and V to the KV cache. There are three projections of one
+activation, each with an optional bias. Q and K may have a per-head RMS norm and a rotation. K and V
+are written to a cache by slot. If the linear of q also computes gates, the op computes these too.
 
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ q
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
     x ─ linear ─ [+bias] ──────────────────▶ v ─▶ cache[slots] = v
 
-The match includes the RMS or layer norm that made x, if tokens are few and no other value reads its
-result.
+The match includes the RMS norm or layer norm that computed x, if there are few tokens and no other
+value reads the norm's result.
 
 Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
 """
@@ -58,7 +59,7 @@ _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE", hint=
 
 @dataclass(frozen=True)
 class Stored:
-    """K or V: the heads of a projection, and the place they are written to."""
+    """K or V: the heads of a projection, and the place that they are written to."""
 
     heads: Heads
     place: Address
@@ -67,7 +68,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class QkvCache:
-    """The pattern; see the module."""
+    """The pattern. The module's docstring explains it."""
 
     name: str = "qkv_cache"
     op: str = "fused_qkv_paged"
@@ -119,7 +120,7 @@ class QkvCache:
 
 
 def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
-    """Rejects a write of data that is not projected, or one without a twin."""
+    """Rejects a write of data that is not projected, and a write that has no partner."""
     write = anchor.first
     writes = [one for one in (anchor.first, anchor.second) if one is not None]
     weight: Weight | None = None
@@ -156,13 +157,14 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
 
 
 def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Stored]:
-    """Returns K and V. K is the write that is rotated or normalised; if neither is, the first.
-    Raises Reject."""
+    """Returns K and V. K is the write that is rotated or normalised. If neither write is, K is the
+    first one. Raises Reject."""
     first, second = writes
     try:
         k = match_heads(first[0].source, _KEYS, factors=True)
     except Reject as rejection:
-        # Try the other order only if the second write is rotated or normalised, which V never is.
+        # The other order is tried only if the second write is rotated or normalised, because V
+        # never is.
         swapped = _rotated(second[0])
         if swapped is None:
             raise rejection from None
@@ -199,7 +201,8 @@ def _check_written(keys: Stored, values: Stored) -> int:
     for stored, who in ((keys, "K"), (values, "V")):
         heads, place = stored.heads, stored.place
         repeats.append(check_tokens(heads, place, who, heads.path.stage))
-        # The op rounds once, to the activation's dtype; a cache of another dtype needs another op.
+        # The op rounds once, to the dtype of the activation. A cache of another dtype needs another
+        # op.
         written, projected = place.source.value.dtype, heads.product.dtype
         if written != projected and place.dtype not in FP8_DTYPES:
             names = [dtype_name(d) for d in (projected, written)]
@@ -256,9 +259,9 @@ def _arguments(q: Heads, keys: Stored, values: Stored) -> dict[str, Any]:
 
 
 def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -> Norm | None:
-    """Returns the norm that made x, if the kernel for few tokens computes it; else None. Its tiles
-    have no room for that with quantised weights, or with a norm over all heads. place: where the op
-    will stand."""
+    """Returns the norm that computed x, if the kernel for few tokens can compute this norm; else
+    None. With quantised weights, or with a norm over all heads, the tiles of the kernel have no
+    room for it. place: where the op will be inserted."""
     by_row = any(h.norm is not None and h.norm.width == "row" for h in heads)
     if by_row or any(h.quantized is not None for h in heads):
         return None
@@ -267,7 +270,7 @@ def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -
 
 
 def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
-    """Returns the numbers that K and V are multiplied by, as scales of the cache. Raises Reject."""
+    """Returns the numbers that multiply K and V, as scales of the cache. Raises Reject."""
     k, v = keys.heads, values.heads
     if k.factor == v.factor == 1.0:
         return {}
@@ -288,8 +291,8 @@ def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
 
 
 def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
-    """Returns the sum of the projections' adapters, columns of q, k and v side by side; None
-    without any."""
+    """Returns the sum of the deltas of the projections' adapters. The columns of q, k and v are
+    side by side. Returns None if there are no adapters."""
     if not any(h.linear.deltas for h in heads):
         return None
     widths = [h.num_heads * h.head_dim for h in heads]
@@ -305,7 +308,7 @@ def _own_deltas(heads: tuple[Heads, Heads, Heads]) -> bool:
 
 
 def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
-    """Returns the arguments of quantised weights and activations."""
+    """Returns the op's arguments for quantised weights and activations."""
     found = [p.quantized for p in (q, k, v)]
     weights = [weight for weight in found if weight is not None]
     if not weights:
@@ -313,7 +316,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     if len(weights) != len(found):
         refuse(weights[0].codes, "not those of all three projections")
     arguments = weight_arguments(weights)
-    if k.x_scale is not None:  # q shares k's codes of x, so those made for q have no readers
+    if k.x_scale is not None:  # q uses k's codes of x, so the codes of x for q are not read
         return arguments | {"x": k.x, "x_scale": k.x_scale, "out_dtype": k.product.dtype}
     rows = _coded_x(k, arguments)
     if rows is None:
@@ -322,7 +325,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
 
 
 def _coded_x(k: Heads, weights: Mapping[str, Any]) -> CodedRows | None:
-    """Returns the codes that the graph decodes the activation from, if the op multiplies them with
+    """Returns the codes from which the graph decodes the activation, if the op multiplies them with
     the codes of the weights; else None. weights: the op's arguments for the weights."""
     rows = match_coded_rows(k.x) if weights["weight_format"] == "fp8" else None
     whole = weights["scale_block"][1] in (ACTIVATION_BLOCK, k.x.shape[1])
