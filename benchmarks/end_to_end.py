@@ -6,9 +6,11 @@
 microseconds. A case is batch x tokens with a static cache; the model is called as `generate()`
 calls it, with positions and a 4-D mask made outside of the pass. "-padded": the prompts differ in
 length, so shorter ones are padded on the left. "-nomask": no mask is given, as in a call by hand.
-"-nocache": no cache is given. Between rounds of replays the cache is rewound. The captured graph
-itself rewinds it only for prompts. Each case is a process: all compile side by side, then each has
-the GPU to itself. The weights of one pass exceed the L2 cache many times, so every pass is cold.
+"-nocache": no cache is given. "2x64@1900": the cache holds 1900 tokens of each sequence before the
+pass; without a number it holds 1000 if there is one new token, and none otherwise. Between rounds
+of replays the cache is rewound. The captured graph itself rewinds it only for prompts. Each case is
+a process: all compile side by side, then each has the GPU to itself. The weights of one pass exceed
+the L2 cache many times, so every pass is cold.
 
 floor: the time to read the weights in use, and in a decode step the tokens present, at the copy
 rate of the same run; it is a bound only where memory limits the pass. peak: memory of a pass beyond
@@ -70,7 +72,7 @@ def caller(model: Any, forward: Any, case: Case, ids: torch.Tensor) -> Any:
     the case has one."""
     if case.kind == "nocache":
         return lambda: forward(input_ids=ids, use_cache=False).logits
-    cache = new_cache(model, case.batch, max(MAX_LENGTH, case.tokens))
+    cache = new_cache(model, case.batch, max(MAX_LENGTH, case.position + case.tokens))
     given: dict[str, Any] = {}
     if case.kind != "nomask":
         padded = case.kind == "padded"
@@ -80,22 +82,21 @@ def caller(model: Any, forward: Any, case: Case, ids: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A case such as "16x1-padded". kind: "mask", "padded", "nomask" or "nocache"."""
+    """A case such as "16x1-padded". kind: "mask", "padded", "nomask" or "nocache". position: the
+    number of tokens in the cache before the pass."""
 
     batch: int
     tokens: int
     kind: str
+    position: int
 
     @classmethod
     def of(cls, text: str) -> Case:
         size, _, kind = text.partition("-")
+        size, _, position = size.partition("@")
         batch, tokens = map(int, size.split("x"))
-        return cls(batch, tokens, kind or "mask")
-
-    @property
-    def position(self) -> int:
-        """The number of tokens in the cache before the pass."""
-        return START if self.tokens == 1 else 0
+        usual = START if tokens == 1 else 0
+        return cls(batch, tokens, kind or "mask", int(position or usual))
 
 
 def real_tokens(case: Case) -> torch.Tensor:
@@ -121,6 +122,7 @@ def prepared(model: Any, case: Case) -> tuple[dict[str, Any], dict[str, Any], li
         "tilewright": torch.compile(model, backend="tilewright"),
     }
     row: dict[str, Any] = {"batch": case.batch, "tokens": case.tokens, "kind": case.kind}
+    row |= {"present": case.position} if case.tokens > 1 and case.position else {}
     row["layers"] = model.config.num_hidden_layers
     graphs, outputs, calls = {}, {}, []
     for name, forward in variants.items():
@@ -156,7 +158,7 @@ def run_case(name: str, layers: int, text: str) -> None:
         known = MODELS[name]
         idle = 1 - known.experts_per_token / known.experts
         share = 1 - idle ** (case.batch * case.tokens)
-        present = case.batch * (case.position + 1) if case.tokens == 1 else 0
+        present = case.batch * (case.position + case.tokens) if case.position else 0
         row["floor"] = floor_us(model, share, present, copy_bytes_per_s())
         row["speedup_over_best"] = min(row["eager"], row["stock"]) / row["tilewright"]
     print(json.dumps(row), flush=True)

@@ -18,6 +18,8 @@ PAGE_SIZE = 16
 STATIC_LENGTH = 2048
 # The argument sets of a graph together must exceed the L2 cache (60 MB).
 COLD_BYTES = 250e6
+# Without a GPU, inputs are shapes only, for which kernels can be planned.
+DEVICE = "cuda" if torch.cuda.is_available() else "meta"
 REST_S = 0.03
 
 
@@ -51,7 +53,7 @@ class Shape:
 
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").mul_(scale).to(torch.bfloat16)
+    return torch.randn(*shape, device=DEVICE).mul_(scale).to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
     else:
         weights = [normal(h * dim, shape.hidden, scale=scale) for h in heads]
     norms = (normal(dim), normal(dim)) if shape.norm else None
-    angles = torch.randn(num_tokens, dim // 2, device="cuda").repeat(1, 2)
+    angles = torch.randn(num_tokens, dim // 2, device=DEVICE).repeat(1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     biases = tuple(normal(h, dim) for h in heads) if shape.bias else None
     return Layer(normal(num_tokens, shape.hidden), tuple(weights), norms, cos, sin, biases)
@@ -106,7 +108,7 @@ def paged_cache(shape: Shape, gib_each: float = 1.0) -> Cache:
     row = PAGE_SIZE * shape.num_kv_heads * shape.head_dim
     pages = int(gib_each * 2**30) // (2 * row)
     keys, values = (normal(pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-    return Cache("paged", keys, values, torch.randperm(pages * PAGE_SIZE, device="cuda"))
+    return Cache("paged", keys, values, torch.randperm(pages * PAGE_SIZE, device=DEVICE))
 
 
 def static_cache(shape: Shape, num_tokens: int) -> Cache:
@@ -116,7 +118,7 @@ def static_cache(shape: Shape, num_tokens: int) -> Cache:
     """
     batch = num_tokens if num_tokens <= 256 else max(num_tokens // 1024, 1)
     size = (batch, shape.num_kv_heads, STATIC_LENGTH, shape.head_dim)
-    positions = torch.arange(num_tokens // batch, device="cuda") + 100
+    positions = torch.arange(num_tokens // batch, device=DEVICE) + 100
     return Cache("static", normal(*size), normal(*size), positions)
 
 

@@ -67,6 +67,7 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
         times = [row[name] for name in ("eager", "stock", "tilewright")]
         speed = f"{min(row['eager'], row['stock']) / row['tilewright']:.2f}"
         case = f"{row['batch']} x {row['tokens']}"
+        case += f" behind {row['present']}" if "present" in row else ""
         case += KINDS.get(row["kind"], "")
         rows.append((case, *map(microseconds, times), speed))
     first = data["rows"][0]

@@ -157,6 +157,11 @@ def _agreed_memory(
     return addresses.data_ptr(), sent.data_ptr(), meeting.rank
 
 
+def _device(index: int) -> torch.device:
+    """Returns the GPU of this index."""
+    return torch.device("cuda", index)
+
+
 def _agreed(why: str | None, wanted: Any, group: Any, index: int) -> bool:
     """Whether all ranks succeeded. Logs a warning if one did not. why: this rank's error, or
     None."""
@@ -180,7 +185,7 @@ def _allocated(nbytes: int, compiled: Callable[[], Any], index: int) -> torch.Te
     from torch.distributed import _symmetric_memory
 
     compiled()
-    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
+    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=_device(index))
     own.zero_()
     torch.cuda.current_stream().synchronize()  # before another rank writes
     return own
@@ -200,7 +205,7 @@ def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
 
     text = f"{form} {torch.__version__} {triton.__version__}"
     mark = zlib.crc32(text.encode())
-    answers = torch.tensor([int(can), mark, -mark], dtype=torch.int64, device=f"cuda:{index}")
+    answers = torch.tensor([int(can), mark, -mark], dtype=torch.int64, device=_device(index))
     dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
     all_can, least, most = answers.tolist()
     return bool(all_can) and least == -most
