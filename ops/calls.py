@@ -26,7 +26,7 @@ MAX_REMEMBERED = 4096
 
 @dataclass
 class _Kind:
-    """What is remembered about calls with the same metadata.
+    """A record of the calls that have the same metadata.
 
     Attributes:
         devices: The devices of their tensors.

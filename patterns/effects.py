@@ -1,4 +1,4 @@
-"""What a chain of views selects, independent of how the chain is written.
+"""The elements that a chain of views selects, independent of how the chain is written.
 
 An :class:`Effect` maps the indices of a tensor to the indices of a *base*. Every output dimension
 is a mixed-radix number: a tuple of :class:`Atom`, the outermost first, and each atom steps along

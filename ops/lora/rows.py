@@ -1,5 +1,5 @@
-"""What both LoRA ops share: dtypes, tolerances, and the adapter of each row of a batch, in the
-forms that engines and models use.
+"""The parts that both LoRA ops share: dtypes, tolerances, and the adapter of each row of a batch,
+in the forms that engines and models use.
 
     a_offsets   expert_ids
     none        none          all rows have one adapter

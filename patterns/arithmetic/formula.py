@@ -44,8 +44,8 @@ Signature = tuple[str, ...]
 
 
 class Found(NamedTuple):
-    """What the names of a formula are bound to, and the values that the formula matched. The last
-    value comes first."""
+    """The bindings of a formula's names, and the values that the formula matched. The last value
+    comes first."""
 
     bound: dict[str, Any]
     absorbed: tuple[Value, ...]

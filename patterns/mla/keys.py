@@ -61,7 +61,7 @@ class Assembled:
 
 @dataclass(frozen=True)
 class LatentKeys:
-    """What the keys and values of an attention are computed from.
+    """The tensors from which the keys and values of an attention are computed.
 
     Attributes:
         latents: [B, K, L].

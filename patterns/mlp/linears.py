@@ -102,7 +102,7 @@ class FewTokens:
 
     @property
     def float_values(self) -> tuple[Value, ...]:
-        """Those of the activation and the weight that are not codes."""
+        """The activation and the weight, each only if it is not codes."""
         if self.x_scale is not None:
             return ()
         return (self.x.value,) if self.coded else (self.x.value, self.weight.value)
