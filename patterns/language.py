@@ -498,7 +498,10 @@ def _in_order() -> tuple[Pattern, ...]:
 
     def add(pattern: Pattern, waiting: tuple[str, ...] = ()) -> None:
         if pattern.name in waiting:
-            raise ValueError(f"asked_before: each of {waiting} is to be asked before the others")
+            raise ValueError(
+                f"asked_before: no order is possible, because each of {waiting} "
+                "must be tried before another of them"
+            )
         for other in _REGISTRY.values():
             if pattern.name in getattr(other, "asked_before", ()) and other.name not in found:
                 add(other, (*waiting, pattern.name))
@@ -523,8 +526,9 @@ Check = Callable[[Match, Dataflow], Miss | None]
 Failed = Callable[[str, str, Exception, tuple[fx.Node, ...]], Miss]
 
 REPORT_IT = (
-    "this is a fault of the pattern or of tilewright, not of the model; with "
-    "TILEWRIGHT_REPRO=<folder> set, a file that shows it is written there: report it with that"
+    "this is an error in the pattern or in tilewright, not in the model; if "
+    "TILEWRIGHT_REPRO=<folder> is set, tilewright writes a file there that reproduces the "
+    "error: attach this file to your report"
 )
 
 

@@ -269,8 +269,7 @@ def _watch_ranks(
     wanted: Any, watch: Any, meeting: Any, processes: Sequence[Sequence[int]], own: torch.Tensor
 ) -> None:
     """Watches the processes of the other ranks. Ends this process if it waits for a rank that has
-    ended. processes: the processes of all ranks.
-    has ended. processes: those of all ranks."""
+    ended. processes: the processes of all ranks."""
     stream = torch.cuda.Stream(own.device, priority=_PRIORITY)
     here = own[: 8 * math.prod(wanted.flags)].view(torch.int64).view(wanted.flags)
     others = []

@@ -80,6 +80,8 @@ def check_dense(view: View, who: str, attention: Attention, flow: Dataflow) -> N
     """Raises Reject (ATTENTION_FORM) unless the rows of a view are contiguous. who: what a row is
     called in the message."""
     if not flow.rows_are_dense(view):
-        why = f"a {who}'s numbers do not follow each other in memory"
-        hint = f"lay them out so where they are made: {who.replace(' ', '_')}s.contiguous()"
+        why = f"the numbers of a {who} are not contiguous in memory"
+        hint = (
+            f"make them contiguous where they are computed: {who.replace(' ', '_')}s.contiguous()"
+        )
         refuse(why, attention.end, hint=hint)

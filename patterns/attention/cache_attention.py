@@ -129,10 +129,13 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
     for view, who in ((keys["k"], "key"), (keys["v"], "value")):
         if heads_repeat(view):
             refuse(
-                f"the copies of a {who} head do not lie side by side, or their number is not known",
+                f"the copies of a {who} head are not next to each other, or their number is not "
+                "known",
                 attention.end,
-                hint="query heads that share a key head follow each other: repeat_interleave, or "
-                "enable_gqa",
+                hint=(
+                    "place query heads that share a key head next to each other: "
+                    "repeat_interleave, or enable_gqa"
+                ),
             )
         check_dense(view, who, attention, flow)
     if codes is not None:

@@ -36,7 +36,7 @@ def refuse_unread(value: Value) -> None:
     """Raises Reject (FLEX_FUNCTION) for a value from :func:`unread_calls`."""
     meta = value.node.meta
     unread = SPELLED in meta and sketch_of(value) is None
-    reason = "no pattern reads what its score_mod computes" if unread else meta.get(UNREAD)
+    reason = "no pattern can read what its score_mod computes" if unread else meta.get(UNREAD)
     if reason is not None:
         message = f"flex_attention: {reason}"
         reject("FLEX_FUNCTION", Stage.ACTIVATION, message, value, hint=_HINT)

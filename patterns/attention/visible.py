@@ -28,10 +28,12 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
         return {"mask": "causal" if attention.causal else "none"}
     if attention.causal:
         refuse(
-            "it has a mask besides is_causal",
+            "it has a mask in addition to is_causal",
             attention.end,
-            hint="let the mask also hide what ones(S, K, dtype=bool).tril() hides, and leave "
-            "is_causal out",
+            hint=(
+                "make the mask exclude the keys that ones(S, K, dtype=bool).tril() excludes, "
+                "and leave out is_causal"
+            ),
         )
     found = None
     if mask is not None or not attention.subtracted:

@@ -136,11 +136,11 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
         _refuse("SUBCLASS", message, write.store, hint=hint)
     if store.note == REINTERPRETED or store.dtype != store.memory.dtype:
         message = f"{store.kind} writes through {REINTERPRETED} of the cache"
-        hint = "give the cache tensor the dtype it is written in"
+        hint = "give the cache tensor the dtype in which it is written"
         _refuse("CACHE_LAYOUT", message, write.store, hint=hint)
     if store.note:
         _refuse("CACHE_LAYOUT", f"{store.kind}: {store.note}", write.store)
-    message = f"{store.kind} writes the cache; what it does is not known to tilewright"
+    message = f"{store.kind} writes the cache, but tilewright does not know what it computes"
     _refuse("OPAQUE_WRITE", message, write.store)
 
 
@@ -222,7 +222,9 @@ def _one_index(
     (slot_dim, slots), *_ = index.items()
     wraps = write.record.kind not in _EXACT
     if write.record.kind == "index_copy_" and slots.value.dtype != torch.int64:
-        message = f"index_copy_ takes no slots of {slots.value.dtype}: the call raises an error"
+        message = (
+            f"index_copy_ does not accept slots of {slots.value.dtype}: the call raises an error"
+        )
         _refuse("SLOT_INDEX", message, slots, "give it 64-bit slots: slots.long()")
     page, head, element, at = _roles(write, written, index, head_axis)
     lead = list(range(len(slots.effect.dims)))
@@ -291,11 +293,17 @@ def _filled(write: CacheWrite, written: Written) -> Address:
             "MOVED_CACHE",
             f"{write.record.kind} writes the whole cache anew, old tokens too",
             write.store,
-            hint="moving a window copies all of it; generate(past_key_values="
-            "tilewright.tools.paged_cache.PagedCache(model.config)) keeps every token where it is"
+            hint=(
+                "moving a window copies the whole window; "
+                "generate(past_key_values=tilewright.tools.paged_cache.PagedCache(model.config)) "
+                "keeps every token in its place"
+            )
             if is_in_package(write.node, "transformers")
-            else "moving a window copies all of it: keep a ring of slots, "
-            "cache[:, :, positions % window] = k, and mask by the position that each slot holds",
+            else (
+                "moving a window copies the whole window: keep a ring of slots, cache[:, :, "
+                "positions % window] = k, and compute the mask from the position that each "
+                "slot holds"
+            ),
         )
     found = fill_slices(write.target, write.memory.shape)
     if isinstance(found, str):

@@ -181,8 +181,8 @@ def scale_argument(written: Written, device: torch.device) -> View | Computed | 
     made = scale_of_heads(written.scale, device)
     if made is None:
         assert isinstance(written.scale, View)
-        message = "the cache's scale varies from token to token, or along head_dim"
-        hint = "scale the cache as a whole, or by head"
+        message = "the scale of the cache differs between tokens, or along head_dim"
+        hint = "use one scale for the whole cache, or one for each head"
         reject("CAST", Stage.ANCHORED, message, written.scale, hint=hint)
     return made
 

@@ -42,14 +42,14 @@ def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
     if len(choices) > 1:
         choices = [d for d in choices if _is_cut(target, shape, d, axes[d])]
     if len(choices) != 1:
-        return "which dimension holds the slots is not known"
+        return "it is not known which dimension has the slots"
     slot = choices[0]
     (head,) = (d for d in inner if d != slot)
     first = 0 if page is None else axes[page]
     axis = axes[slot]
     assert axis is not None
     if page is not None and (first is None or not isinstance(target.start[first], int)):
-        return "it starts at a sequence that is not known"
+        return "it starts at an unknown sequence"
     return Slots(page, slot, head, len(axes) - 1, axis)
 
 

@@ -52,7 +52,10 @@ class AllReduceResidualNorm:
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         found, normed_by = match_rank_sum(anchor), _norm_of(anchor, flow)
         if found is None:
-            message = "each rank keeps a part of the sum, and gathers norms: the library does both"
+            message = (
+                "each rank keeps a part of the sum and gathers the norms, and the "
+                "library performs both"
+            )
             reject("COLLECTIVE", Stage.ANCHORED, message, anchor)
         assert normed_by is not None
         normed, norm = normed_by

@@ -119,7 +119,7 @@ def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[st
     row_bytes = weight.shape[2] // WEIGHT_FORMATS[weight.format].per_byte
     if row_bytes % ALIGNED_BYTES:
         found = f"a row of {weight.format} codes has {row_bytes} bytes"
-        message = f"{found}, which {ALIGNED_BYTES} does not divide"
+        message = f"{found}, which is not a multiple of {ALIGNED_BYTES}"
         reject("UNSUPPORTED", Stage.CAPABILITY, message, gemm.weight)
     names = ("weight", "weight_scale", "weight_expert_scale")
     return arguments | expert_arguments({names: weight})
@@ -134,7 +134,8 @@ def _check_gain(gemm: ExpertGemm) -> None:
     short = known and inner < SHORT_INNER and rows >= MANY_ROWS * experts
     if short and gemm.x.value.dtype == torch.bfloat16:
         message = (
-            f"K is {inner} and a group has {rows // experts} rows: torch's kernel is as fast there"
+            f"K is {inner} and a group has {rows // experts} rows, and torch's kernel is as "
+            "fast for these sizes"
         )
         reject("NO_GAIN", Stage.CAPABILITY, message, gemm.end)
 
@@ -248,9 +249,10 @@ class SignedScales:
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         message = (
             f"the NVFP4 scales of the {_signed_in(anchor)} may be negative, and the tensor core "
-            "ignores their signs: the rows are decoded, and the weights alone are read as codes"
+            "ignores their signs; therefore the rows are decoded, and only the weights are "
+            "read as codes"
         )
-        hint = "take scale.abs() where codes are decoded, if no scale is negative"
+        hint = "call scale.abs() where codes are decoded, if no scale is negative"
         reject("SCALE_SIGN", Stage.CAPABILITY, message, anchor, hint=hint)
 
 

@@ -55,8 +55,8 @@ def check_kernels(delta: LoraDelta) -> None:
     if not has_kernels(delta):
         dtype, rows = dtype_name(delta.shrink.value.dtype), delta.x.shape[0]
         message = (
-            f"the adapters are {dtype} and the rows {rows}; there are kernels for 16-bit floats, "
-            "and in float32 for a few rows"
+            f"the adapters are {dtype} and the rows {rows}; kernels exist only for 16-bit "
+            "floats, and for a few rows of float32"
         )
         reject("DTYPE", Stage.CAPABILITY, message, delta.end, hint=CAST_ADAPTERS)
 

@@ -83,7 +83,7 @@ class LoraQkv:
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
         if _is_foreign(anchor[0]):
-            message = f"{_operator(anchor[0])} computes the delta, and is an unknown operator"
+            message = f"{_operator(anchor[0])}, an unknown operator, computes the delta"
             hint = (
                 "write y + (x @ A[ids].mT) @ B[ids].mT with the stacks of all adapters, or "
                 "call tilewright's shrink_qkv_permute_3mn and lora_expand_add there"
@@ -91,14 +91,18 @@ class LoraQkv:
             reject("LORA_OPERATOR", Stage.ANCHORED, message, anchor[0], hint=hint)
         sums = [found for value in anchor if (found := match_sum(value)) is not None]
         if not sums and (rescaled := _rescaled(anchor[0])):
-            message = f"{rescaled[0]} takes the adapters and writes them: max_norm rescales rows"
-            hint = "rescale the stacks once, when the adapters are loaded, and leave max_norm out"
+            message = (
+                f"{rescaled[0]} looks up the adapters and also writes them, because "
+                "max_norm rescales rows"
+            )
+            hint = "rescale the stacks once, when the adapters are loaded, and leave out max_norm"
             reject("LORA_FORM", Stage.ACTIVATION, message, anchor[0], *rescaled, hint=hint)
         if not sums:
-            message = "two products with stacks of matrices are added, in an unknown form"
+            message = "two products with stacks of matrices are added in an unknown form"
             hint = (
-                "take each row's matrices by index: A[index], B[index]; if one stack holds "
-                "those of q, k and v, write one product for each: A[:, p][index], B[:, p][index]"
+                "select the matrices of each row by index: A[index], B[index]; if one stack "
+                "has the matrices of q, k and v, write one product for each of them: A[:, "
+                "p][index], B[:, p][index]"
             )
             reject("LORA_FORM", Stage.ACTIVATION, message, anchor[0], hint=hint)
         deltas = [_with_gathers(item.delta, flow) for item in sums]
@@ -267,8 +271,9 @@ def _guard(item: Sum, flow: Dataflow) -> None:
 
 
 _BY_ROW = (
-    "keep the adapters in one stack and take each row's by index, A[ids] and B[ids]; with PEFT "
-    "give a batch one adapter (set_adapter) instead of adapter_names"
+    "keep the adapters in one stack, and select the adapter of each row by index, A[ids] and "
+    "B[ids]; with PEFT, use one adapter for the whole batch (set_adapter) instead of "
+    "adapter_names"
 )
 
 

@@ -111,7 +111,7 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
         )
     projected, shared = found.pieces
     if not shared.is_shared:
-        _refuse(f"the second of K's pieces ({widths}) differs from head to head", shared.view)
+        _refuse(f"the second of K's pieces ({widths}) differs between heads", shared.view)
     k, k_rows, latents = _projection(projected.view, "K")
     v, v_rows, of_values = _projection(piece_of(attention.v), "V")
     k_gemm, v_gemm = k.gemm, v.gemm
@@ -119,7 +119,7 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
         reject(
             "LATENT_VALUES",
             Stage.V_PATH,
-            f"K is projected from {latents.value}, V from {of_values.value}",
+            f"K is projected from {latents.value}, but V from {of_values.value}",
             v_gemm.value,
         )
     for gemm in (k_gemm, v_gemm):
@@ -160,7 +160,10 @@ def _refuse(why: str, culprit: View) -> NoReturn:
         Stage.K_PATH,
         why,
         culprit,
-        hint="known form: keys [up-projected part, rope part], where all heads share the rope part",
+        hint=(
+            "the known form of keys is [up-projected part, rope part], where all heads share "
+            "the rope part"
+        ),
     )
 
 
@@ -180,9 +183,12 @@ def _projection(view: View, who: str) -> tuple[Linear, Rows, View]:
     reject(
         code,
         stage,
-        f"{who} is not, head by head, a linear's result: {view.value}",
+        f"the heads of {who} are not the result of a linear: {view.value}",
         view,
-        hint="up-project by a linear, and change its result by nothing but scales of its rows",
+        hint=(
+            "compute the up-projection with a linear, and change its result only by scales of "
+            "its rows"
+        ),
     )
 
 
@@ -200,7 +206,13 @@ def _row_scale(k: Linear, v: Linear) -> View | None:
         return None
     rows = k.gemm.shape[-1]
     if k.value is not v.value or k.scale is None or k.scale.shape != (rows,):
-        reject("WEIGHT_FORMAT", Stage.GUARDS, "K and V are scaled apart", k.value, v.value)
+        reject(
+            "WEIGHT_FORMAT",
+            Stage.GUARDS,
+            "K and V are multiplied by different scales",
+            k.value,
+            v.value,
+        )
     if k.gemm.x_scale is not None:
         reject("WEIGHT_FORMAT", Stage.GUARDS, "products of codes are scaled twice", k.value)
     return k.scale.reshape(rows, 1)

@@ -109,9 +109,11 @@ class LinearResidual:
         if not taken:
             if sums:
                 product = sums[0].linear.product
-                message = f"{product}: a norm reads it, and its number of tokens is a symbol; for "
+                message = f"{product}: a norm reads it, and its number of tokens is symbolic; for "
                 message += f"more than {MOST_TOKENS}, the graph's own product and norm are faster"
-                hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
+                hint = (
+                    "compile this graph for one number of tokens: torch.compile(..., dynamic=False)"
+                )
                 reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)
             if near := [*_unlike(end), *norms_between(end)]:
                 raise Reject(near[0].miss)

@@ -231,7 +231,7 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
         return None
     given = f"{gemm.value}: its weight"
     if not all(isinstance(n, int) for n in (rows, columns)):
-        why = f"{given} has sizes that are symbols, {rows} x {columns}"
+        why = f"{given} has symbolic sizes, {rows} x {columns}"
         of_model = _is_kept(weight.value) or _of_codes(weight.value)
         return _missed(gemm.value, why, _NUMBERS) if of_model else None
     if min(rows, columns) < LEAST_COLUMNS:
@@ -242,7 +242,8 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
         return _missed(
             gemm.value,
             f"{gemm.value}: activation and weight are both eight-bit codes",
-            "the op reads activations of 16 bits: keep them so where few tokens are computed",
+            "the op reads activations of 16 bits: do not quantise them where few tokens are "
+            "computed",
         )
     if weight.value.op in STORED:
         if len(weight.value.shape) == 2:
@@ -314,7 +315,7 @@ def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[st
         if found is None:
             refuse(weight, "the other weight is not")
         if not is_stored_as_is(found.codes.value):
-            refuse(weight, "these are not what the model stores")
+            refuse(weight, "the model does not store these codes as they are")
         weights.append(found)
     return weight_arguments(weights, names)
 
@@ -328,8 +329,7 @@ def _few(
     tokens: Any, coded: bool = False, rounded: bool = False, target: Target | None = None
 ) -> bool:
     """Whether the number of tokens is small enough for the op. A number that depends on data is
-    never small enough, because it belongs to a mixture of experts.
-    few, because it belongs to a mixture of experts."""
+    never small enough, because it belongs to a mixture of experts."""
     slow = OP.slower(tokens=tokens, coded=coded, rounded=rounded, target=target)
     return slow is None and not effects.only_data_tell(tokens)
 

@@ -37,7 +37,7 @@ def norms_between(end: Value) -> Iterator[Missed]:
         linear = match_few_tokens(product.whole)
         if linear is not None and effects.product(product.shape) == effects.product(end.shape):
             between = _described_between(norm, side, product.shape[-1])
-            message = f"{between} stands between {linear.product} and the sum behind it"
+            message = f"{between} is between {linear.product} and the sum after it"
             miss = miss_at("SUM_PATH", Stage.ACTIVATION, message, linear.product)
             yield Missed(miss, products=(linear.product,))
 

@@ -42,7 +42,10 @@ from tilewright.patterns.quantised.weights import DequantizedWeight, match_scale
 from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 
-_HINT = "known format: float8_e4m3fn codes with one scale in all, per token, or per 128 columns"
+_HINT = (
+    "the known format is float8_e4m3fn codes with one scale for the tensor, for each "
+    "token, or for 128 columns"
+)
 _ARGUMENTS = ("weight", "weight_scale", "scale_block", "weight_format")
 # The largest number of tokens for which an operator of a quantisation library stays in the graph,
 # if no other pattern matches it.
@@ -151,7 +154,9 @@ def _weight_of(gemm: Gemm) -> DequantizedWeight | None:
 
 
 def _missed(gemm: Gemm, rows: UnknownRows) -> Missed:
-    message = f"{gemm.value}: its weight is float8 codes, its activation is decoded from {rows.why}"
+    message = (
+        f"{gemm.value}: its weight is float8 codes, but its activation is decoded from {rows.why}"
+    )
     code, stage = "ACTIVATION_FORMAT", Stage.GUARDS
     miss = miss_at(code, stage, message, gemm.value, hint=_HINT, weight="advice")
     return Missed(miss, products=(gemm.value,))

@@ -94,7 +94,7 @@ def match_choice(ids: Value) -> Choice:
     Reject if the choice has an unknown form."""
     compared = ids.args[0]
     if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
-        message = "the choice is not of the largest numbers of whole rows"
+        message = "the choice does not select the largest numbers of whole rows"
         reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
     slots = ids.shape[1]
     assert isinstance(slots, int)
@@ -102,7 +102,7 @@ def match_choice(ids: Value) -> Choice:
     groups, masked, absorbed = None, numbers.value, [ids]
     if masked.op in ("aten.masked_fill", "aten.where"):
         if not numbers.is_regrouped:
-            reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{masked} is read in parts", numbers)
+            reject("ROUTER_CHOICE", Stage.ACTIVATION, f"only a part of {masked} is read", numbers)
         compared, groups, steps = _grouped(masked, numbers)
         absorbed += [*casts, *steps]
         numbers, casts = strip_casts(compared)
@@ -114,13 +114,13 @@ def match_choice(ids: Value) -> Choice:
         absorbed += [*casts, *steps, *more, value]
         logits = value.args[0]
     if scores == "softmax" and reduced_dims(value) != (1,):
-        reject("ROUTER_CHOICE", Stage.ACTIVATION, "the softmax is not over experts", value)
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, "the softmax is not over the experts", value)
     if not scored.is_whole or len(logits.shape) != 2 or logits != logits.value.whole.matrix:
-        reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{scored.value} is read in parts", scored)
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, f"only a part of {scored.value} is read", scored)
     may_be_less = correction is not None or scores == "logits"
     if groups is not None and may_be_less and not _fills_infinity(masked):
         what = "a logit" if correction is None else "a corrected score"
-        message = f"experts of other groups get 0, and {what} may be less than 0"
+        message = f"experts of other groups get 0, but {what} may be less than 0"
         reject("ROUTER_GROUPS", Stage.GUARDS, message, masked, hint="masked_fill(~mask, -inf)")
     experts = logits.shape[1]
     assert isinstance(experts, int)
@@ -172,16 +172,19 @@ def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Valu
     found = unmasked and _mask_of_groups(*unmasked[1:])
     known = _fills_infinity(masked) or is_filled(masked.args[2], 0.0)
     if unmasked is None or found is None or not known:
-        message = f"{masked} leaves out experts in an unknown way"
+        message = f"{masked} excludes experts in an unknown way"
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, masked)
     numbers, (chosen, num_groups, steps) = unmasked[0], found
     if not is_choice(chosen) or not _takes_largest_of_rows(chosen):
-        message = f"the groups are {chosen}, not the best of each token"
+        message = f"the groups are {chosen}, not the best groups of each token"
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, chosen)
     scores = chosen.args[0]
     top, of_scores = _group_scores(scores.value, numbers, num_groups)
     if top is None or not scores.is_whole:
-        message = f"groups are compared by {scores.value}, not by their one or two best experts"
+        message = (
+            f"groups are compared by {scores.value}, and not by their best expert or "
+            "their two best experts"
+        )
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, scores)
     kept = chosen.shape[1]
     assert isinstance(kept, int)

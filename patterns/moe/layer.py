@@ -111,8 +111,8 @@ def refuse_activation(found: View) -> NoReturn:
 def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
     """Rejects with EXPERT_COMBINE because of the operations that read the experts' results."""
     refuse_sum(
-        f"the experts' results are read by {reader or 'several operations'}; expected weights, the "
-        "inverse order and a sum over a token's experts",
+        f"the experts' results are read by {reader or 'several operations'}; expected weights, "
+        "the inverse order and a sum over the experts of each token",
         reader or result,
         hint="" if reader is None or not _adds_in_rows(reader) else _TO_ZEROS,
     )
@@ -186,8 +186,8 @@ def _cast_back(flow: Dataflow, end: Value, dtype: torch.dtype) -> tuple[Value, .
         return (end,)
     user = flow.only_user(end)
     if user is None or not is_float_cast(user) or user.dtype != dtype:
-        message = f"the sum stays {end.dtype}, the tokens are {dtype}"
-        hint = "cast the sum back to the dtype of the tokens, and use that alone"
+        message = f"the sum stays {end.dtype}, but the tokens are {dtype}"
+        hint = "cast the sum back to the dtype of the tokens, and use only the result of the cast"
         refuse_sum(message, end, hint=hint)
     return end, user
 
@@ -203,7 +203,9 @@ def _added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) ->
     if base.value in absorbed:
         refuse_combine(ends[0], base.value)
     if len(ends) > 1 or base.shape != ends[0].shape or base.value.dtype != ends[0].dtype:
-        message = f"the experts' results are added to {base.value}, of another shape or dtype"
+        message = (
+            f"the experts' results are added to {base.value}, which has another shape or dtype"
+        )
         refuse_sum(message, ends[0], hint=_TO_ZEROS)
     return base
 
@@ -224,7 +226,7 @@ def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
         return {f"{name}_weight": view for name, view in views.items()}
     if len(quantised) != len(found):
         dense = ", ".join(name for name in found if name not in quantised)
-        message = f"of the experts' weights {', '.join(quantised)} are quantised, {dense} are not"
+        message = f"the experts' weights {', '.join(quantised)} are quantised, but {dense} are not"
         reject("WEIGHT_FORMAT", Stage.GUARDS, message, *(views[name] for name in quantised))
     return expert_arguments(
         {(f"{n}_weight", f"{n}_scale", f"{n}_expert_scale"): w for n, w in quantised.items()}
@@ -238,6 +240,6 @@ def _codes_of(weight: View) -> DequantizedExperts | None:
         return None
     found = match_dequantized_experts(weight)
     if found is None:
-        message = f"the expert weight is {weight.value}, computed in the graph"
+        message = f"the expert weight is {weight.value}, which the graph computes"
         reject("EXPERT_WEIGHT", Stage.GUARDS, message, weight)
     return found

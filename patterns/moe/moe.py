@@ -95,7 +95,7 @@ class Moe:
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         down = match_expert_gemm(anchor, flow)
         if down is None:
-            message = f"the weight of {anchor} is computed in the graph"
+            message = f"the graph computes the weight of {anchor}"
             reject("EXPERT_WEIGHT", Stage.ACTIVATION, message, anchor)
         down, coded = before_quantisation(before_widening_rows(down))
         activated, masked = unmasked(down.x)
@@ -105,7 +105,7 @@ class Moe:
         regrouped = activated.is_regrouped
         activation = match_activation(activated.value.whole if regrouped else activated)
         if activation is None and holds_codes(down.x):
-            refuse_format(down.x, "are quantised in another way than the op does")
+            refuse_format(down.x, "are quantised in another way than the op quantises them")
         if activation is None:
             refuse_activation(down.x)
         gate, gate_coded = before_quantisation(_first_gemm(activation.gate, "gate", flow))
@@ -114,7 +114,7 @@ class Moe:
             up, up_coded = before_quantisation(_first_gemm(activation.up, "up", flow))
         layer = Layer(gate, up, down, activation)
         if holds_codes(gate.x):
-            refuse_format(gate.x, "are quantised in another way than the op does")
+            refuse_format(gate.x, "are quantised in another way than the op quantises them")
         rows = rows_in_order(gate)
         x, order = rows.x, rows.order
         layer.check_rows()
@@ -155,10 +155,14 @@ class _Weighed:
         weights of routes, or if there is a bias that the factors do not multiply."""
         weights = weights_in_order(self.factor, order, num_slots)
         if weights is None:
-            refuse_order(f"{self.factor.value} weighs the rows, not in their order", self.factor)
+            refuse_order(
+                f"{self.factor.value} multiplies the rows, but not in their order", self.factor
+            )
         if down.bias is not None:
-            message = "the rows are weighed before the last GEMM, and its bias is not"
-            refuse_order(message, self.factor, hint="weigh the experts' results")
+            message = "the rows are multiplied by weights before the last GEMM, but its bias is not"
+            refuse_order(
+                message, self.factor, hint=("multiply the experts' results by the weights")
+            )
         absorbed = (*combine.absorbed, *self.absorbed)
         return times(replace(combine, weights=weights, absorbed=absorbed), combine.factor)
 
@@ -268,13 +272,13 @@ def _expert_ids(
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]
     for value, found in masks:
         if not in_order(found[0], order) or found[1] != num_experts:
-            refuse_order(f"{value} does not fill the rows of experts {num_experts} and up", value)
+            refuse_order(
+                f"{value} does not fill the rows of the experts from {num_experts} on", value
+            )
     outside = _outside(gemms, order)
     if outside is None and not is_natural(ids):
-        message = (
-            f"for a number in {ids.value} below 0, weight and bias are those of different experts"
-        )
-        refuse_order(message, ids, hint="clamp the experts' numbers from below, at 0")
+        message = f"for numbers below 0 in {ids.value}, weight and bias belong to different experts"
+        refuse_order(message, ids, hint="clamp the experts' numbers to at least 0")
     outside = outside or gemms[-1].outside
     ends, permutation = gemms[-1].ends, order.permutation
     by = None if ends is None or permutation is None else (ends, permutation)

@@ -117,10 +117,13 @@ class MoeDense:
             reject(
                 "EXPERT_SCORES",
                 Stage.GUARDS,
-                f"{scores.value} weighs the experts' results, and may be nonzero for every expert",
+                f"{scores.value} multiplies the experts' results, and may be nonzero for every "
+                "expert",
                 scores,
-                hint="make the scores by zeros(T, E).scatter(1, expert_ids, weights), with ids of "
-                "a topk; a weighted sum over all experts is not fused",
+                hint=(
+                    "compute the scores by zeros(T, E).scatter(1, expert_ids, weights), with "
+                    "ids from a topk; a weighted sum over all experts is not fused"
+                ),
             )
         if on_input and any(gemm.bias is not None for gemm in layer.gemms):
             message = (
@@ -200,7 +203,7 @@ def _refuse_lookups(weight: View) -> None:
     taken = weight.value
     numbers = [v for v in taken.operands if not v.value.dtype.is_floating_point]
     if taken.op in TAKEN and any(v.value.op != "constant" for v in numbers):
-        message = f"{taken} takes a weight for each row in a form that is not known"
+        message = f"{taken} takes a weight for each row in an unknown form"
         hint = "take whole matrices of the stack: weight[expert_ids], weight [E, N, K]"
         reject("EXPERT_WEIGHT", Stage.GUARDS, message, taken, hint=hint)
 
@@ -317,7 +320,7 @@ def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
         return {"x": x, "expert_ids": ids, "expert_weights": weights}
     if ids.shape[1] != 1 or scores.value.dtype != x.value.dtype:
         message = (
-            f"the scores of {ids.shape[1]} experts multiply the input of a token; at most one may"
+            f"the scores of {ids.shape[1]} experts multiply the input of a token, but only one may"
         )
         reject("UNSUPPORTED", Stage.CAPABILITY, message, scores)
     options = (("dtype", torch.float32), ("device", x.value.device))

@@ -86,9 +86,12 @@ def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
     one_each &= rows.order.cells is None
     if not one_each or taken is None or taken[1] != rows.order.permutation:
         message = (
-            f"{product} weighs the rows before the experts; this is fused for one expert per token"
+            f"{product} multiplies the rows by weights before the experts; this is fused only "
+            "for one expert per token"
         )
-        hint = "weigh the experts' results (torchtitan: score_before_experts=False)"
+        hint = (
+            "multiply the experts' results by the weights (torchtitan: score_before_experts=False)"
+        )
         refuse_order(message, product, hint=hint)
     weights = taken[0].reshape(rows.x.shape[0], 1)
     return replace(rows, weights=weights, absorbed=(product, *rows.absorbed))
@@ -107,7 +110,7 @@ def _gathered_rows(view: View) -> RouteRows:
             if num_slots == 1:
                 num_slots, source = _repeated_tokens(source)
             return RouteRows(order, num_slots, source, absorbed=(view.value,))
-    refuse_order("the rows are not taken in the order of a sort of the expert numbers", rows)
+    refuse_order("the rows are not in the order of a sort of the expert numbers", rows)
 
 
 def _rows_by_route(gemm: ExpertGemm) -> RouteRows:
@@ -151,7 +154,10 @@ def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
             place = gemm.ends or gemm.experts
             assert place is not None
             if sent := collective_behind(place.value, _REACH):
-                message = f"{sent} sends rows and counts between ranks: the experts' rows are no "
+                message = (
+                    f"{sent} sends rows and counts between ranks, so the experts' rows "
+                    "are not in the "
+                )
                 reject(
                     "COLLECTIVE", Stage.ACTIVATION, f"{message}order of this rank's tokens", sent
                 )
@@ -163,4 +169,4 @@ def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
         index = gemm.bias_index
         known = () if index is None else (index, unclamped(index, num_experts))
         if known and not any(in_order(ids, order) for ids in known):
-            refuse_order("the bias is not that of each row's expert", known[0])
+            refuse_order("the bias does not belong to the expert of each row", known[0])

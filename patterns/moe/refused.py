@@ -76,8 +76,10 @@ def _loops(flow: Dataflow) -> Missed | None:
         "EXPERT_LOOP",
         "a loop over experts was captured; the number of rows of its products depends on data"
         if whole
-        else "the experts run in a Python loop over the tokens that each of them gets: their "
-        "products are in no graph, or each is in a graph of its own",
+        else (
+            "the experts run in a Python loop over the tokens of each expert; their products "
+            "are in no graph, or each product is in a separate graph"
+        ),
         "experts_implementation='grouped_mm' (model.set_experts_implementation)"
         if any(is_in_package(v.node, "transformers") for v in found)
         else "keep the experts' weights in one tensor [E, N, K], sort the routes by expert and "
@@ -171,9 +173,9 @@ def _kernels(flow: Dataflow) -> Missed | None:
     return _missed(
         found,
         "EXPERT_KERNEL",
-        f"{names} multiplies with stacked weights of codes",
-        "in transformers load the model with FineGrainedFP8Config(dequantize=True), or write the "
-        "dequantisation in PyTorch in front of torch._grouped_mm: that is fused",
+        f"{names} multiplies by stacked weights that are quantised",
+        "in transformers load the model with FineGrainedFP8Config(dequantize=True), or write "
+        "the dequantisation in PyTorch before torch._grouped_mm: this form is fused",
     )
 
 

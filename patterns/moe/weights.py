@@ -79,12 +79,13 @@ def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
     if values is None or not _is_read(flow, values):
         _refuse_changed(flow, choice)
         message = (
-            f"the scores of the experts of {ids} are not read by gather, nor the topk's values"
+            f"the scores of the experts {ids} are neither read by a gather nor the values of "
+            "the topk"
         )
         reject("ROUTER_WEIGHTS", Stage.ACTIVATION, message, ids)
     if choice.biased:
         message = "the weights are computed from corrected scores"
-        hint = "scores.gather(1, ids) of scores without the correction"
+        hint = "gather scores without the correction: scores.gather(1, ids)"
         reject("ROUTER_WEIGHTS", Stage.GUARDS, message, values, hint=hint)
     return values
 
@@ -107,7 +108,10 @@ def _refuse_changed(flow: Dataflow, choice: Choice) -> None:
         f"the scores that are gathered for {choice.ids} were changed in place ({write.kind}) after "
         "they were computed",
         choice.ids,
-        hint="mask a copy of the scores: masked_fill or where, or clone before the write",
+        hint=(
+            "mask a copy of the scores: use masked_fill or where, or clone the scores before "
+            "the write"
+        ),
     )
 
 

@@ -146,8 +146,8 @@ def head_norm(
     starts = layout.start[feature] == rows.first
     if layout.dims[-1] != run or not (norm.width == rows.head_dim or (whole_row and starts)):
         message = (
-            f"the norm runs over {norm.width} features, the projection has {rows.num_heads} heads "
-            f"of {rows.head_dim}"
+            f"the norm runs over {norm.width} features, but the projection has {rows.num_heads} "
+            f"heads of {rows.head_dim}"
         )
         reject("NORM_WIDTH", stage, message, norm.x)
     by_head = norm.width == rows.head_dim
@@ -171,7 +171,12 @@ def _each_head(
     Reject."""
     apart = [dim for dim in layout.dims[:-1] if any(a.axis == feature for a in dim)]
     if len(epilogue.head_weights) != heads[0] or [len(dim) for dim in apart] != [1]:
-        reject("UNSUPPORTED", stage, "the norms are those of some heads", *epilogue.head_weights)
+        reject(
+            "UNSUPPORTED",
+            stage,
+            "the norms do not belong to exactly the heads of this projection",
+            *epilogue.head_weights,
+        )
     return Computed("reshape", (Computed("cat", (epilogue.head_weights, 0)), list(heads)))
 
 
@@ -189,7 +194,7 @@ def _weight(
     along = [i for i, dim in enumerate(lead) if dim]
     axes = {a.axis for i in along for a in layout.dims[i]}
     if not axes <= {feature} or (along and not by_head):
-        reject("UNSUPPORTED", stage, "the norm's weight or bias varies from token to token", view)
+        reject("UNSUPPORTED", stage, "the norm's weight or bias differs between tokens", view)
     # The op numbers the heads by their rows in the projection. The outermost dimension of the heads
     # has the largest step.
     split = [i for i, dim in enumerate(layout.dims[:-1]) if any(a.axis == feature for a in dim)]

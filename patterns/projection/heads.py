@@ -188,7 +188,7 @@ def match_heads(
     layout = effects.compose(head.effect, linear.layout)
     rows = heads_of(layout, linear.gemm.feature, head_dim)
     if rows is None:
-        message = f"{head.shape} does not separate heads, each a run of consecutive features"
+        message = f"{head.shape} does not separate heads that are runs of consecutive features"
         reject("LAYOUT", stage, message, head)
     norm = rope_layout = None
     if epilogue.norm is not None:

@@ -26,16 +26,14 @@ def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
     repeat = effects.divides(heads.num_heads, written[0])
     if written[1] != heads.head_dim or not isinstance(repeat, int):
         message = (
-            f"the cache holds {written[0]} heads of {written[1]}, the {who} projection makes "
-            f"{heads.num_heads} of {heads.head_dim}"
+            f"the cache has {written[0]} heads of {written[1]}, but the {who} projection "
+            f"computes {heads.num_heads} of {heads.head_dim}"
         )
-        hint = (
-            f"allocate the cache with heads of its own: [..., {heads.num_heads}, {heads.head_dim}]"
-        )
+        hint = f"allocate a cache that has these heads: [..., {heads.num_heads}, {heads.head_dim}]"
         reject("CACHE_LAYOUT", stage, message, heads.product, hint=hint)
     if source.dims[place.token_rank :] != heads.rows.dims(heads.feature, repeat):
         message = (
-            f"{who} is not written head by head, each {repeat} times, with its features in order"
+            f"the heads of {who} are not written {repeat} times each with their features in order"
         )
         reject("LAYOUT", stage, message, heads.product)
     return repeat

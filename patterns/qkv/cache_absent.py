@@ -179,8 +179,8 @@ def _updates(value: Value, flow: Dataflow) -> bool:
 _KINDS: dict[str, tuple[Callable[[Value, Dataflow], bool], str, str]] = {
     "GROWING_CACHE": (
         _grows,
-        "caches grow by torch.cat: every step copies them whole, and there is no memory for a "
-        "fused op to write into",
+        "caches grow by torch.cat, so every step copies whole caches, and a fused op has no "
+        "memory to write into",
         "use a static cache: StaticCache, or cache_implementation='static'",
     ),
     "FUNCTIONAL_WRITE": (
@@ -190,9 +190,9 @@ _KINDS: dict[str, tuple[Callable[[Value, Dataflow], bool], str, str]] = {
     ),
     "FRESH_CACHE": (
         _fresh,
-        "cache writes go into memory that the graph itself allocates, so it is no cache yet",
-        "make the cache before the compiled call (StaticCache.early_initialization, or run the "
-        "prompt uncompiled)",
+        "cache writes go into memory that the graph itself allocates, which is not a cache yet",
+        "create the cache before the compiled call (StaticCache.early_initialization, or run "
+        "the prompt uncompiled)",
     ),
 }
 

@@ -52,7 +52,7 @@ from tilewright.patterns.recognise.linear import Path
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
-_ALONE = "their write is fused by itself, and what stands in front of it stays in the graph"
+_ALONE = "their write is fused by itself, and the operations before it stay in the graph"
 _KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
 _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
 
@@ -89,7 +89,7 @@ class QkvCache:
         keys, values = _keys_and_values((first, anchor.first), (second, anchor.second))
         k, v = keys.heads, values.heads
         if not same_activation(k, v):
-            message = f"K projects {k.x.value}, V projects {v.x.value}"
+            message = f"K projects {k.x.value}, but V projects {v.x.value}"
             reject("ACTIVATION", Stage.ACTIVATION, message, k.product, v.product)
         repeat = _check_written(keys, values)
         stored = (*keys.place.absorbed, *values.place.absorbed)
@@ -128,13 +128,15 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
     code = "LONE_WRITE"
     if not any(one.is_projected for one in writes):
         code, culprits = "EARLIER_GRAPH", anchor.stores
-        message = f"{write.store} writes an input of this graph, which has no projection of it"
+        message = (
+            f"{write.store} writes an input of this graph, and the graph has no projection of it"
+        )
         hint = "remove the graph break between projection and write"
     elif anchor.unlike is not None and anchor.unlike.written is not None:
         widths = [place.window.head_dim, anchor.unlike.written.view.shape[-1]]
         message = (
-            f"the twin at the same slots has heads of {widths[1]}, this write of {widths[0]}: "
-            "one op writes keys and values of one width"
+            f"the write at the same slots has heads of {widths[1]}, and this write has heads of "
+            f"{widths[0]}: one op writes keys and values of one width"
         )
         hint, weight = "each write is fused by itself", "advice"  # no op has both
     elif (joined := joined_features(write)) is not None:
@@ -144,14 +146,14 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
             f"joins them into rows of {joined.shape[-1]}"
         )
         hint = (
-            "give keys and values a dimension of their own, [..., 2, heads, head_dim], or "
-            "a cache each"
+            "give keys and values separate dimensions, [..., 2, heads, head_dim], or separate "
+            "caches"
         )
     else:
-        message = "this write has no twin at the same slots: K and V are written in pairs"
+        message = "no other write goes to the same slots, but K and V are written in pairs"
         hint = (
-            "write keys and values by the same index, in one module; this op does not write a "
-            "tensor that is cached alone"
+            "write keys and values with the same index, in one module; this op does not write "
+            "a tensor that is cached alone"
         )
     reject(code, Stage.ANCHORED, message, *culprits, hint=hint, weight=weight)
 
@@ -181,7 +183,7 @@ def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Store
         message = "the values are normalised with a weight; the op normalises them without one"
         reject("V_PATH", Stage.V_PATH, message, v.end, hint="their write is fused by itself")
     if k.product is v.product and k.rows.indices() & v.rows.indices():
-        message = "K and V are made of one projection; the op would compute it twice"
+        message = "one projection computes both K and V, and the op would compute it twice"
         reject("V_PATH", Stage.V_PATH, message, v.product, hint="their write is fused by itself")
     return Stored(k, *first), Stored(v, *second)
 
@@ -210,11 +212,11 @@ def _check_written(keys: Stored, values: Stored) -> int:
             hint = "keep the cache in the activation's dtype"
             reject("CAST", heads.path.stage, message, place.source, hint=hint)
     if repeats[0] != repeats[1]:
-        message = f"K's heads are written {repeats[0]} times each, V's {repeats[1]} times"
+        message = f"K's heads are written {repeats[0]} times each, but V's heads {repeats[1]} times"
         reject("UNSUPPORTED", Stage.GUARDS, message, keys.heads.product)
     clips = [stored.heads.linear.clip for stored in (keys, values)]
     if clips[0] != clips[1]:
-        message = f"K is clamped to {clips[0] or 'nothing'}, V to {clips[1] or 'nothing'}"
+        message = f"K is clamped to {clips[0] or 'nothing'}, but V to {clips[1] or 'nothing'}"
         hint = "clamp q, k and v alike, or none of them"
         reject("UNSUPPORTED", Stage.GUARDS, message, keys.heads.product, hint=hint)
     return repeats[0]
@@ -277,11 +279,14 @@ def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
     for stored in (keys, values):
         heads = stored.heads
         if stored.place.scale is not None:
-            message = "a constant factor on what the cache scales already"
+            message = "a constant factor multiplies numbers that the cache scales already"
             hint = "multiply the projection's weight by it once, when the model is loaded"
             reject("UNSUPPORTED", Stage.GUARDS, message, heads.end, hint=hint)
         if not can_scale(heads.factor):
-            message = f"the factor {heads.factor} is no scale of the cache: those are float32"
+            message = (
+                f"the factor {heads.factor} cannot be a scale of the cache, because such "
+                "scales are float32"
+            )
             reject("UNSUPPORTED", Stage.GUARDS, message, heads.end)
     options = (("dtype", torch.float32), ("device", k.product.device))
     return {
@@ -314,7 +319,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     if not weights:
         return {}
     if len(weights) != len(found):
-        refuse(weights[0].codes, "not those of all three projections")
+        refuse(weights[0].codes, "the weights of the other projections are not")
     arguments = weight_arguments(weights)
     if k.x_scale is not None:  # q uses k's codes of x, so the codes of x for q are not read
         return arguments | {"x": k.x, "x_scale": k.x_scale, "out_dtype": k.product.dtype}

@@ -95,7 +95,7 @@ def find_query(
         reject(
             "Q_PATH",
             Stage.Q_PATH,
-            f"K and V project {k.x.value}, and their queries project another activation, as in "
+            f"K and V project {k.x.value}, but their queries project another activation, as in "
             "cross-attention",
             k.product,
             hint="keys and values are written by themselves",
@@ -106,7 +106,7 @@ def find_query(
         reject(
             "Q_PATH",
             Stage.Q_PATH,
-            f"the query is rotated like K and stays {read}, but its projection makes {made}",
+            f"the query is rotated like K and stays {read}, but its projection computes {made}",
             wide.end,
             hint=f"cast the rotated query as the keys are: query = query.to(torch.{made})",
         )

@@ -111,21 +111,25 @@ def check_formats(
     hidden_coded: bool, rows_coded: bool, x: View, hidden: View, layer: dict[str, Any]
 ) -> None:
     """Raises Reject (ACTIVATION_FORMAT) for combinations that the op does not quantise. layer: the
-    op's arguments for the weights.
     op's arguments for the weights."""
     if not (hidden_coded and rows_coded):
         which = "the activation's result" if hidden_coded else "the tokens"
-        refuse_format(x, f"are not all quantised: of both GEMMs' rows only {which}")
+        refuse_format(x, f"are quantised for one of the two GEMMs only: {which}")
     if hidden.value.dtype != x.value.dtype:
         refuse_format(hidden, f"are quantised from {hidden.value.dtype}")
     if layer.get("weight_format") != "fp8" or layer["scale_block"][1] != BLOCK:
-        refuse_format(x, f"are quantised, the weights are not, by blocks of {BLOCK} columns")
+        refuse_format(
+            x, f"are quantised, but the weights are not quantised by blocks of {BLOCK} columns"
+        )
 
 
 def refuse_format(view: View, why: str) -> NoReturn:
     """Rejects with ACTIVATION_FORMAT."""
     message = f"activations of the experts {why}"
-    hint = "fused are e4m3 codes with amax / 448 per row and 128 columns, in front of both GEMMs"
+    hint = (
+        "the op quantises to e4m3 codes with amax / 448 per row and 128 columns, in front "
+        "of both GEMMs"
+    )
     reject("ACTIVATION_FORMAT", Stage.GUARDS, message, view, hint=hint)
 
 

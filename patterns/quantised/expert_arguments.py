@@ -81,12 +81,14 @@ def blocks_of(weight: DequantizedExperts) -> Block:
     own = block_of(weight.scale.effect.dims[1:])
     fixed = WEIGHT_FORMATS[weight.format].expert_block
     if fixed is None and own == (1, 1):
-        raise InexpressibleError("every element has a scale of its own")
+        raise InexpressibleError("every element has its own scale")
     if fixed is None:
         return own
     for size, block, wanted in zip(weight.shape[1:], own, fixed, strict=True):
         if (size if block is None else block) % wanted:
-            raise InexpressibleError(f"{weight.format} has a scale per {list(fixed)}, not {own}")
+            raise InexpressibleError(
+                f"{weight.format} has one scale for {list(fixed)}, not for {own}"
+            )
     return fixed
 
 

@@ -227,8 +227,7 @@ def _scaled(
     weight: View, data: View | Computed, decoded: str, given: Sequence[Factor], number: float
 ) -> DequantizedExperts | None:
     """Returns the weight with these codes and factors. Returns None if no format has both. decoded:
-    a format that has such codes.
-    format with such codes."""
+    a format that has such codes."""
     found: Factors | None = Factors(number=number)
     for factor in given:
         found = None if found is None else with_factor(found, factor)
@@ -275,17 +274,18 @@ def _refuse(weight: View) -> NoReturn:
     table = looked_up_inputs(weight)
     if table is not None:
         message = (
-            f"the expert weight is decoded by the table {table}, whose numbers are the model's "
-            "data and may change"
+            f"the expert weight is decoded by the table {table}, whose numbers are data of the "
+            "model and may change"
         )
         hint = (
-            "make the table where it is used, torch.tensor([0.0, 0.5, ...]), and compile the model "
-            "itself: torch.export makes an input of such a table"
+            "create the table where it is used, torch.tensor([0.0, 0.5, ...]), and compile the "
+            "model itself, because torch.export makes such a table an input"
         )
         reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
-    message = f"{weight.value} is dequantised from codes, in a format that the op does not have"
+    message = f"{weight.value} is dequantised from codes, in a format that the op does not support"
     hint = (
-        "known formats: NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (an e8m0 scale per 32 "
-        "columns), and float8_e4m3fn or nibbles from -8 to 7 with scales by blocks"
+        "the known formats are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (an e8m0 "
+        "scale per 32 columns), and float8_e4m3fn or nibbles from -8 to 7 with one scale per "
+        "block"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)

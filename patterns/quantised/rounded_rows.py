@@ -39,8 +39,8 @@ from tilewright.patterns.quantised.activations import DECODED_ROWS
 from tilewright.patterns.recognise.dtypes import dtype_name
 
 _HINT = (
-    "known scales: amax / 448 of a token, or of 128 columns, computed in the activation's dtype or "
-    "in float32, as compressed-tensors and finegrained-fp8 do"
+    "the known scales are amax / 448 of a token, or of 128 columns, computed in the "
+    "activation's dtype or in float32, as in compressed-tensors and finegrained-fp8"
 )
 
 
@@ -145,7 +145,7 @@ class _Walk:
         """Returns the value of a view. Refuses the rounding if the view is only a part of this
         value. what: the name of the view in the message."""
         if not isinstance(item, View) or not item.is_whole:
-            self.refuse(self.codes, f"read a part of {what}")
+            self.refuse(self.codes, f"use only a part of {what}")
         return item.value
 
 
@@ -175,7 +175,7 @@ def _scale_of(
         options["zero_scale"] = _held(number, scale.dtype)
         found.take(mask.value, computed)
     if computed.op != "aten.div" or len(computed.args) != 2 or computed.kwargs:
-        found.refuse(computed, f"have scales by {computed}")
+        found.refuse(computed, f"have scales that {computed} computes")
     largest, most = computed.args
     if given_number(most) != E4M3_MAX or {scale.dtype, computed.dtype} != {dtype}:
         found.refuse(computed, "have scales other than amax / 448, or in another dtype")
@@ -187,7 +187,7 @@ def _scale_of(
         found.take(value)
         value = found.whole(value.args[0], "the largest magnitudes")
     if not _is_largest(found, value, x):
-        found.refuse(value, f"have scales by {value}")
+        found.refuse(value, f"have scales that {value} computes")
     return scale, options
 
 

@@ -100,9 +100,12 @@ def match_weight(weight: View) -> DequantizedWeight | None:
         reject(
             "SCALE_BLOCK",
             Stage.GUARDS,
-            f"{weight.value}: its rows, head by head, do not begin and end with blocks of scales",
+            f"{weight.value}: the boundaries of its heads are not boundaries of blocks of scales",
             weight,
-            hint="store q, k and v apart, or one behind the other, and quantise them so",
+            hint=(
+                "store q, k and v separately, or one after the other, and quantise them in "
+                "this form"
+            ),
         )
     if found is None:
         refuse(weight, "in no format that the op knows")
@@ -110,7 +113,7 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     if WEIGHT_FORMATS[found.format].packed_axis == -2:
         per = len(found.nibble_order)
         if not isinstance(shape[-1], int) or shape[-1] % per:
-            refuse(weight, f"{per} rows share a word, head_dim is {shape[-1]}")
+            refuse(weight, f"{per} rows share a word, but head_dim is {shape[-1]}")
         shape[-1] //= per
     return replace(found, codes=found.codes.reshape(*shape, found.codes.shape[1]))
 
@@ -151,9 +154,9 @@ def refuse(weight: View, why: str) -> NoReturn:
     """Rejects with WEIGHT_FORMAT."""
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
-        "known formats: (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight "
-        "nibbles in a word of uint8 or int32; code * scale + offset with nibbles along K; NVFP4, "
-        "MXFP4, and bitsandbytes' NF4 and FP4"
+        "the known formats are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two "
+        "or eight nibbles in a word of uint8 or int32; code * scale + offset with nibbles "
+        "along K; NVFP4, MXFP4, and bitsandbytes' NF4 and FP4"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
 

@@ -190,7 +190,9 @@ def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = Non
     if value.op == "aten.logsumexp":
         _refuse_chunk(value)
     if is_spelled_softmax(value):
-        refuse("its softmax is spelled out", value, hint="torch.softmax(logits, -1)")
+        refuse(
+            "its softmax is written as separate operations", value, hint="torch.softmax(logits, -1)"
+        )
     if value.op == _SDPA:
         return _scaled_dot_product(value)
     if value.op == "aten.softmax":
@@ -339,10 +341,13 @@ def _refuse_chunk(value: Value) -> NoReturn:
     reject(
         "CHUNKED_PREFIX",
         Stage.ACTIVATION,
-        f"the log-sum-exp of {value} is used: it is a part of an attention, to be merged",
+        f"the log-sum-exp of {value} is used, so it is one part of an attention whose parts are "
+        "merged",
         value,
-        hint="give all keys to one attention; the op makes no key or value tensor that could be "
-        "too large",
+        hint=(
+            "compute one attention with all keys; the op does not create a key or value "
+            "tensor that could be too large"
+        ),
     )
 
 
@@ -357,17 +362,20 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
     above = None if logits is None else weighted_by(softmax, logits, flow)
     if logits is not None and logits.finite:
         refuse(
-            "its mask is a large number, not minus infinity",
+            "its mask is a large number instead of minus infinity",
             softmax,
-            hint='hide keys by float("-inf"), or add torch.where(seen, 0.0, number) to the logits',
+            hint=(
+                'exclude keys with float("-inf"), or add torch.where(seen, 0.0, number) to '
+                "the logits"
+            ),
         )
     if logits is None:
         _refuse_logits(softmax)
     if above is None:
         refuse(
-            "it is not read by one product with values alone",
+            "its result is not read by one product with values only",
             softmax,
-            hint="return no attention weights, and compute nothing else of them",
+            hint="do not return the attention weights, and do not use them for anything else",
         )
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
     # The part that all heads share (the part with RoPE) comes last.
@@ -399,20 +407,24 @@ def _refuse_logits(softmax: Value) -> NoReturn:
     step = unread_step(softmax)
     if step is not None and step.op == "aten.mul" and len(step.operands) == 2:
         refuse(
-            f"its products of queries and keys are multiplied by a tensor ({step}); the op scales "
-            "them by one number",
+            f"its products of queries and keys are multiplied by a tensor ({step}), but the op "
+            "scales them by one number",
             softmax,
-            hint='hide keys by masked_fill(mask == 0, float("-inf")), or add torch.where(mask == '
-            "0, number, 0.0) to the products",
+            hint=(
+                'exclude keys with masked_fill(mask == 0, float("-inf")), or add '
+                "torch.where(mask == 0, number, 0.0) to the products"
+            ),
         )
-    why = "its logits are no known sum of products of queries and keys"
+    why = "its logits are not a known sum of products of queries and keys"
     if step is not None and step.store is not None:
         why = f"a part of its products of queries and keys is changed in place ({step})"
     refuse(
         why,
         softmax,
-        hint="add up what is added to the products, and give scaled_dot_product_attention the "
-        "sum as attn_mask",
+        hint=(
+            "add all tensors that are added to the products, and pass the sum to "
+            "scaled_dot_product_attention as attn_mask"
+        ),
     )
 
 
@@ -437,10 +449,13 @@ def _ragged(value: Value, flow: Dataflow) -> Attention:
     form = FORMS.get(name_of_op(value))
     if form is None:
         refuse(
-            "what this operator computes is not known",
+            "it is not known what this operator computes",
             value,
-            hint="use torch's scaled_dot_product_attention or varlen_attn, or tell tilewright "
-            "what it is: tilewright.patterns.recognise.attention_varlen.register_varlen",
+            hint=(
+                "use torch's scaled_dot_product_attention or varlen_attn, or declare what the "
+                "operator computes: "
+                "tilewright.patterns.recognise.attention_varlen.register_varlen"
+            ),
         )
     given = arguments_of(value)
     names = (form.query, form.key, form.value, form.row_offsets, form.key_offsets)

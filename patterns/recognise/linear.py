@@ -208,9 +208,9 @@ def unread(value: Value, what: str) -> tuple[str, str]:
     named = f"{operator_of(value)} computes the {what}"
     if value.op.startswith("aten."):
         return f"{named}, with scales or operands of an unknown form", (
-            "scale e4m3 codes by tensor, by row, or by 128 columns with K a multiple of 512"
+            "use scales of e4m3 codes by tensor, by row, or by 128 columns with K a multiple of 512"
         )
-    return f"{named}, an operator whose arithmetic is not known", _READABLE
+    return f"{named}, and it is not known what this operator computes", _READABLE
 
 
 # The path for an optional linear. Its misses are never shown.
@@ -253,8 +253,8 @@ def columns_along(part: View, axis: int) -> Columns | None:
 # --- the linear -----------------------------------------------------------------------------------
 
 _CLAMPS = ("aten.clamp", "aten.hardtanh")
-_ONE_CLAMP = "clamp once, to -c .. c with one number c"
-_NORM_LAST = "bias and clamp are fused right after the projection, a norm after them"
+_ONE_CLAMP = "use one clamp, from -c to c with one number c"
+_NORM_LAST = "bias and clamp are fused directly after the projection, and a norm after them"
 _HINTS = {
     "aten.clamp_min": _ONE_CLAMP,
     "aten.clamp_max": _ONE_CLAMP,
@@ -374,10 +374,10 @@ class _Search:
             code, what = path.masked or code, "a boolean mask selects the tokens that are written"
         hint = _HINTS.get(value.op, path.hint if code == path.code else "")
         if code == path.code and _is_taken_by_input(value):
-            what += ", at positions that a tensor holds"
+            what += ", at positions that a tensor gives"
             hint = (
-                "where they are constant take them by a slice, x[:, :, 2:3], or compile the model "
-                "itself: torch.export makes an input of a list, x[:, :, [2]]"
+                "if the positions are constant, use a slice, x[:, :, 2:3], or compile the "
+                "model itself, because torch.export makes a list, x[:, :, [2]], an input"
             )
         if code == path.code and unread_product(value) is not None:
             what, hint = unread(value, "projection")

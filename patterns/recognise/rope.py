@@ -245,7 +245,7 @@ def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
         step = reach // (width - 1) if width > 1 else 1
         if step > 0 and np.array_equal(column.index - low, place * step):
             return Table(leaf.columns(low, width, step), leaf.part, signs)
-    raise _Unknown("cos and sin are not laid out like the pairs")
+    raise _Unknown("the layout of cos and sin differs from the layout of the pairs")
 
 
 def _table_of_members(column: _Column, pairs: _Pairs, style: str, signs: tuple[int, int]) -> Table:
@@ -259,7 +259,7 @@ def _table_of_members(column: _Column, pairs: _Pairs, style: str, signs: tuple[i
         index = column.index[pairs.second == member]
         step = int(index[1] - index[0]) if len(index) > 1 else 1
         if step <= 0 or np.any(index - index[0] != np.arange(len(index)) * step):
-            raise _Unknown("cos and sin are not laid out like the pairs")
+            raise _Unknown("the layout of cos and sin differs from the layout of the pairs")
         views.append(leaf.columns(int(index[0]), len(index), step))
     return Table(views[0], parts.pop(), signs, views[1], style == "interleaved")
 
@@ -366,7 +366,7 @@ def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], sta
     for place, dim in zip(layout.dims[:-1], table.effect.dims[:-1], strict=True):
         axes = [a.axis for a in place]
         if feature in axes and dim != ():
-            reject("ROPE_TABLE", stage, "cos and sin vary from head to head", table)
+            reject("ROPE_TABLE", stage, "cos and sin differ between heads", table)
         if feature in axes:
             continue
         if len(axes) > 1 and dim != ():

@@ -276,8 +276,7 @@ def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
 
 def without_counting(view: View) -> View:
     """Rewrites a view of rows[0, 1, .., T - 1, 0, 1, ..] as a view of the rows. Returns every other
-    view unchanged.
-    is."""
+    view unchanged."""
     taken = gathered(view.value.whole)
     if taken is None or not _counts_up(taken[1].value):
         return view

@@ -255,7 +255,7 @@ MISSED = {
     "keys repeated, values not": NearMiss(
         "UNSUPPORTED",
         G,
-        "K's heads are written 2 times each, V's 1 times",
+        "K's heads are written 2 times each, but V's heads 1 times",
         keys_repeated_values_not,
         args=lambda: make_args(heads=HQ),
     ),
@@ -277,7 +277,7 @@ MISSED = {
     "two clamps": NearMiss(
         "UNSUPPORTED",
         KP,
-        "clamp once, to -c .. c",
+        "use one clamp, from -c to c",
         clamps(lambda x: x.clamp(-1, 1).clamp(-0.5, 0.5)),
     ),
     "keys clamped alone": NearMiss(
