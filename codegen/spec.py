@@ -162,12 +162,14 @@ class KernelSpec:
             raise ValueError("divisible16: expected sorted distinct names; use KernelSpec.make")
         for name in self.divisible16:
             if not (name in types and (is_pointer(types[name]) or is_integer(types[name]))):
-                raise ValueError(f"divisible16: {name!r} is no pointer or integer of the signature")
+                raise ValueError(
+                    f"divisible16: {name!r} is not a pointer or integer of the signature"
+                )
         if list(self.ranges) != sorted(self.ranges):
             raise ValueError("ranges: expected triples sorted by name; use KernelSpec.make")
         for name, low, high in self.ranges:
             if not (name in types and is_integer(types[name])):
-                raise ValueError(f"ranges: {name!r} is no integer of the signature")
+                raise ValueError(f"ranges: {name!r} is not an integer of the signature")
             if low > high:
                 raise ValueError(f"ranges[{name!r}]: expected low <= high, got {low} > {high}")
 

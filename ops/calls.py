@@ -207,9 +207,9 @@ def _inference_only(op: FusedOp, name: str, backward: bool) -> ArgumentError:
     if backward:
         expected = "no tensor that requires grad while grad mode is on, as the op is for "
         expected += "inference only (call it under torch.no_grad())"
-        return ArgumentError(op.name, name, expected, "one that does")
+        return ArgumentError(op.name, name, expected, "a tensor that requires grad")
     expected = "no dual tensor of forward-mode differentiation, as the op is for inference only"
-    return ArgumentError(op.name, name, expected, "one with a tangent")
+    return ArgumentError(op.name, name, expected, "a tensor with a tangent")
 
 
 def transformed(op: FusedOp) -> OpCallable:

@@ -291,7 +291,7 @@ class FusedOp:
             return self.chip_obstacle and self.chip_obstacle(arguments, target)
         for name, tensor in tensors_of(arguments):
             if tensor.dtype == torch.float8_e4m3fn:
-                return f"{name} is of float8_e4m3fn, which {target.name} does not have"
+                return f"{name} has the dtype float8_e4m3fn, which {target.name} does not support"
         return None
 
     def has_lowering_on(self, device: torch.device) -> bool:

@@ -28,8 +28,9 @@ HELD_SUMS = 96
 # The shared memory that is kept free for the weights, barriers and reductions, in bytes.
 SPARE_BYTES = 8192
 MOST_SPLITS = 128
-# The cost of splitting, measured on an H200: of another launch, and of each part that is merged.
-# The cost is given as the bytes of keys that a multiprocessor reads in the same time.
+# The cost of another launch, and the cost of each part that is merged, if keys are split into
+# parts. The costs were measured on an H200. They are given as the bytes of keys that a
+# multiprocessor reads in the same time.
 LAUNCH_BYTES = 56 * 1024
 MERGED_BYTES = 2 * 1024
 # For latents: the time of a program that is alone on a multiprocessor, divided by its time when two

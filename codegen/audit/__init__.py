@@ -365,7 +365,7 @@ RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
         not e.warp_specialized or a.warp_specialized, "the warps are not specialised"
     ),
     "bytes in flight": _in_flight,
-    "barriers": lambda a, t, e: _limit(a.dead_barriers, "that nothing waits for", 0),
+    "barriers": lambda a, t, e: _limit(a.dead_barriers, "that no instruction waits for", 0),
     "products": lambda a, t, e: _limit(a.repeating_products, "that repeat columns", 0),
 }
 

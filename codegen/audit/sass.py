@@ -57,7 +57,7 @@ def section(sass: str, kernel: str) -> str:
 
 
 def count_opcodes(sass: str) -> OpcodeCounts:
-    """Counts the opcodes of a kernel, of its main loop and of all its loops.
+    """Counts the opcodes in a kernel, in its main loop, and in all its loops.
 
     A backward jump alone does not make a loop. Compilers move code that waits for a barrier to the
     end of the kernel, and that code jumps back into the middle. A branch with `.ANY` does not make

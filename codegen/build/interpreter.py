@@ -308,7 +308,7 @@ def _inline(
         kinds = asm.split()[0].removeprefix("dp4a.")
         return _Outputs([TensorHandle(_byte_dots(kinds, *(v.data for v in values)), tl.int32)])
     if asm != "mul.rn.bf16x2 $0, $1, $2;":
-        raise NotImplementedError(f"no interpretation of {asm}")
+        raise NotImplementedError(f"the interpreter does not support the instruction {asm}")
     first, second = (np.ascontiguousarray(value.data).view(np.uint16) for value in values)
     product = round_to_bf16(widen(first) * widen(second))
     return _Outputs([TensorHandle(product.view(np.int32), tl.int32)])

@@ -97,7 +97,7 @@ def unpacked(data: bytes) -> dict[str, bytes]:
             raise ValueError(f"the parcel of kernels is cut off, or over {MOST_BYTES} bytes")
         files = {name: text.encode("latin-1") for name, text in json.loads(text).items()}
     except (zlib.error, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"the data is no parcel of kernels: {error}") from error
+        raise ValueError(f"the data is not a parcel of kernels: {error}") from error
     if not files or not all(map(_is_plain, files)):
         raise ValueError(f"a parcel of kernels cannot have the files {sorted(files)}")
     return files
@@ -116,7 +116,7 @@ def deliver(name: str, data: bytes) -> bool:
     try:
         kind, _, key = name.partition("/")
         if kind not in (*CACHED, TRITON) or not _KEY.match(key):
-            raise ValueError(f"{name!r} is no name of a parcel of kernels")
+            raise ValueError(f"{name!r} is not a name of a parcel of kernels")
         files = unpacked(data)
         if kind == TRITON:
             _put_in_triton_s_cache(key, files)
@@ -158,7 +158,7 @@ def pack_kernels(package: str | Path) -> int:
     with zipfile.ZipFile(package) as archive:
         names = archive.namelist()
         if not names:
-            raise zipfile.BadZipFile("the archive is empty, so it is no package")
+            raise zipfile.BadZipFile("the archive is empty, so it is not a package")
     place = f"{names[0].partition('/')[0]}/{FOLDER}"
     new = {f"{place}/{name}": data for name, data in found.items()}
     new = {path: data for path, data in new.items() if path not in names}

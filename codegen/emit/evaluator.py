@@ -45,7 +45,7 @@ class PartialEvaluator(ControlFlow):
         names = [arg.arg for arg in _parameters(function)]
         for name in [*constants, *types]:
             if name not in names:
-                raise EmitError(f"{function}: the spec has {name!r}, which is no parameter")
+                raise EmitError(f"{function}: the spec has {name!r}, which is not a parameter")
         defaults = _defaults(function)
         for arg in _parameters(function):
             if arg.arg in constants:

@@ -344,7 +344,7 @@ class Expressions:
             return self._call_builtin(call, callee.node.id)
         if isinstance(callee.node, ast.Attribute):
             return self._call_method(call, callee.node)
-        raise self.error(node, f"cannot tell what is called: {ast.unparse(node)}")
+        raise self.error(node, f"cannot determine which function is called: {ast.unparse(node)}")
 
     def _keep(self, node: ast.AST, function: JitFunction) -> None:
         if self.kept.setdefault(function.name, function) != function:

@@ -64,7 +64,10 @@ class Statements(Expressions):
     def _require(self, node: ast.AST, test: ast.expr, message: Sequence[ast.expr]) -> None:
         condition = self.fold(test).value
         if not condition.known:
-            raise self.error(node, f"cannot be decided at emit time: {ast.unparse(test)}")
+            raise self.error(
+                node,
+                f"the condition cannot be decided when the kernel is emitted: {ast.unparse(test)}",
+            )
         if not condition.const:
             detail = f": {ast.unparse(message[0])}" if message else ""
             raise self.error(node, f"static assertion failed: {ast.unparse(test)}{detail}")
@@ -193,7 +196,7 @@ class Statements(Expressions):
             self.returned = self._constant(None) if node.value is None else self._root(node.value)
             return True
         if node.value is not None:
-            raise self.error(node, "a kernel returns nothing")
+            raise self.error(node, "a kernel must not return a value")
         if self.scope.runtime_depth:
             self.body.append(ast.Return())
         return True

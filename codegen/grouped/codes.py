@@ -35,26 +35,26 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
     weight, inner = problem.weight, problem.inner
     width, block_k = weight.scale_block[1], config.block_k
     if weight.format not in ("nvfp4", "mxfp4", "int4"):
-        return f"{weight.format} weights are no 4-bit codes"
+        return f"{weight.format} weights are not 4-bit codes"
     if problem.named:
-        return "the groups' experts are given"
+        return "the experts of the groups are given"
     if weight.n_major or weight.row_stride % WORD_BYTES:
         return "rows of the weight are not whole words"
     if inner % width or weight.scale_strides[2] != 1:
-        return "scales are not laid out like the columns"
+        return "the layout of the scales differs from the layout of the columns"
     if config.ordered and inner % part_columns(weight, config):
-        return f"{inner} columns are not whole parts to put in order"
+        return f"{inner} columns cannot be divided into whole parts that are put in order"
     if weight.format == "int4":
         if weight.scale_block[0] != 1 or block_k % width or block_k // width > 4:
             return f"groups of {weight.scale_block} do not fit steps of {block_k} columns"
-        return None if inner % WORD_CODES == 0 else "columns are not whole words"
+        return None if inner % WORD_CODES == 0 else "columns do not fill whole words"
     size, part = scale_bytes(weight, config), part_columns(weight, config)
     if size not in INTEGERS or inner * QUARTERS % part:
-        return f"{inner} columns are not whole quarters of {part}"
+        return f"{inner} columns cannot be divided into whole quarters of {part}"
     if any(stride % size for stride in weight.scale_strides[:2]):
-        return f"scales do not lie in units of {size} bytes"
+        return f"the distances of scales are not multiples of {size} bytes"
     if size > 1 and not (weight.scale and weight.scale.aligned):
-        return f"scales do not begin at whole {TMA_BYTES} bytes"
+        return f"the scales do not begin at a multiple of {TMA_BYTES} bytes"
     if weight.format == "mxfp4" and problem.x != "bf16":
         return f"scales may be powers of two beyond the range of {problem.x}"
     return None

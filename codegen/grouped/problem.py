@@ -107,7 +107,7 @@ def weight_obstacle(name: str, weight: WeightOperands) -> str | None:
     """Returns why TMA cannot load the weight `name`; None if it can. This needs only metadata."""
     steps = (weight.data.strides[0], weight.row_stride)
     if any(step * ELEMENT_BYTES[weight.data.dtype] % TMA_BYTES for step in steps):
-        return f"{name}: strides {steps} are not whole {TMA_BYTES} bytes"
+        return f"{name}: strides {steps} are not multiples of {TMA_BYTES} bytes"
     if weight.format != "dense" and weight.n_major:
         return f"{weight.format} weights are not contiguous along the inner dimension"
     return None

@@ -101,7 +101,7 @@ class LatentProblem:
 
     @property
     def fused(self) -> bool:
-        """Whether the same program stores new tokens and makes keys of them."""
+        """Whether the same program stores new tokens and computes their keys."""
         return self.store and self.gather
 
     @property
@@ -238,7 +238,7 @@ def up_obstacle(problem: UpProblem) -> str | None:
     for name, operand in operands.items():
         size = operand.strides[0] * ELEMENT_BYTES[operand.dtype]
         if size % TMA_BYTES:
-            return f"{name}: rows of {size} bytes are not whole {TMA_BYTES} bytes"
+            return f"{name}: rows of {size} bytes are not multiples of {TMA_BYTES} bytes"
         if not operand.aligned:
             return f"{name} does not start at a multiple of {TMA_BYTES} bytes"
     if problem.joint and problem.by_head and (problem.nope + problem.v_dim) % 16:

@@ -124,7 +124,7 @@ def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | 
     x."""
     q = problem.quantization
     if q is None:
-        return "weights are no codes"
+        return "the weights are not quantized"
     if not decodes_codes(target):
         return f"{target.name} has no tensor core that reads a decoded weight from registers"
     if dtype != "bf16":
@@ -134,7 +134,7 @@ def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | 
     if q.differs:
         return q.differs
     if q.x_scale is not None:
-        return "x has codes too"
+        return "x is quantized too"
     return _storage_obstacle(problem, q) or _blocks_obstacle(problem, q)
 
 
@@ -155,25 +155,25 @@ def most_decoded(q: Quantization, k: int) -> int | None:
 
 def _storage_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     if not problem.k_major or q.packed_rows:
-        return "rows lie next to each other"
+        return "the rows of the weight are contiguous, not its columns"
     if q.has_table:
         return f"numbers of the table {q.format.number}"
     if problem.k % (ALIGNMENT * 8 // q.format.bits) or problem.n % 8:
-        return f"{problem.n} rows of {problem.k} columns are not whole {ALIGNMENT} bytes"
+        return f"{problem.n} rows of {problem.k} columns are not multiples of {ALIGNMENT} bytes"
     return None
 
 
 def _blocks_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     columns = q.block[1]
     if columns >= problem.k and any(one is not None and one.dtype == "u8" for one in q.scales):
-        return "scales of whole rows that are exponents"
+        return "exponents that scale whole rows"
     if columns < problem.k and columns % BLOCK_K and (BLOCK_K % columns or columns < LEAST_SCALED):
         return f"scales of {columns} columns"
     if q.format.added_zeros:
-        return "zeros that are added"
+        return "zeros that are added instead of subtracted"
     zero = q.zeros[0]
     if zero is not None and (zero.dtype not in WHOLE or q.format.bits != 4):
-        return "zeros that are no whole numbers of four bits"
+        return "zeros that are not integers of four bits"
     if not 0 <= q.zero_point <= 128:
         return f"zeros of {q.zero_point}"
     if any(_reach(one, problem) > INT32_MAX for one in (*q.scales, *q.zeros)):
@@ -224,8 +224,8 @@ def mixed_statics(
 
 
 def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str, Constant]:
-    """Returns the constants of `mixed_linear`, except those of the plan, the strides of its tensors
-    and the activation."""
+    """Returns the constants of `mixed_linear`, except the constants of the plan, of the strides of
+    its tensors and of the activation."""
     q = problem.quantization
     assert q is not None
     scale = q.scales[index]

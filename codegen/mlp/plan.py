@@ -147,15 +147,15 @@ def dot_obstacle(
     """
     q = problem.quantization
     if q is None:
-        return "weights are no codes"
+        return "the weights are not quantized"
     if num_tokens > MOST_DOTTED_TOKENS:
         return f"more than {MOST_DOTTED_TOKENS} tokens"
     if problem.norm is not None and problem.norm.kind != "rms":
         return f"{problem.norm.kind} norm"
     if not problem.k_major:
-        return "rows lie next to each other"
+        return "the rows of the weight are contiguous, not its columns"
     if q.per_int32 == 4 and not bytes_fill_words:
-        return "bytes that are no words"
+        return "the codes do not form whole 32-bit words"
     return q.dot_obstacle(problem.k)
 
 

@@ -167,11 +167,11 @@ def _weight_obstacle(weight: WeightOperands, rows: int, columns: int) -> str | N
     per, run = codes_a_word(weight), run_of(weight)
     expert, row, _ = weight.data.strides
     if weight.n_major:
-        return "rows lie next to each other"
+        return "the rows of the weight are contiguous, not its columns"
     if rows * row > INT32_MAX:
-        return "rows of an expert that 32 bits do not count"
+        return "the rows of an expert are too many for 32-bit offsets"
     if columns % per or (per > 1 and (expert % WORD_BYTES or row % WORD_BYTES)):
-        return "rows are no whole words"
+        return "rows do not fill whole words"
     width = weight.scale_block[1]
     if weight.scale is not None and width < columns and width % (per * run):
         return f"scales of {width} columns"

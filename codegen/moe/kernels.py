@@ -27,7 +27,7 @@ COUNT = Kernel("moe.order", "moe_count")
 SCAN = Kernel("moe.order", "moe_scan", ranges=("num_chunks",))
 ORDER = Kernel("moe.order", "moe_order")
 # The kernel of the first GEMM for each kind of tiles. If gate and up are in one tensor, the
-# kernel's weight is the one at the lower address.
+# kernel's weight is the half at the lower address.
 UP = {
     GemmConfig: _up_kernel("moe.gemm", "moe_up"),
     CodesConfig: _up_kernel("grouped.codes", "moe_up_codes"),

@@ -138,9 +138,12 @@ def gemm_obstacle(problem: MoeProblem) -> str | None:
         return obstacle
     distance = problem.distance or 0
     if distance * ELEMENT_BYTES[problem.gate.data.dtype] % TMA_BYTES:
-        return f"up_weight: {distance} elements from gate_weight are not whole {TMA_BYTES} bytes"
+        return (
+            f"up_weight: {distance} elements from gate_weight are not a multiple of "
+            f"{TMA_BYTES} bytes"
+        )
     if not problem.coded_rows and problem.inner * ELEMENT_BYTES[problem.dtype] % TMA_BYTES:
-        return f"{problem.inner} inner columns are not whole {TMA_BYTES} bytes"
+        return f"{problem.inner} inner columns are not a multiple of {TMA_BYTES} bytes"
     return None
 
 
@@ -163,5 +166,5 @@ def address_obstacle(problem: MoeProblem, *, decoded: bool) -> str | None:
         read["up_weight"] = problem.up
     for name, weight in read.items():
         if weight is not None and not weight.data.aligned:
-            return f"{name}: its address is not a whole number of {TMA_BYTES} bytes"
+            return f"{name}: its address is not a multiple of {TMA_BYTES} bytes"
     return None

@@ -144,7 +144,7 @@ def choose(
     """
     if problem.input_norm is not None:
         chosen = choose(problem.after_norm, num_tokens, target, packed)
-        apart = replace(chosen, reason=f"x is normed, then {chosen.reason}")
+        apart = replace(chosen, reason=f"x is normalized first, then {chosen.reason}")
         return _with_norm(problem, num_tokens, target, chosen) or apart
     if not target.has("tma"):
         return library_choice(problem, num_tokens, target, packed, None)
@@ -221,7 +221,7 @@ def fused_choice(
 ) -> LoweringChoice:
     source = TABLE if measured else MODEL
     norms_x = problem.input_norm is not None
-    kernel = "one fused kernel that norms x" if norms_x else "one fused kernel"
+    kernel = "one fused kernel that normalizes x" if norms_x else "one fused kernel"
     reason = f"{kernel}, {config}: {_us(seconds)} {_WORDS[source]}"
     statics = _fused_statics(problem, config)
     return LoweringChoice(

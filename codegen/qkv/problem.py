@@ -295,23 +295,23 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
     if (obstacle := fused_obstacle(heads)) is not None:
         return obstacle
     if problem.quantization is not None:
-        return "codes become numbers in registers"
+        return "the kernel cannot convert codes, because TMA does not load through registers"
     if problem.input_norm is not None:
-        return "what TMA loads goes to the tensor cores as it is"
+        return "the kernel cannot normalize x, because TMA does not load through registers"
     weights = [weight for weight in problem.weights if weight is not None]
     if len({weight.strides[2:] for weight in weights}) != 1:
-        return "the three weights differ in strides"
+        return "the three weights have different strides"
     strides = (*problem.x.strides, *tiled_weights(problem).weight_strides)
     aligned = all(operand.aligned for operand in (problem.x, *weights))
     if not aligned or any(stride * size % 16 for stride in strides):
-        return "TMA wants addresses and strides in multiples of 16 bytes"
+        return "TMA requires addresses and strides that are multiples of 16 bytes"
     if not problem.one_descriptor:
-        return "the weights lie too far apart for one TMA descriptor"
+        return "the weights are too far apart for one TMA descriptor"
     if heads.head_dim != next_power_of_2(heads.head_dim):
-        return f"head_dim {heads.head_dim} is no power of two"
+        return f"head_dim {heads.head_dim} is not a power of two"
     pair_half = heads.pair_half
     if not heads.interleaved and pair_half != next_power_of_2(pair_half):
-        return f"half of rotary_dim, {pair_half}, is no power of two"
+        return f"half of rotary_dim, {pair_half}, is not a power of two"
     return None
 
 
@@ -342,14 +342,16 @@ def swapped_obstacle(problem: QkvProblem) -> str | None:
 
 def _range_obstacle(problem: QkvProblem) -> str | None:
     if squares_a_row(problem.input_norm) and problem.x.dtype != "bf16":
-        return f"{problem.x.dtype} has no range for sums that are normed afterwards"
+        return (
+            f"the range of {problem.x.dtype} is too small for sums that are normalized afterwards"
+        )
     return None
 
 
 def _codes_obstacle(problem: QkvProblem) -> str | None:
     q, heads = problem.codes, problem.epilogue
     if problem.input_norm is not None:
-        return "x meets codes in their order, not normed"
+        return "a norm of x, because x is read in the order of the codes"
     if q.differs:
         return q.differs
     if not problem.coded_x and problem.x.dtype != heads.dtype:
@@ -359,9 +361,9 @@ def _codes_obstacle(problem: QkvProblem) -> str | None:
     if not q.known_order:
         return f"nibbles in the order {list(q.order)}"
     if q.packed_rows and not heads.interleaved and heads.pair_half % q.per_word:
-        return "words that hold both partners of a pair"
+        return "words that have codes of both partners of a pair"
     if q.packed_rows and heads.head_dim % q.per_word:
-        return "words that reach from head to head"
+        return "words that have codes of two heads"
     if not any(steps_fit(problem, block_k) for block_k in (32, 64, 128)):
         return f"scales of {q.block[1]} columns"
     return None
@@ -374,7 +376,7 @@ def dots_obstacle(problem: QkvProblem) -> str | None:
         return obstacle
     q, norm = problem.quantization, problem.input_norm
     if q is None:
-        return "weights are no codes"
+        return "the weights are not quantized"
     if q.differs:
         return q.differs
     if norm is not None and not norm.follows:
@@ -385,9 +387,9 @@ def dots_obstacle(problem: QkvProblem) -> str | None:
         return f"x of {problem.x.dtype} where q is {problem.epilogue.dtype}"
     weights = [weight for weight in problem.weights if weight is not None]
     if any(weight.strides[-1] != 1 for weight in weights):
-        return "columns that lie apart"
+        return "columns that are not contiguous"
     whole = all(one.aligned and not any(s % 4 for s in one.strides[:-1]) for one in weights)
-    return None if q.per_int32 != 4 or whole else "bytes that are no words"
+    return None if q.per_int32 != 4 or whole else "codes that do not form whole 32-bit words"
 
 
 def steps_fit(problem: QkvProblem, block_k: int) -> bool:
@@ -404,7 +406,7 @@ def fused_obstacle(heads: HeadEpilogue) -> str | None:
     """Returns why no kernel that multiplies tiles can have this epilogue; None if such kernels
     can."""
     if heads.dtype not in ("bf16", "fp16"):
-        return f"tensor cores take bf16 and fp16 here, not {heads.dtype}"
+        return f"tensor cores multiply bf16 and fp16 here, not {heads.dtype}"
     if heads.row_norm:
-        return "a norm over all heads of a projection needs more than a tile"
+        return "a norm over all heads of a projection needs more than one tile"
     return None

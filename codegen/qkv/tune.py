@@ -141,7 +141,9 @@ def _measured(
 
 def _only(tried: Mapping[str, LoweringChoice]) -> LoweringChoice:
     (choice,) = tried.values()
-    return replace(choice, reason=f"{choice.reason}; there is no other to measure it with")
+    return replace(
+        choice, reason=(f"{choice.reason}; there is no other lowering to compare it with")
+    )
 
 
 def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> str:

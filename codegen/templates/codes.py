@@ -71,8 +71,8 @@ def number_pair(
     DTYPE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Returns the numbers that two codes of each word stand for, divided by `number_unit`, along a
-    new last axis. The codes are at `position` and `position` + 4. With a table, they are in byte
-    `position`."""
+    new last axis. The codes are at `position` and `position` + 4. If the codes have a table, they
+    are in byte `position`."""
     if NUMBER == "":
         return nibble_pair(words, position, OFFSET, DTYPE)
     elif NUMBER == "e2m1":

@@ -195,8 +195,8 @@ def code_sums(
 @triton.jit
 def half_pair(words, position: tl.constexpr, REVERSED: tl.constexpr, NUMBER: tl.constexpr):
     """Returns the numbers that two codes of each word stand for, divided by `sums_unit`, as the two
-    float16 halves of a word. With a table, these are the codes in byte `position`. For float8
-    (e4m3), these are the first two or the last two codes."""
+    float16 halves of a word. If the codes have a table, these are the codes in byte `position`. For
+    float8 (e4m3), these are the first two or the last two codes."""
     if NUMBER == "":
         FIRST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a;}"
         LAST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, b;}"

@@ -168,7 +168,7 @@ def _is_convolution(value: Value, graph: Graph) -> bool:
     return plain_name(value).startswith(("conv", "_conv"))
 
 
-@rule("product", why=f"more than {MOST_TOKENS} tokens: the library's GEMM is the faster one")
+@rule("product", why=f"more than {MOST_TOKENS} tokens: the library's GEMM is faster")
 def _has_many_tokens(value: Value, graph: Graph) -> bool:
     return linear_residual.OP.slower(tokens=_tokens(value)) is not None
 
@@ -176,7 +176,7 @@ def _has_many_tokens(value: Value, graph: Graph) -> bool:
 @rule(
     "product",
     why=f"one of two products multiplied with each other, for more than {MOST_GATED_TOKENS} "
-    "tokens: the library's GEMM is the faster one",
+    "tokens: the library's GEMM is faster",
 )
 def _is_gated_for_many(value: Value, graph: Graph) -> bool:
     if linear_activation.OP.slower(tokens=_tokens(value), weights=2) is None:

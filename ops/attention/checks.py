@@ -105,7 +105,7 @@ def _check_places(op: str, a: AttentionArguments, batch: Any) -> None:
         check_operand(op, "block_table", table, *form, dense=True)
     elif not holds(a.k.shape[0] == batch):
         expected = f"keys of B = {batch} sequences, since block_table is None"
-        raise ArgumentError(op, "k", expected, f"those of {a.k.shape[0]}")
+        raise ArgumentError(op, "k", expected, f"a cache of {a.k.shape[0]} sequences")
     if a.key_lengths is not None:
         check_operand(op, "key_lengths", a.key_lengths, "[B]", (batch,), INDEX_DTYPES, device)
 
@@ -150,7 +150,7 @@ def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
     where = first(bad)
     if where is not None:
         b, column = divmod(where, table.shape[1])
-        expected = f"pages from 0 to {a.k.shape[0] - 1} where a key may be seen"
+        expected = f"pages from 0 to {a.k.shape[0] - 1} where a key may be visible"
         actual = f"{int(table[b, column])} for sequence {b}, column {column}"
         raise ArgumentError(op, "block_table", expected, actual)
 

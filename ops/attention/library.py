@@ -33,7 +33,9 @@ def library_steps(a: AttentionArguments) -> Steps:
     function = partial(_attention, a.num_sequences, a.mask == "causal", a.scale)
     made = Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
     out = yield Library(function, (a.q, a.k, a.v), makes=made)
-    return Outcome(out, "library attention", "all queries see keys by shapes alone")
+    return Outcome(
+        out, "library attention", "the keys that each query attends to follow from the shapes"
+    )
 
 
 def _attention(

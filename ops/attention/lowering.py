@@ -75,7 +75,7 @@ def attention_steps(
     out = yield Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
     if room(a) == 0:
         yield Library(torch.Tensor.zero_, (out,))
-        return Outcome(out, "nothing", "there are no keys, so zeros")
+        return Outcome(out, "nothing", "there are no keys, so the result is zeros")
     a = yield from with_dense(a, BY_SEQUENCE)
     sizes, problem = cache_sizes(a), cache_problem(a, rope)
     few = rope is not None or isinstance(config, DecodeConfig)

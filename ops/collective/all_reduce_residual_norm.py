@@ -101,7 +101,7 @@ def slower(*, tokens: Any, columns: int, ranks: int) -> str | None:
     most = most_tokens(columns, ranks)
     if most is None or not isinstance(tokens, int) or tokens <= most:
         return None
-    return f"more than {most} tokens of {ranks} ranks: a ring sends less"
+    return f"more than {most} tokens of {ranks} ranks: a ring sends less data"
 
 
 sample_inputs = sampler_of(AllReduceResidualNormArguments, sample_reduce)

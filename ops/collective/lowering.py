@@ -131,7 +131,7 @@ def _launched(step: Launch, summed: bool) -> Any:
         if not summed:
             raise
         _failed.add(step.spec)
-        log.exception("%s failed; torch adds the residual and takes the norm", step.spec.kernel)
+        log.exception("%s failed; torch adds the residual and computes the norm", step.spec.kernel)
         return False
     return True
 

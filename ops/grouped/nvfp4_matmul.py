@@ -63,7 +63,8 @@ class Nvfp4MatmulArguments:
     - `a` uint8 [T, K/2], `b` uint8 [E, N, K/2]: the packed codes. K is contiguous.
     - `a_scales` float8_e4m3fn [S, ceil(K/64), 32, 4, 4], `b_scales` [E, ceil(N/128), ceil(K/64),
       32, 4, 4]: the scales in the layout of ops.formats.scale_layout. Their signs are ignored.
-    - `group_offsets` int or uint32 [>= G + 1]: exclusive offsets.
+    - `group_offsets` int or uint32 [>= G + 1]: the first row of each group, followed by the end of
+      the last group.
     - `group_scale_offsets` of the same dtypes [>= G]: the deltas that
       ops.formats.scale_layout.group_scale_offsets returns, for empty groups too.
     - `expert_ids` int [>= G]: the expert of each group; -1 for none.

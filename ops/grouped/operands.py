@@ -30,7 +30,7 @@ def unsupported(a: GroupedMatmulArguments) -> str | None:
         return obstacle
     weight, stride = grouped_problem(a).weight, a.x.stride(0)
     if stride * a.x.element_size() % TMA_BYTES:
-        return f"x: rows {stride} elements apart are not whole {TMA_BYTES} bytes"
+        return f"x: rows {stride} elements apart are not multiples of {TMA_BYTES} bytes"
     obstacle = scattered("weight", a.weight) or weight_obstacle("weight", weight)
     return obstacle or block_k_obstacle(weight)
 
@@ -41,7 +41,7 @@ def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
     _, row, column = weight.stride()
     if column == 1 or row == row_step or weight.shape[1] <= 1:
         return None
-    return f"{name}: strides {weight.stride()} leave neither rows nor columns contiguous"
+    return f"{name}: with strides {weight.stride()}, neither rows nor columns are contiguous"
 
 
 def no_kernel_for(weight: ExpertWeight) -> str | None:

@@ -40,11 +40,11 @@ def slower(
         return None
     most = most_tokens(weights, coded, rounded)
     if coded and not isinstance(tokens, int):
-        return f"a number of tokens that is a symbol, and may be more than {most}"
+        return f"a symbolic number of tokens, which may be more than {most}"
     if isinstance(tokens, int) and tokens > most:
-        return f"more than {most} tokens: the library's GEMM is the faster one"
+        return f"more than {most} tokens: the library's GEMM is faster"
     if norm and not takes_norm(norm, tokens, columns):
-        return f"{norm} norm of {tokens} tokens: a kernel of its own is the faster one"
+        return f"{norm} norm of {tokens} tokens: a separate kernel for the norm is faster"
     return None
 
 
@@ -59,5 +59,5 @@ def slower_on(a: LinearArguments, target: Target, varies: bool) -> str | None:
         return f"{more} {MOST_CODED_TOKENS} tokens, {obstacle}: the library's GEMM is faster"
     most = most_decoded(quantization_of_call(a), a.linear.shape[1])
     if most is not None and (varies or tokens > most):
-        return f"{more} {most} tokens of such codes: the library's GEMM is the faster one"
+        return f"{more} {most} tokens of such codes: the library's GEMM is faster"
     return None

@@ -64,9 +64,9 @@ def _scattered(weight: Weight) -> str | None:
     name, strides = weight.named("data"), weight.data.stride()
     row, column = strides
     if column != 1 and row != 1:
-        return f"{name}: strides {strides} leave neither rows nor columns contiguous"
+        return f"{name}: with strides {strides}, neither rows nor columns are contiguous"
     if (row if column == 1 else column) * weight.data.element_size() % ALIGNMENT:
-        return f"{name}: strides {strides} are not whole {ALIGNMENT} bytes"
+        return f"{name}: strides {strides} are not multiples of {ALIGNMENT} bytes"
     return _far(weight) if column != 1 else None
 
 

@@ -133,7 +133,7 @@ def slower(*, tokens: Any, norm: str = "", columns: int = 0) -> str | None:
     """Returns why the graph's own rounding is as fast as the kernel for `tokens` rows; None if the
     kernel is faster. norm: the kind of norm that the kernel would compute first."""
     if isinstance(tokens, int) and tokens > MOST_ROUNDED_TOKENS:
-        return f"more than {MOST_ROUNDED_TOKENS} tokens: the graph rounds them as fast"
+        return f"more than {MOST_ROUNDED_TOKENS} tokens: the graph rounds them in the same time"
     return f"{norm} norm" if norm not in ("", "rms") else None
 
 

@@ -41,7 +41,7 @@ def _uneven(a: FusedMoeArguments) -> str | None:
     none."""
     gate, up = a.gate_weight, a.up_weight
     if up is not None and not _same_strides(gate, up):
-        return f"up_weight: strides {up.stride()} where gate_weight has {gate.stride()}"
+        return f"up_weight: strides {up.stride()}, but gate_weight has {gate.stride()}"
     of_all = {
         "bias": (a.gate_bias, a.up_bias, a.down_bias),
         "scale": (a.gate_scale, a.up_scale, a.down_scale),

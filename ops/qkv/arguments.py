@@ -270,7 +270,7 @@ class RaggedQkvArguments:
     - uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous. It is
       symmetric (zero point 8) or, with has_zp, has the actual zero points; files of GPTQ v1 store
       each zero point minus one.
-    - `bias` [N]: of the result's dtype or float32.
+    - `bias` [N]: has the result's dtype or float32.
     - `static_tokens`, `tune`: as in FusedQkvArguments.
 
     Raises ArgumentError before anything is written if layer_idx is not a layer, a scale has another

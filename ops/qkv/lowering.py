@@ -48,7 +48,7 @@ from tilewright.ops.runtime.program import (
     Steps,
 )
 
-NO_TOKENS = "nothing", "no tokens, no launch"
+NO_TOKENS = "nothing", "there are no tokens, so nothing is launched"
 
 _plan = cache(plan_fused_qkv)
 
@@ -70,7 +70,7 @@ def fused_qkv_paged_steps(a: FusedQkvArguments, target: Target) -> Steps:
     choice = tuning.measured_lowering(call, target) if a.tune else None
     if choice is None:
         if a.tune:
-            yield NotRepeatable("nothing is measured yet; the next call may have another lowering")
+            yield NotRepeatable("nothing is measured yet; the next call may use another lowering")
         choice = planned_lowering(call, target)
     return (yield from choice_steps(call, choice, target))
 

@@ -164,7 +164,7 @@ def slower(*, tokens: int, norm: str, columns: int) -> str | None:
     faster."""
     if takes_norm(norm, tokens, columns):
         return None
-    return f"{norm} norm of {tokens} tokens: a kernel of its own is the faster one"
+    return f"{norm} norm of {tokens} tokens: a separate kernel for the norm is faster"
 
 
 OP = register(

@@ -44,8 +44,8 @@ def check_metadata(a: RaggedQkvArguments) -> None:
 
 
 def kv_rows(blocks: torch.Tensor) -> Any:
-    """Returns how many rows of the weight K has. For MLA, these are the rows of one head;
-    otherwise, of all heads."""
+    """Returns how many rows of the weight K has. For MLA, these are the rows of one head.
+    Otherwise, they are the rows of all heads."""
     return blocks.shape[5] * (1 if blocks.shape[1] == 1 else blocks.shape[4])
 
 

@@ -1,8 +1,9 @@
 """Makes arguments of `fused_qkv_paged` that are like given arguments, but on new memory. Tuning
 runs on them.
 
-Shapes, strides and dtypes are those of the given arguments, of which only metadata is read. The
-number of tokens may differ, the numbers are random, and the caches have no more pages than needed.
+Shapes, strides and dtypes are equal to the shapes, strides and dtypes of the given arguments. Only
+the metadata of these arguments is read. The number of tokens may differ, the numbers are random,
+and the caches have no more pages than needed.
 """
 
 from __future__ import annotations

@@ -96,7 +96,9 @@ def measured_choice(
         timer = partial(_time, a, case, index)
         chosen = apart(partial(tuned, case, machine(index), timer))
     except Exception as error:  # tuning is optional: whatever error stops it, the plan is used
-        log.warning("tune: nothing measured, the plan stands: %s: %s", type(error).__name__, error)
+        log.warning(
+            "tune: nothing was measured, and the plan is kept: %s: %s", type(error).__name__, error
+        )
         chosen = None
     _known[case, index] = chosen
     return chosen

@@ -75,7 +75,7 @@ class HeadNorm(ArgumentGroup):
             form = self.norm_width, heads, head_dim, dtype, device
             check_norm_weight(op, self.named(field), vector, *form)
         if self.bias is not None and self.weight is None and not self.weightless_norm:
-            expected = f"None, since {self.named('weight')} is, and weightless_norm is False"
+            expected = f"None, since {self.named('weight')} is None, and weightless_norm is False"
             raise ArgumentError(op, self.named("bias"), expected, "a tensor")
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:

@@ -224,8 +224,8 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class _Waits:
-    """Returns whether a kernel of this rank waits for a rank whose process has ended. It waits if
-    this rank has sent a row to the other rank and has received no row from it.
+    """A callable that returns whether a kernel of this rank waits for a rank whose process has
+    ended. It waits if this rank has sent a row to the other rank and has received no row from it.
 
     Flags are copied on a separate stream into pinned memory, where the CPU polls for their arrival.
     Therefore nothing waits for the caller's work, or makes a call that is forbidden during a

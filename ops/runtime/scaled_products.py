@@ -75,16 +75,21 @@ class ScaledOperands:
             return "no scaled product has such scales of x and the weight together"
         unit = BLOCK if kind == BLOCKS else _UNIT
         if not (proven(rows % unit == 0) and proven(columns % unit == 0)):
-            return f"a scaled product by {kind} wants multiples of {unit}, not {rows} x {columns}"
+            return (
+                f"a scaled product by {kind} requires multiples of {unit}, not {rows} x {columns}"
+            )
         if not all(map(_is_reached, (self.x, self.weight))):
-            return "a scaled product wants rows behind one another, whole 16 bytes apart"
+            return (
+                "a scaled product requires contiguous rows, at distances that are multiples "
+                "of 16 bytes"
+            )
         if out_dtype not in HALVES:
             return f"no scaled product of {out_dtype}"
         wanted = _WITH_BLOCKS if kind == BLOCKS else ""
         if (kind, out_dtype) == (ROWS, torch.float16):
             wanted = _ROWS_OF_FLOAT16
         if wanted and torch.__version__ < wanted:
-            return f"a scaled product by {kind} to {out_dtype} wants torch {wanted}"
+            return f"a scaled product by {kind} to {out_dtype} requires torch {wanted}"
         return None
 
 
@@ -104,7 +109,7 @@ def _aligned(codes: torch.Tensor) -> torch.Tensor:
 def chip_obstacle(kind: str | None, target: Target) -> str | None:
     """Returns why a chip cannot compute a product with such scales; None if it can."""
     if kind == BLOCKS and not target.scales_blocks:
-        return f"the library scales products by blocks on Hopper alone, not on {target.name}"
+        return f"the library scales products by blocks only on Hopper, not on {target.name}"
     return None
 
 

@@ -213,7 +213,9 @@ class Watch:
         if self._stopped.is_set():
             return False
         if waiting is None:
-            self.end(_message(process, f"this rank's GPU says nothing for {self.deadline_s:g} s"))
+            self.end(
+                _message(process, f"this rank's GPU has given no sign for {self.deadline_s:g} s")
+            )
         elif waiting and waited:
             self.end(_message(process, "this rank waits for it in a fused sum over ranks"))
         return bool(waiting)

@@ -83,7 +83,7 @@ class Formula:
         return self.matcher(item, Found({}, ()), then) if self.may_match(item) else None
 
     def may_match(self, item: Any) -> bool:
-        """Whether the last operation of an argument is one that the formula can match."""
+        """Whether the formula can match the last operation of an argument."""
         return self.roots is None or _root(item) in self.roots
 
     def giving(self, **facts: Any) -> Formula:

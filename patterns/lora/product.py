@@ -45,8 +45,7 @@ class Product:
 
 
 def match_product(view: View) -> Product | None:
-    """Returns the product whose rows are the rows of `view` [..., N], all of them and in order;
-    else None."""
+    """Returns the product whose rows are all rows of `view` [..., N], in order; else None."""
     try:
         return _of_one(view) or _by_index(view) or _of_groups(view)
     except effects.InexpressibleError:

@@ -94,8 +94,12 @@ HAZARDS = {
     "other_slots_for_v": Hazard(
         "LONE_WRITE", A, "no other write goes to the same slots", paths.other_slots_for_v
     ),
-    "random_slots": Hazard("LONE_WRITE", A, "no other write goes to the same slots", paths.random_slots),
-    "one_cache_twice": Hazard("LONE_WRITE", A, "no other write goes to the same slots", plain, broken_args=one_cache_twice),
+    "random_slots": Hazard(
+        "LONE_WRITE", A, "no other write goes to the same slots", paths.random_slots
+    ),
+    "one_cache_twice": Hazard(
+        "LONE_WRITE", A, "no other write goes to the same slots", plain, broken_args=one_cache_twice
+    ),
     "features_apart": Hazard("LAYOUT", KP, "runs of consecutive features", paths.features_apart),
     "one_wide_head": Hazard(
         "CACHE_LAYOUT",

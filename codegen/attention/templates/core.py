@@ -161,7 +161,8 @@ def attend(
         k_source, v_source: Tensor descriptors if TMA, else pointers to the sequence's first key and
             value.
         rope_source: A descriptor of the keys' rope columns if ROPE_TMA, else a pointer.
-        DIMS: The widths of the first part of a query, of its rope columns, and of a value.
+        DIMS: The width of the first part of a query, the width of its rope columns, and the width
+            of a value.
         BLOCKS: The widths of the tiles of these three.
         factor, softcap, CAPPED: As in `attention_decode`. The factor is positive.
         SHIFT: As in `online_softmax_step`.

@@ -261,7 +261,7 @@ def _move(fresh: Path, place: Path) -> None:
             os.rename(fresh, place)
             return
         except OSError:
-            set_aside(place)  # an entry of another process, or one that could not be read
+            set_aside(place)  # an entry of another process, or an entry that could not be read
     os.rename(fresh, place)
 
 
@@ -304,7 +304,7 @@ def _read_file(folder: int, name: str) -> bytes:
         status = os.fstat(descriptor)
         reason = distrust(status)
         if reason is not None or not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{name}: {reason or 'it is no file'}")
+            raise OSError(f"{name}: {reason or 'it is not a file'}")
         return file.read()
 
 

@@ -90,7 +90,7 @@ def refusal(root: Path) -> str | None:
         return "it is not a folder"
     foreign = own.st_uid not in (os.geteuid(), 0) and not others_are_trusted()
     if foreign and stat.S_ISLNK(own.st_mode):
-        return f"it is a link of {_user(own.st_uid)}"
+        return f"it is a symbolic link of {_user(own.st_uid)}"
     return distrust(target)
 
 

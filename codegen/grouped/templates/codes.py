@@ -76,7 +76,7 @@ def load_scales(
     row_ptrs, row_mask, first, K: tl.constexpr, PART_K: tl.constexpr, FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of one part, which has PART_K columns, of each row.
+    """Loads the scales for one part of each row. A part has PART_K columns.
 
     For E2M1, the scales are integers [rows, 4], and each integer holds the scales of a quarter of
     the columns. For int4, where a part is a group, the scales are fp32 [rows, 1].
