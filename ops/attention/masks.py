@@ -101,8 +101,8 @@ def mask_numbers(
 
 
 def known_strides(mask: torch.Tensor | None) -> dict[str, Constant]:
-    """Returns the strides of a launch that are constants. In most masks, the keys are
-    contiguous."""
+    """Returns the strides that are known when the kernel is compiled. In most masks, the dimension
+    of the keys has stride 1."""
     if mask is None or mask.shape[3] <= 1 or mask.stride(3) != 1:
         return {}
     return {"mask_column_stride": 1}

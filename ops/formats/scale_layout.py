@@ -8,9 +8,9 @@ the scale of row r and column c is at byte (r % 32) * 16 + (r // 32) * 4 + c. cu
     B side  [E, ceil(N/128), ceil(C/4), 32, 4, 4]        6-D; each expert padded to 128 rows
 
 On the A side of a grouped GEMM, every group starts a new block, so the block of a row depends on
-the sizes of earlier groups. A number for each group, its *delta*, gives this block: it is the block
-that follows from the row's absolute position, plus the delta. `group_scale_offsets` returns the
-deltas.
+the sizes of earlier groups. Each group has a number, its *delta*. The block of a row is the sum of
+the delta and the block that follows from the row's absolute position. `group_scale_offsets` returns
+the deltas.
 """
 
 from __future__ import annotations

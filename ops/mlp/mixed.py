@@ -42,8 +42,8 @@ UP_TENSORS = ("up_weight", "up_scale", "up_zero", "up_factor", "up_bias")
 
 
 def decodes_many(a: LinearArguments, target: Target) -> bool:
-    """Whether products that decode the weights compute a call. This is so if the call has more
-    tokens than the kernels for few tokens compute, and if there are such products for it. Reads
+    """Whether the op computes a call with products that decode the weights. It does if the call has
+    too many tokens for the kernels for few tokens, and if such products exist for the call. Reads
     only metadata and addresses."""
     if a.weight_format == "dense" or a.x.shape[0] <= MOST_CODED_TOKENS:
         return False

@@ -48,7 +48,7 @@ class Slots:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The slots, by the argument names of all ops that have a paged cache."""
+        """The slots, as arguments with the names that all ops with a paged cache use."""
         named = dict(zip(SLOT_FORMS[self.form], self.tensors, strict=True))
         indexing = "torch" if self.wraps else "exact"
         return {"slots": self.form, "indexing": indexing, "slot_mapping": None, **named}

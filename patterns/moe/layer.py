@@ -98,18 +98,18 @@ def _has_powers_of_two(arguments: Mapping[str, Any]) -> bool:
 
 
 def refuse_rows(culprit: View) -> NoReturn:
-    """Rejects with ACTIVATION."""
+    """Raises Reject with the code ACTIVATION."""
     reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", culprit)
 
 
 def refuse_activation(found: View) -> NoReturn:
-    """Rejects with EXPERT_ACTIVATION."""
+    """Raises Reject with the code EXPERT_ACTIVATION."""
     message = f"found {found.value} between the experts' GEMMs"
     reject("EXPERT_ACTIVATION", Stage.ACTIVATION, message, found)
 
 
 def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
-    """Rejects with EXPERT_COMBINE because of the operations that read the experts' results."""
+    """Raises Reject with the code EXPERT_COMBINE because of the operations that read the experts' results."""
     refuse_sum(
         f"the experts' results are read by {reader or 'several operations'}; expected weights, "
         "the inverse order and a sum over the experts of each token",
@@ -119,7 +119,7 @@ def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
 
 
 def refuse_sum(message: str, culprit: Value, hint: str = "") -> NoReturn:
-    """Rejects with EXPERT_COMBINE."""
+    """Raises Reject with the code EXPERT_COMBINE."""
     reject("EXPERT_COMBINE", Stage.GUARDS, message, culprit, hint=hint)
 
 

@@ -34,7 +34,7 @@ _REACH = 24
 
 
 def refuse_order(message: str, culprit: Value | View, hint: str = "") -> NoReturn:
-    """Rejects with EXPERT_ORDER."""
+    """Raises Reject with the code EXPERT_ORDER."""
     reject("EXPERT_ORDER", Stage.ACTIVATION, message, culprit, hint=hint)
 
 

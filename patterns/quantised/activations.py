@@ -124,7 +124,7 @@ def check_formats(
 
 
 def refuse_format(view: View, why: str) -> NoReturn:
-    """Rejects with ACTIVATION_FORMAT."""
+    """Raises Reject with the code ACTIVATION_FORMAT."""
     message = f"activations of the experts {why}"
     hint = (
         "the op quantises to e4m3 codes with amax / 448 per row and 128 columns, in front "

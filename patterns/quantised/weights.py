@@ -151,7 +151,7 @@ def repeated(rows: View, hidden: int) -> View:
 
 
 def refuse(weight: View, why: str) -> NoReturn:
-    """Rejects with WEIGHT_FORMAT."""
+    """Raises Reject with the code WEIGHT_FORMAT."""
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
         "the known formats are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two "

@@ -352,7 +352,7 @@ def _refuse_chunk(value: Value) -> NoReturn:
 
 
 def refuse(why: str, value: Value, hint: str = "") -> NoReturn:
-    """Rejects with ATTENTION_FORM."""
+    """Raises Reject with the code ATTENTION_FORM."""
     reject("ATTENTION_FORM", Stage.ACTIVATION, f"{value}: {why}", value, hint=hint)
 
 

@@ -216,7 +216,8 @@ def _scaled(found: Logits, value: Value) -> View | None:
 
 
 def _capped(found: Logits, value: Value) -> View | None:
-    """Reads c * tanh(x / c). The scale that was read so far is outside of the tanh, and is c."""
+    """Reads c * tanh(x / c). The scale that has been read up to here is outside of the tanh, so it
+    is c."""
     if found.softcap or found.scale == 0 or found.terms:
         return None
     found.softcap, found.scale = abs(found.scale), math.copysign(1.0, found.scale)

@@ -40,8 +40,8 @@ def multiply_codes(
     """Returns accumulator + x [tokens, K] times the weights in words [rows, K / 8].
 
     accumulator: [rows, tokens] if SWAPPED, else [tokens, rows]. scales: the result of
-    `load_scales`. If SPLIT > 1, the rows and the tokens hold the operands of SPLIT products one
-    after another, and the accumulator is [SPLIT, rows, tokens].
+    `load_scales`. If SPLIT > 1, the operands of SPLIT products follow one another along the rows
+    and along the tokens, and the accumulator is [SPLIT, rows, tokens].
     """
     if not X_IN_ORDER:
         x = rows_in_order(x, RUN)

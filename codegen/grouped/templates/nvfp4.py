@@ -59,8 +59,8 @@ def grouped_nvfp4(
     SWAPPED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Grouped GEMM in NVFP4: out [T, ROWS_OUT] = a [T, INNER] @ b[expert]^T, times the expert's
-    fp32 scale. Rows of a group with expert -1 are set to zero.
+    """Grouped GEMM in NVFP4: out [T, ROWS_OUT] is a [T, INNER] @ b[expert]^T, multiplied by the
+    expert's fp32 scale. Rows of a group with expert -1 are set to zero.
 
     The kernel is persistent, so the grid may have any size. A tile has BLOCK_M rows (128 if not
     SWAPPED), BLOCK_N weight rows (a multiple of 128) and steps of BLOCK_K inner elements (a

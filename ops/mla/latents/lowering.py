@@ -223,8 +223,8 @@ def empty_keys(
     a: MlaPrefillArguments, rows: int
 ) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
     """Allocates k [rows, H, N] and v [rows, H, V] as views of one buffer. For the 8-bit attention
-    kernel, k is contiguous, and the keys are the contiguous dimension of v, padded to a multiple of
-    16."""
+    kernel, k is contiguous. In v, neighbouring keys are contiguous, and their number is padded to a
+    multiple of 16."""
     nope, _, v_dim = widths(a)
     heads = a.q.shape[1]
     if a.attention_dtype != FP8:
