@@ -288,8 +288,9 @@ def fake_implementation(op: FusedOp) -> OpCallable:
         arguments = _with_lists(lists, op.arguments(*args, **kwargs))
         _check_tensors_given(op, arguments)
         op.validate(arguments)
-        # Dynamo calls the fake implementation before AOTAutograd, which would treat the results as
-        # constants. An exported program is for inference, even if its parameters require gradients.
+        # The check is done here because Dynamo calls the fake implementation before AOTAutograd
+        # runs. AOTAutograd would treat the results as constants, without an error. An exported
+        # program is for inference, even if its parameters require gradients.
         if _records_backward() and not torch.compiler.is_exporting():
             _check_needs_no_grad(op, arguments)
         return op.faked(arguments)

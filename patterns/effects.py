@@ -116,7 +116,7 @@ def coalesce(atoms: Iterable[Atom]) -> Dim:
 
 
 def repeats(dim: Dim) -> bool:
-    """Whether every index of a dimension is the same element."""
+    """Whether all indices of a dimension select the same element."""
     return all(atom.axis is None for atom in dim)
 
 
@@ -250,8 +250,8 @@ def narrow(effect: Effect, dim: int, start: Size, length: Size, step: int = 1) -
 def _narrow_atoms(
     atoms: Dim, start: Size, length: Size, step: int
 ) -> tuple[list[tuple[int, Size]], Dim]:
-    """Returns the start offsets on axes of the base, and the remaining atoms, of a mixed-radix
-    dimension."""
+    """Narrows a mixed-radix dimension. Returns the offsets, on the axes of the base, at which the
+    narrowed dimension starts, and its atoms."""
     if not atoms:
         return [], ()
     inner = product(a.length for a in atoms[1:])

@@ -123,8 +123,8 @@ class HeadEpilogue:
     @property
     def row_unit(self) -> int:
         """A number that divides the offset of every row, in elements; 1 if all strides are 0."""
-        # If q has another dtype than the cache, its target is separate, and its rows do not matter
-        # here.
+        # If q has another dtype than the cache, another operand describes where q is written, so
+        # the length of q's rows does not matter here.
         q_row = self.num_heads * self.head_dim if self.dtype == self.cache_dtype else 0
         return math.gcd(q_row, *self.k_strides[:2], *self.v_strides[:2]) or 1
 

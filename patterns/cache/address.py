@@ -69,8 +69,8 @@ class Address:
 
 
 def place_arguments(k: Address, v: Address | None) -> dict[str, Any]:
-    """Returns windows, slots and scales, by the argument names of all ops that have a paged
-    cache."""
+    """Returns the windows, the slots and the scales, as arguments with the names that all ops with
+    a paged cache use."""
     slots = k.slots if v is None or v.slots.wraps else v.slots
     return {
         "k_window": k.window.to_ints(),

@@ -109,7 +109,8 @@ def refuse_activation(found: View) -> NoReturn:
 
 
 def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
-    """Raises Reject with the code EXPERT_COMBINE because of the operations that read the experts' results."""
+    """Raises Reject with the code EXPERT_COMBINE, because of the operations that read the experts'
+    results."""
     refuse_sum(
         f"the experts' results are read by {reader or 'several operations'}; expected weights, "
         "the inverse order and a sum over the experts of each token",

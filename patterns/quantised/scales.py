@@ -119,8 +119,9 @@ def _in_a_row(weights: Sequence[DequantizedWeight]) -> Computed:
 
 
 def _stored_in_a_row(weights: Sequence[DequantizedWeight]) -> View | None:
-    """Returns the part of a tensor that has the only factors of the weights, one after the
-    other."""
+    """Returns the part of one tensor in which the model stores the factors of all weights, one
+    after the other. Returns None if a weight has more than one factor, or if there is no such
+    tensor."""
     if any(len(w.factors) != 1 or w.divisors or w.number != 1 for w in weights):
         return None
     views = [_number(weight.factors[0]) for weight in weights]

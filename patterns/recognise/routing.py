@@ -177,8 +177,8 @@ def _order_of_cells(view: View) -> Order | None:
 
 
 def by_cell(view: View, of_ones: bool = False) -> View | None:
-    """Returns the map [T, E] whose cells a view [E * T] has in the order of the experts. Returns
-    None for every other view.
+    """Returns the map [T, E] if a view [E * T] lists the cells of this map expert by expert.
+    Returns None for every other view.
 
     Ignores copies, and casts between floating-point types. of_ones: whether to ignore all casts,
     for maps of zeros and ones, which are equal in every type.

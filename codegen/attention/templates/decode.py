@@ -159,8 +159,8 @@ def attend_block(
     # All keys of a whole block exist, unless the page of the block does not exist.
     CHECKED: tl.constexpr = MASKED or table_ptr is not None
     if v_base is None and MASKED:
-        # Do not read keys that no row attends to. These keys are also values, and NaN times zero is
-        # NaN.
+        # Do not read keys that no row attends to. If such a key contained NaN, the result would be
+        # NaN too, because the keys are also the values, and NaN times a weight of zero is NaN.
         added, seen = seen_keys(
             tl.zeros((BLOCK_N, ROWS), tl.float32), keys, exists, positions, query, head, mask_base,
             mask_head_stride, mask_row_stride, mask_column_stride,

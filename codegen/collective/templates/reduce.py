@@ -68,7 +68,7 @@ def sum_over_ranks(
         if to != rank:
             slot = slot_of(peers_ptr, to, rank, block, step, x.dtype, N, RANKS, FLAGS)
             tl.store(slot + columns, x, mask=there)
-    # The stores of all threads must be done before the flags, which one thread writes.
+    # The stores of all threads must be complete before one thread writes the flags.
     tl.debug_barrier()
     for to in range(RANKS):
         if to != rank:

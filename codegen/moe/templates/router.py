@@ -17,7 +17,7 @@ from tilewright.codegen.templates.split_k import arrive
 
 # A key that is lower than the keys of all numbers.
 LOWEST_KEY = tl.constexpr(-(2**31))
-# The key of NaN.
+# The sort key of NaN, which is greater than the sort keys of all other scores.
 HIGHEST_KEY = tl.constexpr(2**31 - 1)
 
 
