@@ -1,5 +1,5 @@
-"""Facts about integers that the emitter knows: bounds, a divisor, and scalars that are upper
-bounds.
+"""Facts that the emitter knows about integers: their bounds, a number that divides them, and the
+scalars that they do not exceed.
 
 All conclusions hold for mathematical integers. If a result might not fit its integer type, it may
 be any number of that type. Therefore no conclusion depends on a value that wrapped around.

@@ -143,8 +143,8 @@ def _operand(view: View, op: str, number: Any, **kwargs: Any) -> View | None:
 
 
 def _position_of(offsets: View, page_size: Size) -> View | None:
-    """Returns position if the offsets are position % page_size, which is always inside a page; else
-    None."""
+    """Returns `position` if the offsets are `position % page_size`, which are always inside a page;
+    else None."""
     offsets = strip_integer_casts(offsets)
     found = _operand(offsets, "aten.remainder", page_size)
     if found is None and _shift(page_size) is not None:

@@ -33,8 +33,9 @@ from tilewright.codegen.templates.streaming import (
 
 @triton.jit
 def weight_tile(ptrs, row_mask, column_mask, EVEN_ROWS: tl.constexpr, EVEN_COLUMNS: tl.constexpr):
-    """Loads a tile of a weight, which no program reads again. Only the launch knows the grid, so
-    the emitter cannot tell whether a tile ends after the last row."""
+    """Loads a tile of a weight that no program reads again. EVEN_ROWS and EVEN_COLUMNS say that no
+    tile extends past the last row or column. They are arguments because the emitter does not know
+    the grid."""
     if EVEN_ROWS and EVEN_COLUMNS:
         tile = tl.load(ptrs, eviction_policy="evict_first")
     elif EVEN_COLUMNS:
