@@ -220,8 +220,8 @@ def staged_bytes(ttgir: str) -> int:
 
 
 def repeating_products(ttgir: str) -> int:
-    """Counts the products (mma.sync) whose left operand has fewer columns than the four threads of
-    a row hold together."""
+    """Counts the products (mma.sync) whose left operand is so narrow that the four threads of a row
+    hold some of its columns more than once."""
     return sum(int(columns) < 4 * int(held) for columns, held in _PRODUCT.findall(ttgir))
 
 

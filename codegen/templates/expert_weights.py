@@ -56,9 +56,9 @@ def dequantize_tile(
 
 @triton.jit
 def times(pair, factor):
-    """Multiplies words that hold two bf16 numbers each. The compiler would also pair products of
-    single numbers, but in another order, and it would need two more instructions to exchange the
-    halves."""
+    """Multiplies words that hold two bf16 numbers each. If the numbers were multiplied one by one,
+    the compiler would combine two products in one instruction too, but in another order, and it
+    would need two more instructions to exchange the halves."""
     return tl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
     )

@@ -78,8 +78,8 @@ def _check_shapes(op: str, a: FusedQkvArguments) -> None:
         q.check_shape(op, letters, (num_kv_heads, None, head_dim, hidden))
     elif not holds(num_kv_heads != 0):
         raise ArgumentError(op, "k_weight", "at least one head", "none")
-    # Without V (MLA), heads only divide the rows into tiles, so their numbers need not fit each
-    # other.
+    # Without V (MLA), heads only divide the rows into tiles, so num_kv_heads need not divide
+    # num_heads.
     elif v is not None and not holds(q.shape[0] % num_kv_heads == 0):
         expected = f"num_kv_heads that divides num_heads = {q.shape[0]}"
         raise ArgumentError(op, "k_weight", expected, f"{num_kv_heads} heads")

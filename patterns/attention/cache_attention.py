@@ -52,7 +52,7 @@ from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_nam
 
 @dataclass(frozen=True)
 class CacheAttention:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "cache_attention"
     op: str = "cache_attention"

@@ -27,7 +27,7 @@ _REACH = 16
 
 @dataclass(frozen=True)
 class AllReduceResidualNorm:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "all_reduce_residual_norm"
     op: str = "all_reduce_residual_norm"

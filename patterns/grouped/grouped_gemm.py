@@ -56,7 +56,7 @@ SHORT_INNER, MANY_ROWS = 512, 160
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "grouped_gemm"
     op: str = "grouped_matmul"

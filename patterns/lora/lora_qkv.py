@@ -46,7 +46,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class LoraQkv:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "lora_qkv"
     op: str = "lora_expand_add"

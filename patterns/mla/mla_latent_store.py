@@ -33,7 +33,7 @@ _PATH = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
 
 @dataclass(frozen=True)
 class MlaLatentStore:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "mla_latent_store"
     op: str = "mla_latent_store"

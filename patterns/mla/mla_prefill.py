@@ -37,7 +37,7 @@ from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 
 @dataclass(frozen=True)
 class MlaPrefill:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "mla_prefill"
     op: str = "mla_prefill_dense"

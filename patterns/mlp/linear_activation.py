@@ -41,7 +41,7 @@ _NAMES = (WEIGHT_NAMES, ("up_weight", "up_scale", "up_zero", "up_factor"))
 
 @dataclass(frozen=True)
 class LinearActivation:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "linear_activation"
     op: str = "linear_activation"

@@ -75,7 +75,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class LinearResidual:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "linear_residual"
     op: str = "linear_residual"

@@ -48,7 +48,7 @@ _REACH = 12
 
 @dataclass(frozen=True)
 class RoundRows:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "round_rows"
     op: str = "round_rows"

@@ -54,7 +54,7 @@ _MOST_OF_OPERATOR = 16
 
 @dataclass(frozen=True)
 class ScaledLinear:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "scaled_linear"
     op: str = "scaled_linear"

@@ -65,7 +65,7 @@ _ROUTING_REACH = 192
 
 @dataclass(frozen=True)
 class Moe:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "moe"
     op: str = "fused_moe"

@@ -78,7 +78,7 @@ _STEPS = 6
 
 @dataclass(frozen=True)
 class MoeDense:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "moe_dense"
     op: str = "fused_moe"

@@ -47,7 +47,7 @@ _REACH = 32
 
 @dataclass(frozen=True)
 class MoeRouter:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "moe_router"
     op: str = "moe_router"

@@ -40,7 +40,7 @@ class AbsentCache:
 
 @dataclass(frozen=True)
 class CacheAbsent:
-    """The pattern. The module's docstring explains it. `op` is the op that would perform the
+    """The pattern that the module's docstring describes. `op` is the op that would perform the
     writes."""
 
     name: str = "cache_absent"

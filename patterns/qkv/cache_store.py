@@ -20,7 +20,7 @@ from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 
 @dataclass(frozen=True)
 class CacheStore:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "cache_store"
     op: str = "paged_kv_store"

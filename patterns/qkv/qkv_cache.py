@@ -68,7 +68,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class QkvCache:
-    """The pattern. The module's docstring explains it."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "qkv_cache"
     op: str = "fused_qkv_paged"

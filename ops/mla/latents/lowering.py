@@ -231,7 +231,8 @@ def empty_keys(
         kv = yield Buffer((rows, heads, nope + v_dim), a.q.dtype)
         return kv[..., :nope], kv[..., nope:]
     k = yield Buffer((rows, heads, nope), FP8)
-    # Keys past the last one are multiplied by zero weights. The kernel sets them to zero.
+    # The kernel sets the values past the last key to zero. Attention multiplies them by weights of
+    # zero, and zero times NaN would be NaN.
     v = yield Buffer((heads, v_dim, -(-max(rows, 1) // 16) * 16), FP8)
     return k, v.permute(2, 0, 1)[:rows]
 
