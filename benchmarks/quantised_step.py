@@ -238,8 +238,7 @@ def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
     facts = {"format": given.format, "model": given.model, "made": made_by(shipped.library)}
     with torch.device(given.made_on):
         library = loaded(given.format, given.model)
-    if library.device.type != DEVICE:
-        library = library.to(DEVICE)
+    library = library.to(DEVICE)  # a buffer may still be on the CPU
     changed = prepare(library, copy=True)
     facts["replaced"] = len(changed.replaced)
     facts["left"] = sorted({one.reason for one in changed.left})

@@ -22,6 +22,8 @@ HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
+# The number of keys in a block of latents that are rounded. They are in registers, in fp32.
+ROUNDED_KEYS = 16
 # Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may
 # hold. If there are more numbers, the program has 8 warps.
 HELD_SUMS = 96
@@ -128,6 +130,8 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
     if problem.latent:
         warps = min(max(rows * problem.v_block // (HELD_NUMBERS * 32), 4), MOST_WARPS)
     keys = KEYS if not problem.latent else LATENT_KEYS
+    if problem.rounding is not None:
+        warps, keys = MOST_WARPS, ROUNDED_KEYS
     stages = _stages(problem, rows, keys, target)
     config = DecodeConfig(tokens, heads, rows, 1, warps, stages, keys)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.attention.blocks import mask_kind
+from tilewright.codegen.row_rounding import RowRounding
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class CacheProblem:
         capped: Whether the logits are capped (softcap).
         sequences: The number of ragged sequences, rounded up to a power of two.
         tma: Whether tensor descriptors can load keys and values.
+        rounding: The rounding of latents before they are used; None if they are not rounded.
     """
 
     num_kv_heads: int
@@ -51,6 +53,7 @@ class CacheProblem:
     capped: bool = False
     sequences: int = 1
     tma: bool = False
+    rounding: RowRounding | None = None
 
     @property
     def num_heads(self) -> int:

@@ -1,4 +1,5 @@
-"""Rounds fp32 results to the dtype in which they are stored."""
+"""Rounds fp32 numbers to the dtype in which they are stored, and rows of numbers to float8 codes
+with scales computed from them."""
 
 import triton
 import triton.language as tl
@@ -29,3 +30,85 @@ def rounded(values, DTYPE: tl.constexpr, SATURATES: tl.constexpr = True):
         if tl.float8e5 == DTYPE:
             codes = tl.where(magnitude >= 61440.0, (codes & -128) | 0x7C, codes)
         return codes.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def largest_magnitudes(x, AXIS: tl.constexpr):
+    """Returns the largest magnitudes of fp32 x along a dimension; NaN where one is NaN."""
+    # Compare as integers: a maximum of floats ignores NaN.
+    sizes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(sizes, axis=AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(
+    largest, DTYPE: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """Returns the scales for the largest magnitudes of groups."""
+    if LEAST > 0.0:
+        largest = tl.maximum(largest, LEAST, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.math.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+    if ROUNDED:
+        scale = scale.to(DTYPE).to(tl.float32)
+    if ZERO_SCALE > 0.0:
+        scale = tl.where(scale == 0.0, ZERO_SCALE, scale)
+    return scale
+
+
+@triton.jit
+def codes_of(
+    numbers, scale, DTYPE: tl.constexpr, ROUNDED: tl.constexpr, LEAST_DIVISOR: tl.constexpr
+):  # fmt: skip
+    """Returns the e4m3 codes of fp32 numbers, with scales that broadcast to their shape.
+
+    ROUNDED: quotients are rounded to DTYPE first. LEAST_DIVISOR: the smallest number by which
+    numbers are divided.
+    """
+    divisor = scale
+    if LEAST_DIVISOR > 0.0:
+        divisor = tl.maximum(scale, LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
+    quotient = tl.math.div_rn(numbers, tl.broadcast_to(divisor, numbers.shape))
+    if ROUNDED:
+        quotient = quotient.to(DTYPE).to(tl.float32)
+    return rounded(quotient, tl.float8e4nv)
+
+
+@triton.jit
+def quotients(groups, divisor, LEAST_DIVISOR: tl.constexpr):
+    """Returns groups [rows, groups, columns] / divisor [rows, groups, 1], each rounded once, if no
+    quotient is above 2^10. The remainder corrects the product with the rounded reciprocal
+    (Markstein, IBM J. Res. Dev. 1990), which takes fewer instructions than a division."""
+    if LEAST_DIVISOR < 1e-18:
+        # Lift numbers whose remainders, or the inverse of whose divisor, would be out of range.
+        lift = tl.where(divisor < 1e-18, 18446744073709551616.0, 1.0)
+        divisor = divisor * lift
+        groups = groups * lift
+    inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    inverse = tl.broadcast_to(inverse, groups.shape)
+    quotient = groups * inverse
+    remainder = tl.fma(-quotient, tl.broadcast_to(divisor, groups.shape), groups)
+    return tl.fma(remainder, inverse, quotient)
+
+
+@triton.jit
+def numbers_of_codes(
+    x, GROUP: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr,
+    LEAST: tl.constexpr, LEAST_DIVISOR: tl.constexpr,
+):  # fmt: skip
+    """Returns rows x [rows, columns], rounded to the numbers that e4m3 codes with a scale for each
+    GROUP columns stand for, in x's dtype. The scales are those of `round_rows`."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    groups = tl.reshape(x.to(tl.float32), (ROWS, COLUMNS // GROUP, GROUP))
+    scale = scale_of(largest_magnitudes(groups, 2), x.dtype, ROUNDED, ZERO_SCALE, LEAST)
+    scale = scale[:, :, None]
+    divisor = scale
+    if LEAST_DIVISOR > 0.0:
+        divisor = tl.maximum(scale, LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
+    quotient = quotients(groups, divisor, LEAST_DIVISOR)
+    if ROUNDED:
+        quotient = quotient.to(x.dtype).to(tl.float32)
+    # No quotient is above 450, which rounds to 448: nothing has to saturate.
+    made = quotient.to(tl.float8e4nv).to(tl.float32) * scale
+    return tl.reshape(made, (ROWS, COLUMNS)).to(x.dtype)

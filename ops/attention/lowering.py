@@ -25,7 +25,6 @@ from tilewright.codegen.attention.kernels import (
 )
 from tilewright.codegen.attention.plan import (
     decode_config,
-    decode_rows,
     decodes,
     prefill_config,
 )
@@ -135,7 +134,8 @@ def _decode_kernel(
         keys=KEYS,
         queries=QUERIES,
     )
-    return config, Statics(config, shared), shared
+    rounding = {} if problem.rounding is None else problem.rounding.constants
+    return config, Statics(config, shared, **rounding), shared
 
 
 def _prefill(
@@ -169,11 +169,6 @@ def _prefill_kernel(
     """Returns the tiles (`config`, if it is given) and the constants of the kernel."""
     config = config or prefill_config(problem, target)
     return config, Statics(config, problem, keys=KEYS, queries=QUERIES)
-
-
-def decode_tile(a: AttentionArguments, rope: RopePart, num_queries: int) -> int:
-    """Returns the number of rows of a tile, in a call with this number of queries in a sequence."""
-    return decode_rows(cache_problem(a, rope), num_queries)[2]
 
 
 def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:

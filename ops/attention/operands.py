@@ -10,6 +10,7 @@ import torch
 
 from tilewright.codegen.arithmetic import LOG2E, next_power_of_2
 from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
+from tilewright.codegen.row_rounding import RowRounding
 from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
@@ -23,10 +24,15 @@ Values = dict[str, Any]
 class RopePart:
     """More columns of queries and keys, for keys that all heads share: q [T, Hq, R] and k [N, P,
     R], at the same indices as the other columns. They may have any strides, but the last dimension
-    is contiguous. The other columns of a key are then also its value."""
+    is contiguous. The other columns of a key are then also its value.
+
+    rounding: the rounding of these other columns before they are used; None if they are not
+    rounded.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
+    rounding: RowRounding | None = None
 
 
 def cache_sizes(a: AttentionArguments) -> AttentionSizes:
@@ -58,6 +64,7 @@ def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheP
         capped=bool(a.softcap),
         sequences=next_power_of_2(max(sequences(a), 1)) if ragged else 1,
         tma=_descriptors_reach(a),
+        rounding=None if rope is None else rope.rounding,
     )
 
 

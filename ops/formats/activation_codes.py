@@ -8,6 +8,8 @@ scales are 1.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from tilewright.ops.checks import (
@@ -15,16 +17,70 @@ from tilewright.ops.checks import (
     ArgumentError,
     check_device,
     check_dtype,
+    check_number,
     check_shape,
     holds,
     shape_text,
 )
-from tilewright.ops.formats.fp8_block import BLOCK
+from tilewright.ops.formats.division import divided
+from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
 from tilewright.ops.formats.quantized_weight import expand_blocks
+from tilewright.ops.groups import ArgumentGroup
 
 #: The dtype of the codes, and the number of columns that share a scale.
 ACTIVATION_CODES = torch.float8_e4m3fn
 ACTIVATION_BLOCK = BLOCK
+
+
+@dataclass(frozen=True)
+class RowRounding(ArgumentGroup):
+    """A rounding of rows [.., K] to e4m3 codes with scales computed from the rows.
+
+    group: columns that share a scale, a power of two that divides K; 0 for all. rounded: scales and
+    quotients are rounded to the rows' dtype. zero_scale: takes the place of a computed scale of 0,
+    if positive. least: the smallest magnitude that a scale is computed from. least_divisor: the
+    smallest number by which numbers are divided.
+    """
+
+    group: int = 0
+    rounded: bool = False
+    zero_scale: float = 0.0
+    least: float = 0.0
+    least_divisor: float = 0.0
+
+    def check(self, op: str, rows: str, columns: int) -> None:
+        """Raises ArgumentError for bad fields. rows: the argument name of the rows."""
+        for field in ("zero_scale", "least", "least_divisor"):
+            check_number(op, self.named(field), getattr(self, field), 0)
+        if columns == 0:
+            raise ArgumentError(op, rows, "at least one column", "none")
+        fits = self.group >= 0 and self.group & (self.group - 1) == 0
+        if not fits or (self.group and columns % self.group):
+            expected = f"0, or a power of two dividing {columns}"
+            raise ArgumentError(op, self.named("group"), expected, self.group)
+
+    def in_groups(self, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+        """Returns x [.., K] as [.., K / group, group], in the dtype in which it is divided."""
+        inner = x.dtype if self.rounded else compute
+        return x.to(inner).unflatten(-1, (-1, self.group or x.shape[-1]))
+
+    def scales(self, groups: torch.Tensor) -> torch.Tensor:
+        """Returns the scales [.., K / group, 1] of numbers [.., K / group, group]."""
+        largest = groups.abs().amax(-1, keepdim=True).clamp(min=self.least)
+        scale = divided(largest, E4M3_MAX)
+        return torch.where(scale == 0, self.zero_scale, scale) if self.zero_scale else scale
+
+    def codes(self, groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Returns the codes of numbers [.., K / group, group] with the given scales."""
+        divisor = scale.clamp(min=self.least_divisor) if self.least_divisor else scale
+        return (groups / divisor).clamp(-E4M3_MAX, E4M3_MAX).to(ACTIVATION_CODES)
+
+    def decoded(self, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+        """Returns the numbers that the codes of x [.., K] stand for, in `compute`."""
+        groups = self.in_groups(x, compute)
+        scale = self.scales(groups)
+        codes = self.codes(groups, scale)
+        return (codes.to(compute) * scale.to(compute)).flatten(-2)
 
 
 def check_x_scale(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from tilewright.ops.attention.arguments import BatchArguments
+from tilewright.ops.formats.activation_codes import RowRounding
 from tilewright.ops.groups import Group
 from tilewright.ops.reference.rope import RopeTables
 from tilewright.ops.schema import SymInt, Written
@@ -286,6 +287,11 @@ class MlaDecodeArguments(BatchArguments, _Width):
     - `key_lengths`, `positions`, `cache_lengths`, `mask`, `window`, `attn_mask`, `mask_blocks`:
       which keys a query attends to, as in `cache_attention`.
 
+    - `round_latents`: whether latents are rounded to the numbers that e4m3 codes stand for before
+      they are used. The cache is not changed.
+    - `latent_group`, `latent_rounded`, `latent_zero_scale`, `latent_least`,
+      `latent_least_divisor`: the RowRounding of a latent.
+
     If a query attends to no key, its result is zeros. Keys that no query attends to may have any
     values, even NaN. Bad offsets, lengths and pages raise ArgumentError if they are on the CPU, and
     if they are on a GPU with TILEWRIGHT_DEBUG=1. Otherwise, queries do not attend to a key on a
@@ -300,6 +306,21 @@ class MlaDecodeArguments(BatchArguments, _Width):
     v_weight: torch.Tensor | None = None
     kv_b_scale: torch.Tensor | None = None
     scale_block: Sequence[int] = ()
+    round_latents: bool = False
+    latent_group: int = 0
+    latent_rounded: bool = False
+    latent_zero_scale: float = 0.0
+    latent_least: float = 0.0
+    latent_least_divisor: float = 0.0
+
+    latent_rounding = Group(
+        RowRounding,
+        group="latent_group",
+        rounded="latent_rounded",
+        zero_scale="latent_zero_scale",
+        least="latent_least",
+        least_divisor="latent_least_divisor",
+    )
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,14 @@ class PlanCase:
 
 @dataclass(frozen=True)
 class DecodeCase(AttentionCase):
-    """One case of `mla_decode`, with one head of keys. joined: whether latents and rope keys are
-    columns of one cache. weight: "dense", "apart" (v_weight is given) or "fp8" (dequantised)."""
+    """One case of `mla_decode`, with one head of keys.
+
+    Attributes:
+        joined: Whether latents and rope keys are columns of one cache.
+        weight: "dense", "apart" (v_weight is given) or "fp8" (dequantised).
+        rounding: The arguments for a rounding of latents, as pairs of a name and a value. It is
+            empty if latents are not rounded.
+    """
 
     num_heads: int = 16
     num_kv_heads: int = 1
@@ -132,6 +138,13 @@ class DecodeCase(AttentionCase):
     v_dim: int = 24
     joined: bool = False
     weight: str = "dense"
+    rounding: tuple[tuple[str, Any], ...] = ()
+
+
+def _rounded(group: int, **options: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns the arguments for a rounding of latents with a scale for each `group` columns."""
+    named = ((f"latent_{name}", value) for name, value in options.items())
+    return ("round_latents", True), ("latent_group", group), *named
 
 
 STORE_CASES = (
@@ -214,6 +227,12 @@ DECODE_CASES = (
     DecodeCase("decode_odd_widths", rank=40, rope_dim=6, num_heads=20, positions="each"),
     DecodeCase("decode_fp8", weight="fp8", rank=160),
     DecodeCase("decode_weights_apart", weight="apart"),
+    DecodeCase("rounded", weight="fp8", rank=256, rounding=_rounded(128, least_divisor=1e-12)),
+    DecodeCase("rounded_rows", rank=96, rounding=_rounded(0, zero_scale=2.0**-8)),
+    DecodeCase("rounded_pages", pool="paged", joined=True, rank=160, lengths=True, mask="none",
+               positions="none", dtype=torch.float16, rounding=_rounded(32, least=1e-4)),
+    DecodeCase("rounded_masked", attn_mask="bool", rank=128, **TENSOR_MASK,
+               rounding=_rounded(64)),
     DecodeCase("paged", pool="paged", joined=True, lengths=True, mask="none", positions="none",
                index_dtype=torch.int32),
     DecodeCase("paged_window", pool="paged", mask="sliding_window", window=17),

@@ -62,7 +62,11 @@ def decode_reference(a: MlaDecodeArguments) -> torch.Tensor:
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
     k_weight, v_weight = halves(a, dense_weight(a, q.dtype))
     q_latent = torch.einsum("thn,hnl->thl", q[..., :nope], k_weight)
-    keys = torch.cat((a.latent, a.rope_keys), dim=-1)
+    latent, rope_keys = a.latent, a.rope_keys
+    if a.round_latents:
+        latent = a.latent_rounding.decoded(latent, q.dtype)
+        rope_keys = rope_keys.to(q.dtype)
+    keys = torch.cat((latent, rope_keys), dim=-1)
     call = as_attention(a, torch.cat((q_latent, q[..., nope:]), dim=-1), keys)
     latents = attention_reference(call)[..., : a.latent.shape[2]]
     out = torch.einsum("thl,hvl->thv", latents, v_weight.to(q.dtype))

@@ -81,6 +81,7 @@ def sample_decode(case: DecodeCase, device: str | torch.device, seed: int) -> di
         **sample_weight(case, sampler),
         "v_dim": case.v_dim,
         "scale": width**-0.5,
+        **dict(case.rounding),
     }
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
+from tilewright.ops.formats.activation_codes import ACTIVATION_CODES, RowRounding
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.groups import Group, OptionalGroup
 from tilewright.ops.reference.norm import RowNorm
@@ -31,7 +31,8 @@ class LinearActivationArguments:
       the gate. Weights may have any strides, so that a joint weight, concatenated or interleaved,
       can be passed as two views of one tensor.
     - `bias`, `up_bias` [N], of x's dtype or float32.
-    - `activation`: one of ops.reference.activation.ACTIVATIONS.
+    - `activation`: one of ops.reference.activation.ACTIVATIONS. Without an up weight it may be "",
+      and there is then no activation.
     - `rms_norm`, `layer_norm`, `norm_weight`, `norm_bias`, `norm_eps`, `norm_offset`: a RowNorm of
       x.
     - `weight_format`, `scale_block`, `zero_point`, `nibble_order`, `weight_scale`, `weight_zero`,
@@ -163,11 +164,7 @@ class RoundRowsArguments:
     - `rms_norm`, `norm_weight`, `norm_eps`, `norm_offset`: a RowNorm of the numbers.
     - `scale`: one scale for all numbers, a tensor of one element of x's dtype or, without
       `rounded`, of float32. If it is None, scales are computed.
-    - `group`: how many columns share a scale, a power of two that divides K; 0 if all columns do.
-    - `rounded`: whether scales and quotients are rounded to x's dtype.
-    - `zero_scale`: if it is positive, it replaces a computed scale of 0.
-    - `least`: the smallest magnitude from which a scale is computed.
-    - `least_divisor`: the smallest number by which numbers are divided.
+    - `group`, `rounded`, `zero_scale`, `least`, `least_divisor`: a RowRounding of the numbers.
     - `decoded`: whether the result has the numbers that codes stand for, in x's dtype, instead of
       float8_e4m3fn codes.
 
@@ -193,6 +190,7 @@ class RoundRowsArguments:
     decoded: bool = False
 
     norm = Group(RowNorm)
+    rounding = Group(RowRounding)
 
     @property
     def columns_of_scale(self) -> int:

@@ -133,6 +133,12 @@ ACTIVATION_CASES = (
     LinearCase("coded_plain", weight_format="int8", scale_block=(1, 64), activation="gelu"),
     LinearCase("coded_many", num_tokens=70, layout="separate", weight_format="fp8",
                scale_block=(1, 64)),
+    LinearCase("alone", activation="", bias=True),
+    LinearCase("alone_many", num_tokens=70, activation="", norm="rms"),
+    LinearCase("alone_codes", num_tokens=3, activation="", norm="rms", weight_format="int4_k",
+               scale_block=(1, 32), zero_point=8, k=160),
+    LinearCase("alone_codes_many", activation="", weight_format="fp8", scale_block=(1, 32),
+               **_MOST),
     LinearCase("coded_most", layout="halves", norm="rms", bias=True, weight_format="int4_k",
                scale_block=(1, 32), zero_point=8, **_MOST),
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""`linear_activation`: the first half of an MLP, gated or not, with or without a norm before it."""
+"""`linear_activation`: the first half of an MLP, gated or not, with or without a norm before it; or
+a linear alone."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def validate(a: LinearActivationArguments) -> None:
     else:
         absent = ("up_bias", "up_scale", "up_zero", "up_factor")
         check_absent(NAME, a, absent, "up_weight is None")
-    check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
+    check_choice(NAME, "activation", a.activation, ("", *ACTIVATIONS))
+    if not a.activation:
+        check_absent(NAME, a, ("up_weight",), "activation is empty")
     a.norm.check(NAME, a.x, "[K]", a.x.shape[1])
 
 
@@ -62,11 +65,14 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
 
     With layer_norm, x - mean(x) replaces x and norm_bias is added to y. Without a norm, y = x.
     Without norm_weight, y is not multiplied. Without up_weight, out = activation(y @ weight^T +
-    bias). Quantised weights are dequantised first.
+    bias). If there is no activation either, out = y @ weight^T + bias. Quantised weights are
+    dequantised first.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     y = a.norm.apply(a.x.to(compute))
-    out = ACTIVATIONS[a.activation](apply_linear(y, a.linear.dequantize(compute), a.bias))
+    out = apply_linear(y, a.linear.dequantize(compute), a.bias)
+    if a.activation:
+        out = ACTIVATIONS[a.activation](out)
     if a.up_linear is not None:
         out = out * apply_linear(y, a.up_linear.dequantize(compute), a.up_bias)
     return out.to(a.x.dtype)

@@ -285,7 +285,8 @@ def _activation_by_library(call: _Call, x: torch.Tensor) -> Steps:
     up = None
     if a.up_weight is not None:
         up = yield from linear(x, a.up_weight, a.up_bias)
-    yield _activated(call, out, up, out)
+    if a.activation:
+        yield _activated(call, out, up, out)
     return Outcome(out, "library", _MANY)
 
 

@@ -15,13 +15,10 @@ from tilewright.ops.checks import (
     ArgumentError,
     check_absent,
     check_choice,
-    check_number,
     check_operand,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
-from tilewright.ops.formats.division import divided
-from tilewright.ops.formats.fp8_block import E4M3_MAX
 from tilewright.ops.mlp.arguments import RoundRowsArguments
 from tilewright.ops.mlp.cases import ROUND_CASES, sample_round
 from tilewright.ops.reference.activation import ACTIVATIONS
@@ -58,18 +55,7 @@ def validate(a: RoundRowsArguments) -> None:
         computed = [name for name in ("group", "zero_scale", "least") if getattr(a, name)]
         if computed:
             raise ArgumentError(NAME, computed[0], "0, since scale is given", "another number")
-    for name in ("zero_scale", "least", "least_divisor"):
-        check_number(NAME, name, getattr(a, name), 0)
-    _check_group(a)
-
-
-def _check_group(a: RoundRowsArguments) -> None:
-    columns = a.x.shape[1]
-    if columns == 0:
-        raise ArgumentError(NAME, "x", "at least one column", "none")
-    fits = a.group >= 0 and a.group & (a.group - 1) == 0
-    if not fits or (a.group and columns % a.group):
-        raise ArgumentError(NAME, "group", f"0, or a power of two dividing {columns}", a.group)
+    a.rounding.check(NAME, "x", a.x.shape[1])
 
 
 def fake(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,24 +76,14 @@ def reference(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
     numbers are codes * scale, rounded to x's dtype.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
-    inner = a.x.dtype if a.rounded else compute
-    columns = a.columns_of_scale
-    groups = _numbers(a, compute).to(inner).unflatten(-1, (a.x.shape[1] // columns, columns))
-    scale = _scale(a, groups)
-    quotient = groups / scale.clamp(min=a.least_divisor) if a.least_divisor else groups / scale
-    made = quotient.clamp(-E4M3_MAX, E4M3_MAX).to(ACTIVATION_CODES)
+    groups = a.rounding.in_groups(_numbers(a, compute), compute)
+    given = None if a.scale is None else a.scale.to(groups.dtype).reshape(1, 1, 1)
+    scale = a.rounding.scales(groups) if given is None else given
+    made = a.rounding.codes(groups, scale)
     if a.decoded:
         made = (made.to(compute) * scale.to(compute)).to(a.x.dtype)
     numbers, scales = fake(a)
     return numbers.copy_(made.flatten(-2)), scales.copy_(scale.squeeze(-1).t())
-
-
-def _scale(a: RoundRowsArguments, groups: torch.Tensor) -> torch.Tensor:
-    """Returns the scales of numbers [T, groups, columns], as [T, groups, 1] or [1, 1, 1]."""
-    if a.scale is not None:
-        return a.scale.to(groups.dtype).reshape(1, 1, 1)
-    scale = divided(groups.abs().amax(-1, keepdim=True).clamp(min=a.least), E4M3_MAX)
-    return torch.where(scale == 0, a.zero_scale, scale) if a.zero_scale else scale
 
 
 def _numbers(a: RoundRowsArguments, compute: torch.dtype) -> torch.Tensor:

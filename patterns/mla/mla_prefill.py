@@ -25,6 +25,7 @@ from tilewright.patterns.effects import size_fact
 from tilewright.patterns.language import Match, Sought, register
 from tilewright.patterns.mla.keys import LatentKeys, has_shared_part, match_latent_keys
 from tilewright.patterns.mla.query import Query, match_query
+from tilewright.patterns.mla.rounded_latents import absorbed_decode
 from tilewright.patterns.recognise.attention import (
     Attention,
     keys_of,
@@ -59,19 +60,43 @@ class MlaPrefill:
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         attention = without_padding(match_attention(anchor, flow))
         keys = match_latent_keys(attention, flow)
-        query = match_query(attention, keys.nope, flow)
         _guard(attention, keys)
-        absorbed = (*attention.absorbed, *keys.absorbed, *query.absorbed)
+        if (absorbed := absorbed_decode(attention, keys, flow)) is not None:
+            return _absorbed_match(anchor, attention, keys, *absorbed)
+        query = match_query(attention, keys.nope, flow)
+        inside = (*attention.absorbed, *keys.absorbed, *query.absorbed)
         return Match(
             anchor=anchor,
             arguments=_arguments(attention, keys, query, flow),
             results=(attention.result(),),
-            absorbed=tuple(dict.fromkeys(absorbed)),
+            absorbed=tuple(dict.fromkeys(inside)),
             facts=_facts(attention, keys, query),
             scope=common_scope(keys.weight.value.scope or anchor.scope, anchor.scope),
             scratch=keys.scratch,
             needs_kernel=True,
         )
+
+
+def _absorbed_match(
+    anchor: Value,
+    attention: Attention,
+    keys: LatentKeys,
+    arguments: dict[str, Any],
+    rounding: tuple[Value, ...],
+) -> Match:
+    """Returns the match whose op rounds the latents and attends to them in place. rounding: the
+    values that round them in the graph."""
+    return Match(
+        anchor=anchor,
+        op="mla_decode",
+        arguments=arguments,
+        results=(attention.result(),),
+        absorbed=tuple(dict.fromkeys((*attention.absorbed, *keys.absorbed, *rounding))),
+        facts=_facts(attention, keys, Query(arguments, ())) | {"latents": "rounded to fp8"},
+        scope=common_scope(keys.weight.value.scope or anchor.scope, anchor.scope),
+        scratch=keys.scratch,
+        needs_kernel=True,
+    )
 
 
 def _is_latent(value: Value, flow: Dataflow) -> bool:

@@ -60,6 +60,7 @@ class ScaledLinear:
     op: str = "scaled_linear"
     takes_leftovers: bool = True
     asked_last: ClassVar[bool] = True  # after the patterns whose kernels compute more operations
+    asked_before: ClassVar[tuple[str, ...]] = ("coded_linear",)
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
         "linears of activations and weights that are both float8 codes",

@@ -17,6 +17,7 @@ from tilewright.codegen.attention.templates.block_list import blocks_to_visit, k
 from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
 from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped, finish
 from tilewright.codegen.attention.templates.tiles import keys_in_sight, ragged_place, run_of
+from tilewright.codegen.templates.rounding import numbers_of_codes
 
 
 @triton.jit
@@ -130,12 +131,15 @@ def attend_block(
     V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     LISTED: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    ROUND_GROUP: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr,
+    LEAST: tl.constexpr, LEAST_DIVISOR: tl.constexpr,
 ):  # fmt: skip
     """Returns (output [V, rows], top, total) after a block of keys. total [BLOCK_N, rows] is summed
     over its keys after the last block.
 
     MASKED: some row may not attend to some key of the block. LISTED: in the first num_whole steps,
-    the mask tensor hides nothing. If v_base is None, the keys are the values.
+    the mask tensor hides nothing. If v_base is None, the keys are the values. If ROUND_GROUP > 0,
+    keys are rounded to the numbers that e4m3 codes stand for.
     """
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     keys = first_key + tl.arange(0, BLOCK_N)
@@ -168,6 +172,15 @@ def attend_block(
         )  # fmt: skip
         exists = tl.max(seen.to(tl.int32), axis=1) > 0
     k = load_rows(k_rows, exists if CHECKED else None, HEAD_DIM, HEAD_BLOCK)
+    if ROUND_GROUP > 0:
+        k = numbers_of_codes(k, ROUND_GROUP, ROUNDED, ZERO_SCALE, LEAST, LEAST_DIVISOR)
+        # Zeros in the place of keys or columns that do not exist have a scale of zero, and may have
+        # become NaN.
+        there = (tl.arange(0, HEAD_BLOCK) < HEAD_DIM)[None, :]
+        if CHECKED:
+            there = there & exists[:, None]
+        if CHECKED or HEAD_DIM < HEAD_BLOCK:
+            k = tl.where(there, k, 0.0)
     scores = tl.dot(k.to(q.dtype), q)
     if rope_base is not None:
         k_rope = load_rows(rope_rows, exists if CHECKED else None, ROPE_DIM, ROPE_BLOCK)
@@ -246,6 +259,8 @@ def attention_decode(
     LISTED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    ROUND_GROUP: tl.constexpr = 0, ROUNDED: tl.constexpr = False, ZERO_SCALE: tl.constexpr = 0.0,
+    LEAST: tl.constexpr = 0.0, LEAST_DIVISOR: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for sequences
     that are ragged or have equal lengths.
@@ -272,6 +287,9 @@ def attention_decode(
         MASK_KIND: The kind of the mask tensor: "none", "bool" or "additive".
         LISTED: mask_blocks has the mask's list of blocks of KEYS keys
             (codegen/attention/blocks.py), with a row for each QUERIES queries.
+        ROUND_GROUP: If it is greater than 0, the columns of a key that are also its value are first
+            rounded to the numbers that e4m3 codes stand for, with one scale for each ROUND_GROUP
+            columns, in the same way as `round_rows` rounds them.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -366,7 +384,8 @@ def attention_decode(
                 rope_page_stride, positions, query, head, mask_base, mask_head_stride,
                 mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
                 HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
-                WINDOW, MASK_KIND, CAPPED, masked == 1, LISTED, CHAINED, BLOCK_N, ROWS,
+                WINDOW, MASK_KIND, CAPPED, masked == 1, LISTED, CHAINED, BLOCK_N, ROWS, ROUND_GROUP,
+                ROUNDED, ZERO_SCALE, LEAST, LEAST_DIVISOR,
             )  # fmt: skip
     total = tl.sum(total, axis=0)
     if SPLITS == 1:

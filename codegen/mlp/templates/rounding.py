@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.activation import activate
-from tilewright.codegen.templates.rounding import rounded
+from tilewright.codegen.templates.rounding import codes_of, largest_magnitudes, scale_of
 from tilewright.codegen.templates.rows import load_factors
 from tilewright.codegen.templates.streaming import prefetch_rows
 
@@ -25,32 +25,6 @@ def load_numbers(
             x = activate(x, up, ACTIVATION, 1.0, 0.0, True)
         x = tl.where(there, x, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
     return x
-
-
-@triton.jit
-def largest_of_groups(x, GROUP: tl.constexpr):
-    """Returns the largest magnitude of each GROUP consecutive numbers of x (fp32); NaN if one of
-    them is NaN."""
-    # Compare the bits as integers, because a maximum of floats ignores NaN.
-    sizes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(tl.reshape(sizes, (x.shape[0] // GROUP, GROUP)), axis=1)
-    return largest.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scale_of(
-    largest, DTYPE: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr,
-    LEAST: tl.constexpr,
-):  # fmt: skip
-    """Returns the scale of each group, given the largest magnitude of the group."""
-    if LEAST > 0.0:
-        largest = tl.maximum(largest, LEAST, propagate_nan=tl.PropagateNan.ALL)
-    scale = tl.math.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-    if ROUNDED:
-        scale = scale.to(DTYPE).to(tl.float32)
-    if ZERO_SCALE > 0.0:
-        scale = tl.where(scale == 0.0, ZERO_SCALE, scale)
-    return scale
 
 
 @triton.jit
@@ -117,24 +91,17 @@ def round_rows(
         elif GROUP == 0 and COMPUTED:
             whole = (whole * inverse * row_factors).to(DTYPE).to(tl.float32)
     RUN: tl.constexpr = WIDTH if GROUP == 0 else GROUP
+    numbers = tl.reshape(x, (WIDTH // RUN, RUN))
     if not COMPUTED:
         scale = tl.load(given_scale_ptr + tl.arange(0, 1)).to(tl.float32)
-    elif GROUP == 0:
-        scale = scale_of(largest_of_groups(whole, ROW), DTYPE, ROUNDED, ZERO_SCALE, LEAST)
     else:
-        scale = scale_of(largest_of_groups(x, GROUP), DTYPE, ROUNDED, ZERO_SCALE, LEAST)
-    divisor = scale
-    if LEAST_DIVISOR > 0.0:
-        divisor = tl.maximum(scale, LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
-    numbers = tl.reshape(x, (WIDTH // RUN, RUN))
-    quotient = tl.math.div_rn(numbers, tl.broadcast_to(divisor[:, None], numbers.shape))
-    if ROUNDED:
-        quotient = quotient.to(DTYPE).to(tl.float32)
-    codes = rounded(quotient, tl.float8e4nv)
+        groups = numbers if GROUP > 0 else tl.reshape(whole, (1, ROW))
+        scale = scale_of(largest_magnitudes(groups, 1), DTYPE, ROUNDED, ZERO_SCALE, LEAST)
+    codes = codes_of(numbers, scale[:, None], DTYPE, ROUNDED, LEAST_DIVISOR)
     made = codes.to(tl.float32) * scale[:, None] if DECODED else codes
     out = tl.reshape(made, (WIDTH,)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * K + own, out, mask=own < K)
-    groups = tl.program_id(1) * (WIDTH // RUN) + tl.arange(0, WIDTH // RUN)
+    own_groups = tl.program_id(1) * (WIDTH // RUN) + tl.arange(0, WIDTH // RUN)
     if not COMPUTED:
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         tl.store(scale_ptr + tl.arange(0, 1), scale, mask=first)
@@ -142,5 +109,5 @@ def round_rows(
         tl.store(scale_ptr + row + tl.arange(0, 1), scale, mask=tl.program_id(1) == 0)
     else:
         COUNT: tl.constexpr = K // GROUP
-        places = groups.to(tl.int64) * tl.num_programs(0) + row
-        tl.store(scale_ptr + places, scale, mask=groups < COUNT)
+        places = own_groups.to(tl.int64) * tl.num_programs(0) + row
+        tl.store(scale_ptr + places, scale, mask=own_groups < COUNT)

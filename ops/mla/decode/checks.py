@@ -37,6 +37,8 @@ def check_decode(op: str, a: MlaDecodeArguments) -> None:
     check_operand(op, "latent", a.latent, *form, dense=True)
     form = "[P, S, R]", (*a.latent.shape[:2], rope_dim), dtypes, device
     check_operand(op, "rope_keys", a.rope_keys, *form, dense=True)
+    if a.round_latents:
+        a.latent_rounding.check(op, "latent", rank)
     with in_words_of(op, OWN_NAMES):
         check_batch(op, as_attention(a, a.q, a.latent))
 

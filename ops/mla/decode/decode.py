@@ -24,7 +24,7 @@ ERROR_MODEL = (
     "Sums are accumulated in fp32, then the result is rounded once. The products of queries and "
     "W_UK are rounded to the queries' dtype, and so are a kernel's softmax weights and sums of "
     "latents: each term of a sum errs by up to half a unit in the last place, measured against the "
-    "rms of the output."
+    "rms of the output. Rounded latents, times their scales, are rounded to the queries' dtype."
 )
 
 
@@ -48,7 +48,8 @@ def reference(a: MlaDecodeArguments) -> torch.Tensor:
         o_latent = softmax(logits) @ latent                  -inf where the mask hides
         out = o_latent @ W_UV[h]^T                           rounded to q's dtype
 
-    Latents that no query sees are not read.
+    With round_latents, each latent is first rounded to e4m3 codes times their scales. Latents that
+    no query sees are not read.
     """
     return decode_reference(a)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.mla.head_kernels import (
     BLOCK_K,
     BLOCK_WIDTH,
@@ -18,10 +18,10 @@ from tilewright.codegen.mla.head_kernels import (
     block_tokens,
     head_grid,
 )
-from tilewright.codegen.mla.plan import DecodeSizes, absorbs
+from tilewright.codegen.row_rounding import RowRounding
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import BATCH_NAMES, as_attention
-from tilewright.ops.attention.lowering import attention_steps, decode_tile
+from tilewright.ops.attention.lowering import attention_steps
 from tilewright.ops.attention.operands import RopePart
 from tilewright.ops.attention.positions import sequences
 from tilewright.ops.checks import given
@@ -34,6 +34,7 @@ from tilewright.ops.mla.arguments import (
     widths,
 )
 from tilewright.ops.mla.decode.checks import decode_obstacle
+from tilewright.ops.mla.decode.gains import is_faster
 from tilewright.ops.mla.keys import buffer_rows, cache_views
 from tilewright.ops.mla.latents.lowering import dequantized
 from tilewright.ops.runtime.kernels import launch
@@ -61,10 +62,21 @@ def absorbed_steps(
     k_weight, v_weight = halves(a, weight)
     q_latent = yield from head_steps(q_nope, k_weight, target)
     call = as_attention(a, q_latent, a.latent)
-    done = yield from attention_steps(call, target, rope=RopePart(q_rope, a.rope_keys))
+    rope = RopePart(q_rope, a.rope_keys, _latent_rounding(a))
+    done = yield from attention_steps(call, target, rope=rope)
     assert isinstance(done.result, torch.Tensor)
     out = yield from head_steps(done.result, v_weight.mT, target)
     return Outcome(out, NAME, f"a product of each head around {done.name} {done.reason}")
+
+
+def _latent_rounding(a: MlaDecodeArguments) -> RowRounding | None:
+    """Returns the rounding of latents in a call; None without one. A latent with a single scale is
+    rounded together with the zeros that fill its tile."""
+    if not a.round_latents:
+        return None
+    r = a.latent_rounding
+    group = r.group or next_power_of_2(a.latent.shape[2])
+    return RowRounding(group, r.rounded, r.zero_scale, r.least, r.least_divisor)
 
 
 def head_steps(
@@ -114,7 +126,7 @@ def absorbed_call(a: MlaPrefillArguments) -> MlaDecodeArguments | None:
         block_table=table,
         **shared,
     )
-    return call if decode_obstacle(call) is None and absorbs(_sizes(call, buffer_rows(a))) else None
+    return call if decode_obstacle(call) is None and _is_faster(call, buffer_rows(a)) else None
 
 
 def _keys_in_place(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -129,15 +141,20 @@ def _keys_in_place(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] 
     return latent.unflatten(0, (a.num_sequences, -1)), rope.unflatten(0, (a.num_sequences, -1))
 
 
-def _sizes(call: MlaDecodeArguments, num_keys: int) -> DecodeSizes:
-    """Returns the sizes of a call. num_keys: the keys of all sequences together."""
+def _is_faster(call: MlaDecodeArguments, num_keys: int) -> bool:
+    """Whether absorbed attention is faster for a call. num_keys: the keys of all sequences
+    together."""
     nope, rope, v_dim = widths(call)
     (tokens, heads, _), rank, batch = call.q.shape, call.latent.shape[2], sequences(call)
-    queries = cdiv(tokens, batch)
-    q_latent = torch.empty(tokens, heads, rank, dtype=call.q.dtype, device="meta")
-    part = RopePart(call.q[..., nope:], call.rope_keys)
-    rows = decode_tile(as_attention(call, q_latent, call.latent), part, queries)
-    return DecodeSizes(queries, num_keys // batch, heads, nope, rope, v_dim, rank, rows)
+    return is_faster(
+        queries=cdiv(tokens, batch),
+        keys=num_keys // batch,
+        heads=heads,
+        nope=nope,
+        rope=rope,
+        v_dim=v_dim,
+        rank=rank,
+    )
 
 
 def with_lengths(

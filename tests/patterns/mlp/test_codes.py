@@ -103,21 +103,21 @@ unscaled.stored = quantized.int8_buffers
 
 
 @pytest.mark.parametrize(
-    ("forms", "code"),
+    ("forms", "code", "alone"),
     [
-        ((quantized.int8, quantized.fp8_channel), "WEIGHT_FORMAT"),
-        ((quantized.int8, quantized.int8_with_zeros), "WEIGHT_FORMAT"),
-        ((quantized.nibbles_low_first, quantized.nibbles_high_first), "WEIGHT_FORMAT"),
-        ((quantized.gptq_act_order, quantized.gptq_act_order), "SCALE_BLOCK"),
-        ((unscaled, unscaled), "WEIGHT_FORMAT"),
+        ((quantized.int8, quantized.fp8_channel), "WEIGHT_FORMAT", 2),
+        ((quantized.int8, quantized.int8_with_zeros), "WEIGHT_FORMAT", 2),
+        ((quantized.nibbles_low_first, quantized.nibbles_high_first), "WEIGHT_FORMAT", 2),
+        ((quantized.gptq_act_order, quantized.gptq_act_order), "SCALE_BLOCK", 0),
+        ((unscaled, unscaled), "WEIGHT_FORMAT", 0),
     ],
     ids=["dtypes", "zeros", "orders", "groups of a buffer", "no scale"],
 )
-def test_codes_that_no_op_takes_are_advice(forms, code):
-    """The down projection, of known codes, is found beside them."""
+def test_gate_and_up_that_the_op_does_not_take_together_are_advice(forms, code, alone):
+    """The down projection is found beside them, and each of the two whose codes are known alone."""
     report = compiled(Mlp(*forms, quantized.int8), tokens())
-    (site,) = matches_of(report, "mlp")
-    assert site.pattern == "linear_residual"
+    sites = [site.pattern for site in matches_of(report, "mlp")]
+    assert sorted(sites) == ["coded_linear"] * alone + ["linear_residual"]
     (miss,) = misses_of(report, "mlp")
     assert (miss.pattern, miss.code, miss.is_lost) == ("linear_activation", code, False)
     assert miss.nodes

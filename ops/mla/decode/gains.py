@@ -1,0 +1,16 @@
+"""The sizes for which absorbed attention is faster than attention to expanded keys."""
+
+from __future__ import annotations
+
+from tilewright.codegen.attention.plan import decode_rows
+from tilewright.codegen.attention.problem import CacheProblem
+from tilewright.codegen.mla.plan import DecodeSizes, absorbs
+
+
+def is_faster(
+    *, queries: int, keys: int, heads: int, nope: int, rope: int, v_dim: int, rank: int
+) -> bool:
+    """Whether absorbed attention is faster. The sizes are those of :class:`DecodeSizes`."""
+    problem = CacheProblem(1, heads, rank, rank, "bf16", "bf16", latent=True, rope_dim=rope)
+    _, _, rows = decode_rows(problem, queries)
+    return absorbs(DecodeSizes(queries, keys, heads, nope, rope, v_dim, rank, rows))

@@ -1,0 +1,110 @@
+"""Latents of a cache that the graph rounds to float8 codes before it multiplies them.
+
+    codes, scales = round(latents)                        all keys of the cache
+    kv  = (codes @ kv_b_codes^T) * scales * kv_b_scales   ⇒   mla_decode(.., round_latents=True)
+    out = attention(q, kv..., rope_keys)
+
+For few queries, absorbed attention reads the latents themselves, and rounds those that a query
+sees. For more queries, the graph makes the codes, and `mla_prefill` takes them. Dimension letters:
+as in `patterns/mla/keys.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright.ops.mla.decode.gains import is_faster
+from tilewright.patterns import effects
+from tilewright.patterns.attention.bare import by_token
+from tilewright.patterns.attention.visible import visible_keys
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.effects import InexpressibleError, Size
+from tilewright.patterns.language import Reject
+from tilewright.patterns.mla.keys import LatentKeys
+from tilewright.patterns.quantised.rounded_rows import RoundedRows, is_rounded, match_rounded_rows
+from tilewright.patterns.recognise.attention import Attention
+from tilewright.patterns.recognise.row_norm import unread
+
+#: The argument of `mla_decode` for each option of a rounding.
+_NAMES = {
+    "rounded": "latent_rounded",
+    "zero_scale": "latent_zero_scale",
+    "least": "latent_least",
+    "least_divisor": "latent_least_divisor",
+}
+
+
+def absorbed_decode(
+    attention: Attention, keys: LatentKeys, flow: Dataflow
+) -> tuple[dict[str, Any], tuple[Value, ...]] | None:
+    """Returns (arguments of `mla_decode`, the values that round the latents); None if the latents
+    are not rounded as the op rounds them, or if attention to expanded keys is faster."""
+    if not keys.scales or keys.row_scale is not None or attention.row_offsets is not None:
+        return None
+    rows = _rounding(keys.latents.value)
+    found = None if rows is None else _latents(rows, keys)
+    if rows is None or found is None or not _is_faster(attention, keys):
+        return None
+    latents, group = found
+    codes = rows.codes
+    rounding = {_NAMES[name]: value for name, value in rows.options.items()}
+    parts = tuple(by_token(q) for q, _ in attention.terms)
+    arguments = {
+        "q": parts[0] if len(parts) == 1 else Computed("cat", (parts, -1)),
+        "latent": latents,
+        "rope_keys": keys.rope_keys,
+        "kv_b_weight": keys.weight,
+        "v_dim": keys.v_dim,
+        "scale": attention.scale,
+        "num_sequences": attention.queries[0],
+        "kv_b_scale": keys.scales["kv_b_scale"],
+        "scale_block": keys.scales["scale_block"],
+        "round_latents": True,
+        "latent_group": group,
+        **rounding,
+        **visible_keys(attention),
+    }
+    inside = (*rows.absorbed, codes)
+    return arguments, unread(inside, keys.absorbed, flow)
+
+
+def _rounding(codes: Value) -> RoundedRows | None:
+    """Returns the rounding that makes codes; None without one, or if its scale is stored."""
+    if not is_rounded(codes):
+        return None
+    try:
+        rows = match_rounded_rows(codes)
+    except (Reject, InexpressibleError):
+        return None
+    return None if rows.is_given else rows
+
+
+def _latents(rows: RoundedRows, keys: LatentKeys) -> tuple[View, int] | None:
+    """Returns the latents [B, K, L] before they are rounded, and the number of columns that share a
+    scale, 0 for all. None unless a scale belongs to whole groups of a latent's columns."""
+    rank, width = keys.latents.shape[-1], rows.width
+    if not isinstance(rank, int) or not isinstance(width, int) or rank % width:
+        return None
+    try:
+        latents = rows.x.reshape(*rows.codes.shape).through(keys.latents.effect)
+    except InexpressibleError:
+        return None
+    if effects.product(rows.codes.shape) != effects.product(rows.x.shape):
+        return None
+    return latents, 0 if width == rank else width
+
+
+def _is_faster(attention: Attention, keys: LatentKeys) -> bool:
+    """Whether attention to the latents themselves is faster, for sizes that are not symbols."""
+    _, queries, heads = attention.queries
+    sizes: dict[str, Size] = {
+        "queries": queries,
+        "keys": keys.latents.shape[1],
+        "heads": heads,
+        "nope": keys.nope,
+        "rope": keys.rope_keys.shape[-1],
+        "v_dim": keys.v_dim,
+        "rank": keys.latents.shape[-1],
+    }
+    known = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    return len(known) == len(sizes) and is_faster(**known)

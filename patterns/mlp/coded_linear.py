@@ -1,0 +1,118 @@
+"""A linear with a quantised weight that no other pattern takes, such as the projections of latents
+in MLA, or a language model's head.
+
+    out = linear(rms_norm(x) * norm_weight, decoded(codes), bias)     ⇒   linear_activation(x, ...)
+
+The op reads the codes, which the graph would decode to a whole weight in every call. The op has no
+activation here. The norm is absorbed as by the pattern `linear_activation`. If the activation is
+float8 codes too, a library's product of codes may be faster: `scaled_linear` is tried first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tilewright.ops.mlp.gains import MOST_CODED_TOKENS
+from tilewright.ops.mlp.linear_activation import OP
+from tilewright.patterns.collective.sums import unless_summed
+from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import Match, Reject, Result, Sought, register
+from tilewright.patterns.mlp.linears import (
+    WEIGHT_NAMES,
+    FewTokens,
+    check_linears,
+    linear_facts,
+    match_codes,
+    match_few_tokens,
+)
+from tilewright.patterns.recognise.activation import match_activation
+from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
+
+# The most steps from a linear to the activation or the sum that reads it.
+_REACH = 8
+
+
+@dataclass(frozen=True)
+class CodedLinear:
+    """The pattern; see the module."""
+
+    name: str = "coded_linear"
+    op: str = "linear_activation"
+    takes_leftovers: bool = True
+    asked_last: ClassVar[bool] = True  # patterns whose kernels do more come first
+    optional: ClassVar[bool] = True  # the library's product computes the graph as it is
+    sought: ClassVar[Sought] = Sought(
+        f"linears whose weight is quantised, of at most {MOST_CODED_TOKENS} tokens",
+        frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
+    )
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        """Yields the results of linears with quantised weights: the last value of each linear.
+        Leaves out a linear that the op does not take if another pattern reports it."""
+        inside: set[Value] = set()
+        for value in reversed(flow.values):
+            linear = None if value in inside else _linear(value)
+            if linear is None:
+                continue
+            inside.update(linear.absorbed)
+            if _is_known(linear) or not _is_of_another(value, flow):
+                yield value
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        linear = _linear(anchor)
+        assert linear is not None
+        check_linears([linear], (), anchor)
+        given = match_codes([linear], [WEIGHT_NAMES])
+        place = flow.positions[anchor.node]
+        norm = unless_summed(match_norm_before(linear.x, [linear.product], place, flow, OP))
+        x: Any = linear.rows if norm is None else norm.x
+        absorbed = linear.absorbed if norm is None else (*linear.absorbed, *norm.absorbed)
+        return Match(
+            anchor=anchor,
+            arguments={
+                "x": x,
+                "bias": linear.bias,
+                "activation": "",
+                **given,
+                **row_norm_arguments(norm),
+            },
+            results=(Result.of_rows(anchor, linear.made),),
+            absorbed=tuple(dict.fromkeys(absorbed)),
+            facts={
+                **linear_facts(linear, given),
+                "bias": "yes" if linear.bias is not None else "no",
+                "norm": "no" if norm is None else norm.kind,
+            },
+            scope=linear.product.scope,
+        )
+
+
+def _linear(value: Value) -> FewTokens | None:
+    """Returns the linear with a quantised weight whose result a value is, in the dtype of its
+    activation; else None."""
+    linear = match_few_tokens(value.whole)
+    if linear is None or not linear.coded or value.dtype != linear.product.dtype:
+        return None
+    return linear
+
+
+def _is_known(linear: FewTokens) -> bool:
+    """Whether the op knows the format of a linear's weight."""
+    try:
+        match_codes([linear], [WEIGHT_NAMES])
+    except (Reject, InexpressibleError):
+        return False
+    return True
+
+
+def _is_of_another(value: Value, flow: Dataflow) -> bool:
+    """Whether `linear_activation` or `linear_residual` looks at a linear: a sum of tensors or an
+    activation reads it."""
+    read = flow.downstream(value, _REACH, lambda one: one.shape == value.shape)
+    return any(one.op == "aten.add" or match_activation(one.whole) is not None for one in read)
+
+
+register(CodedLinear())
