@@ -194,7 +194,7 @@ def first(bad: torch.Tensor) -> int | None:
     return None if where < 0 else where
 
 
-# Use the dictionary behind os.environ. A look-up in os.environ itself converts the name first,
+# Use the dictionary that os.environ wraps. A look-up in os.environ itself converts the name first,
 # which takes longer than all other work of finding a repeated call.
 _environment: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
 

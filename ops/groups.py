@@ -57,8 +57,8 @@ class OptionalGroup(Generic[T]):
     _optional = True
 
     def __init__(self, kind: type[T], **names: str) -> None:
-        # Each group gets its own class. The class holds what all calls share, so that instances
-        # need not hold it.
+        # Each group gets its own class. The class has the data that all calls share, so that the
+        # instances need not have copies of it.
         self._kind = type(kind.__name__, (kind,), {"names": MappingProxyType(names)})
         self._readers: dict[type[Any], Reader] = {}
 

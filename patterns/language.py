@@ -35,8 +35,8 @@ from tilewright.patterns.hints import hint_for, with_declare
 
 
 class Stage(IntEnum):
-    """How far an attempt to match got. Of the misses of an anchor, the one with the highest stage
-    is reported."""
+    """How far an attempt to match got. If an anchor has several misses, the miss with the highest
+    stage is reported."""
 
     ANCHORED = 0
     ACTIVATION = 1

@@ -124,7 +124,8 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
     crowded = bool(target.tmem_columns) and problem.attn_mask != ""
     held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
     tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
-    # Sums and scores on their way to tensor memory take their registers twice.
+    # On chips with tensor memory, sums and scores pass through registers on their way to tensor
+    # memory, and take twice as many registers there.
     held = HELD_SUMS // (2 if target.tmem_columns else 1)
     warps = 4 if rows * (problem.v_block + KEYS) <= held * 4 * 32 else MOST_WARPS
     if problem.latent:

@@ -59,7 +59,7 @@ class Audit:
         opcodes: How often each SASS opcode (without modifiers) occurs in the kernel.
         main_loop: How often each opcode occurs in the innermost loop with tensor-core arithmetic.
         looped_spills: The number of instructions in loops that load or store spilled registers.
-        mma_kinds: The PTX spellings of the tcgen05 instructions.
+        mma_kinds: The names of the tcgen05 instructions in PTX.
         staged_bytes: The shared memory of the multi-stage load buffers. This is how many bytes of
             loads a block has in flight.
         dead_barriers: The number of barriers on which no instruction waits.

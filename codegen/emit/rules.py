@@ -203,7 +203,7 @@ def _block(call: Call, context: Context, dtype: Folded | None) -> Folded:
 
 def _pointee(call: Call, context: Context) -> Folded:
     """Folds a call whose first argument is a pointer. The result has the element type and the shape
-    of the data behind the pointer."""
+    of the data at the pointer."""
     return call.gives(call.args[0].value.pointee, call.args[0].value.shape)
 
 

@@ -95,7 +95,7 @@ class Value:
 
     @property
     def pointee(self) -> str | None:
-        """The element type of the data behind a pointer; None for other values."""
+        """The element type of the data at a pointer; None for other values."""
         if not self.is_pointer or self.dtype is None:
             return None
         return self.dtype.removeprefix("pointer<").removesuffix(">")

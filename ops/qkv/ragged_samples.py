@@ -20,10 +20,10 @@ class RaggedCase:
     Attributes:
         q_dim: The number of q's columns; 0 for num_heads * head_dim.
         mla: Whether there is only K, with one head.
-        scale: What shares a scale of an fp8 weight: "tensor", "channel" or "block"; "none" for
-            other weights.
-        input_scale: What shares a scale of hidden states: "tensor", "token" or "block"; "none" if
-            they have no codes.
+        scale: The unit of an fp8 weight that has one scale: "tensor", "channel" or "block"; "none"
+            for other weights.
+        input_scale: The unit of hidden states that has one scale: "tensor", "token" or "block";
+            "none" if they have no codes.
     """
 
     name: str

@@ -27,8 +27,9 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
-#: What shares a scale. TENSORS: each tensor has one scale. ROWS: each row of both tensors has one.
-#: BLOCKS: 128 columns of a row of x share a scale, and so does a block of 128 x 128 of the weight.
+#: The unit that has one scale. TENSORS: each tensor has one scale. ROWS: each row of both tensors
+#: has one. BLOCKS: 128 columns of a row of x share a scale, and so does a block of 128 x 128 of the
+#: weight.
 TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
 # The library requires sizes and strides to be multiples of this number.
 _UNIT = 16

@@ -222,7 +222,7 @@ def call(
 
 
 def clamp(of: Formula, low: Formula, high: Formula) -> Formula:
-    """Matches a clamp in any of its spellings. The bounds are numbers or ABSENT."""
+    """Matches a clamp, however it is written. The bounds are numbers or ABSENT."""
 
     def bounds(view: View) -> tuple[Any, ...]:
         return view.value.args[0], *(clamp_bounds(view.value) or ())

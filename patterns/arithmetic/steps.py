@@ -1,4 +1,4 @@
-"""Single operations in all their spellings: reductions, clamps, fills."""
+"""Single operations, however they are written: reductions, clamps and fills."""
 
 from __future__ import annotations
 

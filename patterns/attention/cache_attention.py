@@ -152,8 +152,8 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
 
 
 def _keys(k: View, v: View) -> dict[str, Any]:
-    """Returns the arguments for k and v [B, K, Hq, D]. Of each group of equal heads, they have only
-    one head."""
+    """Returns the arguments for k and v [B, K, Hq, D]. They have only one head for each group of
+    equal heads."""
     group = group_of(k, v)
     return _places(once(k, group), once(v, group))
 

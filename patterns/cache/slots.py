@@ -179,8 +179,8 @@ def _shift(page_size: Size) -> int | None:
 
 
 def _lookup(pages: View) -> tuple[View, View, View] | None:
-    """Returns (table, sequence, column) if the view is `table[sequence, column]`, in any spelling;
-    else None."""
+    """Returns (table, sequence, column) if the view is `table[sequence, column]`, however it is
+    written; else None."""
     value = pages.value
     if value.op == "aten.index":
         base, indices = value.args

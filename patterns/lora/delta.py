@@ -47,9 +47,10 @@ class Adapters:
     """The adapter of each row.
 
     Attributes:
-        index: [T or B], the adapters. If it is None, there is only one adapter.
-        mask: Of the shape of the index or [T], which rows have an adapter; None if all rows have
-            one.
+        index: The adapter of each row or sequence, [T or B]. If it is None, there is only one
+            adapter.
+        mask: The mask of the rows that have an adapter, in the shape of the index or [T]; None if
+            all rows have an adapter.
         outside: The meaning of an index that is not the number of an adapter.
         sorted_by: The ends and the permutation of rows that are sorted by adapter.
     """

@@ -329,7 +329,7 @@ def product_of(value: Value) -> NamedProduct | None:
 
 
 def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
-    """Returns the product in a baddbmm, alpha * product + beta * tensor, and records the other
+    """Returns the product of a baddbmm, alpha * product + beta * tensor, and records the other
     terms of the baddbmm. Returns None for every other value."""
     value = view.value
     if value.op != "aten.baddbmm" or len(value.operands) != 3 or found.terms:

@@ -14,7 +14,7 @@ LOADED: tl.constexpr = tl.constexpr(256)
 def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks):
     """Finds the list entries that belong to num_blocks blocks, starting at first_block.
 
-    A whole entry is a block that no mask hides any key of. Of the whole entries, this function
+    A whole entry is a block in which no mask hides a key. Among the whole entries, this function
     finds the first run of blocks that are adjacent both on the list and in memory and lie among the
     num_whole blocks that start at whole_block. A loop over this run need not read the list, so its
     loads of keys do not wait for loads of the list.
