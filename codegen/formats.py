@@ -252,8 +252,8 @@ class Quantization:
 
     @property
     def joins_neighbours(self) -> bool:
-        """Whether kernels decode neighbouring codes of a word of eight together. If not, they
-        decode codes together whose places differ by four."""
+        """Whether kernels decode neighbouring codes of a word of eight together. If not, kernels
+        decode two codes together if their places differ by four."""
         return self.order == AWQ_ORDER or (self.has_table and self.per_word == 8)
 
     @property

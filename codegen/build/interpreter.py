@@ -2,7 +2,7 @@
 
 Triton's interpreter stores bf16 numbers as raw 16-bit patterns and computes with them as if they
 were integers, and its casts to bf16 truncate. Here, bf16 operands are widened to fp32, which is
-exact, and results are rounded to nearest, ties to even, as the hardware does. All other operations
+exact, and results are rounded to nearest, ties to even, as on the hardware. All other operations
 are Triton's own. The corrections apply only while a kernel runs.
 
 This interpreter also runs kernels that were imported for compilation. It also interprets the jit

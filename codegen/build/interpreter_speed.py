@@ -236,7 +236,8 @@ def _broadcast(semantic: TritonSemantic, tensor: Any, type_: Any) -> Any:
 
 
 def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Replaces `_patch_attr`: binds a function of the language to the interpreter's semantic."""
+    """Replaces `_patch_attr` of Triton's interpreter, which binds a function of `triton.language`
+    to the interpreter's semantic."""
     function, semantic = inspect.unwrap(member), interpreter.interpreter_semantic
 
     def interpreted(*args: Any, **kwargs: Any) -> Any:

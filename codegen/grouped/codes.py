@@ -25,7 +25,7 @@ def part_columns(weight: WeightOperands, config: CodesConfig) -> int:
 
 
 def scale_bytes(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns how many bytes the E2M1 scales take that belong to a quarter of a part."""
+    """Returns the size, in bytes, of the E2M1 scales for a quarter of a part."""
     return part_columns(weight, config) // QUARTERS // weight.scale_block[1]
 
 

@@ -82,8 +82,8 @@ def dequantize_nvfp4(packed, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Decodes bytes [ROWS, COLUMNS / 2] with e4m3 scales [ROWS, COLUMNS / 16] to bf16 [ROWS,
     COLUMNS].
 
-    The result is exact, because it has 2 + 4 significant bits. The sign of a scale is ignored, as
-    the tensor core does.
+    The result is exact, because it has 2 + 4 significant bits. The sign of a scale is ignored,
+    because the tensor core ignores it too.
     """
     values = e2m1_value(unpack_codes(packed, ROWS, COLUMNS))
     factor = tl.abs(scales.to(tl.float32)).to(tl.bfloat16)

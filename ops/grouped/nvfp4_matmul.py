@@ -2,8 +2,8 @@
 Modular MAX's signature.
 
 Products are accumulated in fp32, and the expert's factor is applied in fp32 before the only
-rounding. Signs of block scales are ignored, as the tensor core does. Rows of a group with id -1 are
-set to zero; MAX leaves them unchanged.
+rounding. The signs of block scales are ignored, because the tensor core ignores them too. Rows of a
+group with id -1 are set to zero; MAX leaves them unchanged.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def launch(
             is None is a constant.
         records, constants: As in `Kernel.spec`.
 
-    Raises KeyError if a tensor or a number is missing, and ValueError as `Kernel.spec` does.
+    Raises KeyError if a tensor or a number is missing, and ValueError in the same cases as
+    `Kernel.spec`.
     """
     given: dict[str, Any] = {}
     # The key of the spec is one flat tuple, which is hashed at each call. It includes types: 1 ==

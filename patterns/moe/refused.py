@@ -89,7 +89,7 @@ def _loops(flow: Dataflow) -> Missed | None:
 
 
 def _is_of_found_rows(value: Value) -> bool:
-    """Whether a value is a product that has a number of rows that depends on data."""
+    """Whether a value is a product whose number of rows depends on data."""
     gemm = match_gemm(value)
     return gemm is not None and any(map(effects.only_data_tell, gemm.shape))
 

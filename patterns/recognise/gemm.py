@@ -243,7 +243,8 @@ class NamedProduct:
 
     @property
     def names_differ(self) -> bool:
-        """Whether no tensor has a name twice, as a tensor would whose diagonal is taken."""
+        """Whether the dimensions of each tensor have different names. If a tensor has a name twice,
+        the product takes its diagonal."""
         named = (*(side.names for side in self.sides), self.result)
         return all(len(set(names)) == len(names) for names in named)
 

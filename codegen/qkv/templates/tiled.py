@@ -67,8 +67,8 @@ def pairs_part(values, part: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def place_in_weight(kind, head, GROUP: tl.constexpr, HEAD_STEPS: tl.constexpr):
-    """Returns where a head of one `kind` begins in the weight. HEAD_STEPS: the steps between (q's
-    groups, q's heads, k's heads, v's heads)."""
+    """Returns where a head of one `kind` begins in the weight. HEAD_STEPS: four numbers, the steps
+    between groups of q, between heads of q, between heads of k, and between heads of v."""
     IN_ROW: tl.constexpr = GROUP == 0 or HEAD_STEPS[0] == GROUP * HEAD_STEPS[1]
     if IN_ROW and HEAD_STEPS[1] == HEAD_STEPS[2] and HEAD_STEPS[1] == HEAD_STEPS[3]:
         return head * HEAD_STEPS[1]
