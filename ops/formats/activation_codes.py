@@ -34,12 +34,15 @@ ACTIVATION_BLOCK = BLOCK
 
 @dataclass(frozen=True)
 class RowRounding(ArgumentGroup):
-    """A rounding of rows [.., K] to e4m3 codes with scales computed from the rows.
+    """The rounding of rows [.., K] to e4m3 codes. The scales are computed from the rows.
 
-    group: columns that share a scale, a power of two that divides K; 0 for all. rounded: scales and
-    quotients are rounded to the rows' dtype. zero_scale: takes the place of a computed scale of 0,
-    if positive. least: the smallest magnitude that a scale is computed from. least_divisor: the
-    smallest number by which numbers are divided.
+    Attributes:
+        group: The number of columns that share a scale, a power of two that divides K; 0 if all
+            columns share one.
+        rounded: Whether scales and quotients are rounded to the dtype of the rows.
+        zero_scale: If it is positive, it replaces a computed scale of 0.
+        least: The smallest magnitude from which a scale is computed.
+        least_divisor: The smallest number by which numbers are divided.
     """
 
     group: int = 0
@@ -49,7 +52,8 @@ class RowRounding(ArgumentGroup):
     least_divisor: float = 0.0
 
     def check(self, op: str, rows: str, columns: int) -> None:
-        """Raises ArgumentError for bad fields. rows: the argument name of the rows."""
+        """Raises ArgumentError if a field is invalid. rows: the name of the argument that has the
+        rows."""
         for field in ("zero_scale", "least", "least_divisor"):
             check_number(op, self.named(field), getattr(self, field), 0)
         if columns == 0:
@@ -60,7 +64,7 @@ class RowRounding(ArgumentGroup):
             raise ArgumentError(op, self.named("group"), expected, self.group)
 
     def in_groups(self, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-        """Returns x [.., K] as [.., K / group, group], in the dtype in which it is divided."""
+        """Returns x [.., K] as [.., K / group, group], in the dtype in which it will be divided."""
         inner = x.dtype if self.rounded else compute
         return x.to(inner).unflatten(-1, (-1, self.group or x.shape[-1]))
 
@@ -76,7 +80,7 @@ class RowRounding(ArgumentGroup):
         return (groups / divisor).clamp(-E4M3_MAX, E4M3_MAX).to(ACTIVATION_CODES)
 
     def decoded(self, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-        """Returns the numbers that the codes of x [.., K] stand for, in `compute`."""
+        """Returns x [.., K] after rounding to codes and decoding, in the dtype `compute`."""
         groups = self.in_groups(x, compute)
         scale = self.scales(groups)
         codes = self.codes(groups, scale)
