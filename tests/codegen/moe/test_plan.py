@@ -150,7 +150,7 @@ OBSTACLES = {
     "not whole words": ({"data": Operand("u8", (N * K // 2, N // 2 + 2, 1))}, {}),
     "differs from the layout of the columns": (scale_at(N * K // 16, 1, K), {}),
     "into whole quarters": ({}, {"inner": N + 16}),
-    "units of 2 bytes": (scale_at(N * K // 16, N // 16 + 1, 1), {}),
+    "multiples of 2 bytes": (scale_at(N * K // 16, N // 16 + 1, 1), {}),
     "powers of two": ({"format": "mxfp4", "scale_block": (1, 32)}, {"x": "fp16"}),
     "do not fit steps": ({"format": "int4", "scale_block": (1, 256)}, {}),
 }

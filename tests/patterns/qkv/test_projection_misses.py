@@ -243,13 +243,13 @@ MISSED = {
     "heads at positions of a tensor": NearMiss(
         "K_PATH",
         KP,
-        "at positions that a tensor holds. Hint: where they are constant take them by a slice",
+        "at positions that a tensor gives. Hint: if the positions are constant, use a slice",
         of_keys(lambda k, m: k[:, AT]),
     ),
     "heads flipped": NearMiss("K_PATH", KP, "flip", of_keys(lambda k, m: k.flip(1))),
     "features rolled": NearMiss("K_PATH", KP, "roll", of_keys(lambda k, m: k.roll(1, -1))),
     "keys tiled": NearMiss(
-        "LAYOUT", KP, "each 2 times", keys_tiled, args=lambda: make_args(heads=2 * HKV)
+        "LAYOUT", KP, "2 times each", keys_tiled, args=lambda: make_args(heads=2 * HKV)
     ),
     "features repeated": NearMiss("CACHE_LAYOUT", KP, "2 heads of 8", features_repeated),
     "keys repeated, values not": NearMiss(
@@ -293,7 +293,7 @@ MISSED = {
         clamps(lambda x: x.clamp(-x[:1].abs(), x[:1].abs())),
     ),
     "clamp from one side": NearMiss(
-        "K_PATH", KP, "aten.clamp_max[6, 16]. Hint: clamp once", clamps(lambda x: x.clamp_max(0.5))
+        "K_PATH", KP, "aten.clamp_max[6, 16]. Hint: use one clamp", clamps(lambda x: x.clamp_max(0.5))
     ),
     "clamp in place": NearMiss(
         "UNSUPPORTED", KP, "instead of clamp_", clamped_with_another_name, ROWS
