@@ -293,7 +293,10 @@ MISSED = {
         clamps(lambda x: x.clamp(-x[:1].abs(), x[:1].abs())),
     ),
     "clamp from one side": NearMiss(
-        "K_PATH", KP, "aten.clamp_max[6, 16]. Hint: use one clamp", clamps(lambda x: x.clamp_max(0.5))
+        "K_PATH",
+        KP,
+        "aten.clamp_max[6, 16]. Hint: use one clamp",
+        clamps(lambda x: x.clamp_max(0.5)),
     ),
     "clamp in place": NearMiss(
         "UNSUPPORTED", KP, "instead of clamp_", clamped_with_another_name, ROWS
