@@ -56,8 +56,8 @@ def _dead_lines(lines: list[str]) -> set[int]:
 def _own_lines(
     lines: list[str], users: dict[str, list[int]], made_at: int, barriers: str
 ) -> set[int]:
-    """Returns the numbers of all lines about an allocation of barriers if these barriers are
-    unused, else an empty set."""
+    """Returns the numbers of all lines that allocate and initialise some barriers, if these
+    barriers are unused; else an empty set."""
     own = {made_at}
     for indexed_at in users[barriers]:
         if indexed_at == made_at:

@@ -102,7 +102,7 @@ class FewTokens:
 
     @property
     def float_values(self) -> tuple[Value, ...]:
-        """The activation and the weight, each only if it is not codes."""
+        """The activation if it is not codes, and the weight if it is not codes."""
         if self.x_scale is not None:
             return ()
         return (self.x.value,) if self.coded else (self.x.value, self.weight.value)

@@ -96,7 +96,7 @@ class Heads:
 
     @property
     def float_operands(self) -> tuple[Value, ...]:
-        """The activation and the weight, each only if it is not codes."""
+        """The activation if it is not codes, and the weight if it is not codes."""
         coded = self.quantized is not None
         kept = () if coded else (self.weight.value,)
         return kept if self.x_scale is not None else (self.x.value, *kept)
