@@ -106,8 +106,8 @@ class WritePair:
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
     """Yields the in-place writes to inputs of rank three or more, in program order.
 
-    These are only writes of projected data, and writes of inputs of the graph that go to slots like
-    keys and values.
+    It yields two kinds of writes: writes of projected data, and writes of inputs of the graph to
+    slots, as for keys and values.
     """
     fused = {op.qualified_name for op in all_ops()}
     wanted = [value for value in flow.stores if _may_be_cache(value, flow, fused)]

@@ -201,8 +201,8 @@ def _integers(value: Value) -> tuple[int, int]:
 
 
 def _held(item: Any) -> tuple[int, int]:
-    """Returns the smallest and the largest element of a view. Returns a number twice if `item` is
-    this number. Returns the limits of the dtype if some elements may have wrapped around."""
+    """Returns the smallest and the largest element of a view. If `item` is a number, returns this
+    number as both. Returns the limits of the dtype if some elements may have wrapped around."""
     if not isinstance(item, View) or item.value.dtype not in _WORDS:
         return (item, item) if isinstance(item, int) else (-(2**63), 2**63)
     limits, found = torch.iinfo(item.value.dtype), _integers(item.value)
