@@ -1,4 +1,5 @@
-"""Upper bounds of one GPU: the memory rates that the other benchmarks are compared with."""
+"""Upper bounds of one GPU, which are the memory rates with which the other benchmarks are
+compared."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ BLOCK = 16384
 
 
 def copy_bytes_per_s() -> float:
-    """Measures the bytes per second that an elementwise kernel over 2 GiB reads and writes."""
+    """Measures how many bytes per second an elementwise kernel over 2 GiB reads and writes."""
     source = torch.randn(COPY_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     graph = capture([lambda: torch.mul(source, 2.0, out=target)])

@@ -1,4 +1,5 @@
-"""Benchmark of attention over a cache: microseconds and share of the memory rate, beside its peers.
+"""Benchmark of attention over a cache, in microseconds and as a share of the memory rate, with
+peers.
 
     python benchmarks/cache_attention.py [--out DIR] [--cases decode-16x2048 ...]
 
@@ -50,10 +51,11 @@ Variants = dict[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `present` tokens in a cache with room for `capacity` tokens each.
+    """A case: `batch` sequences of `present` tokens, in a cache with room for `capacity` tokens
+    each.
 
-    The last `queries` tokens of each sequence are the queries. latent_heads: the number of heads of
-    an MLA layer, whose cache holds latents; 0 for other attention.
+    The last `queries` tokens of each sequence are the queries. `latent_heads` is the number of
+    heads of an MLA layer, whose cache holds latents; 0 for other attention.
     """
 
     batch: int
@@ -106,7 +108,7 @@ def positions(case: Case) -> torch.Tensor:
 def visible(case: Case, *, padded: bool = False) -> torch.Tensor:
     """Returns a bool mask [B, 1, queries, capacity].
 
-    padded: the first b / 2B of the tokens of sequence b are hidden.
+    With `padded`, the first b / 2B of the tokens of sequence b are hidden.
     """
     keys = torch.arange(case.capacity, device="cuda")
     mask = (keys <= positions(case)[:, None]).expand(case.batch, 1, -1, -1)
@@ -127,7 +129,7 @@ def block_table(case: Case) -> torch.Tensor:
 
 
 def attention_variants(case: Case) -> list[Variants]:
-    """Returns the calls by variant, for each set of caches."""
+    """Returns the calls of each variant, for each set of caches."""
     mask, padded = visible(case), visible(case, padded=True)
     blocks, padded_blocks = (MASK_BLOCKS.torch_op(m) for m in (mask, padded))
     where = positions(case)

@@ -24,7 +24,8 @@ MODEL = "llama3-70b"
 
 
 def measure(layers: int, model: str = MODEL) -> dict[str, float]:
-    """Measures one depth: seconds of Dynamo and of each phase of `fuse`, and the sites fused."""
+    """Measures one depth. Returns the seconds of Dynamo and of each phase of `fuse`, and the number
+    of fused sites."""
     torch._dynamo.reset()
     loaded = build_zoo_model(model, layers=layers)
     row: dict[str, float] = {"layers": layers}

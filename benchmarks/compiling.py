@@ -12,7 +12,8 @@ from tilewright.ops.runtime.launch import compiled_kernel
 
 
 def compile_quietly(spec: KernelSpec) -> str:
-    """Compiles a kernel into Triton's cache; returns the text of the error, or ""."""
+    """Compiles a kernel into Triton's cache. Returns the text of the error, or "" if there is
+    none."""
     try:
         compiled_kernel(spec, 0)
     except Exception as error:  # any error of Triton is a result here

@@ -56,11 +56,12 @@ MEMORY = 10 << 30
 
 
 class Judge:
-    """Dynamo backend that compiles with tilewright, and runs each graph in three ways.
+    """A Dynamo backend that compiles with tilewright, and runs each graph in three ways.
 
     It keeps the results of each graph's first call. `errors` has a line for each graph that is less
-    accurate than eager mode, and `unjudged` one for each graph that cannot run in float64. The
-    seconds of Dynamo and of tilewright are processor time of this process. `points` is the census.
+    accurate than eager mode, and `unjudged` has one for each graph that cannot run in float64. The
+    seconds of Dynamo and of tilewright are the processor time of this process. `points` is the
+    census.
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,8 @@ def step_inputs(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, n
 
 
 def static_cache(model: Any) -> tuple[Any, str]:
-    """Returns (a static cache filled with a prompt, ""), or (None, the reason) if that fails."""
+    """Returns (a static cache filled with a prompt, ""). If that fails, returns (None, the
+    reason)."""
     try:
         cache = StaticCache(config=model.config, max_cache_len=CACHE_LENGTH)
         if not any(hasattr(layer, "keys") for layer in cache.layers):
@@ -155,7 +157,8 @@ def first_line(error: BaseException) -> str:
 
 
 def is_mixture(name: str, module: torch.nn.Module) -> bool:
-    """Whether a module holds routed experts: `Experts` with stacked weights, or a list of them."""
+    """Whether a module holds routed experts, either as `Experts` with stacked weights or as a list
+    of experts."""
     kind = type(module).__name__
     if isinstance(module, torch.nn.ModuleList):
         return name.rpartition(".")[2] == "experts"
@@ -164,7 +167,8 @@ def is_mixture(name: str, module: torch.nn.Module) -> bool:
 
 
 def compiled_step(model: Any, made: dict[str, Any]) -> dict[str, Any]:
-    """Calls a model once under the backend; returns what was fused and missed, errors and times."""
+    """Calls a model once under the backend. Returns the matches and misses, the errors and the
+    times."""
     torch._dynamo.reset()
     judge = Judge()
     row: dict[str, Any] = {}
@@ -195,7 +199,7 @@ def compiled_step(model: Any, made: dict[str, Any]) -> dict[str, Any]:
 
 
 def census(judge: Judge) -> dict[str, Any]:
-    """Counts the points of the census by their account, and lists those that have none."""
+    """Counts the points of the census by their account, and lists the points that have none."""
     counted = Census(tuple(judge.points))
     breaks = [m for r in judge.found for m in r.misses if m.pattern == CAPTURE]
     counted = counted.spoken_for_by(breaks[0]) if breaks else counted
@@ -261,7 +265,7 @@ def swept_coded(name: str, seed: int) -> dict[str, Any]:
 
 
 def rewind(cache: Any, position: int) -> None:
-    """Sets how many tokens a cache holds."""
+    """Sets the number of tokens that a cache holds."""
     for layer in cache.layers:
         if isinstance(held := getattr(layer, "cumulative_length", None), torch.Tensor):
             held.fill_(position)
@@ -310,7 +314,7 @@ def start(name: str, limit: int, folder: Path) -> int:
 
 
 def finished(names: Sequence[str], jobs: int, limit: int) -> Iterator[dict[str, Any]]:
-    """Yields the rows of models as they are done, with `jobs` processes at a time."""
+    """Yields the rows of models as they are finished. `jobs` processes run at a time."""
     waiting, running = list(reversed(names)), {}
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
@@ -325,24 +329,25 @@ def finished(names: Sequence[str], jobs: int, limit: int) -> Iterator[dict[str, 
 
 
 def part_of(names: Sequence[str], part: str) -> list[str]:
-    """Returns the names of part "i/n" (i counts from 1): every n-th name, starting with the i-th.
+    """Returns the names of part "i/n", where i counts from 1. The part has every n-th name,
+    starting with the i-th.
 
-    Neighbours take about as long as each other, so the parts take about the same time.
+    Neighbouring models take about the same time, so the parts do, too.
     """
     which, count = map(int, part.split("/"))
     return list(names)[which - 1 :: count]
 
 
 def keep(file: Path, row: dict[str, Any]) -> None:
-    """Puts a row into the file of results, under a lock, as other runs may do so at the same
-    time."""
+    """Puts a row into the file of results. It does so under a lock, because other runs may do so at
+    the same time."""
     facts = environment() | {"transformers": transformers.__version__}
     facts["command"] = "python benchmarks/coverage.py"
     folder = os.open(file.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         known = json.loads(file.read_text("utf-8")) if file.exists() else {}
-        # A row without a date and versions has those of the file.
+        # A row without a date and versions has the date and versions of the file.
         kept = {
             section: [{n: known[n] for n in MADE} | old for old in known.get(section, [])]
             for section in SECTIONS
@@ -381,7 +386,7 @@ def main() -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Describes a row in the output of a run."""
+    """Describes a row for the output of a run."""
     if "decode" not in row:
         return f"{row['model']:>24}  {row.get('skipped') or row.get('failed')}"
     text = f"{row['model']:>24}  "

@@ -1,7 +1,7 @@
 """Small versions of every causal language model of transformers.
 
-Each has its class's default config with small extents and few layers: one for each kind of layer
-that the default has.
+Each model has the default config of its class with small extents and few layers. It has one layer
+of each kind that the default has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 HIDDEN, HEADS, HEAD_DIM, VOCAB = 64, 4, 16, 128
 MAX_LAYERS = 4
 
-#: Small extents by the name of their field. Fields that a config lacks or has as None are skipped.
+#: Small extents by the name of their field. A field is skipped if a config lacks it or has None in
+#: it.
 EXTENTS: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "emb_dim"), HIDDEN),
     **dict.fromkeys(("word_embed_proj_dim", "input_embedding_size", "embedding_dim"), HIDDEN),
@@ -80,7 +81,7 @@ EXTENTS: dict[str, int] = {
     "original_max_position_embeddings": 32,
 }
 
-#: Small numbers by the name of their field, used where the default has more than one.
+#: Small numbers by the name of their field. They are used if the default has more than one.
 FEW: dict[str, int] = {
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
@@ -102,7 +103,7 @@ _GEMMA4: dict[str, Any] = {
 _DOTS3 = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": 40}
 _DOTS3 |= {"qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 40}
 
-#: Fields of models for which the rules above do not suffice; "skip" says why a model is left out.
+#: Fields of models for which the rules above are not enough. "skip" says why a model is left out.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"skip": "bytes through four models, with no causal language model's inputs"},
@@ -166,7 +167,7 @@ BERT_LIKE = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attenti
 
 
 class NotSwept(Exception):
-    """Raised for a class of the mapping that is no decoder by itself; the message says why."""
+    """Raised for a class of the mapping that is no decoder by itself. The message says why."""
 
 
 def small_config(name: str) -> PreTrainedConfig:
@@ -210,7 +211,8 @@ def small_fields(default: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    """Returns a field of a config; None if the field is missing or differs between layers."""
+    """Returns a field of a config. Returns None if the field is missing or differs between
+    layers."""
     try:
         return getattr(config, name, None)
     except Exception:
@@ -243,7 +245,7 @@ def _layers(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
 
 
 def small_model(name: str, seed: int = 0) -> Any:
-    """Returns a small model of a type in bfloat16; weights, norms and biases are random.
+    """Returns a small model of a type in bfloat16, with random weights, norms and biases.
 
     Raises NotSwept.
     """

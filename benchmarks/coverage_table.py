@@ -18,9 +18,9 @@ DOC = Path(__file__).parents[1] / "docs" / "coverage.md"
 KEPT = Path(__file__).parent / "results" / "coverage.json"
 Row = Mapping[str, Any]
 NONE = "-"
-#: The fields of a row that say when, and with which releases, it was made.
+#: The fields of a row that say when it was made, and with which releases.
 MADE = ("date", "torch", "transformers")
-#: Lists of rows in the file of results: unmodified classes, and models with quantised weights.
+#: The lists of rows in the file of results: unmodified classes, and models with quantised weights.
 SECTIONS = ("rows", "coded")
 
 #: Columns, each with the patterns whose matches and misses it shows.
@@ -38,7 +38,7 @@ SHORT |= {"mla_prefill": "mla ", "mla_decode": "mla "}
 
 
 def cell(row: Row, family: str) -> str:
-    """Returns the cell of one family of one model: decode, and prefill where it differs."""
+    """Returns the cell of one family of one model: decode, followed by prefill if it differs."""
     parts = [_phase(row[phase], family) for phase in ("decode", "prefill") if phase in row]
     return " / ".join(dict.fromkeys(parts))
 
@@ -65,7 +65,7 @@ def numbers(row: Row) -> str:
 
 
 def unaccounted(row: Row) -> str:
-    """Returns how many points of the census, over both phases, nothing accounts for."""
+    """Returns the number of points of the census, over both phases, that nothing accounts for."""
     counted = [step["unaccounted"] for step in steps_of(row) if "unaccounted" in step]
     return str(sum(map(len, counted))) if counted else NONE
 
@@ -75,7 +75,8 @@ def steps_of(row: Row) -> list[Row]:
 
 
 def attention_layers(row: Row) -> int:
-    """Counts the layers whose cache write is fused, in the phase with the fewest."""
+    """Counts the layers whose cache write is fused. The phase with the fewest such layers
+    counts."""
     fewest = [
         sum(step["fused"].get(p, 0) for p in ("qkv_cache", "mla_latent_store"))
         + (step["stored"] + 1) // 2
@@ -140,9 +141,9 @@ def totals(rows: Sequence[Row]) -> list[str]:
 
 
 def made_with(kept: Mapping[str, Any]) -> str:
-    """Describes when, and with which releases, the rows were made.
+    """Describes when the rows were made, and with which releases.
 
-    A row without these fields has those of the file.
+    A row without these fields has the fields of the file.
     """
     rows = [row for section in SECTIONS for row in kept.get(section, ())]
     dates, torches, libraries = (
@@ -153,7 +154,8 @@ def made_with(kept: Mapping[str, Any]) -> str:
 
 
 def coded(rows: Sequence[Row]) -> list[str]:
-    """Returns the section on quantised formats x models: where a format differs from bf16."""
+    """Returns the section on combinations of quantised formats and models, which shows where a
+    format differs from bf16."""
     found = {tuple(row["model"].split("+")): row for row in rows}
     models, forms = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
     columns = ["bf16", *(form for form in forms if form != "bf16")]
@@ -195,7 +197,7 @@ def _coded_cell(row: Row | None, plain: Row | None) -> str:
 
 
 def page(kept: Mapping[str, Any]) -> str:
-    """Returns the text of docs/coverage.md; `kept` is the content of the file of results."""
+    """Returns the text of docs/coverage.md. `kept` is the content of the file of results."""
     rows = kept["rows"]
     head = f"""# What is fused of every causal language model of transformers
 
@@ -204,13 +206,13 @@ The models are unmodified classes of transformers with random weights, small siz
 each kind. The inputs are those of `prepare_inputs_for_generation`, with a static cache, 4-D masks
 and two sequences.
 
-A cell has the result of decode, then that of prefill after a slash if it differs. A number counts
-fused sites, and a code with a number counts misses ([miss-codes.md](miss-codes.md)). The column "K
-and V" is about the cache writes of layers: a plain number counts writes that are fused with their
-projections, "store" writes that are fused alone, and "latent" writes of latent attention. "silent"
-counts the points of the [census](soundness.md#census) that nothing accounts for. "numbers" compares
-outputs and caches with float64; "good" means no worse than eager. "time" is tilewright's time as a
-share of Dynamo's.
+A cell has the result of decode and, if that of prefill differs, a slash and the result of prefill.
+A number counts fused sites, and a code with a number counts misses
+([miss-codes.md](miss-codes.md)). The column "K and V" is about the cache writes of layers: a plain
+number counts writes that are fused with their projections, "store" writes that are fused alone, and
+"latent" writes of latent attention. "silent" counts the points of the [census](soundness.md#census)
+that nothing accounts for. "numbers" compares outputs and caches with float64; "good" means no worse
+than eager. "time" is tilewright's time as a share of Dynamo's.
 
 """ + "\n".join(totals(rows))
     columns = ["model", "layers", *FAMILIES, "silent", "numbers", "time"]
@@ -245,7 +247,7 @@ share of Dynamo's.
         '## With a static cache\n\n"layers" is the number of layers with attention, then the '
         "number of layers with a mixture.",
         "\n".join(lines),
-        "## Without one",
+        "## Without a static cache",
         "\n".join(rest),
         *(coded(kept["coded"]) if kept.get("coded") else ()),
         "## Not run",

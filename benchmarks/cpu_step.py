@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 CACHED, MAX_LENGTH = 512, 2048
 SHAPES = ((1, 1), (8, 1), (1, 128))
-#: Variants, each with its arguments of torch.compile.
+#: The variants, each with its arguments of torch.compile.
 VARIANTS: dict[str, dict[str, str]] = {
     "eager": {"backend": "eager"},
     "stock": {},
@@ -76,7 +76,7 @@ def program(step: Callable[[], Any]) -> str:
 
 
 def milliseconds(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Returns the median milliseconds of each step; each round runs the steps in a random order."""
+    """Returns the median milliseconds of each step. Each round runs the steps in a random order."""
     for step in steps.values():
         for _ in range(3):
             step()

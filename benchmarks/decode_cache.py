@@ -13,7 +13,7 @@ import torch
 from transformers import StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
-#: The most replays of a captured pass between two times that its cache is rewound.
+#: The largest number of replays of a captured pass between two times that its cache is rewound.
 REPLAYS = 16
 
 
@@ -42,12 +42,12 @@ def new_cache(
 ) -> StaticCache:
     """Returns a cache of `max_length` tokens for each of `batch` sequences, on the model's device.
 
-    layers: the extents of each layer; by default `widths` gives them.
+    `layers` gives the extents of each layer; by default, they come from `widths`.
     """
     cache = StaticCache(config=model.config, max_cache_len=max_length)
     layers = layers or [widths(model.config)] * len(cache.layers)
     for number, (layer, (heads, *columns)) in enumerate(zip(cache.layers, layers, strict=True)):
-        # These tensors have no tokens, as only their other extents are used.
+        # These tensors have no tokens, because only their other extents are used.
         keys, values = (
             torch.empty((batch, heads, 0, width), dtype=model.dtype, device=model.device)
             for width in columns
@@ -62,16 +62,18 @@ def new_cache(
 
 
 def rewind(cache: StaticCache, position: int) -> None:
-    """Sets how many tokens a cache holds, so that repeated calls do not run past its end."""
+    """Sets the number of tokens that a cache holds, so that repeated calls do not run past its
+    end."""
     _rewind_host(cache, position)
     lengths = [layer.cumulative_length for layer in cache.layers]
-    torch._foreach_zero_(lengths)  # one launch for all layers, and so is the addition
+    torch._foreach_zero_(lengths)  # one launch for all layers, as for the addition
     if position:
         torch._foreach_add_(lengths, position)
 
 
 def _rewind_host(cache: StaticCache, position: int) -> None:
-    """Sets the lengths that sliding layers keep as numbers, which compiled code guards on."""
+    """Sets the lengths that sliding layers keep as numbers. Compiled code guards on these
+    numbers."""
     for layer in cache.layers:
         if layer.is_sliding:
             layer.cumulative_length_int = position
@@ -79,9 +81,9 @@ def _rewind_host(cache: StaticCache, position: int) -> None:
 
 @dataclass(frozen=True)
 class CachedPass:
-    """A forward pass over a cache that holds `position` tokens before it; a call returns logits.
+    """A forward pass over a cache that holds `position` tokens before it. A call returns logits.
 
-    inputs: the other arguments, with `input_ids` [batch, tokens].
+    `inputs` has the other arguments, with `input_ids` [batch, tokens].
     """
 
     forward: Callable[..., Any]
@@ -98,12 +100,12 @@ class CachedPass:
 
     @property
     def captured(self) -> Callable[[], torch.Tensor]:
-        """The pass that a CUDA graph captures. Its cache must be rewound before each round of
-        replays.
+        """Returns the pass that a CUDA graph captures. Its cache must be rewound before each round
+        of replays.
 
         The pass launches only the kernels of a user's pass. Each replay writes into the next slots
-        of the cache; this is the same work, since mask and positions are given. If the cache has no
-        room for REPLAYS passes, as for prompts, the captured pass also rewinds the cache.
+        of the cache; this is the same work, because mask and positions are given. If the cache has
+        no room for REPLAYS passes, as for prompts, the captured pass also rewinds the cache.
         """
         tokens = self.inputs["input_ids"].shape[1]
         capacity = max(layer.max_cache_len for layer in self.cache.layers)
@@ -120,7 +122,7 @@ class CachedPass:
 def padded_tokens(batch: int, tokens: int, device: torch.device | str = "cuda") -> torch.Tensor:
     """Returns how many of `tokens` are padding in each sequence, [batch].
 
-    In sequence b, it is a share of b / (2 * batch), as in a batch of prompts of unequal lengths.
+    Sequence b has a share of b / (2 * batch), as in a batch of prompts of unequal lengths.
     """
     return tokens * torch.arange(batch, device=device) // (2 * batch)
 
@@ -130,8 +132,8 @@ def generate_inputs(
 ) -> dict[str, Any]:
     """Returns the mask and positions with which `generate()` calls a model.
 
-    The cache then holds `position` tokens. The mask is a 4-D mask, made outside of the compiled
-    pass. padded: the prompts differ in length, so shorter ones are padded on the left.
+    The cache then holds `position` tokens. The mask is a 4-D mask that is made outside the compiled
+    pass. With `padded`, the prompts differ in length, and shorter ones are padded on the left.
     """
     batch, tokens = ids.shape
     present = torch.ones((batch, position + tokens), dtype=torch.int64, device=ids.device)

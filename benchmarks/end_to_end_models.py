@@ -24,10 +24,13 @@ from tilewright.tools.zoo import ZOO
 class Model:
     """A model to measure.
 
-    title: its name in tables. results: the name of its file of results. model_class: the name of
-    its class in transformers. config: the name of its config class, or a function that makes a
-    config from the number of layers. cases: see `end_to_end.py`. experts_per_token, experts: the
-    numbers of one layer.
+    title: its name in tables.
+    results: the name of its file of results.
+    model_class: the name of its class in transformers.
+    config: the name of its config class, or a function that makes a config from the number of
+        layers.
+    cases: the cases, as in `end_to_end.py`.
+    experts_per_token, experts: the numbers of experts in one layer.
     """
 
     title: str
@@ -200,9 +203,9 @@ def config_of(model: Model, layers: int) -> PreTrainedConfig:
 def build(
     name: str, layers: int, device: str = "cuda", fields: dict[str, Any] | None = None
 ) -> Any:
-    """Returns the model in bfloat16; its experts use Hugging Face's `grouped_mm`.
+    """Returns the model in bfloat16. Its experts use Hugging Face's `grouped_mm`.
 
-    fields: of the config, in place of the published ones.
+    `fields` are fields of the config that replace the published ones.
     """
     model = MODELS[name]
     config = config_of(model, layers)

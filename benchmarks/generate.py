@@ -54,7 +54,7 @@ from tilewright.tools.paged_cache import PagedCache
 PROMPT, NEW = 1000, 128
 LAYERS = {"llama3-8b": 32, "qwen3-30b-a3b": 16, "deepseek-v2-lite": 27}
 ROUNDS = 2
-# Variants, each with the backend of its steps, and a function that makes its cache.
+# The variants, each with the backend of its steps and a function that makes its cache.
 VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
     "eager": (None, lambda config, length: DynamicCache(config=config)),
     "stock": ("inductor", lambda config, length: StaticCache(config=config, max_cache_len=length)),
@@ -67,14 +67,14 @@ VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
         lambda config, length: PagedCache(config, max_cache_len=length),
     ),
 }
-#: Variants with a deferred check, each with the variant that is otherwise the same.
+#: The variants with a deferred check, each with the variant that is otherwise the same.
 DEFERRED = {f"{name}-deferred": name for name in ("tilewright", "tilewright-paged")}
 VARIANTS |= {name: VARIANTS[of] for name, of in DEFERRED.items()}
 SHORT = ["tilewright", "tilewright-deferred"]
 
 
 def prompts(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Returns random prompts, whose sequence b has a share of b / (2 * batch) of padding."""
+    """Returns random prompts. Sequence b has a share of b / (2 * batch) of padding."""
     torch.manual_seed(1)
     ids = torch.randint(1, model.config.vocab_size, (batch, length), device=model.device)
     mask = torch.ones_like(ids)
@@ -84,7 +84,7 @@ def prompts(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
 
 
 class Variant:
-    """One way of calling generate(), with its own cache."""
+    """One way to call generate(), with a cache of its own."""
 
     def __init__(self, model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> None:
         self.model, self.name, self.inputs, self.new = model, name, inputs, new
@@ -104,7 +104,7 @@ class Variant:
 
     def __call__(self, new: int | None = None) -> torch.Tensor:
         """Calls generate() and returns the new tokens [batch, new]."""
-        # One class for all variants: with another class the model would compile again.
+        # All variants share one class, because the model would compile again for another class.
         stop_check.DEVICES = ("cuda",) if self.name in DEFERRED else ()
         if self.name == "eager":
             self.cache = self.fresh()
@@ -120,7 +120,7 @@ class Variant:
 
 
 def seconds(call: Callable[[], Any], rounds: int) -> float:
-    """Returns the mean wall-clock seconds of a call, until the GPU is done."""
+    """Returns the mean wall-clock seconds of a call until the GPU has finished."""
     times = []
     for _ in range(rounds):
         synchronize()
@@ -167,8 +167,8 @@ def facts(
 
 
 def prepare(model: Any) -> None:
-    """Removes the end token from a model's config, so that generate() makes all tokens asked for,
-    and prepares it for deferred checks."""
+    """Removes the end token from a model's config, so that generate() makes all requested tokens,
+    and prepares the model for deferred checks."""
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.config.eos_token_id = None
     stop_check.defer_stop_check(model)

@@ -155,7 +155,8 @@ def peer(a: GroupedMatmulArguments) -> Call:
 
 
 def forced_plans(case: Case) -> dict[str, GroupedPlan]:
-    """Returns the plans timed beside the op: other tiles, and other tiles that decode first."""
+    """Returns the plans that are timed next to the op: other tiles, and other tiles that decode
+    first."""
     if not case.sweep:
         return {}
     rows = -(-case.rows // case.shape.num_experts)

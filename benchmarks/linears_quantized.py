@@ -64,9 +64,9 @@ DENSE = Format("bf16", "dense", (0, 0))
 KNOWN = {"bf16": DENSE} | {name: BY_NAME[name] for name in WEIGHT_ONLY}
 TOKENS = (1, 16, 64, 1024)
 PROMPTS = (256, 1024, 1027, 4096)
-#: Kinds of scales. x: (rows of its scales, 0 for one per token; columns that share a scale).
-#: Weight: (rows, columns) that share a scale. 0 rows of a weight, or 0 columns, stand for all of
-#: them.
+#: Kinds of scales. For x: the rows of its scales (0 for one scale per token), and the columns that
+#: share a scale. For the weight: the rows and columns that share a scale. 0 rows of a weight, or 0
+#: columns, stand for all of them.
 KINDS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensors": ((1, 0), (0, 0)),
     "rows": ((0, 0), (1, 0)),
@@ -88,10 +88,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Linears:
-    """Weights of one call of an op.
+    """The weights of one call of an op.
 
-    parts: each weight, as its format stores it. arguments: makes the op's arguments for a number of
-    tokens.
+    parts: each weight as its format stores it.
+    arguments: a function that makes the op's arguments for a number of tokens.
     """
 
     op: str
@@ -179,7 +179,7 @@ def error(arguments: Any, made: torch.Tensor) -> float:
 
 @dataclass
 class Weights:
-    """Weights of one format, enough of them to exceed the L2 cache."""
+    """The weights of one format. There are enough of them to exceed the L2 cache."""
 
     form: Format
     layers: list[Linears]
@@ -204,7 +204,7 @@ def kernels(everything: Sequence[Weights], tokens: Sequence[int]) -> list[Any]:
 
 
 def measured(everything: Sequence[Weights], tokens: int, rate: float) -> dict[str, dict[str, Any]]:
-    """Measures one op: time, share of the copy rate and error, by format."""
+    """Measures one op. Returns the time, the share of the copy rate and the error, by format."""
     op = get_op(everything[0].layers[0].op)
     target = target_of(torch.device("cuda", torch.cuda.current_device())).name
     calls = max(max(len(weights.layers) for weights in everything), 10 if tokens < 256 else 4)
@@ -251,7 +251,7 @@ def decoded(x: torch.Tensor, x_scale: Any, weight: torch.Tensor, scale: Any) -> 
 
 
 def linear_prompts(rows: int, columns: int, tokens: int) -> dict[str, dict[str, Any]]:
-    """Measures each variant: time, and the error from float64 of the same codes."""
+    """Measures each variant. Returns the time, and the error from float64 of the same codes."""
     op = get_op("scaled_linear")
     count = max(2, -(-int(COLD_BYTES) // (rows * columns)))
     calls: dict[str, list[Callable[[], torch.Tensor]]] = {}

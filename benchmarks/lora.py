@@ -1,4 +1,5 @@
-"""Benchmark of LoRA shrink (q, k and v, planar) and expand of one layer, beside PyTorch's ways.
+"""Benchmark of LoRA shrink (q, k and v, planar) and expand of one layer, compared with PyTorch's
+own ways.
 
     python benchmarks/lora.py [--out DIR] [--hidden 4096 8192] [--ranks 8 16 64 128] [--tokens ...]
 
@@ -59,9 +60,9 @@ from tilewright.ops.lora import shrink as lora_shrink
 
 GATHER_BYTES = 1e9
 TOKENS = (1, 16, 64, 512, 2048, 4096, 8192)
-ALL_RANKS = 8  # the number of adapters that is measured with all ranks
+ALL_RANKS = 8  # the number of adapters for which all ranks are measured
 OTHERS_RANKS = (16, 64, 128)
-SKEWED = {8: (16, 64), 32: (64, 128)}  # ranks by adapters
+SKEWED = {8: (16, 64), 32: (64, 128)}  # ranks by the number of adapters
 
 
 def grouped_mm(one: LoraSet) -> torch.Tensor:
@@ -108,7 +109,8 @@ def compiled_loop(one: LoraSet) -> Callable[[torch.Tensor, torch.Tensor, torch.T
 
 
 def compile_loop_quietly(shape: LoraShape) -> str:
-    """Compiles the loop into Inductor's cache; returns the text of the error, or ""."""
+    """Compiles the loop into Inductor's cache. Returns the text of the error, or "" if there is
+    none."""
     try:
         compiled_loop(make_set(shape))
     except Exception as error:  # any error is a result here
@@ -137,7 +139,7 @@ def shrink_variants(shape: LoraShape, sets: list[LoraSet], *, with_loop: bool) -
 
 
 def exact(one: LoraSet) -> torch.Tensor:
-    """Computes the shrink in float64, planar."""
+    """Computes the shrink in float64. The result is planar."""
     total = one.x.new_zeros(one.x.shape[0], one.weights.shape[1], dtype=torch.float64)
     for adapter in one.ids.unique().tolist():
         rows = (one.ids == adapter).nonzero().flatten()
@@ -149,7 +151,7 @@ def measure_shrink(shape: LoraShape, copy: float, *, with_loop: bool) -> dict[st
     sets = make_sets(shape, most=MOST_CALLS)
     variants = shrink_variants(shape, sets, with_loop=with_loop)
     want = exact(sets[0])
-    peer = grouped_mm(sets[0])  # the yardstick of all forms
+    peer = grouped_mm(sets[0])  # all forms are compared with it
     errors = {
         "tilewright_error": error(variants["tilewright"](0), want),
         "grouped_mm_error": error(peer, want),
@@ -242,7 +244,7 @@ def in_float64(one: LoraSet, s: torch.Tensor) -> lora_expand.ExpandArguments:
 
 
 def shapes_of(options: argparse.Namespace) -> Iterator[LoraShape]:
-    """Yields the shapes to measure, those with 8 adapters first."""
+    """Yields the shapes to measure. Shapes with 8 adapters come first."""
     for adapters in sorted(options.adapters, key=lambda adapters: adapters != ALL_RANKS):
         for hidden in options.hidden:
             for rank in options.ranks:

@@ -1,4 +1,4 @@
-"""Benchmark of one float32 adapter, as PEFT keeps it: shrink and expand beside pairs of
+"""Benchmark of one float32 adapter, as PEFT keeps it. It compares shrink and expand with pairs of
 products."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCALE = 2.0
 
 @dataclass(frozen=True)
 class Delta:
-    """One float32 adapter: A of q, k and v [1, R, K], and B [1, W, R]."""
+    """One float32 adapter, with A of q, k and v [1, R, K] and B [1, W, R]."""
 
     x: torch.Tensor
     a: tuple[torch.Tensor, ...]

@@ -20,11 +20,12 @@ Variants = dict[str, Callable[[int], Any]]
 
 @dataclass(frozen=True)
 class LoraShape:
-    """Dims of one batch, whose tokens of `hidden` columns each have one of `adapters` adapters.
+    """The sizes of one batch. Its tokens have `hidden` columns, and each has one of `adapters`
+    adapters.
 
-    All adapters have the same rank; q, k and v have `widths` columns. routing: "uniform", or
-    "skewed" (Zipf: the odds of adapter i are 1 / (i + 1)). apart: the weights of q, k and v are
-    separate tensors instead of one stack.
+    All adapters have the same rank, and q, k and v have `widths` columns. `routing` is "uniform" or
+    "skewed" (Zipf: the odds of adapter i are 1 / (i + 1)). `apart` says whether the weights of q, k
+    and v are separate tensors instead of one stack.
     """
 
     hidden: int
@@ -42,13 +43,16 @@ class LoraShape:
 
 @dataclass(frozen=True)
 class LoraSet:
-    """One argument set.
+    """One set of arguments.
 
-    x [T, hidden], weights [G, 3 * rank, hidden]. ids [T]: the adapter of each token, sorted.
-    offsets [G + 1]: the first token of each adapter. order [T]: a permutation of the tokens, so
-    that ids[order] are unsorted. b and bases: [G, width, rank] and [T, width] of q, k and v; empty
-    unless asked for. parts: copies of the weights of q, k and v, [G, rank, hidden] each; empty
-    unless they are separate.
+    x: [T, hidden].
+    weights: [G, 3 * rank, hidden].
+    ids: [T], the adapter of each token, sorted.
+    offsets: [G + 1], the first token of each adapter.
+    order: [T], a permutation of the tokens, so that ids[order] are unsorted.
+    b, bases: [G, width, rank] and [T, width] for q, k and v; empty unless they are requested.
+    parts: copies of the weights of q, k and v, [G, rank, hidden] each; empty unless they are
+        separate.
     """
 
     x: torch.Tensor
@@ -107,7 +111,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def timed(variants: Variants, count: int) -> dict[str, float]:
-    """Returns the microseconds of each variant; every replay starts with a flushed L2 cache."""
+    """Returns the microseconds of each variant. The L2 cache is flushed before every replay."""
     flushed = torch.empty(FLUSH_BYTES // 4, device="cuda")
     graphs = {
         name: capture([lambda i=i, v=variant: v(i) for i in range(count)], warmup=1)

@@ -1,4 +1,4 @@
-"""Benchmark of MLA prefill of one layer: the whole branch, and the attention core, beside peers.
+"""Benchmark of MLA prefill of one layer: the whole branch, and the attention core, with peers.
 
     python benchmarks/mla.py [--out DIR] [--heads 16 128] [--batches 512 "one long" ...]
 
@@ -52,13 +52,13 @@ from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, drive
 
 FP8 = torch.float8_e4m3fn
-# Lengths of the sequences of one batch; the last three batches are like a server's.
+# The lengths of the sequences of one batch. The last three batches are like those of a server.
 BATCHES = {str(n): (n,) for n in (512, 1024, 2048, 4096, 8192, 16384)} | {
     "even": (1024,) * 4,
     "one long": (4096, 512, 256, 128, 64, 64),
     "many short": (200, 120, 333, 64, 512, 90, 256, 128, 400, 77, 300, 150),
 }
-# Limits of one captured graph: its TFLOP, and its calls.
+# The largest numbers of TFLOP and of calls in one captured graph.
 CAPTURED_TFLOP, CAPTURED_CALLS = 0.2, 8
 HOST_CALLS = 20
 
@@ -83,7 +83,7 @@ def branch_calls(layer: Layer) -> Calls:
 
 
 def core_operands(heads: int, length: int, device: str) -> dict[str, AttentionCall]:
-    """Returns the calls of attention by variant."""
+    """Returns the calls of attention for each variant."""
     q = torch.randn(1, length, heads, NOPE + ROPE, device=device).bfloat16()
     kv = torch.randn(1, length, heads, NOPE + V_DIM, device=device).bfloat16()
     shared = torch.randn(1, length, ROPE, device=device).bfloat16()

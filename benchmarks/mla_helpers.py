@@ -59,9 +59,9 @@ CODE_CONFIGS = [
 
 
 def arguments(heads: int, rows: int, new: int, kind: str) -> MlaPrefillArguments:
-    """Returns random arguments of one sequence with `rows` rows; `new` of them are new.
+    """Returns random arguments of one sequence with `rows` rows, of which `new` are new.
 
-    kind: "values", "codes", or "codes 8-bit core" for keys of 8 bits.
+    `kind` is "values", "codes", or "codes 8-bit core" for keys of 8 bits.
     """
     coded, narrow = kind.startswith("codes"), kind.endswith("core")
     pages = rows // PAGE + 1
@@ -117,8 +117,8 @@ def launched(launch: Launch) -> Callable[[], None]:
 def latent_bytes(form: str, rows: int, coded: bool) -> int:
     """Returns the bytes that the kernel of latents reads and writes for `rows` rows.
 
-    A row's entry is read, and written to the buffer, to the cache, or to both. For a new or stored
-    row, the rotation is also read, in fp32.
+    The entry of a row is read, and it is written to the buffer, to the cache, or to both. For a new
+    or stored row, the rotation is also read, in fp32.
     """
     entry, rotation = 2 * (RANK + ROPE), 4 * ROPE
     out = RANK + 4 * RANK // 128 + 2 * ROPE if coded else entry
@@ -165,7 +165,7 @@ def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
         if tensor is not None:
             tensor.copy_(torch.rand(tensor.shape, device=DEVICE))
     problem = up_problem(a, buffers)
-    graphs, calls = {}, {}  # keeps the calls, as a graph uses the memory of its call
+    graphs, calls = {}, {}  # keeps the calls, because a graph uses the memory of its call
     for config in configs_of(problem):
         step = up_step(a, problem, buffers, config)
         if step.spec.name in bad:

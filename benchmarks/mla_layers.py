@@ -20,7 +20,8 @@ HEADS_AT_ONCE = 8
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates neighbouring pairs of columns of x [T, .., ROPE]; cos, sin: [T, .., ROPE / 2]."""
+    """Rotates neighbouring pairs of columns of x [T, .., ROPE]. cos and sin are [T, .., ROPE /
+    2]."""
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
@@ -30,9 +31,10 @@ def stock(
     sin: torch.Tensor, weight: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor,
     lengths: tuple[int, ...],
 ) -> torch.Tensor:  # fmt: skip
-    """Computes the branch [T, H, V] of q [T, H, N + R] as serving code does, sequence by sequence.
+    """Computes the branch [T, H, V] for q [T, H, N + R] as serving code does, one sequence after
+    the other.
 
-    It writes the entries of pool [P, PAGE, L + R] at `slots`.
+    It writes the entries of `pool` [P, PAGE, L + R] at `slots`.
     """
     heads, flat = q.shape[1], pool.view(-1, RANK + ROPE)
     latent = F.rms_norm(latents[:, :RANK], (RANK,), norm, EPS)
@@ -112,7 +114,8 @@ class Layer:
         )  # fmt: skip
 
     def checked_rows(self) -> torch.Tensor:
-        """Returns the tokens whose results are compared: evenly spaced, with the first and last."""
+        """Returns the tokens whose results are compared. They are evenly spaced and include the
+        first and the last."""
         count = min(CHECKED_ROWS, self.tokens)
         return torch.linspace(0, self.tokens - 1, count, device=self.q.device).long()
 

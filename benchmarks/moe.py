@@ -52,8 +52,8 @@ from tilewright.ops.moe.moe import OP
 TOKENS = (1, 16, 64, 1024, 4096)
 MORE_TOKENS = (4, 256, 8192)
 ZIPF_TOKENS = (16, 1024, 4096)
-# Formats measured beside bf16, by model: those with checkpoints, or of interest for the model.
-# Their numbers of tokens are below.
+# The formats that are measured next to bf16, by model. These are formats that have checkpoints, or
+# that are of interest for the model. Their numbers of tokens are below.
 FORMATS = {
     "qwen3-30b-a3b": ("nvfp4", "fp8fp8", "int4", "fp8"),
     "mixtral-8x7b": ("nvfp4", "fp8fp8"),
@@ -78,7 +78,8 @@ def kernels(shape: MoeShape, form: str, tokens: Sequence[int]) -> set[KernelSpec
 
 
 class Layer:
-    """Weights of one model, made when first needed, and its compiled peer."""
+    """The weights of one model, which are made when they are first needed, and its compiled
+    peer."""
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
@@ -106,7 +107,8 @@ class Layer:
 
 
 def serve(connection: Connection, shape: MoeShape, tokens: Sequence[int]) -> None:
-    """Compiles the peer, sends "ready", then measures the rows asked for until it receives None."""
+    """Compiles the peer, sends "ready", and then measures the requested rows until it receives
+    None."""
     torch.manual_seed(0)
     # Dynamo compiles one program for each token count.
     torch._dynamo.config.recompile_limit = 64
@@ -173,7 +175,7 @@ class Run:
 def asked_for(
     shapes: Sequence[MoeShape], tokens: Sequence[int], formats: Sequence[str]
 ) -> Iterator[tuple[MoeShape, str, int, str]]:
-    """Yields the rows to measure, the most important first, as a run may be cut short."""
+    """Yields the rows to measure. The most important come first, because a run may be cut short."""
     forms = [(s, f) for s in shapes for f in FORMATS[s.name] if f in formats]
     dense = [s for s in shapes if s is not EXPERT_SHARE] if "dense" in formats else ()
     yield from ((s, "dense", t, "random") for s in dense for t in tokens if t not in MORE_TOKENS)

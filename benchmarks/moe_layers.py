@@ -12,7 +12,7 @@ from tilewright.ops.moe.arguments import FusedMoeArguments
 
 # The argument sets of a graph together must exceed the L2 cache (60 MB).
 COLD_BYTES = 250e6
-# Bytes of one element of a weight, scales included.
+# The bytes of one element of a weight, including scales.
 WEIGHT_BYTES = {
     "dense": 2.0,
     "fp8": 1.0,
@@ -28,10 +28,10 @@ CLAMP = 7.0
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Dims of one model's experts.
+    """The sizes of one model's experts.
 
-    oss: gpt-oss's layout. Gate and up are interleaved and stored as [E, H, 2I], with biases and
-    clamped SwiGLU. Otherwise they are halves of [E, 2I, H], with SiLU.
+    `oss` says whether the layout is that of gpt-oss: gate and up are interleaved and stored as [E,
+    H, 2I], with biases and clamped SwiGLU. Otherwise they are halves of [E, 2I, H], with SiLU.
     """
 
     name: str
@@ -46,7 +46,7 @@ class MoeShape:
         return 3 * self.hidden * self.inner
 
     def argument_sets(self, num_tokens: int, form: str) -> int:
-        """Returns how many draws of routes keep the L2 cache cold."""
+        """Returns the number of draws of routes that keeps the L2 cache cold."""
         share = 1 - (1 - self.num_slots / self.num_experts) ** num_tokens
         read = share * self.num_experts * self.expert_elements * WEIGHT_BYTES[form]
         return max(2, -(-int(COLD_BYTES) // int(read)))
@@ -58,7 +58,7 @@ SHAPES = (
     MoeShape("deepseek-v3 over 8 GPUs", 7168, 256, 256, 8),
     MoeShape("gpt-oss-120b", 2880, 2880, 128, 4, oss=True),
 )
-# One GPU's share of the experts, with all of their columns; measured with activations of codes.
+# One GPU's share of the experts, with all their columns. It is measured with activations of codes.
 EXPERT_SHARE = MoeShape("32 experts of deepseek-v3", 7168, 2048, 32, 8)
 BY_NAME = {shape.name: shape for shape in (*SHAPES, EXPERT_SHARE)}
 
@@ -68,7 +68,7 @@ def routes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (expert_ids int64 [T, S], weights bf16 [T, S]), the top-k of random scores.
 
-    kind: "random" draws all experts alike; "zipf" draws them with odds of 1 / rank.
+    With `kind` "random", all experts are equally likely; with "zipf", their odds are 1 / rank.
     """
     scores = torch.rand(num_tokens, shape.num_experts, device=device)
     if kind == "zipf":
@@ -80,7 +80,8 @@ def routes(
 
 
 def dense(*shape: int, device: str = "cuda") -> torch.Tensor:
-    """Returns normal bf16 weights [..., K] of variance 1 / K, made in parts to save memory."""
+    """Returns normal bf16 weights [..., K] with variance 1 / K. They are made in parts to save
+    memory."""
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
     for part in out:
         part.copy_(torch.randn(shape[1:], device=device).mul_(shape[-1] ** -0.5))
@@ -115,10 +116,11 @@ def coded(
 
 @dataclass(frozen=True)
 class Experts:
-    """Weights of a layer.
+    """The weights of a layer.
 
-    given: arguments of `fused_moe`. gate_up, down: the tensors as a dense checkpoint stores them;
-    None if quantised. gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
+    given: the arguments of `fused_moe`.
+    gate_up, down: the tensors as a dense checkpoint stores them; None if they are quantised.
+    gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
     """
 
     given: dict[str, Any]
@@ -131,7 +133,8 @@ class Experts:
 def make_experts(shape: MoeShape, form: str = "dense", device: str = "cuda") -> Experts:
     """Returns random weights in a format of ops.formats.expert_weight.
 
-    "fp8fp8" stands for fp8 with quantised activations. On the device "meta", they are shapes only.
+    "fp8fp8" stands for fp8 with quantised activations. On the device "meta", the weights have only
+    shapes.
     """
     e, h, i = shape.num_experts, shape.hidden, shape.inner
     rows = "fp8" if form == "fp8fp8" else "dense"

@@ -20,9 +20,10 @@ from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Launch, Machine, drive
 
 MAX_SETS = 16
-# Tokens up to which errors are measured; with more, the float64 reference dominates the run.
+# The number of tokens up to which errors are measured. With more tokens, the float64 reference
+# dominates the run.
 CHECKED_TOKENS = 64
-# Names in the results for the kernels of the two GEMMs.
+# The names of the kernels of the two GEMMs in the results.
 GEMMS = {
     **dict.fromkeys(("moe_up", "moe_up_codes", "moe_up_scaled"), "up"),
     **dict.fromkeys(("grouped_gemm", "moe_down_codes", "grouped_scaled"), "down"),
@@ -68,10 +69,10 @@ def stored(shape: MoeShape, experts: Experts) -> tuple[Any, ...]:
 def launches(
     a: FusedMoeArguments, plan: MoePlan | None = None, machine: Machine | None = None
 ) -> dict[str, Launch]:
-    """Runs a call of the op and returns its launches by kernel.
+    """Runs a call of the op, and returns its launches by kernel.
 
-    Of a kernel that is launched twice, the last launch is returned. plan: a plan in place of the
-    planner's. machine: a machine in place of the tensors' GPU.
+    If a kernel is launched twice, the last launch is returned. `plan` replaces the planner's plan,
+    and `machine` replaces the GPU of the tensors.
     """
     machine = machine or machine_of(a.x.device)
     program = drive(fused_moe_steps(a, machine.target, plan), machine, keep=True)
@@ -87,7 +88,7 @@ def measure(
     shape: MoeShape, experts: Experts, form: str, num_tokens: int, kind: str, copy: float,
     bf16: Experts | None, stock: Callable[..., torch.Tensor] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measures one row. bf16: the dense experts that a quantised row is compared with."""
+    """Measures one row. `bf16` has the dense experts with which a quantised row is compared."""
     count = min(shape.argument_sets(num_tokens, form), MAX_SETS)
     calls = [arguments(shape, experts, num_tokens, kind) for _ in range(count)]
     steps = [launches(a) for a in calls]
@@ -149,7 +150,8 @@ def rates(shape: MoeShape, form: str, row: dict[str, Any], copy: float) -> dict[
     """Returns TFLOP/s and TB/s of the GEMMs alone, and the ratios to their peers."""
     routes = row["tokens"] * shape.num_slots
     matrix = shape.hidden * shape.inner
-    # Bytes of an element of x, and of the first GEMM's result, which the second reads.
+    # The bytes of an element of x, and of an element of the first GEMM's result. The second GEMM
+    # reads that result.
     size = 1 if form == "fp8fp8" else 2
     bytes_in = {"up": size * shape.hidden * row["tokens"], "down": size * shape.inner * routes}
     bytes_out = {"up": size * shape.inner * routes, "down": 2 * shape.hidden * routes}

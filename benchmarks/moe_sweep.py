@@ -91,7 +91,7 @@ def stage_steps(
 ) -> list[Launch]:
     """Returns the launches of a case's stage in one config.
 
-    They use the scratch memory of `base`, the launches of a plain plan.
+    They use the scratch memory of `base`, which has the launches of a plain plan.
     """
     if case.stage == "order":
         return order_steps(order_config(text), base, problem)
@@ -140,7 +140,7 @@ def plain_plan(problem: MoeProblem, case: Case) -> MoePlan:
 
 
 def library(case: Case, experts: Experts, base: dict[str, Launch]) -> Any:
-    """Returns a call of torch._grouped_mm for the stage on sorted rows; None for codes."""
+    """Returns a call of torch._grouped_mm for the stage on sorted rows. Returns None for codes."""
     if experts.gate_up is None or experts.down is None or case.stage == "order":
         return None
     values = base["up"].values

@@ -94,7 +94,8 @@ class Row:
 
 
 def neighbours(config: Any, most: int) -> list[Any]:
-    """Returns tiles of which one number differs from those of `config`, then two."""
+    """Returns tiles that differ from `config` in one number, followed by tiles that differ in
+    two."""
     changes = [
         (field.name, changed)
         for field in fields(config)
@@ -225,8 +226,8 @@ EXPANDED = (
 
 
 def mla_rows(most: int) -> Iterator[Row]:
-    """Yields new tokens behind cached latents, with a mask: attention to the latents themselves, or
-    to keys that are made of them."""
+    """Yields calls of new tokens behind cached latents, with a mask. Attention is to the latents
+    themselves, or to keys that are computed from them."""
     sizes = ((2, 64), (1, 64), (8, 64), (2, 16), (2, 32), (2, 128), (2, 256))
     for name, model in (("minicpm3", MINICPM3), ("deepseek-v2-lite", DEEPSEEK)):
         for batch, queries in sizes:
@@ -377,7 +378,7 @@ def _name(one: Any) -> str:
 
 
 def specs_of(row: Row, a: Any, config: Any) -> tuple[KernelSpec, ...]:
-    """Returns the kernels of a call with these tiles; none if the op refuses them."""
+    """Returns the kernels of a call with these tiles. Returns none if the op refuses the tiles."""
     try:
         return drive(row.steps(a, config), Planner(SM90), keep=True).specs
     except Exception:  # any error of the emitter says that these tiles are not of the op's space

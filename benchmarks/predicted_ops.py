@@ -30,11 +30,11 @@ from tilewright.ops.cache.read import CacheRead
 RESULTS = Path(__file__).resolve().parent / "results"
 H200 = get_target("sm90")
 H100 = replace(H200, hbm_bytes_per_s=3.0e12)
-#: Rows, columns and weights of the linears of Llama-3-8B.
+#: The rows, columns and weights of the linears of Llama-3-8B.
 LINEARS = {"qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 #: Formats of linears that have another name in the cost model.
 NAMES = {"bf16": "", "fp8_block": "fp8", "int4": "int4_k", "gptq": "int4_n", "awq": "int4_n"}
-#: Queries, heads and widths of the benchmark of attention.
+#: The queries, heads and widths in the benchmark of attention.
 HEADS, WIDTH, LATENT, ROPE = 32, 128, 512, 64
 
 
@@ -43,12 +43,12 @@ def kept(name: str) -> list[dict[str, Any]]:
 
 
 def mixtures(name: str) -> Iterator[tuple[str, float, Unit, Target]]:
-    """Yields the rows of a file of mixtures: format, measured microseconds, part of a step,
-    chip."""
+    """Yields the rows of a file of mixtures. Each row is (format, measured microseconds, part of a
+    step, chip)."""
     for row in kept(name):
         shape, tokens, form = BY_NAME[row["model"]], row["tokens"], row["format"]
         coded = "" if form == "dense" else form.removesuffix("fp8") or "fp8"
-        # Activations of codes are multiplied at the rate of their own.
+        # Activations of codes are multiplied at a rate of their own.
         rate = "fp8e4nv" if form == "fp8fp8" else "bf16"
         elements = shape.expert_elements
         one = unit(
@@ -65,7 +65,7 @@ def mixtures(name: str) -> Iterator[tuple[str, float, Unit, Target]]:
 
 
 def linears() -> Iterator[tuple[str, float, Unit, Target]]:
-    """Yields the rows of linears of Llama-3-8B, in the form of `mixtures`."""
+    """Yields the rows of linears of Llama-3-8B, in the form that `mixtures` has."""
     for row in kept("linears_quantized"):
         if row["model"] != "llama3-8b" or not row.get("us"):
             continue
@@ -85,7 +85,7 @@ def linears() -> Iterator[tuple[str, float, Unit, Target]]:
 
 
 def attention() -> Iterator[tuple[str, float, Unit, Target]]:
-    """Yields the rows of attention with a mask tensor, in the form of `mixtures`."""
+    """Yields the rows of attention with a mask tensor, in the form that `mixtures` has."""
     for row in kept("cache_attention"):
         latent = row["case"].startswith("mla")
         heads = int(row["case"].rpartition("-")[2]) if latent else HEADS

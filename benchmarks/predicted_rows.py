@@ -36,14 +36,14 @@ STEPS = "steps.json"
 #: `end_to_end.py`.
 CAPACITY = 2048
 START = 1000
-#: The number of layers that are built. The first layers may differ from those after them.
+#: The number of layers that are built. The first layers may differ from the layers after them.
 BUILT = 4
 
-#: Names of the chips in results files -> the rate of a copy in bytes per second. The H100's is from
-#: docs/quantised-performance.md; None stands for the target's own rate.
+#: For each name of a chip in results files, the rate of a copy in bytes per second. The rate of the
+#: H100 is from docs/quantised-performance.md. None stands for the target's own rate.
 COPY_RATES = {"NVIDIA H200": None, "NVIDIA H100 80GB HBM3": 3.0e12}
 
-#: Configurations that `quantised_step.py` builds: true dims with a small vocabulary.
+#: Configurations that `quantised_step.py` builds: true sizes with a small vocabulary.
 _SHARED: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 4096,
@@ -63,7 +63,8 @@ _SMALL: dict[str, tuple[Any, int, dict[str, Any]]] = {
         | {"norm_topk_prob": True},
     ),
 }
-#: Formats of compressed-tensors -> the scheme, and the name of the way in which codes are packed.
+#: For each format of compressed-tensors, the scheme and the name of the way in which codes are
+#: packed.
 _SCHEMES = {
     "ct-w4a16": ("W4A16", "pack-quantized"),
     "ct-fp8-dynamic": ("FP8_DYNAMIC", "float-quantized"),
@@ -77,10 +78,14 @@ _SCHEMES = {
 class Row:
     """One measured forward pass.
 
-    source: the results file. model: a key of `end_to_end_models.MODELS`, of `_SMALL` or of
-    `steps_models.WIDTHS`. form: the weights' format, "bf16" or a format of `quantised_step.py`.
-    tokens: the new tokens of each sequence. masked: whether a mask was given. us: the measured time
-    in microseconds. start: the tokens in the cache before the pass. capacity: the cache's capacity.
+    source: the results file.
+    model: a key of `end_to_end_models.MODELS`, of `_SMALL` or of `steps_models.WIDTHS`.
+    form: the format of the weights, "bf16" or a format of `quantised_step.py`.
+    tokens: the number of new tokens of each sequence.
+    masked: whether a mask was given.
+    us: the measured time in microseconds.
+    start: the number of tokens in the cache before the pass.
+    capacity: the capacity of the cache.
     """
 
     source: str
@@ -108,14 +113,14 @@ class Row:
 
     @property
     def target(self) -> Target:
-        """The chip that the row was measured on, at its own memory rate."""
+        """The chip on which the row was measured, at its own memory rate."""
         sm90, rate = get_target("sm90"), COPY_RATES[self.gpu]
         return sm90 if rate is None else replace(sm90, hbm_bytes_per_s=rate)
 
 
 def measured_rows() -> list[Row]:
-    """Returns the rows of the results files of steps. Of rows with equal model, form and case, only
-    the first is returned."""
+    """Returns the rows of the results files of steps. If several rows have equal model, form and
+    case, only the first is returned."""
     rows = [*_dense_rows(), *_quantised_rows(), *_step_rows()]
     first = {(r.source, r.model, r.form, r.case): r for r in reversed(rows)}
     return [row for row in rows if row in first.values()]
@@ -136,9 +141,12 @@ def _dense_rows() -> Iterator[Row]:
 
 
 def _quantised_rows() -> Iterator[Row]:
-    """Yields the rows of quantised models, and of the dense model measured beside each format.
-    Older files have no "tokens": their prompts of 1024 tokens are the rows that take several times
-    the memory of a decode step of 64 sequences."""
+    """Yields the rows of quantised models, and of the dense model that was measured next to each
+    format.
+
+    Older files have no "tokens". In these files, the rows with prompts of 1024 tokens are those
+    that take several times the memory of a decode step of 64 sequences.
+    """
     kept = json.loads((RESULTS / QUANTISED).read_text("utf-8"))
     for r in kept["rows"]:
         if not r.get("tilewright"):

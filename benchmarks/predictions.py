@@ -27,14 +27,18 @@ from timing import keep
 from tilewright.compiler.report.bars import held_percent
 from tilewright.compiler.report.step import SPENT
 
-#: Models and formats that no constant was fitted to. The list was written before any was fitted.
+#: Models and formats to which no constant was fitted. The list was written before any constant was
+#: fitted.
 HELD_OUT_MODELS = frozenset({"qwen3-30b-a3b", "glm-4.7-flash", "youtu"})
 HELD_OUT_FORMATS = frozenset({"ct-fp8-block", "ct-nvfp4a16", "ct-mxfp4a16", "finegrained-fp8"})
 
 
 def is_held_out(row: Row) -> bool:
-    """Whether no constant may be fitted to a row: its model or format is held out, or it is of a
-    dense model on the other chip, whose memory has another rate."""
+    """Whether no constant may be fitted to a row.
+
+    This holds if its model or format is held out, or if it is a row of a dense model on the other
+    chip, whose memory has another rate.
+    """
     if row.source == STEPS:
         return steps_models.is_held_out(row.model, row.batch, row.tokens)
     other_chip = row.source == QUANTISED and row.form == "bf16"
@@ -68,8 +72,8 @@ def predicted(row: Row) -> dict[str, Any]:
 
 
 def said_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yields lines that sum up the rows: all rows, all held-out rows, then the held-out rows of
-    each class."""
+    """Yields lines that sum up the rows: all rows, all held-out rows, and the held-out rows of each
+    class."""
     yield _line("all", rows)
     yield _line("held out", [row for row in rows if row["held_out"]])
     classes: dict[str, list[dict[str, Any]]] = defaultdict(list)

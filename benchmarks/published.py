@@ -2,8 +2,8 @@
 
     python benchmarks/published.py
 
-The measurements are from a B200, on which no kernel of ours has run. Each row is a figure that a
-public thread states, with the thread's address. If the thread gives a rate, the time is the
+The measurements are from a B200, on which no kernel of tilewright has run. Each row is a figure
+that a public thread states, with the thread's address. If the thread gives a rate, the time is the
 product's FLOPs divided by it. The modelled time is that of a part of a step with this shape
 (`compiler/report/times.py`). Results go to benchmarks/results/published_b200.json.
 """
@@ -25,7 +25,7 @@ from tilewright.compiler.report.work import reached
 from tilewright.ops.cache.read import CacheRead
 
 SM100 = get_target("sm100")
-#: Bytes of a number in a format; for nvfp4 with its share of a scale.
+#: The bytes of a number in a format. For nvfp4 they include its share of a scale.
 BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8e4nv": 1.0, "nvfp4": 0.5625}
 VLLM_GEMM = "https://github.com/vllm-project/vllm/pull/19566"
 CUTLASS_LINEAR = "https://github.com/NVIDIA/cutlass/issues/2923"
@@ -38,8 +38,12 @@ FLASH_ATTENTION = "https://github.com/Dao-AILab/flash-attention/pull/2280"
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure. what: what was measured. us: the published time, or that of the published
-    rate. units: the parts whose modelled times are added."""
+    """A published figure.
+
+    what: what was measured.
+    us: the published time, or the time that follows from the published rate.
+    units: the parts whose modelled times are added.
+    """
 
     source: str
     kind: Literal["product", "mixture", "attention"]
@@ -116,7 +120,7 @@ def attention(causal: bool, us: float) -> Published:
 
 
 def published() -> Iterator[Published]:
-    """Returns every figure as its source states it."""
+    """Yields every figure as its source states it."""
     square = (4096, 4096)
     torch_bf16 = {
         1: 2.735701,

@@ -59,7 +59,7 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def normed(x, weight):
-    """Computes the RMSNorm of each head as models do; returns x if there is no weight."""
+    """Computes the RMSNorm of each head as models do. Returns x if there is no weight."""
     if weight is None:
         return x
     wide = x.float()
@@ -67,7 +67,7 @@ def normed(x, weight):
 
 
 def project(x, weights, biases, norms, dim):
-    """Computes q, k and v [..., heads, dim], with norms of q and k if there are any."""
+    """Computes q, k and v [..., heads, dim]. If there are norms of q and k, applies them."""
     made = [
         linear(x, weight, None if bias is None else bias.flatten()).unflatten(-1, (-1, dim))
         for weight, bias in zip(weights, biases, strict=True)
@@ -142,7 +142,8 @@ def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 def measure(
     shape: Shape, num_tokens: int, layout: str, autotune: bool, copy: float
 ) -> dict[str, Any]:
-    """Measures one row: times, errors and the lowering. copy: the GPU's copy rate in bytes/s."""
+    """Measures one row: times, errors and the lowering. `copy` is the GPU's copy rate in
+    bytes/s."""
     torch._dynamo.reset()
     step: Step = paged_step if layout == "paged" else static_step
     cache = paged_cache(shape) if layout == "paged" else static_cache(shape, num_tokens)

@@ -1,4 +1,5 @@
-"""Benchmark of quantised QKV projection, RoPE and cache write of one layer, beside its peers.
+"""Benchmark of quantised QKV projection, RoPE and cache write of one layer, compared with its
+peers.
 
     python benchmarks/qkv_quantized.py [--out DIR] [--tokens 1 16 ...] [--formats int4 ...]
 

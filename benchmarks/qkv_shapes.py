@@ -25,9 +25,10 @@ REST_S = 0.03
 
 @dataclass(frozen=True)
 class Shape:
-    """Dims of one model's projections.
+    """The sizes of one model's projections.
 
-    norm: q and k are normed. bias: all three projections have a bias.
+    norm: whether q and k are normalised.
+    bias: whether all three projections have a bias.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Shape:
         return 2 * self.hidden * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def argument_sets(self, num_tokens: int) -> int:
-        """Returns how many sets of weights and activations keep the L2 cache cold."""
+        """Returns the number of sets of weights and activations that keeps the L2 cache cold."""
         per_set = self.weight_bytes + 2 * num_tokens * self.hidden
         return max(2, -(-int(COLD_BYTES) // per_set))
 
@@ -69,7 +70,8 @@ class Layer:
 
 
 def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
-    """Returns a layer with random weights: three tensors or, if `packed`, slices of one."""
+    """Returns a layer with random weights. They are three tensors or, if `packed`, slices of one
+    tensor."""
     dim, scale = shape.head_dim, shape.hidden**-0.5
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     if packed:
@@ -86,10 +88,10 @@ def make_layer(shape: Shape, num_tokens: int, packed: bool = False) -> Layer:
 
 @dataclass(frozen=True)
 class Cache:
-    """K and V caches, and the slots of the step's tokens.
+    """The K and V caches, and the slots of the step's tokens.
 
-    A paged cache is [pages, PAGE_SIZE, Hkv, D] with flat slots. A static cache is
-    [batch, Hkv, STATIC_LENGTH, D], and its slots are positions that all sequences write.
+    A paged cache is [pages, PAGE_SIZE, Hkv, D] with flat slots. A static cache is [batch, Hkv,
+    STATIC_LENGTH, D], and its slots are positions that all sequences write.
     """
 
     layout: str
@@ -159,7 +161,8 @@ def fused_arguments(
 def fair_us(
     graphs: Mapping[str, torch.cuda.CUDAGraph], calls_per_graph: int, rounds: int = 7
 ) -> dict[str, float]:
-    """Returns median microseconds per call; each variant starts after a pause, in a random order.
+    """Returns the median microseconds per call. Each variant starts after a pause, in a random
+    order.
 
     A GEMM of many tokens takes the chip to its power limit. Without a pause, the next variant would
     run at lower clocks.

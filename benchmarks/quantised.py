@@ -49,7 +49,7 @@ from tilewright.compiler.verify import clone_inputs, relative_error
 from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 from tilewright.tools.files import write_whole
 
-#: Makes the arguments of a step, with the cache in the state before that step.
+#: A function that makes the arguments of a step, with the cache in its state before that step.
 Inputs = Callable[[], dict[str, Any]]
 
 FORMATS = {
@@ -64,7 +64,7 @@ SHOWN = ("fused", "lost", "advice", "said", "wrong", "unjudged", "unaccounted", 
 def step_of(model: Any, kind: str, seed: int = 1) -> dict[str, Any]:
     """Returns the arguments of a decode step, with a cache that the dense model has filled.
 
-    seed: the seed of the tokens.
+    `seed` is the seed of the tokens.
     """
     plain: Any = dense(kind).to(model.dtype)
     cache, _ = static_cache(plain)
@@ -74,7 +74,7 @@ def step_of(model: Any, kind: str, seed: int = 1) -> dict[str, Any]:
 
 
 def compiled(model: Any, kind: str) -> dict[str, Any]:
-    """Returns what is fused and missed in a step; `stored` counts the writes fused alone."""
+    """Returns the matches and misses of a step. `stored` counts the writes that are fused alone."""
     row = compiled_step(model, step_of(model, kind))
     return {name: row[name] for name in (*SHOWN, "stored") if name in row}
 
@@ -85,7 +85,7 @@ def logits(call: Callable[..., Any], inputs: Inputs) -> torch.Tensor:
 
 
 def exact_logits(model: Any, inputs: Inputs) -> torch.Tensor | None:
-    """Computes the logits in float64 from the same codes; None if that is not possible.
+    """Computes the logits in float64 from the same codes. Returns None if that is not possible.
 
     It runs the graph that Dynamo records, and needs the model to be one graph.
     """
@@ -112,10 +112,10 @@ def exact_logits(model: Any, inputs: Inputs) -> torch.Tensor | None:
 
 
 def errors(library: Any, model: Any, kind: str) -> dict[str, float]:
-    """Returns the relative errors, in the 2-norm, of the library's logits and of ours.
+    """Returns the relative errors, in the 2-norm, of the library's logits and of tilewright's.
 
-    Further seeds are tried as long as ours is further from float64. When the scores of two experts
-    are nearly equal, rounding can choose the other expert.
+    Further seeds are tried as long as tilewright's logits are further from float64. If the scores
+    of two experts are nearly equal, rounding can choose the other expert.
     """
     fused = torch.compile(model, backend=lambda gm, given: tilewright(gm, given, options=OPTIONS))
     found: dict[str, float] = {}
@@ -189,7 +189,7 @@ def main() -> None:
 
 def is_made(form: str, kind: str) -> bool:
     """Whether `tests/models/shipped.py` makes a model in a format."""
-    # Formats that name their models are those of gpt-oss, which has no other formats.
+    # Only formats of gpt-oss name their models, and gpt-oss has no other formats.
     return bool(FORMATS[form].models) == (CONFIGS[kind][0] is GptOssConfig)
 
 

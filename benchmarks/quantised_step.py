@@ -99,11 +99,13 @@ CONFIGS |= {
         | {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
     ),
 }
-#: The formats that are measured by default: all but "mxfp4", which transformers decodes to bfloat16
-#: while it loads a model, unless the hub's kernels are installed. "mxfp4-gpu" keeps the codes.
+#: The formats that are measured by default. These are all but "mxfp4", which transformers decodes
+#: to bfloat16 while it loads a model, unless the hub's kernels are installed. "mxfp4-gpu" keeps the
+#: codes.
 USUAL = [form for form in FORMATS if form != "mxfp4"]
 CASES = ("1x1", "16x1", "16x1-padded", "64x1")
-#: Variants in the order of capture. `library` is last, as its failed capture could disturb others.
+#: The variants in the order of capture. `library` is last, because its failed capture could disturb
+#: others.
 VARIANTS = ("tilewright", "rounded_apart", "bf16", "stock", "library")
 #: Options of the variants with the backend "tilewright".
 OURS: dict[str, dict[str, Any]] = {
@@ -117,7 +119,7 @@ LOCK = Path(tempfile.gettempdir()) / "tilewright_quantised_step.lock"
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Locks out the other processes, as work in float64 takes several times the memory."""
+    """Locks out the other processes, because work in float64 takes several times the memory."""
     with LOCK.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -126,7 +128,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 class Step:
-    """Decode step of a case over one cache, which all variants of a model use in turn."""
+    """The decode step of a case over one cache. All variants of a model use the cache in turn."""
 
     def __init__(self, model: Any, case: Case) -> None:
         self.case = case
@@ -153,7 +155,8 @@ class Step:
 
 
 def attempted(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
-    """Returns the result of a call; if it raises, notes the error in `row` and returns None."""
+    """Returns the result of a call. If the call raises an error, notes the error in `row` and
+    returns None."""
     try:
         return call()
     except Exception as error:
@@ -162,7 +165,7 @@ def attempted(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
 
 
 class Prepared:
-    """One case of a format: its row so far, and the graphs to time when its turn comes."""
+    """One case of a format: its row so far, and the graphs that are timed when its turn comes."""
 
     def __init__(self, models: dict[str, Any], text: str, facts: dict[str, Any]) -> None:
         case = Case.of(text)
@@ -180,9 +183,9 @@ class Prepared:
         return self.steps[self.models[variant].dtype]
 
     def compiled(self, variant: str, **options: Any) -> Any:
-        """Compiles and calls a variant; returns its forward pass, or None if that failed.
+        """Compiles and calls a variant. Returns its forward pass, or None if that failed.
 
-        For the variant "tilewright", it keeps the logits.
+        For the variant "tilewright", the logits are kept.
         """
         backend = "tilewright" if variant in OURS else "inductor"
         given = OPTIONS | OURS[variant] | options if variant in OURS else {}
@@ -198,7 +201,7 @@ class Prepared:
         return forward
 
     def describe(self, found: Sequence[Any]) -> None:
-        """Adds what is fused and missed in tilewright's graphs, and the errors, to the row."""
+        """Adds the matches and misses of tilewright's graphs, and the errors, to the row."""
         ops = [match.op for graph in found for match in graph.matches]
         self.row["graphs"] = len(found)
         self.row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
@@ -238,7 +241,8 @@ def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
     facts = {"format": given.format, "model": given.model, "made": made_by(shipped.library)}
     with torch.device(given.made_on):
         library = loaded(given.format, given.model)
-    library = library.to(DEVICE)  # a buffer may still be on the CPU
+    if library.device.type != DEVICE:
+        library = library.to(DEVICE)
     changed = prepare(library, copy=True)
     facts["replaced"] = len(changed.replaced)
     facts["left"] = sorted({one.reason for one in changed.left})
@@ -310,8 +314,8 @@ def said(row: dict[str, Any]) -> str:
 
 
 def has_lost(row: dict[str, Any]) -> bool:
-    """Whether ours is further from float64 than the library's forward pass; False if that
-    failed."""
+    """Whether tilewright's result is further from float64 than that of the library's forward pass.
+    Returns False if that pass failed."""
     errors = row.get("errors", {})
     if "library" not in errors:
         return False

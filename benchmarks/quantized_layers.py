@@ -25,13 +25,14 @@ WITH_BIAS = ("gpt-oss-20b",)
 
 @dataclass(frozen=True)
 class Format:
-    """Storage format of a layer's weights.
+    """The storage format of a layer's weights.
 
-    block: the rows and columns that share a scale; 0 stands for all of them. transposed: weights
-    are [K, N] in memory, as in GPTQ and AWQ. prepared: a transposed format whose codes, but not
-    scales and zeros, lie along K, as `tilewright.compiler.prepare` stores them. order: the place of
-    each code in its word; empty for ascending order. x: "bf16", or fp8 with scales by "token" or by
-    "block" of 128 columns.
+    block: the rows and columns that share a scale; 0 stands for all of them.
+    transposed: whether weights are [K, N] in memory, as in GPTQ and AWQ.
+    prepared: whether the codes of a transposed format, but not its scales and zeros, lie along K,
+        as `tilewright.compiler.prepare` stores them.
+    order: the place of each code in its word; empty for ascending order.
+    x: "bf16", or fp8 with scales by "token" or by "block" of 128 columns.
     """
 
     name: str
@@ -90,7 +91,7 @@ WEIGHT_ONLY = [form.name for form in FORMATS if form.x == "bf16"]
 
 @dataclass(frozen=True)
 class Projection:
-    """One stored weight [N, K] with its scales and zeros; a dense weight has neither."""
+    """One stored weight [N, K] with its scales and zeros. A dense weight has neither."""
 
     weight: torch.Tensor
     scale: torch.Tensor | None
@@ -127,7 +128,7 @@ def _turned(form: Format, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_projection(form: Format, rows: int, hidden: int) -> Projection:
-    """Returns a projection of random codes, whose values are about as large as 1 / sqrt(hidden)."""
+    """Returns a projection of random codes. Its values are about as large as 1 / sqrt(hidden)."""
     block = form.scale_block(rows, hidden)
     grid = (-(-rows // block[0]), -(-hidden // block[1]))
     if WEIGHT_FORMATS[form.weight_format].number:
@@ -187,7 +188,7 @@ def make_quantized(form: Format, shape: Shape, num_tokens: int) -> QuantizedLaye
 
 
 def argument_sets(form: Format, shape: Shape, num_tokens: int) -> int:
-    """Returns how many layers keep the L2 cache cold."""
+    """Returns the number of layers that keeps the L2 cache cold."""
     weights = shape.weight_bytes * WEIGHT_FORMATS[form.weight_format].bits / 16
     return max(2, -(-int(COLD_BYTES) // int(weights + 2 * num_tokens * shape.hidden)))
 

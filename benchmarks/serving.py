@@ -83,7 +83,7 @@ VARIANTS = (
 )
 #: The packages that transformers' own flash attention needs.
 FLASH = {"flash-2": "flash_attn", "flash-3": "flash_attn_interface"}
-#: Fields of a config for a try of this script without a GPU.
+#: Fields of a config with which this script can be tried without a GPU.
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -94,19 +94,20 @@ SMALL = {
     "head_dim": 16,
 }
 PAGE, TOKENS = 256, 1000
-#: Steps before a decode step is timed, timed ones, and profiled ones. No page fills up in them.
+#: The numbers of steps that run before a decode step is timed, of timed steps, and of profiled
+#: steps. No page fills up in them.
 WARM, TIMED, PROFILED = 4, 20, 6
-#: The number of tokens in a step of eager attention, which makes all scores.
+#: The number of tokens in a step of eager attention, which computes all scores.
 EAGER_TOKENS = 128
-#: A second call with a workload only follows one that was shorter than this.
+#: A second call with a workload follows only a call that took less than this time.
 SHORT_SECONDS = 12.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests with prompts of `shortest` to `longest` tokens and `new` new ones each.
+    """Requests with prompts of `shortest` to `longest` tokens, and `new` new tokens each.
 
-    scales: the field that a share is taken of.
+    `scales` is the field of which a share is taken.
     """
 
     requests: int
@@ -140,12 +141,12 @@ WORKLOADS = {
 
 
 def chosen(given: argparse.Namespace) -> dict[str, Workload]:
-    """Returns the workloads that are asked for, at their share."""
+    """Returns the requested workloads at their share."""
     return {name: WORKLOADS[name].scaled(given.share) for name in given.workloads}
 
 
 def say(name: str, text: str, since: float) -> None:
-    """Tells on stderr how far a process is."""
+    """Reports on stderr how far a process is."""
     print(f"  [{name}] {text} after {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -270,7 +271,7 @@ def workload_row(engine: Engine, work: Workload, turn: int) -> dict[str, Any]:
 
 
 class Decoding:
-    """An engine in which requests of `TOKENS` tokens decode, each step called by hand."""
+    """An engine in which requests of `TOKENS` tokens decode. Each step is called directly."""
 
     def __init__(self, engine: Engine, requests: int) -> None:
         self.model = engine.model
@@ -289,7 +290,7 @@ class Decoding:
     def _add(self, name: str) -> None:
         from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-        # A step before the next page boundary, all steps stay in a page.
+        # Up to one step before the next page boundary, all steps stay in a page.
         length = TOKENS // PAGE * PAGE + PAGE - (WARM + TIMED + PROFILED + 4)
         state = RequestState(request_id=name, initial_tokens=[1] * length, max_new_tokens=None)
         state._status = RequestStatus.DECODING
@@ -313,7 +314,7 @@ class Decoding:
         self.spans.append((start, end))
 
     def step(self) -> None:
-        """Does what the engine's thread does for a step."""
+        """Does the work that the engine's thread does for a step."""
         if not self.processor.prepare_next_batch():
             raise RuntimeError("the engine has nothing to do")
         self.processor._generation_step(self.model)
@@ -393,7 +394,8 @@ def decode_row(engine: Engine, requests: int) -> dict[str, Any]:
 
 
 def measurements(engine: Engine) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
-    """Yields what identifies each row, and a function that measures it; the shortest first."""
+    """Yields the fields that identify each row, and a function that measures the row. The shortest
+    measurements come first."""
     works = chosen(engine.given)
     for requests in sorted(engine.given.decode):
         yield (
@@ -443,11 +445,11 @@ def run_variant(given: argparse.Namespace) -> None:
             if which.get("seconds", 0.0) > SHORT_SECONDS or "failed" in which:
                 long.add(which.get("workload", ""))
             print(json.dumps(which), flush=True)
-    os._exit(0)  # the kept manager's threads and graphs need no orderly end
+    os._exit(0)  # the threads and graphs of the kept manager need no orderly end
 
 
 def commands(given: argparse.Namespace) -> dict[str, list[str]]:
-    """Returns the command of each process, and tells which variants cannot run."""
+    """Returns the command of each process. Reports which variants cannot run."""
     found = {}
     for variant in given.variants:
         if variant in FLASH and importlib.util.find_spec(FLASH[variant]) is None:
@@ -467,7 +469,7 @@ def commands(given: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def waves(given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of all processes, of which `--jobs` compile side by side."""
+    """Yields the rows of all processes. `--jobs` of the processes compile side by side."""
     waiting = list(commands(given).items())
     end = time.monotonic() + given.seconds
     jobs = given.jobs or max(1, len(waiting))

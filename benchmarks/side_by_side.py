@@ -20,7 +20,8 @@ READY = "ready"
 
 
 def has_turn() -> bool:
-    """Reports that this case is ready and waits for its turn; False if the parent has ended."""
+    """Reports that this case is ready, and waits for its turn. Returns False if the parent has
+    ended."""
     print(READY, flush=True)
     return bool(sys.stdin.readline())
 
@@ -28,9 +29,9 @@ def has_turn() -> bool:
 def finished_rows(
     commands: Mapping[str, Sequence[str]], hold: Path | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (name, row) of each case, in order; prints the names of cases that fail.
+    """Yields (name, row) of each case in order. Prints the names of cases that fail.
 
-    hold: timing starts once this file exists.
+    Timing starts once the file `hold` exists.
     """
     processes = {name: _started(command) for name, command in commands.items()}
     ready = {name: _is_ready(process) for name, process in processes.items()}
@@ -51,13 +52,13 @@ def _started(command: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _is_ready(process: subprocess.Popen[str]) -> bool:
-    """Waits until a case has compiled; False if it ends before that."""
+    """Waits until a case has compiled. Returns False if it ends before that."""
     assert process.stdout is not None
     return any(line.strip() == READY for line in process.stdout)
 
 
 def _finished(process: subprocess.Popen[str]) -> dict[str, Any] | None:
-    """Lets a case measure its times; returns its row, or None if it failed."""
+    """Lets a case measure its times. Returns its row, or None if it failed."""
     written = process.communicate("go\n")[0].splitlines()
     lines = [line for line in written if line.startswith("{")]  # libraries may print other lines
     if process.returncode or not lines:
@@ -71,8 +72,8 @@ def printed_rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (name, row) as soon as a case prints a row. A case may print any number of rows.
 
-    seconds: the time for all cases. A case is ended if it is not ready by then, or if it takes more
-    than its share of the remaining time; the rows that it printed before are kept.
+    `seconds` is the time for all cases. A case is ended if it is not ready by then, or if it takes
+    more than its share of the remaining time. The rows that it printed before are kept.
     """
     end = time.monotonic() + seconds
     cases = {name: _Case(name, command) for name, command in commands.items()}
@@ -102,7 +103,7 @@ class _Case:
         self.lines.put(None)
 
     def _next(self, end: float) -> str | None:
-        """Returns the next line; None after the last one, or at the time `end`."""
+        """Returns the next line. Returns None after the last line, or at the time `end`."""
         try:
             return self.lines.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
@@ -111,7 +112,7 @@ class _Case:
             return None
 
     def is_ready(self, end: float) -> bool:
-        """Waits until the case has compiled; False if it ends before that."""
+        """Waits until the case has compiled. Returns False if it ends before that."""
         while (line := self._next(end)) is not None:
             if line == READY:
                 return True

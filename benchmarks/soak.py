@@ -30,14 +30,15 @@ from torch import fx, nn
 from tilewright.compiler import reports
 
 HIDDEN, HEADS, HEAD_DIM, SLOTS = 64, 2, 32, 256
-#: Allowed growth between warm-up and end, beyond the yardstick's: MiB of the process, and numbers
-#: of live tensors, graph modules and nodes.
+#: The allowed growth between the warm-up and the end, beyond the growth of the yardstick: in MiB of
+#: the process, and in numbers of live tensors, graph modules and nodes.
 MIB, OBJECTS = 8.0, 0
 WARM_UP = 0.1
 
 
 class Step(nn.Module):
-    """One layer's decode step: projections, rotation, cache writes, attention over all slots."""
+    """The decode step of one layer: projections, rotation, cache writes, and attention over all
+    slots."""
 
     def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ def calls(backend: str, inner: str, count: int) -> Iterator[None]:
 
 
 def cycles(backend: str, inner: str, count: int) -> Iterator[None]:
-    """Makes, calls and drops models; each is called at two batch sizes, so it is compiled twice."""
+    """Makes, calls and drops models. Each is called at two batch sizes, so it is compiled twice."""
     draw = random.Random(0)
     for _ in range(count):
         with torch.no_grad():
@@ -132,7 +133,7 @@ PARTS = {"calls": calls, "cycles": cycles}
 
 
 def measured(part: str, backend: str, inner: str, count: int) -> dict:
-    """Runs one part in this process; returns its sizes after the warm-up and at the end."""
+    """Runs one part in this process. Returns its sizes after the warm-up and at the end."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     row = {"part": part, "backend": backend, "inner": inner, "count": count}

@@ -43,15 +43,15 @@ from tilewright.compiler import reports
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True, "inner": "eager"}
-#: The share of its time that a wave of processes may compile, and the seconds beyond it after which
-#: a case that still compiles is given up.
+#: The share of its time in which a wave of processes may compile, and the number of seconds after
+#: it at which a case that still compiles is given up.
 COMPILING, PATIENCE = 0.75, 25
 #: The number of times that each step is timed.
 ROUNDS, REPLAYS = 12, 5
 
 
 class Measured:
-    """One row: a case's call, its CUDA graph, and what is known of it so far."""
+    """One row: the call of a case, its CUDA graph, and the fields that are known so far."""
 
     def __init__(self, facts: dict[str, Any], call: CachedPass) -> None:
         self.facts = facts
@@ -69,7 +69,8 @@ class Measured:
         return self.facts | {"tilewright": round(us["tilewright"], 2)}
 
     def kernels(self) -> list[tuple[str, int, float]]:
-        """Returns (name, number, microseconds) of the kernels of one pass, the longest first."""
+        """Returns (name, number, microseconds) of the kernels of one pass. The longest comes
+        first."""
         from torch.profiler import ProfilerActivity, profile
 
         if self.graph is None:
@@ -90,7 +91,8 @@ class Measured:
 
 
 def prepared(name: str, tiny: bool, until: float) -> Iterator[Measured | dict[str, Any]]:
-    """Yields each case of a model with everything but its time; a dict for one that failed."""
+    """Yields each case of a model with everything but its time. Yields a dict for a case that
+    failed."""
     model, widths = build(name, DEVICE, tiny), layer_widths(build(name, "meta", tiny))
     for (batch, _, capacity), cases in groupby(cases_of(name, tiny), _kernels_of):
         if time.time() > until:
@@ -105,7 +107,7 @@ def prepared(name: str, tiny: bool, until: float) -> Iterator[Measured | dict[st
                 before, start = len(reports()), time.time()
                 call = _caller(model, forward, cache, case)
                 call()
-                # Cases that differ in the tokens present share what is compiled.
+                # Cases that differ only in the tokens present share the compiled code.
                 facts = _described(reports()[before:]) or facts
                 own = {"model": name, "layers": model.config.num_hidden_layers} | asdict(case)
                 yield Measured(own | facts, call)
@@ -132,7 +134,7 @@ def _caller(model: Any, forward: Any, cache: Any, case: Case) -> CachedPass:
 
 
 def _described(found: Sequence[Any]) -> dict[str, Any]:
-    """Returns the ops and misses of graphs; an empty dict without any graph."""
+    """Returns the ops and misses of graphs. Returns an empty dict if there is no graph."""
     ops = [match.op for graph in found for match in graph.matches]
     misses = [miss.code for graph in found for miss in graph.misses]
     fused = {op: ops.count(op) for op in dict.fromkeys(ops)}

@@ -20,12 +20,14 @@ _COLUMNS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_
 
 @dataclass(frozen=True)
 class Widths:
-    """Published widths of a model.
+    """The published widths of a model.
 
-    family: the prefix of its classes in transformers, such as "Qwen3" for Qwen3Config. dims: hidden
-    size, MLP size, heads, heads of keys and values. fields: further fields of its config. layers:
-    the number of layers that are built: at least one of each kind, and more than the L2 cache
-    holds. config: the family of its config class, if another.
+    family: the prefix of its classes in transformers, such as "Qwen3" for Qwen3Config.
+    dims: the hidden size, the MLP size, the heads, and the heads of keys and values.
+    fields: further fields of its config.
+    layers: the number of layers that are built. There is at least one of each kind, and more than
+        the L2 cache holds.
+    config: the family of its config class, if it is another one.
     """
 
     family: str
@@ -45,8 +47,11 @@ def _kinds(*kinds: str, window: int) -> dict[str, Any]:
 
 
 def _experts(names: str, experts: int, each: int, width: int, **more: Any) -> dict[str, Any]:
-    """Returns the fields of a mixture. names: the names of the fields for the number of experts,
-    for the number of experts of a token, and for the width of an expert."""
+    """Returns the fields of a mixture.
+
+    `names` has the names of the fields for the number of experts, for the number of experts of a
+    token, and for the width of an expert.
+    """
     return dict(zip(names.split(), (experts, each, width), strict=True)) | more
 
 
@@ -59,7 +64,7 @@ _TWO = ("sliding", "full")
 _BOTH = {"sliding_attention": _rope(), "full_attention": _rope(1000000.0)}
 
 WIDTHS: dict[str, Widths] = {
-    # Dense, with fewer heads of keys and values than of queries.
+    # Dense models with fewer heads of keys and values than of queries.
     "llama3-8b": Widths("Llama", (4096, 14336, 32, 8), {"head_dim": 128}),
     "qwen3-8b": Widths("Qwen3", (4096, 12288, 32, 8), {"head_dim": 128}),
     "qwen3-32b": Widths("Qwen3", (5120, 25600, 64, 8), {"head_dim": 128}),
@@ -96,7 +101,7 @@ WIDTHS: dict[str, Widths] = {
         {"head_dim": 128, "rope_parameters": _rope(partial_rotary_factor=0.5)},
     ),
     "seed-oss-36b": Widths("SeedOss", (5120, 27648, 80, 8), {"head_dim": 128}),
-    # Dense, with layer norms, biases, or attention parallel to the MLP.
+    # Dense models with layer norms, biases, or attention parallel to the MLP.
     "starcoder2-7b": Widths("Starcoder2", (4608, 18432, 36, 4), {"sliding_window": None}),
     "command-r": Widths("Cohere", (8192, 22528, 64, 64)),
     "command-r7b": Widths(
@@ -111,7 +116,7 @@ WIDTHS: dict[str, Widths] = {
         {"rope_parameters": _rope(partial_rotary_factor=0.25)},
     ),
     "nemotron-15b": Widths("Nemotron", (6144, 24576, 48, 8), {"head_dim": 128}),
-    # Mixtures.
+    # Models with mixtures of experts.
     "mixtral-8x7b": Widths(
         "Mixtral",
         (4096, 14336, 32, 8),
@@ -162,7 +167,7 @@ WIDTHS: dict[str, Widths] = {
         (2048, 5632, 16, 16),
         _experts(_QWEN, 60, 4, 1408, shared_expert_intermediate_size=5632),
     ),
-    # Latent attention.
+    # Models with latent attention.
     "deepseek-v2-lite": Widths(
         "DeepseekV2",
         (2048, 10944, 16, 16),
@@ -241,13 +246,14 @@ PLANS: tuple[list[Case], ...] = (
     [*_decode(16, 1000, 4000), *_prompt(1, 256), *_decode(1, 200, 4000), *_decode(64, 1000)],
     [*_decode(4, 200, 1000), *_prompt(1, 1024), *_decode(64, 1000, 4000), *_prompt(4, 1024)],
 )
-#: The most bytes of a model's cache; a larger batch is replaced by the largest that fits.
+#: The largest number of bytes of a model's cache. A larger batch is replaced by the largest that
+#: fits.
 MOST_CACHE = 2.5e9
 
 
 def cases_of(name: str, tiny: bool = False) -> list[Case]:
-    """Returns the cases of a model; those that matter most to a balanced sample come first. tiny:
-    with an eighth of the tokens."""
+    """Returns the cases of a model. Cases that matter most to a balanced sample come first. With
+    `tiny`, they have an eighth of the tokens."""
     plan = PLANS[list(WIDTHS).index(name) % len(PLANS)]
     cases = dict.fromkeys(_fitting(name, case) for case in plan)
     return [_smaller(case) for case in cases] if tiny else list(cases)
@@ -266,8 +272,8 @@ def _fitting(name: str, case: Case) -> Case:
 
 
 def token_bytes(name: str) -> int:
-    """Returns the bytes of a token in the caches of all layers, with the most frequent dims of a
-    layer's cache."""
+    """Returns the bytes of a token in the caches of all layers, computed with the most frequent
+    sizes of a layer's cache."""
     widths = WIDTHS[name]
     hidden, _, heads, kv_heads = widths.dims
     rank = widths.fields.get("kv_lora_rank")
@@ -278,7 +284,8 @@ def token_bytes(name: str) -> int:
 
 
 def config_of(name: str, tiny: bool = False) -> Any:
-    """Returns the config of a model; tiny: with small widths, to try a benchmark on a CPU."""
+    """Returns the config of a model. With `tiny`, it has small widths, to try a benchmark on a
+    CPU."""
     widths = WIDTHS[name]
     fields = dict(zip(_COLUMNS, widths.dims, strict=True)) | dict(widths.fields)
     fields |= {"num_hidden_layers": widths.layers, "vocab_size": VOCABULARY}
@@ -322,7 +329,7 @@ def build(name: str, device: str, tiny: bool = False) -> Any:
 
 
 def _fill(model: Any) -> None:
-    """Fills all parameters, since some releases of transformers leave some of them
+    """Fills all parameters, because some releases of transformers leave some of them
     uninitialised."""
     for name, parameter in model.named_parameters():
         is_norm = parameter.dim() == 1 and name.endswith("weight")

@@ -41,7 +41,7 @@ ENTRIES = 12
 
 
 class WrongAnswerError(AssertionError):
-    """Raised if the cache's answer differs from what was stored under the key."""
+    """Raised if the cache's answer differs from the content that was stored under the key."""
 
 
 @cache
@@ -93,7 +93,8 @@ def kernels() -> dict[KernelSpec, str]:
 
 
 def child(function: Callable[[], Any]) -> int:
-    """Forks a process that runs the function, and returns its id; it exits with 1 on an error."""
+    """Forks a process that runs the function, and returns its id. The process exits with 1 if the
+    function raises an error."""
     pid = os.fork()
     if pid:
         return pid
@@ -133,7 +134,7 @@ def everything(root: Path, order: random.Random, log: Path | None = None) -> Non
 def remake(root: Path, order: random.Random, emits: bool) -> None:
     """Removes entries and asks for them again, until it is killed.
 
-    emits: the entries are kernels, which are emitted; other entries are only stored.
+    `emits` says whether the entries are kernels, which are emitted. Other entries are only stored.
     """
     while True:
         number = order.randrange(ENTRIES)
@@ -169,7 +170,8 @@ def kills(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def compiler_kills(work: Path, rng: random.Random, scale: float) -> str:
-    """Kills processes that compile a kernel to a cubin; then a new interpreter compiles it."""
+    """Kills processes that compile a kernel to a cubin. Afterwards a new interpreter compiles
+    it."""
     spec = next(iter(kernels()))
     start = time.perf_counter()
     want = compile_for(spec, "sm90", store=KernelCache(work / "timed")).audit.to_json()
@@ -326,7 +328,7 @@ def versions(work: Path, rng: random.Random, scale: float) -> str:
 
 
 def damage(entry: Path, kind: str, rng: random.Random, root: Path) -> None:
-    """Damages an entry on disk in one way; `kind` is one of DAMAGES."""
+    """Damages an entry on disk in one way. `kind` is one of DAMAGES."""
     file = entry / rng.choice(["a.bin", "b.bin", "c.bin", "manifest.json"])
     data = file.read_bytes()
     place = rng.randrange(len(data))
@@ -392,7 +394,7 @@ DAMAGES = (
 
 
 def damages(work: Path, rng: random.Random, scale: float) -> str:
-    """Checks many times for each kind of damage that the cache detects and mends it."""
+    """Checks many times, for each kind of damage, that the cache detects and repairs it."""
     root, log = work / "root", work / "log"
     for number in range(2 * ENTRIES):
         ask(root, number)

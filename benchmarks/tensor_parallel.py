@@ -54,7 +54,7 @@ ROWS: list[dict[str, Any]] = []
 
 
 def say(row: dict[str, Any], out: Path | None) -> None:
-    """Adds a row to the results; rank 0 prints it and writes the file at once."""
+    """Adds a row to the results. Rank 0 prints it and writes the file at once."""
     ROWS.append({"at": round(time.perf_counter() - STARTED), **row})
     if dist.get_rank() == 0:
         print(json.dumps(ROWS[-1]), flush=True)
@@ -81,7 +81,7 @@ def same_on_all(*tensors: torch.Tensor) -> bool:
 
 
 def in_time(given: argparse.Namespace) -> bool:
-    """Whether something new may start; rank 0 decides."""
+    """Whether a new measurement may start. Rank 0 decides."""
     left = torch.tensor([given.seconds - (time.perf_counter() - STARTED)], device="cuda")
     dist.broadcast(left, 0)
     return bool(left.item() > 0)
@@ -182,7 +182,7 @@ def run_op(given: argparse.Namespace) -> None:
 def soak(a: AllReduceResidualNormArguments, replays: int) -> dict[str, Any]:
     """Replays calls with random delays, and compares the bits of all ranks at the end.
 
-    Each call's x depends on the call before it, so a wrong bit stays until the end.
+    The x of each call depends on the call before it, so a wrong bit stays until the end.
     """
     x, residual, factor = a.x.clone(), a.residual.clone(), 1.0 + 0.5 * dist.get_rank()
     call = replace(a, x=x, residual=residual)
@@ -215,7 +215,7 @@ def run_soak(given: argparse.Namespace) -> None:
 
 
 class Rows(torch.nn.Module):
-    """A linear whose weight's columns are divided among the ranks; it sums the results over
+    """A linear. The columns of its weight are divided among the ranks, and it sums the results over
     ranks."""
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -244,7 +244,8 @@ def cut(model: Any) -> Any:
 
 
 def wall_us(call: Callable[[], Any], steps: int = 20) -> float:
-    """Returns the mean wall-clock microseconds of a step; the GPU finishes each before the next."""
+    """Returns the mean wall-clock microseconds of a step. The GPU finishes each step before the
+    next begins."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """Timing and results of all benchmarks.
 
-Variants are captured as CUDA graphs and timed in turn; times are medians over rounds
-(`ops/runtime/timing.py`, which `tune` uses too). Results are JSON files with the environment of the
-run.
+Variants are captured as CUDA graphs and timed in turn, and times are medians over rounds.
+(`ops/runtime/timing.py` does this, and `tune` uses it, too.) Results are JSON files that also
+describe the environment of the run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _named(words: Sequence[str]) -> list[str]:
 def cpu_us(call: Callable[[], Any], calls: int = 100) -> float:
     """Returns the CPU microseconds of a repeated call.
 
-    `calls` must be too few to fill the GPU's queue, as a full queue makes the CPU wait.
+    `calls` must be too few to fill the GPU's queue, because a full queue makes the CPU wait.
     """
     for _ in range(3):
         call()
@@ -69,7 +69,7 @@ def cpu_us(call: Callable[[], Any], calls: int = 100) -> float:
 
 
 def keep(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Path:
-    """Writes `name`.json with the environment and the rows; returns its path."""
+    """Writes `name`.json with the environment and the rows. Returns its path."""
     path = (folder or RESULTS) / f"{name}.json"
     path.write_text(json.dumps(environment() | {"rows": list(rows)}, indent=2) + "\n")
     return path

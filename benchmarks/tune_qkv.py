@@ -123,7 +123,7 @@ def measure(shape: Shape, num_tokens: int, target: Target, bad: dict[str, str]) 
 
 
 def compile_all(target: Target, tokens: list[int]) -> dict[str, str]:
-    """Compiles every kernel that will be timed, in parallel; returns the failures by kernel
+    """Compiles every kernel that will be timed, in parallel. Returns the failures by kernel
     name."""
     specs: dict[KernelSpec, None] = {}
     for shape in SHAPES:

@@ -2,8 +2,9 @@
 
     python benchmarks/tune_quantized.py [--formats int4 ...] [--models llama3-8b ...]
 
-As `tune_qkv.py` does for dense weights, it times every config of `plan.candidates` and the library
-lowering, in CUDA graphs with a cold L2 cache. Rows that are not measured again are kept.
+For each row, it times every config of `plan.candidates` and the library lowering, in CUDA graphs
+with a cold L2 cache, as `tune_qkv.py` does for dense weights. Rows that are not measured again are
+kept.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FINALISTS = 5
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the table to measure."""
+    """A row of the table that is to be measured."""
 
     form: Format
     shape: Shape
@@ -74,7 +75,7 @@ class Job:
 
 
 def measure(job: Job, choices: dict[str, LoweringChoice], target: Target) -> dict[str, Any]:
-    """Measures a row: the fastest config, its time, and that of the library."""
+    """Measures a row. Returns the fastest config, its time, and the time of the library."""
     arguments = job.prepared(argument_sets(job.form, job.shape, job.num_tokens))
     calls = max(len(arguments), 10 if job.num_tokens < 2048 else 2)
     turns = [arguments[i % len(arguments)] for i in range(calls)]
@@ -102,7 +103,7 @@ def measure(job: Job, choices: dict[str, LoweringChoice], target: Target) -> dic
 
 
 def compiled(jobs: dict[Job, dict[str, LoweringChoice]], target: Target) -> dict[str, str]:
-    """Compiles all kernels in parallel; returns the failures by kernel name."""
+    """Compiles all kernels in parallel. Returns the failures by kernel name."""
     every = ((job, choice) for job, choices in jobs.items() for choice in choices.values())
     specs: dict[KernelSpec, None] = dict.fromkeys(
         spec for job, choice in every for spec in specs_of(job.call, choice, target)

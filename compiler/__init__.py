@@ -1,12 +1,12 @@
-"""The `torch.compile` backend: from a Dynamo graph to a graph with fused ops."""
+"""The `torch.compile` backend, which turns a Dynamo graph into a graph with fused ops."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# A module, and torch with it, is imported when one of its names is first used. Reading a saved
-# report therefore does not import torch.
+# A module, and torch with it, is imported when one of its names is first used. Code that only reads
+# a saved report therefore does not import torch.
 _MODULES = {
     "GraphReport": "report",
     "Kernel": "report",

@@ -2,8 +2,8 @@
 
 `torch.compiler.save_cache_artifacts()` saves the artifacts that this process has used, and
 `load_cache_artifacts` puts them into the caches of another process. The backend imports this
-module. A process that loads artifacts must import it first: torch refuses a whole bundle if it does
-not know the type of one artifact in it.
+module. A process that loads artifacts must import it before it loads them, because torch refuses a
+whole bundle if it does not know the type of one artifact in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tilewright.compiler._compat import inductor
 
 log = logging.getLogger("tilewright")
 
-#: The type of the artifacts, as torch's CacheInfo names it: `info.tilewright_artifacts`.
+#: The name of the artifact type in torch's CacheInfo: `info.tilewright_artifacts`.
 TYPE = "tilewright"
 
 

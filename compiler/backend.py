@@ -39,8 +39,8 @@ LOG = "TILEWRIGHT_LOG"
 
 
 def _set_level(given: str) -> None:
-    """Sets the log level, given by name or number. Any other text only causes a warning: a variable
-    must not keep a model from compiling."""
+    """Sets the log level, which is given by name or number. Any other text only causes a warning,
+    because an environment variable must not keep a model from compiling."""
     logging.basicConfig()
     level = int(given) if given.isdecimal() else logging.getLevelName(given.strip().upper())
     if isinstance(level, int):
@@ -66,19 +66,20 @@ def tilewright(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compiles a graph as the Dynamo backend: fuses what it finds, then hands the graph to
+    """Compiles a graph as a Dynamo backend: fuses what it finds, and then passes the graph to
     Inductor.
 
-    options: see :class:`tilewright.compiler.options.Options`. mode: Inductor's, e.g.
-    `reduce-overhead`. Raises ValueError for a bad option or mode. A graph without a match, or one
-    on which tilewright fails, compiles exactly as with the inner compiler alone, and the report
-    says so.
+    `options` are the options of :class:`tilewright.compiler.options.Options`. `mode` is a mode of
+    Inductor, such as `reduce-overhead`. Raises ValueError for a bad option or mode. If a graph has
+    no match, or tilewright fails on it, the graph compiles exactly as with the inner compiler
+    alone, and the report says so.
     """
     chosen = Options.of(options)
     check_mode(mode)
     with compiling(gm) as shared:
         if chosen.verify and shared:
-            # A rank that finds a mismatch goes back to the original, and must not do so alone.
+            # A rank that finds a mismatch goes back to the original graph. If it did so alone, the
+            # other ranks would wait for its sums for ever, so these sums stay unfused.
             chosen = without(chosen, SHARED)
         return _compiled(gm, example_inputs, chosen, mode, shared)
 
@@ -90,12 +91,12 @@ def _compiled(
     mode: str | None,
     shared: Sequence[RankSums],
 ) -> Callable[..., Any]:
-    """Returns the function that runs a graph, and publishes the report. shared: the sums over ranks
-    in the graph."""
+    """Returns the function that runs a graph, and publishes the report. `shared` holds the sums
+    over ranks in the graph."""
     found = _fuse_or_not(gm, example_inputs, chosen)
     breaks = why_graph_ended(gm)
     if _trains(gm, example_inputs):
-        breaks = []  # the graph would stay unfused without the breaks, too
+        breaks = []  # without the breaks, too, the graph would stay unfused
     missed = [break_miss(text) for text in breaks]
     raise_strictly(missed, chosen)
     report, compiled = _compile(found, example_inputs, chosen, mode)
@@ -117,10 +118,10 @@ def _compiled(
 
 
 def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
-    """Reports breaks in a frame that has no graph; returns whether `strict` makes them errors."""
+    """Reports breaks in a frame that has no graph. Returns whether `strict` makes them errors."""
     try:
         chosen = Options.of(options)
-    except ValueError:  # it is raised where a graph is compiled
+    except ValueError:  # the compilation of a graph raises it
         chosen = Options()
     misses = tuple(break_miss(text) for text in breaks)
     empty = fx.GraphModule({}, fx.Graph())
@@ -128,29 +129,31 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
     return any(chosen.raises_for(miss) for miss in misses)
 
 
-# The warnings given since torch._dynamo.reset(). A graph break is warned about once for each place,
-# and a graph once for each text: a recompilation for other sizes has the text of the first.
+# The warnings that were given since torch._dynamo.reset(). A graph break is warned about once for
+# each place, and a graph once for each text. A recompilation for other sizes has the same text as
+# the first compilation.
 _WARNED: set[Miss | str] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
 if not entry_points(group="torch_dynamo_backends", name="tilewright"):
-    # The sources are on Python's path but not installed. Dynamo registers installed backends
-    # itself, and refuses a name that it already has.
+    # This code runs if the sources are on Python's path but not installed. Dynamo registers
+    # installed backends itself, and refuses a name that is already registered.
     torch._dynamo.register_backend(tilewright)
 
 
 def reports() -> tuple[GraphReport, ...]:
-    """Returns the reports of the latest 64 graphs that the backend compiled in this process, oldest
-    first.
+    """Returns the reports of the latest 64 graphs that the backend compiled in this process, from
+    the oldest to the newest.
 
-    They are text and numbers (:meth:`GraphReport.without_graphs`), and keep no graph, tensor or
-    model alive.
+    The reports are text and numbers (:meth:`GraphReport.without_graphs`). They keep no graph,
+    tensor or model alive.
     """
     return tuple(_REPORTS)
 
 
 def _needing_grad(inputs: Sequence[Any]) -> str:
-    """Returns text like `3 parameters and 1 input need grad`; empty if none does."""
+    """Returns text such as `3 parameters and 1 input need grad`. Returns an empty text if none
+    needs grad."""
     tensors = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
     parameters = sum(isinstance(t, torch.nn.Parameter) for t in tensors)
     counts = {"parameter": parameters, "input": len(tensors) - parameters}
@@ -159,7 +162,8 @@ def _needing_grad(inputs: Sequence[Any]) -> str:
 
 
 def _trains(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether grad mode is on at a graph's entry and a gradient flows to an input that needs it."""
+    """Whether grad mode is on when a graph begins, and a gradient flows to an input that needs
+    one."""
     if not torch.is_grad_enabled() or not _needing_grad(inputs):
         return False
     return bool(modes_of(gm.graph, grad=True).recorded)
@@ -196,7 +200,7 @@ def _failure_of_the_graph(error: Exception) -> Miss:
 def _compile(
     report: GraphReport, inputs: Sequence[Any], options: Options, mode: str | None
 ) -> tuple[GraphReport, Callable[..., Any]]:
-    """Returns the compiled graph, fused if that works, and the report on it."""
+    """Returns the compiled graph, which is fused if that works, and the report on it."""
     if not report.matches:
         return report, _inner(report.before, inputs, options, mode)
     try:
@@ -230,7 +234,7 @@ def _inner(
 
 
 def _correct(published: GraphReport, now: GraphReport) -> None:
-    """Replaces a published report by a newer one on the same graph."""
+    """Replaces a published report by a newer report on the same graph."""
     for place, known in enumerate(_REPORTS):
         if known is published:
             _REPORTS[place] = now
@@ -262,7 +266,7 @@ def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) 
 
 
 def _lost_line(report: GraphReport) -> str:
-    """Returns a line about the misses of a graph that lose something; empty if there are none."""
+    """Returns a line about the lost misses of a graph. Returns an empty text if there are none."""
     lost = [miss for miss in report.misses if miss.is_lost and miss.pattern != CAPTURE]
     if not lost:
         return ""
@@ -286,7 +290,7 @@ def _warn_once(line: str) -> None:
 
 
 def _trace(report: GraphReport) -> None:
-    """Writes the artifacts that tlparse shows beside those of Dynamo and Inductor."""
+    """Writes the artifacts that tlparse shows next to the artifacts of Dynamo and Inductor."""
     inductor.trace_artifact("tilewright_report", "json", lambda: json.dumps(report.data))
     inductor.trace_artifact("tilewright_report_text", "string", lambda: report.text)
     inductor.trace_artifact(
@@ -307,17 +311,25 @@ def lower(
     strict: bool | Sequence[str] = False,
     tune: bool = False,
 ) -> Lowered:
-    """Traces a model and reports what tilewright does to it, without compiling or running it.
+    """Traces a model and reports what tilewright does to it, without compiling or running the
+    model.
 
-    model, args, kwargs: the model and the arguments of a call; meta tensors will do. patterns: as
-    in Options. dynamic: as in torch.compile. target: the chip to plan kernels for, by its name or a
-    product's (`h100`). tune: as in Options; measures only where the GPU at hand is the target.
-    Returns a :class:`Lowered`. No traced graph runs, so caches passed as arguments are not written.
-    After a graph break, the Python code between two graphs does run, with zeros in place of the
-    first graph's results; an error that this causes is reported as part of the break.
-    Raises TypeError for a model that cannot be called, or arguments in another form; ValueError for
-    unknown patterns or targets; StrictError under strict; and what Dynamo or the model raises
-    before there is a graph.
+    model, args, kwargs: the model and the arguments of a call. Meta tensors are enough.
+    patterns: the option of this name in `Options`.
+    dynamic: the argument of this name of torch.compile.
+    target: the chip for which kernels are planned, by its name or the name of a product (`h100`).
+    strict: the option of this name in `Options`.
+    tune: the option of this name in `Options`. It measures only if the GPU of this machine is the
+        target.
+
+    Returns a :class:`Lowered`. No traced graph runs, so the function does not write caches that are
+    passed as arguments. After a graph break, the Python code between two graphs does run, with
+    zeros in place of the first graph's results. If that code raises an error, the error is reported
+    as part of the break.
+
+    Raises TypeError for a model that cannot be called, or for arguments in another form. Raises
+    ValueError for unknown patterns or targets, and StrictError under `strict`. Exceptions that
+    Dynamo or the model raises before there is a graph are passed on.
     """
     _check_call(model, args, kwargs)
     if dynamic not in (None, True, False):
@@ -339,7 +351,7 @@ def lower(
         report = _fuse_or_not(gm, example_inputs, options)
         needing = _needing_grad(example_inputs) if wants_grad else ""
         if needing and report.matches and not any(known.notes for known in found):
-            note = f"{needing}, and with grad nothing is fused: {WITHOUT_GRAD}"
+            note = f"{needing}, and nothing is fused while gradients are recorded: {WITHOUT_GRAD}"
             report = replace(report, notes=(*report.notes, note))
         found.append(report)
         return _stand_in(gm)
@@ -361,20 +373,25 @@ def lower(
                 raise inner from inner.__cause__
             if not found or (options.strict and isinstance(error, _compat.BackendCompilerFailed)):
                 raise
-            # The Python code between two graphs failed on the zeros that replace the first one's
-            # results.
+            # The Python code between two graphs failed on the zeros that replace the results of the
+            # first graph.
             log.debug("the model stopped after a graph", exc_info=True)
-            after = [f"after it, on results that were not computed, {_in_a_line(error)}"]
+            after = [f"after it, on zeros in place of its results, {_in_a_line(error)}"]
     lowered = Lowered(tuple(found), target_name(options), (*breaks, *after))
     raise_strictly(lowered.misses, options)
     return lowered
 
 
 def _check_call(model: Any, args: Any, kwargs: Any) -> None:
-    """Raises TypeError, naming the model or the argument that has another form."""
+    """Raises TypeError for a model that cannot be called, or for arguments of another form. The
+    message names the argument."""
     if not callable(model):
         whole = isinstance(model, tuple) and len(model) == 3
-        hint = "; give its parts: (*made) for made = (model, args, kwargs)" if whole else ""
+        hint = (
+            "; pass its parts separately, as in lower(*made) for made = (model, args, kwargs)"
+            if whole
+            else ""
+        )
         got = f"a tuple of {len(model)}" if isinstance(model, tuple) else type(model).__name__
         raise TypeError(f"model: expected a module or function, got {got}{hint}")
     if not isinstance(args, (tuple, list)):
@@ -394,8 +411,8 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _stand_in(gm: fx.GraphModule) -> Callable[..., Any]:
-    """Returns a function to run instead of the graph: outputs are zeros, and inputs come back as
-    they are."""
+    """Returns a function to run instead of the graph. It returns zeros as outputs, and returns
+    inputs as they are."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     output = next(iter(reversed(gm.graph.nodes)))
 

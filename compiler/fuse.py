@@ -96,9 +96,10 @@ def _collector_paused() -> Iterator[None]:
 def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     """Fuses the patterns' matches in a copy of `gm`, and returns the report. `gm` does not change.
 
-    gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. Where a pattern or an op
-    raises at a site, that site stays as written, and a miss INTERNAL says so. Raises StrictError
-    for such a failure or a lost site if `options.strict` asks for it.
+    `gm` is a Dynamo graph module whose nodes carry `meta["example_value"]`. If a pattern or an op
+    raises an exception at a site, that site stays as written, and the report has a miss INTERNAL
+    for it. Raises StrictError for such a failure, or for a lost site, if `options.strict` asks for
+    it.
     """
     failures = Failures(gm, options)
     clock = _Clock()
@@ -131,7 +132,7 @@ def _counted(
     rounds: Sequence[Round], options: Options, failures: Failures
 ) -> tuple[tuple[Point, ...], list[Miss]]:
     """Returns the census of a graph, and a miss for each point that no match or miss accounts for.
-    Returns no such misses if the options leave patterns or sites out."""
+    If the options leave out patterns or sites, the second list is empty."""
     try:
         points = census_of(rounds, registered(options.patterns))
     except Exception as error:
@@ -142,10 +143,10 @@ def _counted(
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A rewritten copy of the graph. inputs: which of its inputs share memory.
+    """A rewritten copy of the graph, with the inputs that share memory (`inputs`).
 
-    It keeps no reference to the Dataflow, so that the Dataflow is freed before the collector runs
-    again and walks it.
+    It keeps no reference to the Dataflow, so that the Dataflow is freed before the garbage
+    collector runs again and walks it.
     """
 
     after: fx.GraphModule
@@ -165,11 +166,12 @@ def _attempt(
     kept: dict[str, Miss | None],
 ) -> _Attempt | None:
     """Rewrites a copy of the graph. Appends the results of each pass over the patterns to `rounds`.
-    kept: the calls not to spell out; the function may add calls.
 
-    Returns None if the copy cannot be used and another must be made. The reason may be that a
-    rewrite failed half-way, or that the plan of an op failed; the next copy then refuses that site.
-    It may also be that some spelled-out calls are better left as they are.
+    `kept` holds the calls that must not be spelled out; this function may add calls to it.
+
+    Returns None if the copy cannot be used and the caller must make another. There are three
+    reasons: a rewrite failed half-way, the plan of an op failed (the next copy refuses that site),
+    or some spelled-out calls are better left as they are.
     """
     with clock.phase("copy"):
         after = _copy(gm)
@@ -290,9 +292,11 @@ def _told(
 ) -> list[Miss]:
     """Returns the misses of all rounds so far.
 
-    before: the misses of earlier rounds. A miss is dropped if its pattern now matches the site.
-    now: the misses of this round. After the first rewrite, only misses at nodes of `left_open` are
-    added. left_open: the nodes of the sites that ops refused; None before the first rewrite.
+    before: the misses of earlier rounds. The function drops a miss if its pattern now matches the
+        site.
+    now: the misses of this round. After the first rewrite, it adds only misses at nodes of
+        `left_open`.
+    left_open: the nodes of the sites that ops refused; None before the first rewrite.
     """
     found = {(match.pattern, match.anchor.node) for match in matches}
     kept = [m for m in before if not any((m.pattern, node) in found for node in m.nodes)]
@@ -310,8 +314,8 @@ def _nodes_of(match: Match) -> set[fx.Node]:
 def _sites(
     rewritten: Sequence[Rewritten], target: str, failures: Failures
 ) -> tuple[Site, ...] | None:
-    """Returns the sites with the plans of their ops. None if a plan failed; the next copy refuses
-    that site."""
+    """Returns the sites with the plans of their ops. Returns None if a plan failed; the next copy
+    of the graph then refuses that site."""
     sites: list[Site] = []
     plans: _Plans = {}
     for done in rewritten:
@@ -323,7 +327,8 @@ def _sites(
 
 
 def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:
-    """Sets `tune` at sites whose op can be tuned; returns notes that say which GPU will measure."""
+    """Sets `tune` at the sites whose op can be tuned. Returns notes that say which GPU will
+    measure."""
     notes: dict[str, None] = {}
     for done in rewritten:
         tuning = get_op(done.node.meta["tilewright"]["op"]).tuning
@@ -334,7 +339,8 @@ def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[s
 
 
 def target_name(options: Options) -> str:
-    """Returns the target that the options name, else the GPU at hand, else sm100."""
+    """Returns the target that the options name. Without one, returns the GPU of this machine, or
+    sm100 if there is no GPU."""
     if options.target is not None:
         return options.target
     present = detect_target()
@@ -342,13 +348,14 @@ def target_name(options: Options) -> str:
 
 
 def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match], list[Miss]]:
-    """Chooses the matches to rewrite: `only` and `fuel` limit them, and no two may share a value.
+    """Chooses the matches to rewrite.
 
-    done: the number of rewrites in earlier rounds, which count towards `fuel`.
+    The options `only` and `fuel` limit the matches, and no two chosen matches may share a value.
+    `done` is the number of rewrites in earlier rounds, which count towards `fuel`.
 
-    Among matches that overlap, the plan keeps those that together absorb the most (a maximum-weight
-    clique of the graph of compatible matches) and reports the others as CLAIMED. Kept matches on
-    devices without kernels are reported as NO_KERNELS, unless `everywhere` asks for them.
+    If matches overlap, the plan keeps the set that absorbs the most nodes (a maximum-weight clique
+    of the graph of compatible matches) and reports the other matches as CLAIMED. It reports kept
+    matches on devices without kernels as NO_KERNELS, unless `everywhere` is set.
     """
     wanted = [m for m in found.matches if _wanted(m, options.only)]
     conflicts = nx.Graph()
@@ -371,8 +378,8 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
-    """Returns the numbers of the matches to give up, each with a kept match that it conflicts
-    with."""
+    """Returns a dictionary from the number of each match to give up, to the number of a kept match
+    with which it conflicts."""
     compatible = nx.complement(conflicts)
     for i in compatible:
         compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)
@@ -404,10 +411,8 @@ def _named(scope: str, only: Sequence[str]) -> bool:
 
 
 def _only_note(only: Sequence[str] | None, scopes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns a note if `only` names no module that has a site.
-
-    scopes: the number of sites in each module.
-    """
+    """Returns a note if `only` names no module that has a site. `scopes` has the number of sites in
+    each module."""
     if only is None or not scopes or any(_named(scope, only) for scope in scopes):
         return ()
     total = sum(scopes.values())
@@ -429,7 +434,7 @@ def _dropout_note(count: int) -> tuple[str, ...]:
     return (f"{TOLD[1]} in {places}, {said}",)
 
 
-# The plans of one graph's ops, by `call_key`: most layers of a model make the same call.
+# The plans of the ops of one graph, by `call_key`. Most layers of a model make the same call.
 _Plans = dict[Any, LoweringReport]
 
 
@@ -455,8 +460,8 @@ def _site(done: Rewritten, target: str, plans: _Plans) -> Site:
 
 
 def _intermediate_bytes(match: Match) -> int:
-    """Returns the bytes of the values that the rewrite removes from the graph; 0 where a size is a
-    symbol."""
+    """Returns the bytes of the values that the rewrite removes from the graph. A value with a
+    symbolic size counts as 0 bytes."""
     kept = {result.replaced for result in match.results}
     gone = [v for v in match.absorbed if v not in kept and v.op != "store"]
     sizes = [(*value.shape, value.dtype.itemsize) for value in gone]
@@ -465,7 +470,7 @@ def _intermediate_bytes(match: Match) -> int:
 
 
 def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
-    """Returns other nodes of our ops, with their names, that the rewrite added as inputs of
+    """Returns the other nodes of our ops, with their names, that the rewrite added as inputs of
     `node`."""
     found: list[tuple[fx.Node, str]] = []
     for source in node.all_input_nodes:

@@ -1,9 +1,9 @@
-"""Listens for graph breaks: where Dynamo ended a graph or gave up a function, and why.
+"""Listens for graph breaks: where Dynamo ended a graph or gave up on a function, and why.
 
-Dynamo's own counter misses branches on data, and functions that Dynamo gives up as a whole. A break
-leaves two traces. One is the reason why a graph ended, on the graph and in `graph_break_reasons`.
-The other is the exception with which Dynamo gave up a frame: it is still being handled when the
-frame's compilation ends.
+Dynamo's own counter misses branches on data, and functions on which Dynamo gives up as a whole. A
+break leaves two traces. One is the reason why a graph ended, which is on the graph and in
+`graph_break_reasons`. The other is the exception with which Dynamo gave up on a frame. Python still
+handles that exception when the frame's compilation ends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from tilewright.patterns.dataflow import innermost_outside_torch
 
 log = logging.getLogger("tilewright")
 
-#: Called with the texts of the breaks in one frame and the backend's options. Returns whether the
-#: breaks shall be an error, which is possible only where Dynamo gave up the frame.
+#: A function that is called with the texts of the breaks in one frame and the backend's options. It
+#: returns whether the breaks must be an error, which is possible only where Dynamo gave up on the
+#: frame.
 Listener = Callable[[list[str], Mapping[str, Any]], bool]
 
 _BRANCH = (
@@ -42,61 +43,62 @@ _BRANCH = (
 _IN_PYTHON = "give the model a Python number in its place"
 # Dynamo's own hint, `capture_scalar_outputs`, makes Dynamo fail if the number ends a slice.
 _NUMBER = (
-    "this line needs a tensor's number in Python, as an index, a length or by .item()",
+    "this line needs a tensor's value as a Python number, as an index, as a length or from .item()",
     "compute with the tensor itself: write a cache by cache.index_copy_(dim, positions, k) and "
     f"mask by torch.arange(length) <= positions[:, None]; or {_IN_PYTHON}",
 )
 
-# Our words and hint for each reason of Dynamo, by the reason's beginning. Dynamo's own hints name
-# settings of Dynamo.
+# Our words and hint for each reason that Dynamo gives, by the beginning of the reason. Dynamo's own
+# hints name settings of Dynamo.
 _REASONS = {
     "generic_jump": _BRANCH,
     "Data-dependent branching": _BRANCH,
     "step_unsupported": (
         "Dynamo does not know this statement",
-        "write what this line does with tensors alone, or do it before the model is called; "
-        "torch.compile(..., fullgraph=True) shows what Dynamo says of it",
+        "write this line with tensor operations alone, or move it out of the model, before the "
+        "call; torch.compile(..., fullgraph=True) shows Dynamo's message about it",
     ),
     "Unsupported Tensor.item() call": _NUMBER,
     "Data dependent operator": _NUMBER,
     "Consider annotating your code": (
-        "a number that only data tell decides what comes next: {unknown}",
-        f"{_IN_PYTHON}, or say by torch._check(...) what holds for it",
+        "a branch depends on a number that only the data decides: {unknown}",
+        f"{_IN_PYTHON}, or state with torch._check(...) which bounds it keeps",
     ),
     "TypeError when making fake tensor call": (
         "a call fails while it is traced: {error}",
         "SymInt and SymBool stand for sizes that change from call to call: give this graph sizes "
-        "that are numbers, as by torch.compile(..., dynamic=False)",
+        "that are fixed numbers, for example with torch.compile(..., dynamic=False)",
     ),
     "Attempted to call function marked as skipped": (
         "Dynamo cannot trace {called}",
-        "call it outside of what is compiled; a computation in C or C++ can be made an operator by "
-        "torch.library.custom_op; if an earlier break names this line, mend that one",
+        "call it outside the compiled function; torch.library.custom_op can make an operator of a "
+        "computation in C or C++; if an earlier break names this line, fix that break first",
     ),
 }
-# For the words in braces above, the pattern that finds their values in Dynamo's text.
+# For the words in braces above, the regular expression that finds their values in Dynamo's text.
 _NAMED = {
     "{called}": re.compile(r"module: (?:<.*?>|(.*?)), qualname: (.*?), skip reason"),
     "{error}": re.compile(r"context: TypeError <.*?>: (.*)"),
     "{unknown}": re.compile(r"data-dependent expression (.*?) \(unhinted"),
 }
 
-# Reasons that a Python loop over experts gives. Dynamo's hints for them lead to graphs that are not
-# fused.
+# Reasons that a Python loop over experts causes. Dynamo's hints for them lead to graphs that are
+# not fused.
 _SIZED_BY_DATA = (
     "Dynamic shape operator", "Data dependent operator", "Consider annotating your code",
 )  # fmt: skip
 _EXPERTS_HINT = (
     "in a loop over experts, keep their weights in one tensor [E, N, K] and multiply with "
-    "torch._grouped_mm, the routes sorted by expert (transformers: "
+    "torch._grouped_mm, with the rows sorted by expert (transformers: "
     "experts_implementation='grouped_mm')"
 )
 
 _PREPARE = (
     "call tilewright.compiler.prepare(model) when the model is loaded: it replaces the library's "
-    "linears by ones that decode the same codes in the graph, or says why one stays"
+    "linears by linears that decode the same codes in the graph, or says why a linear stays as it "
+    "is"
 )
-# Libraries with breaks in their own code, where a user cannot follow Dynamo's hint.
+# Libraries with breaks in their own code. A user cannot follow Dynamo's hint for such a break.
 _LIBRARIES = {
     "peft": "merge the adapters into the weights before compiling (model.merge_and_unload()); LoRA "
     "without use_dora is fused as it is",
@@ -108,15 +110,16 @@ _LIBRARIES = {
 _GIVEN_UP = "; Dynamo gives up "
 
 _listeners: dict[Any, Listener] = {}
-# The ids of reasons that the backend has reported already: those that ended its own graphs.
+# The ids of the reasons that the backend has reported already, because they ended its own graphs.
 _known: set[int] = set()
-# The last item of `graph_break_reasons` when a frame ended; torch._dynamo.reset() empties that
-# list.
+# The last item of `graph_break_reasons` at the time when a frame ended. torch._dynamo.reset()
+# empties that list.
 _latest: Any = None
 
 
 def why_graph_ended(gm: fx.GraphModule) -> list[str]:
-    """Returns the text of the break that ends a Dynamo graph; an empty list if no break does."""
+    """Returns the text of the break that ended a Dynamo graph. Returns an empty list if no break
+    ended it."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return []
@@ -135,17 +138,19 @@ def listen_for_breaks(backend: Any, listener: Listener) -> None:
 
 @contextmanager
 def noting_breaks(backend: Any) -> Iterator[list[str]]:
-    """Yields a list that fills with the texts of breaks in frames of `backend` inside the block.
+    """Yields a list to which the texts of breaks are added while the block runs. The breaks are
+    those in frames of `backend`.
 
-    Each text is Dynamo's, with `(file:line)` of the user's code after its first line where that is
-    known. Breaks at one place give one text.
+    Each text is Dynamo's own, with `(file:line)` of the user's code after its first line if the
+    place is known. Several breaks at one place give one text.
     """
     places: set[str] = set()
     texts: list[str] = []
 
     def note(found: list[str], options: Mapping[str, Any]) -> bool:
         for text in found:
-            # Dynamo often compiles a frame again by itself, and gives it up for the same reason.
+            # Dynamo often compiles a frame again by itself, and then gives up on it for the same
+            # reason.
             place = text.partition("\n")[0].partition(_GIVEN_UP)[0]
             if place not in places:
                 places.add(place)
@@ -160,16 +165,16 @@ def noting_breaks(backend: Any) -> Iterator[list[str]]:
 
 
 class _Callbacks(list[Any]):
-    """Dynamo's list of callbacks. Our callback stays in it after `torch._dynamo.reset()`, as
-    backends do."""
+    """Dynamo's list of callbacks. Our callback stays in the list after `torch._dynamo.reset()`, as
+    registered backends do."""
 
     def clear(self) -> None:
         self[:] = [callback for callback in self if callback is _frame_ended]
 
 
 def _frame_ended(_: Any) -> None:
-    """Reports the breaks of a frame when Dynamo ends it. An error of ours is logged and must not
-    stop the user's model."""
+    """Reports the breaks of a frame when Dynamo ends the frame. An error in our code is logged,
+    because it must not stop the user's model."""
     try:
         _report_breaks()
     except Exception:
@@ -240,12 +245,12 @@ def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
         hint, rest = f"{hint}; {_EXPERTS_HINT}", ""
     elif library := _LIBRARIES.get(_library(stack)):
         hint, rest = library, ""
-    rest = f"Hint: {hint}\n{rest}" if hint else rest  # ours comes first, and the first is shown
+    rest = f"Hint: {hint}\n{rest}" if hint else rest  # ours first
     return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
 
 
 def _filled(words: str, reason: str) -> str:
-    """Returns the words with the values from Dynamo's text in place of the braces."""
+    """Returns the words, in which values from Dynamo's text replace the braces."""
     for place, named in _NAMED.items():
         if place in words:
             found = named.search(reason)
@@ -255,7 +260,8 @@ def _filled(words: str, reason: str) -> str:
 
 
 def _is_among_experts(stack: Sequence[traceback.FrameSummary]) -> bool:
-    """Whether names in the user's code at a break contain "expert" or "moe": enough for a hint."""
+    """Whether names in the user's code at a break contain "expert" or "moe". This is certain enough
+    for a hint."""
     words = " ".join(f"{os.path.basename(f.filename)} {f.name} {f.line}" for f in stack).lower()
     return "expert" in words or "moe" in words
 
@@ -266,7 +272,8 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _library(stack: Sequence[traceback.FrameSummary]) -> str:
-    """Returns the package below `site-packages` in which the break lies; empty for other code."""
+    """Returns the package below `site-packages` in which the break lies. Returns an empty text for
+    other code."""
     found = _innermost(stack)
     _, _, inside = (found[0] if found else "").rpartition(f"site-packages{os.sep}")
     return inside.partition(os.sep)[0]

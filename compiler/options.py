@@ -1,4 +1,4 @@
-"""The backend's options, checked when they are given."""
+"""The backend's options. They are checked when they are given."""
 
 from __future__ import annotations
 
@@ -23,25 +23,29 @@ EVERYWHERE = "TILEWRIGHT_EVERYWHERE"
 class Options:
     """Options of `torch.compile(model, backend="tilewright", options={...})`.
 
-    inner: the compiler behind the rewrites, `inductor` or `eager`.
-    patterns: names to use, or with a leading `-` to leave out; None for all.
-    target: the chip that reports plan kernels for; None for the GPU at hand, else sm100. A kernel
-        that runs is always planned for the GPU on which it runs.
-    verify: on the first call run the rewritten graph beside the original on copies of the inputs;
-        on a mismatch report it and run the original from then on. Sums over ranks are not fused
-        then: no rank may go back to the original alone.
-    strict: a lost miss, a graph break or an internal error raises instead of being reported; True
-        for every pattern, or names of patterns (`capture` for graph breaks). A cache that grows is
-        also a miss of `qkv_cache`, since it keeps that pattern from every write.
-    fuel: apply only the first n rewrites; use it to bisect a wrong rewrite.
-    only: module paths (`*` matches within one) of the sites to rewrite; None for all.
-    report: a file to which each compiled graph's report is appended as one line of JSON.
-    tune: measure the lowerings of each fused op on the GPU at hand when a bucket of token counts
-        is first needed; times are kept on disk. The report says what was measured.
-    everywhere: rewrite graphs also on devices for which the ops have no kernels, such as the CPU;
-        there the ops run as their PyTorch references. None: as TILEWRIGHT_EVERYWHERE says.
-    inner_options: Inductor's own settings by their dotted names, such as
-        {"triton.cudagraphs": True}; only with inner="inductor".
+    inner: the compiler that compiles the rewritten graph, `inductor` or `eager`.
+    patterns: the names of the patterns to use. A name with a leading `-` leaves the pattern out.
+        None stands for all patterns.
+    target: the chip for which reports plan kernels. None stands for the GPU of this machine or,
+        without a GPU, for sm100. A kernel that runs is always planned for the GPU on which it runs.
+    verify: in the first call, run the rewritten graph next to the original on copies of the inputs.
+        If the results differ, report it and run the original from then on. With `verify`, sums over
+        ranks are not fused, because no rank may return to the original alone.
+    strict: raise an error for a lost miss, a graph break or an internal error instead of reporting
+        it. True holds for every pattern; a list of names holds for these patterns (`capture` stands
+        for graph breaks). A cache that grows is also a miss of `qkv_cache`, because it keeps that
+        pattern from every write.
+    fuel: apply only the first `fuel` rewrites. Use it to find a wrong rewrite by bisection.
+    only: the paths of the modules whose sites are rewritten; `*` matches within one path. None
+        stands for all modules.
+    report: a file to which the report of each compiled graph is appended as one line of JSON.
+    tune: measure the lowerings of each fused op on the GPU of this machine when a bucket of token
+        counts is first needed. The times are kept on disk, and the report says what was measured.
+    everywhere: rewrite graphs also on devices for which the ops have no kernels, such as the CPU.
+        There the ops run as their PyTorch references. With None, the environment variable
+        TILEWRIGHT_EVERYWHERE decides.
+    inner_options: Inductor's own settings by their dotted names, such as {"triton.cudagraphs":
+        True}. They are allowed only with inner="inductor".
     """
 
     inner: str = "inductor"
@@ -101,22 +105,27 @@ class Options:
         object.__setattr__(self, "strict", tuple(given))
 
     def raises_for(self, miss: Miss) -> bool:
-        """Whether `strict` raises for a miss: for a lost miss of a pattern that it names, or a miss
-        that stands for misses of such a pattern."""
+        """Whether `strict` raises for a miss. It does for a lost miss of a pattern that it names,
+        or for a miss that stands for misses of such a pattern."""
         if isinstance(self.strict, bool):
             return self.strict and miss.is_lost
         return miss.is_lost and not spoken_for(miss.pattern).isdisjoint(self.strict)
 
     def _check_inner_options(self, given: Any) -> None:
         _expect("inner_options", isinstance(given, Mapping), "a dictionary or None", given)
-        _expect("inner_options", self.inner == "inductor", 'inner="inductor" beside it', self.inner)
+        _expect(
+            "inner_options",
+            self.inner == "inductor",
+            'inner="inductor" together with it',
+            self.inner,
+        )
         problem = inductor.option_problem(given)
         _expect("inner_options", problem is None, problem or "", given)
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Options:
-        """Returns options from a dictionary. Raises ValueError that names the option and the values
-        expected and given."""
+        """Returns options from a dictionary. Raises ValueError, which names the option, the
+        expected values and the given value."""
         if given is not None and not isinstance(given, Mapping):
             raise ValueError(f"options: expected a dictionary or None, got {given!r}")
         given = dict(given or {})
@@ -129,7 +138,7 @@ class Options:
 
 
 def check_mode(mode: Any) -> None:
-    """Raises ValueError for a mode that Inductor does not have; None is its default."""
+    """Raises ValueError for a mode that Inductor does not have. None stands for its default."""
     known = inductor.modes()
     if mode is not None and mode not in known:
         near = did_you_mean(mode, known)
@@ -137,13 +146,14 @@ def check_mode(mode: Any) -> None:
 
 
 def without(options: Options, pattern: str) -> Options:
-    """Returns the options without a pattern."""
+    """Returns the options with a pattern left out."""
     left = tuple(one.name for one in registered(options.patterns) if one.name != pattern)
     return replace(options, patterns=left) if left else replace(options, fuel=0)
 
 
 def _target(given: Any) -> str:
-    """Returns the name of the target that is meant. Raises ValueError for an unknown one."""
+    """Returns the name of the target that `given` means. Raises ValueError for an unknown
+    target."""
     target = find_target(given)
     if target is None:
         raise ValueError(f"options['target']: {not_a_target(given, TARGETS)}")

@@ -20,7 +20,7 @@ from measured_tables import END_TO_END, GENERATE, RESULTS, place
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 
-#: Variants that are drawn: the class in STYLE -> the name in the legend.
+#: The variants that are drawn. For each class in STYLE, the name in the legend.
 VARIANTS = {
     "eager": "eager",
     "stock": "torch.compile (Inductor)",
@@ -29,7 +29,7 @@ VARIANTS = {
     "tilewright": "tilewright",
     "floor": "floor: weights and caches read once",
 }
-#: Each colour of a bar has a contrast of 3 to 1 or more with a page, light or dark.
+#: The colour of each bar has a contrast of at least 3 to 1 with a page, light or dark.
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #24292f }
 .title { font-weight: 600 }
@@ -46,7 +46,7 @@ BAR, GAP, GROUP_GAP, NUMBER, LINE = 13, 2, 12, 62, 18
 
 @dataclass(frozen=True)
 class Group:
-    """Bars on one scale. values: the value of each variant, in the order of drawing."""
+    """Bars on one scale. `values` has the value of each variant, in the order of drawing."""
 
     label: str
     values: dict[str, float]
@@ -111,7 +111,7 @@ def _number(value: float) -> str:
 
 
 def tokens_per_second() -> str:
-    """Tokens per second of `generate()`, by model and batch."""
+    """Draws tokens per second of `generate()`, by model and batch."""
     found = [_kept(name) for name in GENERATE]
     panels = [
         Panel(
@@ -136,7 +136,7 @@ _OWN_SCALE = "Each group of bars has its own scale."
 
 
 def decode_steps() -> str:
-    """Time of one decode step of a captured graph, one sequence, by model."""
+    """Draws the time of one decode step of a captured graph with one sequence, by model."""
     found = [_kept(name) for name in END_TO_END]
     groups = []
     for data in found:
@@ -153,7 +153,7 @@ _STEP = ("eager", "stock", "tilewright", "floor")
 
 
 def batches() -> str:
-    """Time of one decode step by batch."""
+    """Draws the time of one decode step by batch."""
     found = [_kept(name) for name in END_TO_END[:3]]
     panels = [
         Panel(
@@ -171,7 +171,7 @@ def batches() -> str:
 
 
 def cache_sizes() -> str:
-    """Time of projections and cache write of a layer, by the size of its cache."""
+    """Draws the time of projections and cache write of a layer, by the size of its cache."""
     data = _kept("cache_size.json")
     groups = [
         Group(f"{row['cache_mib']:,} MiB", {n: row[n] for n in ("eager", "stock", "tilewright")})
@@ -183,7 +183,7 @@ def cache_sizes() -> str:
 
 
 def quantised_steps() -> str:
-    """Time of a decode step with a format's weights, beside bfloat16 weights."""
+    """Draws the time of a decode step with weights in each format, next to bfloat16 weights."""
     data = _kept("quantised_step.json")
     by_format: dict[str, dict[int, Group]] = {}
     for row in data["rows"]:

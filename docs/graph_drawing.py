@@ -1,4 +1,5 @@
-"""Draws a small captured graph as SVG for a document: in layers, fused nodes highlighted.
+"""Draws a small captured graph as SVG for a document. The graph is drawn in layers, and fused nodes
+are highlighted.
 
 grandalf computes the layout (Sugiyama's method). Weights are not drawn as nodes; the title of the
 node that reads a weight names it. `tools/report/flow.py` draws whole layers.
@@ -23,7 +24,7 @@ _X_SPACE, _Y_SPACE, _MARGIN = 16, 26, 20
 
 @dataclass
 class _Box:
-    """A box that grandalf places: a width, a height, and the centre that it sets."""
+    """A box that grandalf places. It has a width and a height, and grandalf sets its centre."""
 
     w: float
     h: float = _HEIGHT
@@ -37,7 +38,7 @@ def draw(
 ) -> str:
     """Returns the nodes, and lines for the values that flow between them, as an SVG element.
 
-    css_class: a class for a node, empty for none.
+    `css_class` returns a class for a node, which may be empty.
     """
     shown = [node for node in nodes if node.op not in ("get_attr", "placeholder", "output")]
     boxes = {node: _Box(len(label(node)) * _PER_LETTER + _PADDING) for node in shown}

@@ -1,8 +1,8 @@
 """Writes docs/measured.md from benchmarks/results/*.json.
 
-    python docs/measured_tables.py
+python docs/measured_tables.py
 
-The page has only what those files have. A test fails if the page differs from them.
+The page has only the contents of these files. A test fails if the page differs from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-#: The rows that the page shows of the largest table.
+#: The rows of the largest table that the page shows.
 SHOWN_MODELS, SHOWN_TOKENS = ("llama3-8b", "llama3-70b"), (1, 64, 1024, 8192)
 PAGE = ROOT / "docs" / "measured.md"
 HEAD = """# Measured
@@ -52,7 +52,7 @@ def end_to_end(data: dict[str, Any]) -> str:
 PASSES = ("batch x tokens", "eager", "torch.compile", "tilewright", "best / tilewright")
 
 
-# Names of passes that are not called as `generate()` does with prompts of one length.
+# The names of passes that are not called as `generate()` calls them with prompts of one length.
 KINDS = {
     "padded": ", left padding",
     "nomask": ", no mask",
@@ -75,7 +75,7 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
 
 
 def overview() -> str:
-    """Returns the first table: `generate()` of every model."""
+    """Returns the first table, which has the times of `generate()` for every model."""
     found = [json.loads((RESULTS / name).read_text("utf-8")) for name in GENERATE]
     first = [data["rows"][0] for data in found]
     names = ", ".join(f"{row['model']} of {row['layers']} layers" for row in first)
@@ -257,7 +257,8 @@ def latent_attention(data: dict[str, Any]) -> str:
 
 
 def cache_attention(data: dict[str, Any]) -> str:
-    """Returns a table of decode and prefill; a cell has a time, and the rate that it means."""
+    """Returns a table of decode and prefill. A cell has a time, and the rate that follows from
+    it."""
     head = "## Attention over a cache\n\n"
     head += (
         "At Llama-3-8B's widths. A cell has µs, and in brackets a rate. For decode, the rate is "

@@ -30,8 +30,8 @@ COLOURS = 48
 
 
 class Picture(NamedTuple):
-    """A screenshot: its file, the sections of the page that it shows (empty for all sections), the
-    size of the window, and the colour scheme."""
+    """A screenshot. It has a file, the sections of the page that it shows (empty for all sections),
+    the size of the window, and the colour scheme."""
 
     name: str
     sections: tuple[str, ...]
@@ -100,10 +100,11 @@ def _take(chromium: str, page: Path, picture: Picture, folder: Path) -> None:
 
 
 def _few_colours(image: Image) -> Image:
-    """Returns the image with its `COLOURS` most frequent colours; each other colour becomes the
+    """Returns the image with its `COLOURS` most frequent colours. Every other colour becomes the
     nearest of them.
 
-    Pillow's own choice of colours would mix the colour of a bar with those of the edges of letters.
+    Pillow's own choice of colours would mix the colour of a bar with the colours at the edges of
+    letters.
     """
     import numpy as np
     from PIL.Image import fromarray
@@ -118,8 +119,8 @@ def _few_colours(image: Image) -> Image:
 
 
 def _only(page: str, sections: Sequence[str]) -> str:
-    """Returns the page with only these sections, since a headless browser takes pictures of the top
-    of a page only."""
+    """Returns the page with only these sections, because a headless browser takes pictures of only
+    the top of a page."""
     if not sections:
         return page
     kept = "".join(f":not([aria-labelledby={name}])" for name in sections)

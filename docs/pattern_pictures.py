@@ -36,8 +36,8 @@ _BLOCK = re.compile(r"<!-- example (\w+) -->\n```python\n(.*?)```", re.DOTALL)
 
 
 def examples() -> dict[str, str]:
-    """Returns the code of each pattern's example, in the page's order; `names` is the code they
-    share."""
+    """Returns the code of each pattern's example, in the order of the page. `names` is the code
+    that they share."""
     return dict(_BLOCK.findall(PAGE.read_text("utf-8")))
 
 
@@ -60,8 +60,8 @@ def pictures(pattern: str, blocks: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(pattern: str, blocks: Mapping[str, str]) -> Any:
-    """Returns the example's module and arguments. Each block is compiled under a file name of its
-    own, so that a picture names only lines of its own example."""
+    """Returns the module and arguments of the example. Each block is compiled under a file name of
+    its own, so that a picture names only lines of its own example."""
     names: dict[str, Any] = {"__name__": "patterns"}
     for block in ("names", pattern):
         file = f"patterns.md, {block}"

@@ -34,24 +34,26 @@ The cost model has some fifteen constants. A constant is either fitted to the ro
 *held out*, or follows from kept measurements of single ops, which the comment of the constant
 names. Two sets of rows are held out:
 
-- From `steps.json`, 17 of the 37 models, and of the other models all decode steps of four sequences
-  and all prompts of 256 tokens (`benchmarks/steps_models.py`). This choice was written down before
-  any row of the file was measured.
+- From `steps.json`, all rows of 17 of the 37 models, and for the other models all decode steps of
+  four sequences and all prompts of 256 tokens (`benchmarks/steps_models.py`). This choice was
+  written down before any row of the file was measured.
 - From the older files, the models Qwen3-30B-A3B, GLM-4.7-Flash and Youtu; the formats
   `ct-fp8-block`, `ct-nvfp4a16`, `ct-mxfp4a16` and `finegrained-fp8`; and Llama-3-8B in bfloat16 on
   the H100. These models and formats were chosen before any constant was fitted, except Llama-3-8B,
   which was added later because the set had no dense model.
 
-Steps with codes that stand for floats were first predicted at 0.5 to 0.8 of the measured time.
-After this had been seen, the constants of such codes were taken from `linears_quantized.json`.
+For steps with weights in float codes, the first predictions were 0.5 to 0.8 of the measured times.
+The constants of such codes were then taken from `linears_quantized.json`.
 
 The constants were fitted to the other rows of `steps.json` before any held-out row was predicted.
-At that first look 92 % of the file's 135 held-out rows were within 15 %, and 90 % of all 169. The
-held-out rows then showed three mistakes in counting, which are fixed: writes into buffers that
+In this first comparison the predictions for 92 % of the file's 135 held-out rows were within 15 %
+of the measurement, and so were 90 % of the predictions for all 169 held-out rows. The rows then
+showed three mistakes in counting, which are fixed: writes into buffers that
 nothing reads counted as kernels; the list of a mask's blocks counted once for each layer; and the
 weights of experts counted once, although for a few tokens the kernels of dot products read them
-once for each token. No constant describes these, but `FILL_S` was fitted again afterwards, to the
-same rows as before. So the tables below are no longer a first look.
+once for each token. No constant describes these counts, but `FILL_S` was fitted again afterwards,
+to the same rows as before. The tables below were made after these changes, so for them the held-out
+rows are not entirely new.
 """
 
 
@@ -62,12 +64,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
 
 def kept(name: str) -> Row:
-    """A results file."""
+    """Returns the content of a results file."""
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Returns cells that sum up rows: their number, median, share of near ones, and the worst."""
+    """Returns cells that sum up rows: their number, their median, the share of rows that are near,
+    and the worst row."""
     ratios = [row["ratio"] for row in rows]
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios) / len(ratios)
     worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
@@ -76,7 +79,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def whole() -> str:
-    """Compares all rows, as first predicted before anything was fitted to them, and as now."""
+    """Compares all rows in two ways: as first predicted, before anything was fitted to them, and as
+    predicted now."""
     now = kept("predictions")["rows"]
     lines = []
     for said, name in (
@@ -215,19 +219,20 @@ def chips() -> str:
     header = ("measured by others", "shape", "published µs", "modelled µs", "ratio", "source")
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios) / len(ratios)
     said = f"median of {statistics.median(ratios):.2f}; {100 * near:.0f} % are within 15 %"
-    return f"""## A chip without measurements of ours
+    return f"""## A chip on which tilewright was not measured
 
 For sm100 the cost model uses the rates of `codegen/targets.py`, and assumes that kernels reach the
 same shares of these rates as on Hopper. The table compares it with {len(rows)} figures of a B200
-from public threads, which are of other projects' kernels. (One is of a GB200; the thread of the
-attention rows says only sm100.) If a thread states a rate, the time is the product's FLOPs divided
-by this rate.
+from public threads, which measured kernels of other projects. (One figure is of a GB200; the thread
+of the attention rows says only sm100.) If a thread states a rate, the time is the product's FLOPs
+divided by this rate.
 
 For products and mixtures, the ratio of predicted to published time has a {said}, and nine of ten
-are within {percent_of(ratios)} %. For want of a better one, the last figure is the bar of sm100. It
-says how far the cost model is from the kernels of other projects; how far it is from ours is not
-known. Products of one token are furthest off: they take longer than the start of a kernel and
-reading their bytes. Attention does not count for the bar. The cost model assumes the share that our
+are within {percent_of(ratios)} %. The last figure is used as the error bar of sm100, because no
+better one is known. It says how far the cost model is from the kernels of other projects, not how
+far it is from tilewright's kernels. The predictions for products of one token have the largest
+errors: these products take longer than starting a kernel and reading their bytes. Attention does
+not count for the error bar. The cost model assumes the share that our
 kernels reach on Hopper with a mask tensor, and FlashAttention-4 takes about a quarter of the
 resulting time. No published time of a whole step was found that states sizes, batch and context and
 is not a server's time.

@@ -76,8 +76,8 @@ TILE = 4096
 
 @cache
 def norm_plan(hidden: int, num_tokens: int, target: Target) -> NormConfig:
-    """Gives each program as many tokens as fill a tile, but not so many that a multiprocessor would
-    have no program."""
+    """Gives each program the number of tokens that fills a tile, but fewer if a multiprocessor
+    would otherwise have no program."""
     most = max(TILE // next_power_of_2(hidden), 1)
     while most > 1 and cdiv(num_tokens, most) < target.num_sms:
         most //= 2
@@ -92,7 +92,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unsupported(a: Any) -> str | None:
-    """Returns why the kernel does not support a call, from metadata alone; None if it does."""
+    """Returns why the kernel does not support a call, from metadata alone. Returns None if it
+    does."""
     if a.y.dtype not in DTYPES:
         return f"no kernel for {a.y.dtype}"
     if a.y.shape[1] > MAX_HIDDEN:

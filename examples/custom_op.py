@@ -34,7 +34,8 @@ def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_meaning(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The meaning of `engine::rotate`; its arguments have the names of the operator's schema."""
+    """Computes what `engine::rotate` means. The arguments have the names in the operator's
+    schema."""
     one, two = x.chunk(2, dim=-1)
     turned = torch.cat([-two, one], dim=-1)
     return x * cos[:, None] + turned * sin[:, None]

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+from tilewright import cache_argument
 from tilewright.codegen.build import emitted_path
 from tilewright.codegen.targets import get_target
 from tilewright.compiler import Kernel, lower, reports
@@ -121,7 +122,7 @@ def emitted_loop(kernel: Kernel) -> str:
 
 @dataclass
 class Run:
-    """The results of a model that decodes. caches: K and V of every layer before and after the
+    """The results of a model that decodes. `caches` has K and V of every layer before and after the
     steps."""
 
     logits: list[torch.Tensor]
@@ -132,9 +133,10 @@ class Run:
 def decode(
     model: LlamaForCausalLM, step: Callable[..., Any], tokens: torch.Tensor, noise: torch.Tensor
 ) -> Run:
-    """Runs the prompt through `model`, then each further token through `step`.
+    """Runs the prompt through `model`, and then each further token through `step`.
 
-    tokens: [B, T]. noise: [2 * layers, B, H, S, D], the content of the caches before the prompt.
+    tokens: [B, T].
+    noise: [2 * layers, B, H, S, D], the content of the caches before the prompt.
     """
     cache = StaticCache(config=model.config, max_cache_len=CACHE_LENGTH)
     heads, head_dim = SMALL["num_key_value_heads"], SMALL["head_dim"]
@@ -148,7 +150,7 @@ def decode(
     def run(call: Callable[..., Any], first: int, end: int) -> torch.Tensor:
         # Without a position, transformers 5.0 counts the slots that are not zero.
         given = {"cache_position": places[first:end]} if takes_places else {}
-        return call(tokens[:, first:end], past_key_values=cache, **given).logits
+        return call(tokens[:, first:end], **cache_argument(model, cache), **given).logits
 
     run(model, 0, PROMPT_TOKENS)
     before = [t.clone() for t in tensors]
@@ -157,7 +159,7 @@ def decode(
 
 
 def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """||actual - exact|| / ||exact||."""
+    """Returns ||actual - exact|| / ||exact||."""
     return float(torch.dist(actual.double(), exact) / torch.linalg.vector_norm(exact))
 
 

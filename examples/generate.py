@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaConfig
 
-from tilewright import PagedCache, prepare, reports
+from tilewright import PagedCache, cache_argument, prepare, reports
 
 SMALL = LlamaConfig(
     vocab_size=512,
@@ -39,10 +39,11 @@ def load(name: str | None, device: str) -> Any:
     weights."""
     if name is None:
         torch.manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32  # which determines the tokens
+        # The dtype determines the tokens.
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
         return AutoModelForCausalLM.from_config(SMALL, dtype=dtype).to(device).eval()
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map=device).eval()
-    print(prepare(model))  # needed for a quantised checkpoint; does not change a dense model
+    print(prepare(model))  # a quantised checkpoint needs this; a dense model does not change
     return model
 
 
@@ -55,20 +56,28 @@ def inputs_of(name: str | None, prompt: str, batch: int, device: str) -> dict[st
 
 
 def compiled_by(device: str) -> CompileConfig:
-    """Returns how the steps are compiled."""
+    """Returns the way in which the steps are compiled."""
     if device == "cuda":
         return CompileConfig(backend="tilewright")
     options = {"everywhere": True, "inner": "eager"}
     how = CompileConfig(backend="tilewright", mode=None, options=options)
-    how._compile_all_devices = True  # transformers compiles on a GPU alone, but in its tests
+    how._compile_all_devices = True  # transformers compiles only on a GPU, except in its own tests
     return how
 
 
-def timed(model: Any, inputs: dict[str, torch.Tensor], new: int, **options: Any) -> torch.Tensor:
+def timed(
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    new: int,
+    cache: PagedCache | None = None,
+    **options: Any,
+) -> torch.Tensor:
     """Returns the tokens of a second call, [batch, prompt + new], and prints its speed."""
+    if cache is not None:
+        options |= cache_argument(model, cache)
     for _ in range(2):  # the first call compiles
-        if "past_key_values" in options:
-            options["past_key_values"].reset()
+        if cache is not None:
+            cache.reset()
         start = time.perf_counter()
         tokens: torch.Tensor = model.generate(
             **inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
@@ -98,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     options: dict[str, Any] = {"compile_config": compiled_by(device)}
     if given.cache == "paged":
         longest = inputs["input_ids"].shape[1] + given.new
-        options["past_key_values"] = PagedCache(model.config, max_cache_len=longest)
+        options["cache"] = PagedCache(model.config, max_cache_len=longest)
     else:
         options["cache_implementation"] = "static"
     print("tilewright:")

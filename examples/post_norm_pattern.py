@@ -39,8 +39,8 @@ NAME = "add_rms_norm"
 
 @dataclass(frozen=True)
 class AddRmsNormArguments:
-    """y, s: [T, K]. weight: [K]. The result [T, K] is the RMS norm of y + s; the op writes
-    nothing."""
+    """The arguments of `add_rms_norm`: y and s [T, K], and weight [K]. The result [T, K] is the RMS
+    norm of y + s. The op writes no argument."""
 
     y: torch.Tensor
     s: torch.Tensor
@@ -57,7 +57,7 @@ def validate(a: AddRmsNormArguments) -> None:
 
 
 def reference(a: AddRmsNormArguments) -> torch.Tensor:
-    """fp32 throughout (float64 for float64), one rounding at the end."""
+    """Computes in fp32 throughout (float64 for float64), with one rounding at the end."""
     wide = torch.promote_types(a.y.dtype, torch.float32)
     total = a.y.to(wide) + a.s.to(wide)
     return functional.rms_norm(total, total.shape[-1:], a.weight.to(wide), a.eps).to(a.y.dtype)
@@ -92,7 +92,7 @@ language.register_code("POST_NORM_SUM", "what is normalised is no sum of two act
 
 @dataclass(frozen=True)
 class AddRmsNorm:
-    """The RMS norm of a sum, the sum made out of place or in place."""
+    """Matches the RMS norm of a sum. The sum is computed out of place or in place."""
 
     name: str = NAME
     op: str = f"examples::{NAME}"
@@ -134,7 +134,7 @@ def _norm(value: Value) -> Norm | None:
 
 
 def _weight(norm: Norm, anchor: Value) -> View | Computed:
-    """Returns `offset + weight` as the op takes it, [K]; ones if there is no weight."""
+    """Returns `offset + weight` as the op takes it, [K]. Returns ones if there is no weight."""
     if norm.weight is None:
         options = (("dtype", anchor.dtype), ("device", anchor.device))
         return Computed("full", ((norm.width,), 1.0), options)
@@ -159,7 +159,7 @@ language.register(AddRmsNorm())
 
 
 class PostNorm(torch.nn.Module):
-    """A sublayer and the norm after it. form: how the norm's weight is spelled."""
+    """A sublayer and the norm after it. `form` is the way in which the norm's weight is written."""
 
     def __init__(self, hidden: int, form: str) -> None:
         super().__init__()

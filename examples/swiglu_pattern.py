@@ -35,7 +35,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class SwigluArguments:
-    """x: [T, K]. gate_weight, up_weight: [N, K], in x's dtype. The result is [T, N]."""
+    """The arguments of `swiglu`: x [T, K], and gate_weight and up_weight [N, K] in x's dtype. The
+    result is [T, N]."""
 
     x: torch.Tensor
     gate_weight: torch.Tensor
@@ -43,7 +44,7 @@ class SwigluArguments:
 
 
 def validate(a: SwigluArguments) -> None:
-    """Metadata only: this also runs while a graph is traced."""
+    """Checks only metadata, because this also runs while a graph is traced."""
     check_dtype("swiglu", "x", a.x, DTYPES)
     check_shape("swiglu", "x", a.x, "[T, K]", (None, None))
     check_shape("swiglu", "gate_weight", a.gate_weight, "[N, K]", (None, a.x.shape[1]))
@@ -58,7 +59,7 @@ def fake(a: SwigluArguments) -> torch.Tensor:
 
 
 def reference(a: SwigluArguments) -> torch.Tensor:
-    """The meaning of the op: fp32 throughout (float64 for float64), one rounding at the end."""
+    """Computes the op in fp32 throughout (float64 for float64), with one rounding at the end."""
     wide = torch.promote_types(a.x.dtype, torch.float32)
     x = a.x.to(wide)
     gate, up = (functional.linear(x, w.to(wide)) for w in (a.gate_weight, a.up_weight))
@@ -67,7 +68,7 @@ def reference(a: SwigluArguments) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SwigluCase:
-    """One case for the tests that run for every op."""
+    """A case for the tests that run for every op."""
 
     name: str
     num_tokens: int = 5
@@ -103,7 +104,7 @@ language.register_code("SWIGLU_PATH", "the product's operand is not a linear of 
 
 @dataclass(frozen=True)
 class Swiglu:
-    """silu(gate) * up, both linear in one activation."""
+    """Matches silu(gate) * up, where both are linears of one activation."""
 
     name: str = "swiglu"
     op: str = "examples::swiglu"
@@ -210,7 +211,7 @@ def gated_mlp_with_bias() -> tuple[Any, tuple[Any, ...], dict]:
 
 
 def error_against(exact: torch.Tensor, actual: torch.Tensor) -> float:
-    """Relative error in the 2-norm."""
+    """Returns the relative error in the 2-norm."""
     return float(torch.dist(actual.double(), exact) / torch.linalg.vector_norm(exact))
 
 

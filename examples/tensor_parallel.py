@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+from tilewright import cache_argument
 from tilewright.compiler import reports
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 16, 8, 64
@@ -44,8 +45,8 @@ CONFIG = LlamaConfig(
 PROMPT, STEPS, CACHE_LENGTH = 9, 3, 64
 #: The ops that each layer must have, once each.
 WANTED = ("qkv_cache", "cache_attention")
-# One rounding of bfloat16, which keeps 8 bits. The fused model's error may exceed the other by
-# that.
+# One rounding of bfloat16, which keeps 8 bits. The error of the fused model may exceed that of the
+# other model by as much.
 ALLOWANCE = 2.0**-8
 
 
@@ -62,13 +63,14 @@ def shared(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
 
 
 def decode(step: Any, dtype: torch.dtype, kv_heads: int, device: torch.device) -> torch.Tensor:
-    """Computes logits [PROMPT + STEPS, vocabulary] of given tokens: of a prompt, then one by
-    one."""
+    """Computes logits [PROMPT + STEPS, vocabulary] of given tokens: first of a prompt, and then of
+    one token after the other."""
     cache = StaticCache(config=CONFIG, max_cache_len=CACHE_LENGTH)
     cache.early_initialization(1, kv_heads, HEAD_DIM, dtype, device)
     tokens = torch.arange(PROMPT + STEPS, device=device)[None]
     parts = tokens.tensor_split([PROMPT + i for i in range(STEPS)], dim=1)
-    logits = [step(input_ids=ids.clone(), past_key_values=cache).logits for ids in parts]
+    passed = cache_argument(step, cache)
+    logits = [step(input_ids=ids.clone(), **passed).logits for ids in parts]
     return torch.cat(logits, dim=1)[0]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-# One rounding of each dtype. The fused model's error may exceed eager's by that.
+# One rounding in each dtype. The error of the fused model may exceed the error of eager by that
+# much.
 ALLOWANCE = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
@@ -20,8 +21,8 @@ ALLOWANCE = {
 
 
 def upcast(item):
-    """Returns a float64 copy of a module or of a floating-point tensor, a clone of any other
-    tensor, and anything else unchanged."""
+    """Returns a float64 copy of a module or of a floating-point tensor, and a clone of any other
+    tensor. Returns anything else unchanged."""
     if isinstance(item, torch.nn.Module):
         return copy.deepcopy(item).to(torch.float64)
     if isinstance(item, torch.Tensor):
@@ -30,7 +31,8 @@ def upcast(item):
 
 
 def in_float64(record: Any) -> Any:
-    """Returns a copy of a record of arguments, with tensors in float64 and clones of indices."""
+    """Returns a copy of a record of arguments, with floating-point tensors in float64 and clones of
+    indices."""
     return replace(record, **{f.name: upcast(getattr(record, f.name)) for f in fields(record)})
 
 
@@ -59,8 +61,10 @@ def assert_no_worse(fused: torch.Tensor, eager: torch.Tensor, exact: torch.Tenso
 
 
 def assert_as_eager(layer, make, exactly: bool):
-    """Compares outputs, and arguments after the call, of eager and of the backend. `make()` returns
-    new arguments. Caches that alias each other still do so in copies."""
+    """Compares eager and the backend: their outputs, and their arguments after the call.
+
+    `make()` returns new arguments. Caches that alias each other still do so in the copies.
+    """
     eager, ours = make(), make()
     torch.manual_seed(0)
     expected = layer(*eager)
@@ -81,10 +85,10 @@ def flat(items) -> list[torch.Tensor]:
 
 
 def assert_untouched(before, fused, exact, what: str):
-    """Asserts that the fused run changed no bit of a cache where the float64 run changed
-    nothing."""
+    """Asserts that the fused run changed no bit of a cache at places that the float64 run did not
+    change."""
     alone = exact.double() == before.double()
     assert alone.any(), f"{what}: every element was written, the test shows nothing"
-    if before.dtype.itemsize == 1:  # not every device can compare 8-bit floats
+    if before.dtype.itemsize == 1:  # some devices cannot compare 8-bit floats
         fused, before = fused.view(torch.uint8), before.view(torch.uint8)
     assert torch.equal(fused[alone], before[alone]), f"{what}: an untouched slot changed"

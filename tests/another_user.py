@@ -1,7 +1,7 @@
 """Files of other users, and child processes, for tests of permissions.
 
-As root, a file can be given to another user, and a child process can run as another user. For any
-other user, the test replaces the id that this process sees as its own.
+If the tests run as root, they give a file to another user, and run a child process as another user.
+If they run as any other user, they replace the id that this process sees as its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOBODY = 65534
 
 
 def give_away(path, monkeypatch):
-    """Makes `path` belong to another user than the one that this process seems to be."""
+    """Makes `path` belong to a user other than the one that this process seems to be."""
     if os.geteuid() == 0:
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     else:
@@ -32,7 +32,7 @@ def public_folder():
 
 
 def in_a_child(function, *arguments, user=None):
-    """Returns what `function` returns in a forked process. If this process is root, the fork runs
+    """Returns the result of `function` in a forked process. If this process is root, the fork runs
     as `user`."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()

@@ -28,7 +28,7 @@ FP8 = torch.float8_e4m3fn
 
 def attention_spec(problem: AttentionProblem, config: PrefillConfig, key_stride: int) -> KernelSpec:
     """Returns the kernel of a problem on SM90. All tensors are aligned, and only the stride between
-    keys is a multiple of 16. key_stride: the stride from key to key."""
+    keys is a multiple of 16. `key_stride` is the stride from one key to the next."""
     rows, index = Operand(problem.dtype), Operand("i32") if problem.ragged else None
     operands: dict[str, Operand | None] = dict.fromkeys(p.tensor for p in ATTENTION.pointers)
     operands |= {"q": rows, "q_rope": rows, "k": Operand(problem.dtype, (key_stride,)), "v": rows}
@@ -41,8 +41,11 @@ def attention_spec(problem: AttentionProblem, config: PrefillConfig, key_stride:
 
 @dataclass(frozen=True)
 class Case:
-    """A call of the core. queries, keys: their numbers for each sequence. dense: the call has no
-    offsets; all sequences then have equal numbers."""
+    """A call of the core.
+
+    queries, keys: the number of queries and of keys of each sequence.
+    dense: whether the call has no offsets; all sequences then have equal numbers.
+    """
 
     name: str
     queries: tuple[int, ...] = (37,)
@@ -58,19 +61,19 @@ class Case:
 
 
 def prefix(case: Case) -> dict[str, Any]:
-    """Returns options with which the queries are at the last keys of their sequence."""
+    """Returns options that place the queries at the last keys of their sequence."""
     starts = [k - q for q, k in zip(case.queries, case.keys, strict=True)]
     return {"query_starts": torch.tensor(starts, dtype=torch.int32)}
 
 
 def call_of(case: Case, seed: int = 0, device: str = "cpu") -> AttentionCall:
-    """Returns a call with random operands, which are views with the layouts that callers have."""
+    """Returns a call with random operands. They are views with the layouts that callers use."""
     torch.manual_seed(seed)
     total_q, total_k = sum(case.queries), sum(case.keys)
     wide = torch.float32 if case.dtype == FP8 else case.dtype
     q = torch.randn(total_q, case.heads, case.nope + case.rope, dtype=wide).to(device, case.dtype)
     kv = torch.randn(total_k, case.heads, case.nope + case.v_dim, dtype=wide).to(device, case.dtype)
-    # Rope keys are columns of a cache entry.
+    # The rope keys are columns of a cache entry.
     entry = torch.randn(total_k, 16 + case.rope, dtype=wide).to(device, case.dtype)
     k, v, k_rope = kv[..., : case.nope], kv[..., case.nope :], entry[:, 16:]
     if case.v_by_key:
@@ -114,7 +117,8 @@ def with_options(case: Case, **options: Any) -> Case:
 
 
 def exact(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes (out, lse) in float64, sequence by sequence; NaN for tokens that belong to none."""
+    """Computes (out, lse) in float64, one sequence at a time. Tokens that belong to no sequence get
+    NaN."""
     q, k, v = (t.flatten(0, -3).double() for t in (a.q, a.k, a.v))
     rows = a.q.shape[-3] if not a.ragged else 0
     out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=torch.float64, device=q.device)

@@ -1,4 +1,5 @@
-"""Settings and fixtures of all tests. Makes the shared models importable as `tests.models`."""
+"""Has the settings and fixtures of all tests. Makes the shared models importable as
+`tests.models`."""
 
 import functools
 import gc
@@ -19,7 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     sys.dont_write_bytecode = False
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# The ops' references are tested here, on the CPU.
+# The tests run the ops' references on the CPU.
 os.environ.setdefault("TILEWRIGHT_EVERYWHERE", "1")
 
 # Without this, Inductor compiles a test program for each vector instruction set of the processor.

@@ -10,7 +10,8 @@ from tilewright.codegen.targets import SM100
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 
-# Few multiprocessors mean few programs with several tiles each, so the interpreter finishes soon.
+# With few multiprocessors there are few programs, with several tiles each. The interpreter then
+# finishes soon.
 SMALL_SM100 = replace(SM100, num_sms=3)
 # One rounding of the result, for weights that are not rounded.
 ONE_ROUNDING = {
@@ -23,7 +24,7 @@ WIDENED = {"x", "x_scale", "bias", "expert_weights", "gate_bias", "up_bias", "do
 
 def as_double(a):
     """Returns the call with float64 tensors, so that its reference computes in float64. Codes stay
-    codes."""
+    as they are."""
     given = {name: value for name, value in vars(a).items() if name in WIDENED}
     wide = {n: v.double() for n, v in given.items() if v is not None and v.element_size() > 1}
     if isinstance(a, GroupedMatmulArguments):

@@ -1,4 +1,4 @@
-"""Makes this process the first of two ranks, without the second: torch's fake process group
+"""Makes this process the first of two ranks, without the second rank. torch's fake process group
 transfers nothing."""
 
 from __future__ import annotations

@@ -14,11 +14,12 @@ from tilewright.patterns import language
 
 
 def matches_of(report: Any, *names: str) -> list:
-    """Returns the matches of a report (`reports()[-1]`, or the result of `lower`) by the named
-    patterns.
+    """Returns the matches of a report by the named patterns. The report is `reports()[-1]` or the
+    result of `lower`.
 
-    names: names of patterns; of families, which are folders of `patterns/` ("qkv" stands for all
-    patterns in it); or of ops ("fused_moe" stands for all patterns that insert it).
+    `names` are names of patterns, of families or of ops. A family is a folder of `patterns/`, and
+    "qkv", for example, stands for all patterns in it. An op such as "fused_moe" stands for all
+    patterns that insert it.
     """
     patterns = patterns_of(*names)
     return [site for site in report.matches if site.pattern in patterns]
@@ -41,7 +42,8 @@ def codes_of(report: Any, *names: str) -> set[str]:
 
 
 def patterns_of(*names: str) -> set[str]:
-    """Returns the patterns of families and of ops. Any other name is that of a pattern."""
+    """Returns the patterns of families and of ops. Any other name is taken as the name of a
+    pattern."""
     families: dict[str, set[str]] = {}
     ops: dict[str, set[str]] = {}
     for pattern in language.registered():

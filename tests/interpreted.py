@@ -29,17 +29,18 @@ from tilewright.ops.runtime.program import (
 
 @lru_cache(maxsize=128)
 def interpreted(spec):
-    """Returns the spec's kernel for Triton's interpreter, which rewrites a kernel at its first
+    """Returns the kernel of a spec for Triton's interpreter, which rewrites a kernel at its first
     run."""
     return load_interpreted(spec)
 
 
 @dataclass
 class Interpreter:
-    """Performs steps on the CPU; memory that nothing filled holds NaN, or the largest integer.
+    """Performs steps on the CPU. Memory that no step has filled holds NaN, or the largest integer.
 
-    kernels: names of the launched kernels, in order. runs: if False, kernels are recorded but not
-    run. peers: the memory that ranks share; None if they share none.
+    kernels: the names of the launched kernels, in order.
+    runs: whether kernels are run; if it is False, they are only recorded.
+    peers: the memory that ranks share; None if they share none.
     """
 
     target: Target = field(default_factory=lambda: replace(SM90, num_sms=3))
@@ -81,8 +82,8 @@ class Interpreter:
 
 
 def view_of(value):
-    """Returns a tensor's dtype, shape and strides, which is all that a kernel sees; None for a
-    number."""
+    """Returns the dtype, shape and strides of a tensor. A kernel sees nothing else of it. Returns
+    None for a number."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride()
     return None
@@ -102,7 +103,7 @@ def argument(value, view):
 
 
 def filled(tensor):
-    """Fills a tensor with numbers that show where nothing was written."""
+    """Fills a tensor with numbers that show which elements were not written."""
     if tensor.dtype.is_floating_point:
         return tensor.fill_(torch.nan)
     return tensor.fill_(torch.iinfo(tensor.dtype).max)
@@ -124,7 +125,7 @@ def interpret(op: FusedOp, arguments, target: Target = SM90, num_sms: int = 3) -
 @pytest.fixture
 def interpreter(monkeypatch):
     """Makes ops run on CPU tensors as they would on a GPU, with kernels on the interpreter. Calls
-    made by `calls.Calls(op, "cuda")` use it."""
+    that `calls.Calls(op, "cuda")` makes use it."""
     machine = Interpreter()
     monkeypatch.setattr(calls, "machine_of", lambda device: machine)
     return machine

@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
-# All places of this repository that the net depends on.
+# All places in this repository on which the net depends.
 from tilewright.codegen.emit import emit, emitter_fingerprint
 from tilewright.codegen.emit.source import fingerprint
 from tilewright.codegen.qkv.plan import fused_choice, library_choice, ranked
@@ -44,7 +44,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 NET_TARGETS = ("sm90", "sm100")
 DIGITS = 8
 ALIGNED = 512  # bytes
-# The name of a case -> its kernels, or the reason why there are none.
+# For the name of each case, its kernels, or the reason why there are none.
 Found = dict[str, Sequence[KernelSpec] | str]
 
 
@@ -60,8 +60,8 @@ def spec_hash(spec: KernelSpec) -> str:
 def source_hash(spec: KernelSpec) -> str:
     """Hashes the emitted file without docstrings, with the kernel named as in its template.
 
-    The syntax tree is hashed as `ast.unparse` prints it, since `ast.dump` differs between Python's
-    releases.
+    The syntax tree is hashed in the form that `ast.unparse` prints, because `ast.dump` differs
+    between Python's releases.
     """
     tree = ast.parse(emit(spec))
     for node in ast.walk(tree):
@@ -78,8 +78,8 @@ def source_hash(spec: KernelSpec) -> str:
 
 @cache
 def text_hash(template: str) -> str:
-    """Hashes the text that a template's sources are emitted from: its own, that of what it imports,
-    and the emitter's."""
+    """Hashes the text from which a template's sources are emitted: its own text, the text of its
+    imports, and the emitter's text."""
     texts = emitter_fingerprint() + fingerprint(module_of(template))
     return hashlib.sha256(texts.encode()).hexdigest()[:DIGITS]
 
@@ -125,9 +125,11 @@ def _add_all(found: Found, more: Iterator[tuple[str, Sequence[KernelSpec]]]) -> 
 
 
 def placed(a: Any) -> Any:
-    """Returns the arguments at addresses that have the same distances in every process: storages
-    follow each other, aligned as by a GPU's allocator. Kernels depend on the alignment of
-    addresses."""
+    """Returns the arguments at addresses that have the same distances in every process.
+
+    Storages follow each other, and are aligned as by a GPU's allocator, because kernels depend on
+    the alignment of addresses.
+    """
     given = {name: t for name, t in vars(a).items() if isinstance(t, torch.Tensor) and t.numel()}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in given.values()}
     sizes = {key: -(-storage.nbytes() // ALIGNED) * ALIGNED for key, storage in storages.items()}
@@ -150,7 +152,7 @@ def placed(a: Any) -> Any:
 def _planned(op: FusedOp, arguments: Any, target: str) -> Sequence[KernelSpec] | str:
     try:
         return op.plan_for(arguments, target).specs
-    except Exception as error:  # the case records that there is no plan
+    except Exception as error:  # records that the case has no plan
         return type(error).__name__  # messages differ between Python's releases
 
 
@@ -175,7 +177,7 @@ def forced_qkv(target: str) -> Iterator[tuple[str, Sequence[KernelSpec]]]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes tensors for a GPU on the meta device, since benchmarks make their arguments on the
+    """Makes tensors for a GPU on the meta device, because benchmarks make their arguments on the
     GPU."""
 
     def __torch_function__(

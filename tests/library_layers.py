@@ -27,7 +27,8 @@ def run(model: nn.Module, *args: Any, **options: Any):
 
 
 class Attention(nn.Module):
-    """Projections and a cache write. linear: makes a linear of given rows, columns and seed."""
+    """Has projections and a cache write. `linear` makes a linear with the given rows, columns and
+    seed."""
 
     def __init__(self, linear: Linear, hidden: int) -> None:
         super().__init__()
@@ -48,8 +49,11 @@ def attention_args(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def assert_attention_no_worse(ours: Any, eager: Any, exact: Mapping[str, torch.Tensor]) -> None:
-    """Asserts that ours is no further from float64 than eager. ours, eager: (result, arguments) of
-    a call. exact: the projections of x, [T, N] in float64."""
+    """Asserts that the compiled result is no further from float64 than the eager result.
+
+    `ours` and `eager` are (result, arguments) of a call. `exact` has the projections of x, [T, N]
+    in float64.
+    """
     (actual, caches), (expected, theirs) = ours, eager
     q, k, v = (exact[name].unflatten(-1, (-1, HEAD_DIM)) for name in HEADS)
     assert_no_worse(actual, expected, q * 2, "q")
@@ -60,7 +64,8 @@ def assert_attention_no_worse(ours: Any, eager: Any, exact: Mapping[str, torch.T
 
 
 class Mlp(nn.Module):
-    """A gated MLP with a residual. linear: makes a linear of given rows, columns and seed."""
+    """A gated MLP with a residual. `linear` makes a linear with the given rows, columns and
+    seed."""
 
     def __init__(self, linear: Linear, hidden: int, inner: int) -> None:
         super().__init__()

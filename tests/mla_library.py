@@ -8,8 +8,8 @@ from tilewright.ops.mla.attention import cudnn
 
 
 def attention(q, k, v, bias, lse, dropout, causal, *more, scale):
-    """Stands for `aten::_scaled_dot_product_cudnn_attention`. It requires rows of a multiple of 16
-    bytes, and returns a result with the layout of q."""
+    """Stands for `aten::_scaled_dot_product_cudnn_attention`. It requires rows whose length is a
+    multiple of 16 bytes, and returns a result with the layout of q."""
     assert bias is None
     assert all(t.stride(-1) == 1 for t in (q, k, v))
     assert all(step * t.element_size() % 16 == 0 for t in (q, k, v) for step in t.stride()[:-1])

@@ -33,9 +33,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "mutants.json"
 LAYERS = ("codegen", "ops", "patterns", "compiler")
-#: The number of test files that import a module and are run: some modules are imported everywhere.
+#: The number of test files that import a module and are run. There is a limit because some modules
+#: are imported everywhere.
 MOST_FILES = 24
-#: Options of pytest. The deselected test fails for any change of a template's text.
+#: Options of pytest. The deselected test fails for any change in the text of a template.
 PYTEST = (
     *("-x", "-q", "-p", "no:cacheprovider"),
     *("--deselect", "tests/test_kernel_net.py::test_the_source_of_a_kernel_is_what_it_was"),
@@ -52,7 +53,8 @@ OTHER: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-#: Statements that a fault removes. Assignments are not among them: a later read would raise.
+#: Statements that a fault removes. Assignments are not among them, because a later read would raise
+#: an error.
 LEFT_OUT = (ast.AugAssign, ast.Expr, ast.Raise, ast.Continue, ast.Break, ast.Assert)
 
 
@@ -129,8 +131,8 @@ def replaced(node: ast.expr, **parts: object) -> ast.expr:
 
 
 def tests_of(root: Path, file: str) -> list[str]:
-    """Returns the test files for a source file: those that import its module, then those of the
-    families that contain or import it."""
+    """Returns the test files for a source file. Files that import its module come first, followed
+    by the files of the families that contain or import it."""
     layer, *rooms, _ = Path(file).parts
     module = ".".join(Path(file).with_suffix("").parts).removesuffix(".__init__")
     parent, _, name = module.rpartition(".")
@@ -153,9 +155,11 @@ def imports(path: Path, named: re.Pattern[str]) -> bool:
 
 
 def run(root: Path, fault: Fault, limit: float, passing: set[str]) -> dict[str, object]:
-    """Returns the result of the tests with a fault planted in a copy of the repository. passing:
-    tests that passed without a fault; a test that now fails is run again without it, and added if
-    it passes."""
+    """Returns the result of the tests with a fault planted in a copy of the repository.
+
+    `passing` has the tests that passed without a fault. A test that now fails is run again without
+    the fault, and is added to `passing` if it passes.
+    """
     path = root / fault.file
     text = path.read_bytes()
     started, by = time.monotonic(), ""
@@ -169,7 +173,8 @@ def run(root: Path, fault: Fault, limit: float, passing: set[str]) -> dict[str, 
     else:
         verdict = "caught" if code else "survived"
         found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
-        # Without a test's name, pytest could not import something, or the process was killed.
+        # If the output has no test's name, pytest could not import a module, or the process was
+        # killed.
         by = found[1] if found else f"exit code {code}" if code else ""
         if found and by not in passing:
             if tested(root, [by], limit)[0]:
@@ -202,7 +207,8 @@ def tested(root: Path, tests: list[str], limit: float) -> tuple[int | None, str]
     while code is None and time.monotonic() < ends:
         done, status = os.waitpid(child, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if done else time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):  # with all processes that the tests started
+    # Together with all processes that the tests started.
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if code is None:
         os.waitpid(child, 0)

@@ -33,7 +33,7 @@ def _put(module: Any, name: str, replacement: Any) -> None:
 
 def _guards(module: Any) -> None:
     """Turns off the timing of guards with cold caches, which takes a tenth of the time to compile a
-    small model, and the model's line beside each guard."""
+    small model, and of the model's line next to each guard."""
     _put(module, "profile_guard_manager", lambda *arguments: 0.0)
     _put(module, "get_verbose_code_part", lambda code_part, guard: code_part)
 
@@ -50,7 +50,8 @@ def _side_effects(module: Any) -> None:
 
 
 def _function_names(module: Any) -> None:
-    """Turns off the names of functions beside calls, for which Dynamo reads whole files."""
+    """Turns off the names of functions next to calls in the log, for which Dynamo reads whole
+    files."""
     _put(module, "get_funcname", lambda filename, lineno: None)
 
 
@@ -62,7 +63,7 @@ def _settings(module: Any) -> None:
 
 def _read_quickly(unset: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a faster `ConfigModule.__getattr__`. If only the default and a value set by the user
-    decide a setting, nothing else is looked at."""
+    decide a setting, the function looks at nothing else."""
     known: dict[tuple[Any, str], Any] = {}
 
     def decides_itself(entry: Any) -> bool:
@@ -94,7 +95,8 @@ def _traced_files(module: Any) -> None:
         return
     module._as_posix_path = functools.cache(module._as_posix_path)
     decided = functools.cache(
-        lambda filename, inlined, *deciding: original(filename, inlined)  # deciding: of the key
+        # `deciding` is part of the key.
+        lambda filename, inlined, *deciding: original(filename, inlined)
     )
     original = module.check_file
 
@@ -119,7 +121,8 @@ def _events(module: Any) -> None:
 
 
 def _fake_tensors(module: Any) -> None:
-    """Computes the same key of a fake tensor, for the cache of calls, with fewer function calls."""
+    """Computes the key of a fake tensor for the cache of calls with fewer function calls. The key
+    is the same."""
     dense, sparse = module.torch.strided, module.is_sparse_any
     _put(module, "is_sparse_any", lambda t: getattr(t, "layout", None) is not dense and sparse(t))
     kind = getattr(module, "TensorMetadata", None)
@@ -148,7 +151,7 @@ def _fake_tensors(module: Any) -> None:
     kind._flatten_into = flatten_into
 
 
-#: What is changed in each module of torch.
+#: The changes in each module of torch.
 CHANGES: dict[str, Callable[[Any], None]] = {
     "torch._dynamo.guards": _guards,
     "torch._dynamo.utils": _settings_of_log,

@@ -1,4 +1,5 @@
-"""Scaled products on a CPU: a test whether PyTorch has one for rows, and a stand-in for blocks."""
+"""Scaled products on a CPU: a check whether PyTorch can scale each row, and a stand-in for the
+product with scales of blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Forward passes of benchmarks rewind their cache, captured ones of one token only between
-rounds."""
+"""Tests that forward passes of benchmarks rewind their cache. Captured passes of one token rewind
+it only between rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CAPACITY = 64
 
 
 def made(tokens, position):
-    """A pass over a cache of two layers, whose layers count the tokens and do nothing else."""
+    """Returns a pass over a cache of two layers. The layers count the tokens and do nothing
+    else."""
     config = transformers.LlamaConfig(num_hidden_layers=2, num_key_value_heads=1, head_dim=8)
     cache = transformers.StaticCache(config=config, max_cache_len=CAPACITY)
     cache.early_initialization(1, 1, 8, torch.float32, torch.device("cpu"))
@@ -43,7 +44,7 @@ def lengths(one):
 @pytest.mark.parametrize(
     ("tokens", "position", "after_replays"),
     [
-        (1, 20, 23),  # goes on from where the last replay ended
+        (1, 20, 23),  # continues where the last replay ended
         (1, CAPACITY - decode_cache.REPLAYS, CAPACITY - decode_cache.REPLAYS + 3),
         (1, CAPACITY - decode_cache.REPLAYS + 1, CAPACITY - decode_cache.REPLAYS + 2),
         (16, 0, 16),

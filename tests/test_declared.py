@@ -1,5 +1,8 @@
-"""What `declare` says of operators from outside the package: fused where it completes a form, put
-back where not, refused where it does not fit."""
+"""Tests operators that `declare` describes, from outside the package.
+
+They are fused if they complete a form, put back if they do not, and refused if the declaration does
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "undeclared")
 
 @pytest.fixture
 def undeclared():
-    """The registry is empty before and after."""
+    """Empties the registry before and after a test."""
     assert not declared._DECLARED
     yield
     declared._DECLARED.clear()
@@ -33,7 +36,7 @@ def graphs_of(lowered):
 
 
 def run(model, args, **options):
-    """(results and arguments) compiled, and eager."""
+    """Returns the results and arguments after the call, compiled and eager."""
     ours, eager = cloned(args), cloned(args)
     options = {"inner": "eager", **options}
     actual = torch.compile(model, backend="tilewright", options=options)(*ours)
@@ -53,7 +56,8 @@ def assert_as_eager(model, args, **options):
 
 @pytest.fixture
 def mixture(monkeypatch):
-    """A mixture of experts that combines by an operator of its own, as torchtitan's does."""
+    """Returns a mixture of experts that combines results by an operator of its own, as torchtitan's
+    does."""
 
     def combine(y, order, rows, shape):
         out = torch.zeros(shape[0], y.shape[1], dtype=y.dtype, device=y.device)
@@ -76,7 +80,7 @@ def test_a_mixture_with_a_scatter_of_its_own(mixture):
 
 
 class Attention(nn.Module):
-    """Projections and a cache write by somebody's operators."""
+    """Has projections and a cache write by a user's operators."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +110,7 @@ def attention_args():
 
 
 class TiledAttention(Attention):
-    """The codes lie in tiles: their shape is that of no matrix."""
+    """The codes lie in tiles, so that their shape is not that of a matrix."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +176,8 @@ def test_calls_that_no_pattern_took_are_put_back():
 
 
 class Halves(nn.Module):
-    """Results that share no memory, some changed in place, beside a written argument."""
+    """Has results that share no memory, some of which are changed in place, next to a written
+    argument."""
 
     def forward(self, out, x):
         one, two, copy, other = ops.halves(out, x)
@@ -193,7 +198,7 @@ def test_results_in_place_and_their_strides():
 
 
 def test_what_a_meaning_returns_lies_as_what_the_operator_returns(monkeypatch):
-    """The spelled-out form alone, which a fused op may leave in the graph, computes the same."""
+    """Computes the spelled-out form alone, which a fused op may leave in the graph."""
     declare(ops.halves, ops.halves_meaning)
     args = torch.zeros(4, 8), torch.randn(4, 8)
     seen = []
@@ -250,7 +255,7 @@ def test_an_operator_stays_whole_where_products_would_be_left(monkeypatch):
 
 
 def test_what_is_read_of_a_spelled_out_form_alone_leaves_the_call():
-    """The norm is the rows that the projections read, and no part of what is fused."""
+    """The norm gives the rows that the projections read, and is no part of the fused operations."""
 
     class Normed(Attention):
         def forward(self, x, slots, k_cache, v_cache):
@@ -284,7 +289,7 @@ def add_norm_meaning(x, rest):
 
 @pytest.mark.parametrize("index", [None, slice(0, 2)], ids=["the tuple", "a part of it"])
 def test_a_call_whose_results_are_read_together_is_not_spelled_out(index):
-    """A value could stand for each result, but not for their tuple."""
+    """A value could stand for each result, but not for the tuple of the results."""
     graph = torch.fx.Graph()
     call = graph.call_function(torch.var_mean, (graph.placeholder("x"),))
     call.meta["example_value"] = torch.ones(3), torch.ones(3)
@@ -390,7 +395,8 @@ def test_a_meaning_that_does_not_write_what_the_schema_says():
 
 
 def test_a_meaning_may_make_a_table():
-    """A table of numbers that the meaning makes is known; a tensor that it holds may change."""
+    """The meaning itself makes the table, so its numbers are known. A tensor that the meaning holds
+    may change."""
     numbers = [n / 8 for n in range(-8, 8)]
     held = torch.tensor(numbers)
 

@@ -1,4 +1,5 @@
-"""A pattern and an op from one file outside the package behave as the built-in ones do."""
+"""Tests that a pattern and an op from one file outside the package behave as the built-in ones
+do."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Embeddings(nn.Module):
-    """Writes rows of a table; `how` has one thing changed."""
+    """Writes rows of a table. `how` says what is changed."""
 
     def __init__(self, how="as it should be"):
         super().__init__()

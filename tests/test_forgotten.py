@@ -1,6 +1,7 @@
 """Says what a new op, pattern, kernel or family still lacks: the file, and what to add there.
 
-Other tests check what exists; these find what is missing. CONTRIBUTING.md has the whole list.
+Other tests check the existing parts, and these tests find missing parts. CONTRIBUTING.md has the
+whole list.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from tilewright.tools.audit import families as audits
 
 ROOT = Path(__file__).resolve().parents[1]
 NET = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"
-# Taken when the tests are collected: no test has added a pattern or a code by then.
+# This runs when the tests are collected. By then, no test has added a pattern or a code.
 OWN_CODES = dict(CODES)
 OWN_PATTERNS = [
     p.name for p in language.registered() if type(p).__module__.startswith("tilewright.")
 ]
-#: A pattern that another one's section describes.
+#: A pattern that the section of another pattern describes.
 DESCRIBED_WITH = {
     "cache_absent": "qkv_cache",
     "moe_dense": "moe",
@@ -107,7 +108,7 @@ def incomplete_families(families: Iterable[str], audited: Iterable[str]) -> list
         f"codegen/targets.py: add {name} to FAMILIES, and to the chips on which it keeps every rule"
         for name in sorted(rooms - set(families))
     ]
-    # The audits of mixtures have those of their grouped GEMMs.
+    # The audits of mixtures include the audits of their grouped GEMMs.
     missing = sorted(set(families) - set(audited) - {"grouped"})
     return said + [f"tools/audit/{name}.py: add an `audited` function of cases" for name in missing]
 

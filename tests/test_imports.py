@@ -1,4 +1,4 @@
-"""Modules import each other without cycles, and use only public names of torch.
+"""Tests that modules import each other without cycles, and use only public names of torch.
 
 tests/tools/test_layers.py checks that imports between layers run downwards.
 """
@@ -23,7 +23,7 @@ def module_of(path: Path) -> str:
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
-    """Every name imported anywhere in a file, in functions and under TYPE_CHECKING too."""
+    """Yields every name that a file imports, also in functions and under TYPE_CHECKING."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

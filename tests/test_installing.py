@@ -1,4 +1,5 @@
-"""The wheel that is built from the sdist has every module, and works where it is installed."""
+"""Tests that the wheel that is built from the sdist has every module, and works where it is
+installed."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def published(tmp_path_factory) -> tuple[Path, Path]:
             shutil.copy(source, copy)
     sdist = build("sdist", copy, folder / "sdist")
     with tarfile.open(sdist) as archive:
-        # A filter, which releases of Python warn about where none is given, is not in all of them.
+        # Some releases of Python warn if no filter is given, and other releases have no such
+        # filter.
         filtered = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         archive.extractall(folder / "unpacked", **filtered)
     (unpacked,) = (folder / "unpacked").iterdir()
@@ -78,7 +80,7 @@ def test_the_sdist_has_no_part_of_the_tests(published):
 
 
 def test_the_files_pass_twine_s_check(published):
-    """What PyPI asks of them, warnings too."""
+    """PyPI requires this check. Warnings count, too."""
     check = pytest.importorskip("twine.commands.check", reason="twine is in the extra 'dev'")
     assert check.check([str(path) for path in published], strict=True) is False
 
@@ -92,8 +94,8 @@ print(distribution("tilewright").locate_file(""))
 
 
 def test_the_wheel_is_installed_into_an_empty_environment_and_starts(published, tmp_path):
-    """pip finds each requirement among what is installed here, as it would on an index; nothing
-    of this checkout is in the way."""
+    """pip finds each requirement among the installed packages of this environment, as it would on
+    an index. No file of this checkout is used."""
     run(sys.executable, "-m", "venv", "--without-pip", "new", cwd=tmp_path)
     python = str(tmp_path / "new" / "bin" / "python")
     (own,) = (tmp_path / "new").glob("lib/python*/site-packages")
@@ -106,7 +108,7 @@ def test_the_wheel_is_installed_into_an_empty_environment_and_starts(published, 
     assert "static cache" in run(program, "explain", "GROWING_CACHE", cwd=tmp_path)
     found, place = run(python, "-c", ENTRY_POINTS, cwd=tmp_path).splitlines()
     assert (found, Path(place)) == ("1 1 1", own)
-    # A folder of the package's name, as a clone is, does not hide what is installed.
+    # A folder with the name of the package, such as a clone, does not hide the installed package.
     (tmp_path / "tilewright" / "compiler").mkdir(parents=True)
     read = run(python, "-c", "import tilewright; print(tilewright.__version__)", cwd=tmp_path)
     assert f"tilewright {read}" == said
@@ -131,7 +133,7 @@ print(function(torch.zeros(1)).item())
 
 @pytest.mark.parametrize("module", ["backend", "serving.batching"])
 def test_the_backend_has_its_name_where_the_sources_are_only_on_the_path(tmp_path, module):
-    """No entry point names it to Dynamo."""
+    """No entry point tells Dynamo its name."""
     if module == "serving.batching":
         pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
     for folder in installed_here():

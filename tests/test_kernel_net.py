@@ -29,7 +29,7 @@ from tilewright.ops.contract import get_op
 
 FOLDER = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"
 UPDATE = "--tilewright-update"
-MEANT = f"if that is meant: pytest tests/test_kernel_net.py {UPDATE}"
+MEANT = f"if this change is intended: pytest tests/test_kernel_net.py {UPDATE}"
 # The tests emit one of this many specs of audits and ops, and at least one of each kernel.
 ONE_IN = 96
 SHOWN = 5
@@ -58,8 +58,9 @@ def by_hash(found: Iterable[Found]) -> dict[str, KernelSpec]:
 
 @cache
 def stored() -> tuple[dict[str, str], dict[str, tuple[str, str]], dict[str, str]]:
-    """Reads the snapshots: name of a case -> its specs; spec -> (kernel, source); template -> hash
-    of the text that its sources were emitted from."""
+    """Reads the snapshots. Returns three dictionaries: from the name of a case to its specs, from a
+    spec to (kernel, source), and from a template to the hash of the text from which its sources
+    were emitted."""
     cases: dict[str, str] = {}
     kernels: dict[str, tuple[str, str]] = {}
     templates: dict[str, str] = {}
@@ -102,7 +103,7 @@ def kernels_of(template: str) -> Path:
 
 
 def place_of(label: str, found: dict[str, Found]) -> Path:
-    """Returns the file of a case: that of its op, or that of its first kernel."""
+    """Returns the file of a case, which is the file of its op or of its first kernel."""
     kind, _, rest = label.partition(", ")
     if kind == "op":
         op = get_op(rest.partition(",")[0])
@@ -151,7 +152,7 @@ def test_every_case_gets_the_kernels_that_it_got(request):
 
 
 def drawn(found: Found) -> dict[str, KernelSpec]:
-    """Returns the specs whose sources are compared, which are the same in every run."""
+    """Returns the specs whose sources are compared. They are the same in every run."""
     specs = by_hash([found])
     firsts = {specs[key].kernel: key for key in sorted(specs, reverse=True)}.values()
     return {k: s for k, s in specs.items() if k in firsts or int(k, 16) % ONE_IN == 0}

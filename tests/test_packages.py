@@ -1,4 +1,5 @@
-"""Every folder of code is a package that is installed, and every module is found by its name."""
+"""Tests that every folder of code is an installed package, and that every module is found by its
+name."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def name_of(folder: Path) -> str:
 
 
 def test_every_folder_is_a_package_that_is_installed():
-    """By the links in `src/tilewright`, which setuptools follows."""
+    """setuptools follows the links in `src/tilewright`."""
     links = {link.name: link.resolve() for link in SOURCE.iterdir() if link.is_symlink()}
     assert links == {layer: ROOT / layer for layer in LAYERS}
     assert read_configuration(ROOT / "pyproject.toml", expand=False)["tool"]["setuptools"][
@@ -47,7 +48,7 @@ def test_every_folder_is_a_package_that_is_installed():
 
 
 def test_public_names_are_imported_when_they_are_used_and_are_the_compiler_s():
-    """One object by two names, and none of them imports torch before it is used."""
+    """Both names stand for one object, and neither imports torch before it is used."""
     assert {"lower", "reports", "PagedCache"} <= set(tilewright.__all__) <= set(dir(tilewright))
     for name in tilewright.__all__:
         value = getattr(tilewright, name)
@@ -60,7 +61,7 @@ def test_public_names_are_imported_when_they_are_used_and_are_the_compiler_s():
 
 
 def test_the_version_is_in_one_place():
-    """Files that cannot read the version from there repeat it, and agree with it."""
+    """Files that cannot read the version from there repeat it. They must agree with it."""
     assert (
         "version" in read_configuration(ROOT / "pyproject.toml", expand=False)["project"]["dynamic"]
     )
@@ -72,7 +73,8 @@ def test_the_version_is_in_one_place():
 
 
 def test_the_workflow_runs_the_two_commands_of_the_makefile():
-    """On a hosted runner as in `.ci/run`: each command is a target, and nothing else is run."""
+    """A hosted runner runs the same as `.ci/run`: each command is a target, and nothing else is
+    run."""
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'docs'")
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text("utf-8"))
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]

@@ -1,4 +1,4 @@
-"""Tables of parameters leave out combinations, and nothing else."""
+"""Tests that tables of parameters leave out combinations and nothing else."""
 
 from __future__ import annotations
 

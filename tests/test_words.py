@@ -1,7 +1,7 @@
-"""Plain English: sentences that say who does what, and one word for one thing.
+"""Tests plain English: sentences say who does what, and one thing has one word.
 
-A docstring's first sentence begins with a verb or a noun. The lists below have openings and words
-that made readers read a sentence twice.
+The first sentence of a docstring begins with a verb or a noun. The lists below have openings and
+words that made readers read a sentence twice.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def test_pages_say_who_does_what(page):
 
 
 def test_one_word_for_one_thing():
-    """A model is a network, and a floor a bound of time: the other two have names of two words."""
+    """A model is a network, and a floor is a lower bound of a time. The other two things have names
+    of two words."""
     cost_model = re.compile(
         r"(?:chip's|GPU's|planner's) model\b|(?<!cost )\bmodel of (?:a|the) (?:chip|GPU)\b"
     )

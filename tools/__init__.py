@@ -1,1 +1,1 @@
-"""Programs for users: the command line and the model zoo."""
+"""The programs for users: the command line and the model zoo."""

@@ -1,8 +1,8 @@
-"""The command line: `tilewright COMMAND`, one file per command in `commands/`.
+"""The command line: `tilewright COMMAND`. Each command has a file in `commands/`.
 
-Reports go to stdout; progress, a model's own prints and errors go to stderr, so that `--json` can
-be piped. Exit code 0: all is well; 1: the command ran and found something wrong; 2: it could not
-run.
+Reports go to stdout. Progress, the model's own prints and errors go to stderr, so that `--json` can
+be piped. Exit code 0 means that all is well, 1 that the command ran and found something wrong, and
+2 that it could not run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tilewright.tools.commands.zoo import zoo
 
 app = typer.Typer(
     name="tilewright",
-    help="A graph compiler: finds what a serving engine would have fused by hand, fuses it, "
-    "emits the kernel.",
+    help="A graph compiler that finds the operations that a serving engine would fuse by hand, "
+    "fuses them, and emits the kernels.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

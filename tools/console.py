@@ -9,7 +9,7 @@ PIPE_WIDTH = 100
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Returns a console without markup, which is 100 columns wide if it is not a terminal."""
+    """Returns a console without markup. It is 100 columns wide if it is not a terminal."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH

@@ -1,4 +1,4 @@
-"""Writing files atomically."""
+"""Writes files atomically."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Writes a temporary file, then moves it into place. Raises OSError."""
+    """Writes a temporary file, and then moves it into place. Raises OSError."""
     data = content.encode() if isinstance(content, str) else content
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

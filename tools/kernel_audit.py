@@ -1,4 +1,5 @@
-"""Compiles the kernels of a report in parallel, and checks each against the target's rules."""
+"""Compiles the kernels of a report in parallel, and checks each kernel against the rules of the
+target."""
 
 from __future__ import annotations
 
@@ -46,11 +47,11 @@ def audit_kernels(
     workers: int = WORKERS,
     done: Callable[[], None] = lambda: None,
 ) -> list[KernelAudit]:
-    """Cross-compiles every kernel for `target` and audits it; no GPU is needed.
+    """Cross-compiles every kernel for `target` and audits it. This needs no GPU.
 
-    Each kernel compiles in a process of its own, `workers` at a time. Kernels in the cache are not
-    compiled again. done: called after each kernel. A kernel that does not compile is an outcome,
-    not an error. Raises ValueError for an unknown target.
+    Each kernel compiles in a process of its own, and `workers` processes run at a time. Kernels in
+    the cache are not compiled again. `done` is called after each kernel. A kernel that does not
+    compile is an outcome and not an error. Raises ValueError for an unknown target.
     """
     chip = get_target(target)
 
@@ -65,24 +66,28 @@ def audit_kernels(
 
 
 def expectations(kernel: Kernel, target: Target) -> Expectations:
-    """Returns the rules that follow from a kernel's spec.
+    """Returns the rules that follow from the spec of a kernel.
 
-    A kernel that multiplies tiles must use the tensor cores meant for its dtype, unless its tiles
-    are too short for them. NVFP4 x NVFP4 must be multiplied as NVFP4 if the chip can. Kernels that
-    are warp-specialised, that unpack codes, or that compute attention may use a little stack.
+    A kernel that multiplies tiles must use the tensor cores that are meant for its dtype, unless
+    its tiles are too short for them. NVFP4 x NVFP4 must be multiplied as NVFP4 if the chip can do
+    so. A kernel that is warp-specialised, that unpacks codes, or that computes attention may use a
+    little stack.
     """
     if "tl.dot" not in kernel.source:
         return Expectations()
     first = next(kind for _, kind in kernel.spec.signature if kind.startswith("*"))
     dtype = first.removeprefix("*")
     constants = dict(kernel.spec.constants)
-    pairs = constants.get("BLOCK_P")
-    short = isinstance(pairs, int) and 2 * pairs < MMA_ROWS
+    pairs, is_router = constants.get("BLOCK_P"), "WIDENED" in constants
+    rows = constants["BLOCK_T"] if is_router else 2 * pairs if isinstance(pairs, int) else None
+    short = isinstance(rows, int) and rows < MMA_ROWS
     attends = "MASK_KIND" in constants
     roomy = constants.get("WARP_SPECIALIZE") or "CODE_OFFSET" in constants or attends
     roomy = roomy or constants.get("FORMAT", "dense") != "dense"
     if "BLOCK_SCALED" in constants:
         dtype = nvfp4_mma(target)
+    if constants.get("WIDENED"):
+        dtype = "fp32"  # the router's weight
     return Expectations(
         mma=dtype if dtype in dict(target.mma_opcodes) else None,
         legacy_mma_reason=SHORT_TILE_REASON if short else "",

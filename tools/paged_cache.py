@@ -2,13 +2,13 @@
 
     from tilewright.tools.paged_cache import PagedCache
 
-    model.generate(**inputs, past_key_values=PagedCache(model.config))
+    model.generate(**inputs, **cache_argument(model, PagedCache(model.config)))
 
-Each layer has two pools [num_pages, page_size, heads, head_dim]; one block table [batch, pages per
-sequence] says which pages each sequence has (`pages.py`). With latent attention the pools hold
-latents and rotated keys. Layers with a sliding window or chunks keep all their tokens, and the
-mask hides those out of sight. Pools may hold 8-bit floats, with a checkpoint's scales. Needs
-transformers.
+Each layer has two pools [num_pages, page_size, heads, head_dim]. One block table [batch, pages per
+sequence] says which pages each sequence has (`pages.py`). With latent attention, the pools hold
+latents and rotated keys. Layers with a sliding window or chunks keep all their tokens, and the mask
+hides the tokens that are out of sight. Pools may hold 8-bit floats, with the scales of a
+checkpoint. The module needs transformers.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ BETWEEN_GRAPHS = (
 )
 
 
-#: The scales of a layer's keys and of its values, each float32 [] or [heads].
+#: The scales of a layer's keys and of its values. Each is float32 [] or [heads].
 Scales = tuple[torch.Tensor, torch.Tensor]
 
 
 class PagedLayer(StaticLayer):
-    """The pools of one layer. All layers share `pages`; the first layer counts the tokens.
+    """The pools of one layer. All layers share `pages`, and the first layer counts the tokens.
 
-    stored: the dtype of the pools; None for the dtype of the keys and values. scales: factors that
-    8-bit floats in the pools are multiplied by.
+    stored: the dtype of the pools; None for the dtype of the keys and values.
+    scales: the factors by which 8-bit floats in the pools are multiplied.
     """
 
     is_croppable = True
@@ -70,8 +70,8 @@ class PagedLayer(StaticLayer):
         self.pages.begin(key_states.shape[0], self.device)
         if self.pages.length.device != self.device:
             raise ValueError(
-                f"PagedCache: the layers of a model on one device, got keys on {self.device} and "
-                f"on {self.pages.length.device}"
+                "PagedCache: expected the layers of the model on one device, got keys on "
+                f"{self.device} and on {self.pages.length.device}"
             )
         self.keys, self.values = (
             _zeros(self.pages, states.shape[1], states.shape[3], states.to(self.stored))
@@ -100,8 +100,8 @@ class PagedLayer(StaticLayer):
 
     @torch.compiler.disable(reason=BETWEEN_GRAPHS)
     def reserve(self, tokens: int, batch: int = 0) -> None:
-        """Reserves pages for `tokens` more tokens of each sequence. batch: the number of sequences;
-        0 if not known."""
+        """Reserves pages for `tokens` more tokens of each sequence. `batch` is the number of
+        sequences, or 0 if it is not known."""
         changed = self.is_initialized and batch not in (0, self.pages.batch)
         if changed:
             self.pages.begin(batch, self.device)
@@ -118,7 +118,7 @@ class PagedLayer(StaticLayer):
 
         States have the shape [batch, heads, tokens, head_dim]. Results have the shape [batch,
         heads, columns * page_size, head_dim]; positions without a token hold zeros or old values.
-        Eager calls take the pages that they need; compiled calls use the pages that were reserved
+        Eager calls take the pages that they need. Compiled calls use the pages that were reserved
         before. Raises ValueError for another batch size.
         """
         batch, tokens = key_states.shape[0], key_states.shape[2]
@@ -129,7 +129,8 @@ class PagedLayer(StaticLayer):
         table, page_size = self.pages.block_table, self.pages.page_size
         if table.shape[0] != batch:
             raise ValueError(
-                f"PagedCache: it has pages of {table.shape[0]} sequences, and got keys of {batch}"
+                f"PagedCache: the cache has pages of {table.shape[0]} sequences, but got keys of "
+                f"{batch} sequences"
             )
         if self.counts:
             self.cumulative_length.add_(tokens)
@@ -153,16 +154,19 @@ class PagedLayer(StaticLayer):
         return rows.flatten(1, 2).transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the number of keys that `update` will return, and 0. `generate()` calls this
-        before each forward pass, compiled or not, so the pages for the pass are taken here. Within
-        a compiled model that breaks the graph, unless the caller has reserved pages."""
+        """Returns the number of keys that `update` will return, and 0.
+
+        `generate()` calls this method before each forward pass, compiled or not. Therefore the
+        method takes the pages for the pass. Within a compiled model, taking pages breaks the graph,
+        unless the caller has reserved pages.
+        """
         if torch.compiler.is_compiling() and self.pages.ahead:
             return self.pages.block_table.shape[1] * self.pages.page_size, 0
         self.reserve(query_length)
         return self.pages.width * self.pages.page_size, 0
 
     def get_seq_length(self) -> Any:
-        """Returns the tokens of each sequence: int64 [], on the device."""
+        """Returns the number of tokens of each sequence, as int64 [] on the device."""
         if torch.compiler.is_compiling():
             return self.pages.length
         return self.pages.length.clone() if self.pages.batch else 0
@@ -171,18 +175,23 @@ class PagedLayer(StaticLayer):
 class PagedCache(StaticCache):
     """A transformers Cache with pages and a block table, for any decoder that StaticCache supports.
 
-    config: the model's configuration. page_size: tokens of a page, a power of two. max_cache_len:
-    the maximum number of tokens of a sequence; if given, the shapes in a compiled forward pass do
-    not change with the length. max_pages: the maximum number of pages of a pool. dtype: the dtype
-    of the pools, float8_e4m3fn or float8_e5m2; None for the model's dtype. scales: layer number ->
-    factors that 8-bit keys and values are multiplied by, as `kv_scales` reads them from a model;
-    layers that are not in it have 1. Raises ValueError for bad values, and for a model whose
-    attention layers cache more than keys and values.
+    config: the configuration of the model.
+    page_size: the number of tokens in a page, a power of two.
+    max_cache_len: the maximum number of tokens of a sequence. If it is given, the shapes in a
+        compiled forward pass do not change with the length.
+    max_pages: the maximum number of pages of a pool.
+    dtype: the dtype of the pools, float8_e4m3fn or float8_e5m2; None for the dtype of the model.
+    scales: for a layer's number, the factors by which its 8-bit keys and values are multiplied, as
+        `kv_scales` reads them from a model. Layers that are not in it have the factor 1.
 
-    Pages are taken as tokens come, between forward passes: by the first layer in an eager pass, and
-    by `generate()`, which asks for the size of the mask before each pass. A compiled model called
-    by hand breaks its graph there, unless `reserve` took the pages before. Beams share full pages;
-    only partly filled pages are copied.
+    Raises ValueError for bad values, and for a model whose attention layers cache more than keys
+    and values.
+
+    The cache takes pages between forward passes, as tokens come. In an eager pass, the first layer
+    takes them. `generate()` asks for the size of the mask before each pass, and the cache takes
+    them then. If a user calls a compiled model directly, taking pages breaks the graph, unless
+    `reserve` has taken the pages before. Beams share full pages; only partly filled pages are
+    copied.
     """
 
     def __init__(
@@ -200,7 +209,7 @@ class PagedCache(StaticCache):
         if dtype not in (None, *FP8_DTYPES):
             raise ValueError(f"dtype: expected None or one of {list(FP8_DTYPES)}, got {dtype!r}")
         if scales is not None and dtype is None:
-            raise ValueError("scales: expected None where dtype is None, got scales")
+            raise ValueError("scales: expected None because dtype is None, got scales")
         if scales is not None and not _are_scales(scales):
             raise TypeError(
                 "scales: expected a dictionary of two tensors, of keys and of values, by the "
@@ -219,19 +228,23 @@ class PagedCache(StaticCache):
             for number, layer in enumerate(self.layers)
         ]
         if not self.paged:
-            raise ValueError(f"PagedCache: {type(config).__name__} has no layer of attention")
+            raise ValueError(
+                f"PagedCache: a model of {type(config).__name__} has no attention layer"
+            )
         if beyond := sorted(set(scales or ()) - set(range(len(self.layers)))):
-            raise ValueError(f"scales: of layers {beyond}, and the model has {len(self.layers)}")
+            raise ValueError(
+                f"scales: expected numbers of the model's {len(self.layers)} layers, got {beyond}"
+            )
 
     def _layer_for(self, layer: Any, dtype: torch.dtype | None, scales: Scales | None) -> Any:
-        """Returns a layer of pages in place of a static cache's keys and values; returns layers of
+        """Returns a layer of pages in place of a static cache's keys and values. Returns layers of
         other kinds unchanged."""
         if type(layer) in (StaticLayer, StaticSlidingWindowLayer):
             return PagedLayer(self.pages, self.paged, dtype, scales)
         if isinstance(layer, StaticLayer):
             raise ValueError(
-                f"PagedCache: its layers keep keys and values, and this model needs "
-                f"{type(layer).__name__}: StaticCache serves it"
+                "PagedCache: its layers hold keys and values, but this model needs "
+                f"{type(layer).__name__}; use StaticCache instead"
             )
         return layer
 
@@ -241,12 +254,12 @@ class PagedCache(StaticCache):
         return self.pages.num_pages
 
     def reserve(self, tokens: int) -> None:
-        """Takes pages for `tokens` more tokens of each sequence, so that later calls need not take
-        any.
+        """Takes pages for `tokens` more tokens of each sequence, so that later calls do not have to
+        take any.
 
-        From here on, compiled calls take no pages themselves, until `crop`, `reset` or another
+        From then on, compiled calls take no pages themselves, until `crop`, `reset` or another
         batch. A reservation before the first forward pass takes effect in that pass. Raises
-        ValueError if `tokens` is not an int of at least 0, and beyond max_cache_len; RuntimeError
+        ValueError if `tokens` is no int of at least 0, or beyond max_cache_len. Raises RuntimeError
         beyond max_pages.
         """
         if not _is_count(tokens, least=0):
@@ -255,8 +268,8 @@ class PagedCache(StaticCache):
         self.pages.ahead = True
 
     def most_tokens(self, batch: int) -> int | None:
-        """Returns how many tokens each of `batch` sequences may have; None without a limit. Raises
-        ValueError if `batch` is not an int of at least 1."""
+        """Returns the maximum number of tokens for each of `batch` sequences. Returns None if there
+        is no limit. Raises ValueError if `batch` is no int of at least 1."""
         if not _is_count(batch):
             raise ValueError(f"batch: expected an int of at least 1, got {batch!r}")
         limits = []
@@ -275,9 +288,12 @@ class PagedCache(StaticCache):
         self.pages.crop(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove tokens of each sequence. With 0 it does not wait for
-        the device. A positive number, which transformers accepts up to release 5.17, is the number
-        of tokens to keep."""
+        """Removes the last -`tokens_to_remove` tokens of each sequence. With 0, it does not wait
+        for the device.
+
+        A positive number, which transformers accepts up to release 5.17, is the number of tokens to
+        keep.
+        """
         for layer in self._others():
             layer.crop(tokens_to_remove)
         if tokens_to_remove == 0:
@@ -294,7 +310,7 @@ class PagedCache(StaticCache):
         self._rearrange(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each sequence `repeats` times; copies of a sequence are adjacent."""
+        """Repeats each sequence `repeats` times. Copies of a sequence are adjacent."""
         for layer in self._others():
             layer.batch_repeat_interleave(repeats)
         self._rearrange([b for b in range(self.pages.batch) for _ in range(repeats)])
@@ -311,7 +327,7 @@ class PagedCache(StaticCache):
             self._copy(self.pages.rearrange(sources))
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages, given as (from, to), in every pool."""
+        """Copies pages in every pool. `copies` has the pages as pairs (from, to)."""
         for layer in self.paged:
             layer.follow()
         if not copies:
@@ -321,7 +337,7 @@ class PagedCache(StaticCache):
             pool[places] = pool[sources]
 
     def _others(self) -> list[Any]:
-        """Returns the layers without keys and values, such as those of linear attention."""
+        """Returns the layers that hold no keys and values, such as layers of linear attention."""
         return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
 
     def _pools(self) -> list[torch.Tensor]:
@@ -348,7 +364,7 @@ def _are_scales(scales: Any) -> bool:
 
 
 def kv_scales(model: nn.Module) -> dict[int, Scales]:
-    """Returns the scales of keys and values in a checkpoint, by layer number.
+    """Returns the scales of keys and values in a checkpoint, by the number of the layer.
 
     Reads `k_scale` and `v_scale` of an attention module, as compressed-tensors stores them, or of
     its `k_proj` and `v_proj`, as ModelOpt stores them. Raises ValueError if the model has no such
@@ -363,7 +379,7 @@ def kv_scales(model: nn.Module) -> dict[int, Scales]:
             if isinstance(number, int) and k is not None and v is not None:
                 found[number] = k.detach(), v.detach()
     if not found:
-        raise ValueError("model: expected attention with k_scale and v_scale, found none")
+        raise ValueError("model: expected an attention module with k_scale and v_scale, found none")
     return found
 
 

@@ -2,9 +2,9 @@
 
     key j of sequence b lies in page block_table[b, j // page_size], at j % page_size
 
-The host decides all of this between forward passes. Sequences may share full pages; the page that a
-sequence writes next is its own (copy on write). Page 0 belongs to no sequence: it fills the columns
-of the block table that have no page yet, and the mask hides its keys.
+The host decides all of this between forward passes. Sequences may share full pages. The page that a
+sequence writes next belongs to this sequence alone (copy on write). Page 0 belongs to no sequence:
+it fills the columns of the block table that have no page yet, and the mask hides its keys.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from collections.abc import Sequence
 
 import torch
 
-# A pool that is too small grows by at least a quarter, so that tokens are rarely copied.
+# A pool that is too small grows by at least a quarter, so that its tokens are rarely copied.
 GROWTH = 4
 
 
 class Pages:
-    """The pages of a batch whose sequences all have the same number of tokens.
+    """The pages of a batch. All sequences of the batch have the same number of tokens.
 
-    page_size: tokens of a page. max_length: the maximum number of tokens of a sequence, which fixes
-    the width of the block table; if None, the width is a power of two and doubles as needed.
-    max_pages: the maximum number of pages of a pool, without page 0. num_pages: the number of pages
-    that a pool needs, page 0 included. length: int64 [], the tokens present in each sequence; it is
-    on the device, where forward passes count them.
+    page_size: the number of tokens in a page.
+    max_length: the maximum number of tokens of a sequence, which fixes the width of the block
+        table. If it is None, the width is a power of two and doubles when it is too small.
+    max_pages: the maximum number of pages of a pool, without page 0.
+    num_pages: the number of pages that a pool needs, including page 0.
+    length: the number of tokens present in each sequence, as int64 [] on the device, where forward
+        passes count it.
     """
 
     def __init__(self, page_size: int, max_length: int | None, max_pages: int | None) -> None:
@@ -40,24 +42,24 @@ class Pages:
         self.block_table = torch.zeros((0, self.width), dtype=torch.int32)
         # Whether the caller reserves the pages for compiled calls.
         self.ahead = False
-        # An upper bound of the tokens present: every forward pass may have used all that was
-        # reserved.
+        # An upper bound of the number of tokens present. Every forward pass may have used all
+        # reserved tokens.
         self._most = 0
 
     @property
     def batch(self) -> int:
-        """Returns the number of sequences; 0 if it is not known yet."""
+        """Returns the number of sequences, or 0 if it is not known yet."""
         return len(self.rows)
 
     def begin(self, batch: int, device: torch.device) -> None:
-        """Gives each of `batch` sequences its pages. Raises ValueError if other sequences hold
-        tokens."""
+        """Gives each of `batch` sequences its pages. Raises ValueError if another number of
+        sequences already holds tokens."""
         if batch == self.batch:
             return
         if self.batch and self.present():
             raise ValueError(
-                f"PagedCache: it holds {self.present()} tokens of {self.batch} sequences, and got "
-                f"keys of {batch}; reset() it, or make another"
+                f"PagedCache: the cache holds {self.present()} tokens of {self.batch} sequences, "
+                f"but got keys of {batch} sequences; call reset(), or make another cache"
             )
         if self.length.device != device:
             self.length = torch.zeros((), dtype=torch.int64, device=device)
@@ -69,9 +71,11 @@ class Pages:
         self._most, self.ahead = most, ahead
 
     def reserve(self, tokens: int) -> bool:
-        """Makes room for `tokens` more tokens of each sequence, and returns whether that took
-        pages. Waits for the device only if the exact number of present tokens is needed. Raises
-        ValueError beyond max_length, RuntimeError beyond max_pages."""
+        """Makes room for `tokens` more tokens of each sequence. Returns whether that took pages.
+
+        Waits for the device only if the exact number of present tokens is needed. Raises ValueError
+        beyond `max_length`, and RuntimeError beyond `max_pages`.
+        """
         taken, room = False, self.columns * self.page_size
         if self.max_length is not None:
             room = min(room, self.max_length)
@@ -79,34 +83,35 @@ class Pages:
             self._most = self.present()
             if self.max_length is not None and self._most + tokens > self.max_length:
                 raise ValueError(
-                    f"PagedCache: {self._most} tokens and {tokens} more of a sequence, but "
-                    f"max_cache_len is {self.max_length}"
+                    f"PagedCache: a sequence has {self._most} tokens and needs room for {tokens} "
+                    f"more, but max_cache_len is {self.max_length}"
                 )
             taken = self._extend(max(self.columns, self._pages_for(self._most + tokens)))
         self._most += tokens
         return taken
 
     def present(self) -> int:
-        """Returns the tokens of each sequence; waits for the device. Raises RuntimeError if a
-        forward pass wrote more tokens than there was room for."""
+        """Returns the number of tokens of each sequence. Waits for the device. Raises RuntimeError
+        if a forward pass wrote more tokens than there was room for."""
         if not self.batch or self.length.is_meta:  # meta tensors have no values
             return 0
         length, room = int(self.length), self.columns * self.page_size
         if length > room:
             raise RuntimeError(
-                f"PagedCache: a compiled forward pass wrote token {length} of a sequence into "
-                f"pages for {room}, and what came after those is lost: reserve(tokens) before a "
-                "compiled call that generate() does not make"
+                f"PagedCache: a compiled forward pass wrote token {length} of a sequence, but its "
+                f"pages had room for only {room}, and the other tokens are lost: call "
+                "reserve(tokens) before a compiled call that generate() does not make"
             )
         return length
 
     def crop(self, length: int) -> list[tuple[int, int]]:
-        """Keeps `length` tokens of each sequence; returns the pages to be copied, (from, to)."""
+        """Keeps `length` tokens of each sequence. Returns the pages to be copied, as pairs (from,
+        to)."""
         return self._keep(self.rows, length)
 
     def rearrange(self, sources: Sequence[int]) -> list[tuple[int, int]]:
-        """Replaces sequence b by sequence sources[b]; returns the pages to be copied, (from,
-        to)."""
+        """Replaces sequence b by sequence sources[b]. Returns the pages to be copied, as pairs
+        (from, to)."""
         length = self.present()
         return self._keep([self.rows[source] for source in sources], length)
 
@@ -114,7 +119,7 @@ class Pages:
         return -(-tokens // self.page_size)
 
     def _extend(self, columns: int) -> bool:
-        """Gives each sequence `columns` pages; returns whether any are new."""
+        """Gives each sequence `columns` pages. Returns whether any of them are new."""
         if columns == self.columns:
             return False
         more = columns - self.columns
@@ -129,7 +134,7 @@ class Pages:
 
     def _keep(self, rows: Sequence[Sequence[int]], length: int = 0) -> list[tuple[int, int]]:
         """Gives each sequence the first `length` tokens of its row in `rows`, and frees all other
-        pages. Returns the pages to be copied, (from, to)."""
+        pages. Returns the pages to be copied, as pairs (from, to)."""
         columns = self._pages_for(length)
         kept = [list(row[:columns]) for row in rows]
         users = Counter(page for row in kept for page in row)
@@ -155,7 +160,7 @@ class Pages:
         return copies
 
     def _take(self, count: int, sequences: int) -> list[int]:
-        """Takes free pages, and enlarges the pool if there are too few."""
+        """Takes free pages. If there are too few, enlarges the pool."""
         missing = count - len(self.free)
         if missing > 0:
             more = max(missing, self.num_pages // GROWTH)

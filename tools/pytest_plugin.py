@@ -1,10 +1,11 @@
-"""The pytest plugin: a test fails when a model's matches change.
+"""A pytest plugin whose fixture makes a test fail if the matches of a model change.
 
     def test_fusions(tilewright):
-        tilewright.check(model, (input_ids,), {"past_key_values": cache})
+        tilewright.check(model, (input_ids,), cache_argument(model, cache))
 
-compares what is matched and missed with a snapshot file beside the test, one line per kind of site.
-`pytest --tilewright-update` writes it. The comparison traces the model and runs nothing.
+This test compares the matches and misses with a snapshot file next to the test, which has one line
+for each kind of site. `pytest --tilewright-update` writes the file. The comparison traces the model
+and runs nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import pytest
 from tilewright.codegen.names import did_you_mean
 from tilewright.tools.files import write_whole
 
-if TYPE_CHECKING:  # torch is imported with the first model: every pytest run loads this file
+if TYPE_CHECKING:  # every pytest run loads this file, so torch is not imported here
     from tilewright.compiler import Lowered
     from tilewright.tools.report.snapshot import Change
 
 FOLDER = "tilewright_snapshots"
-#: Parameters of `lower` that are not options.
+#: The parameters of `lower` that are not options.
 _CALL = ("model", "args", "kwargs")
 UPDATE = "--tilewright-update"
 
@@ -55,11 +56,12 @@ def _test_name(request: pytest.FixtureRequest) -> str:
 
 
 class Matches:
-    """The fixture's checks. Each check lowers a model once; the arguments may be meta tensors.
+    """The checks of the fixture. Each check lowers a model once. The arguments may be meta tensors.
 
-    model, args, kwargs: the model and the arguments of its call. options: of
-    tilewright.compiler.lower (`patterns`, `dynamic`, `target`). A check that fails lists the sites
-    and misses that differ.
+    model, args, kwargs: the model and the arguments of its call.
+    options: options of tilewright.compiler.lower (`patterns`, `dynamic`, `target`).
+
+    If a check fails, its message lists the sites and misses that differ.
     """
 
     def __init__(self, folder: Path, name: str, update: bool) -> None:
@@ -75,10 +77,10 @@ class Matches:
         name: str | None = None,
         **options: Any,
     ) -> Lowered:
-        """Compares the model's matches and misses with its snapshot file; returns the report.
+        """Compares the model's matches and misses with its snapshot file. Returns the report.
 
-        name: the name of the file; by default the name of the test, with a number from the second
-        check on.
+        `name` is the name of the file. By default it is the name of the test, with a number from
+        the second check on.
         """
         from tilewright.tools.report.snapshot import compare, snapshot_lines, snapshot_text
 
@@ -126,8 +128,8 @@ class Matches:
     ) -> Lowered:
         """Checks that each named pattern matches nothing, and has a miss with the given code.
 
-        code: a code that any pattern may miss with, as in `assert_misses(model, args,
-        code="ESCAPES")`. Patterns that miss with it must match nothing.
+        `code` alone stands for all patterns, as in `assert_misses(model, args, code="ESCAPES")`.
+        The patterns that miss with this code must then match nothing.
         """
         if codes or code is None:
             _check_names(codes, 'qkv_cache="ESCAPES"')
@@ -136,7 +138,7 @@ class Matches:
         found = {site.pattern for site in lowered.matches}
         missed = _missed(lowered)
         missing_so = {miss.pattern for miss in lowered.misses if miss.code == code}
-        wrong = [f"{n} matches, expected it not to" for n in sorted({*codes, *missing_so} & found)]
+        wrong = [f"{n} matches, expected none" for n in sorted({*codes, *missing_so} & found)]
         wrong += [f"{n}: no miss {c}" for n, c in codes.items() if (n, c) not in missed]
         wrong += [f"no miss {code}"] if code is not None and not missing_so else []
         return _agreed(lowered, wrong)
@@ -164,8 +166,11 @@ def _lower(
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Keeps torch's own trace out of pytest's log handlers, which would print it with a failure.
-    pytest adds handlers to the root logger, and to each logger that does not propagate."""
+    """Keeps torch's own trace out of pytest's log handlers, because pytest would print it with a
+    failure.
+
+    pytest adds handlers to the root logger, and to each logger that does not propagate.
+    """
     trace, root = logging.getLogger("torch.__trace"), logging.getLogger()
     propagated, trace.propagate = trace.propagate, False
     taken = [handler for handler in trace.handlers if handler in root.handlers]
@@ -180,7 +185,7 @@ def _untraced() -> Iterator[None]:
 
 
 def _check_names(expected: Mapping[str, Any], example: str) -> None:
-    """Raises ValueError for unknown patterns, or if none is named."""
+    """Raises ValueError for unknown patterns, or if no pattern is named."""
     from tilewright.patterns.language import registered
 
     known = sorted(pattern.name for pattern in registered())
@@ -191,14 +196,15 @@ def _check_names(expected: Mapping[str, Any], example: str) -> None:
 
 
 def _check_counts(counts: Mapping[str, Any]) -> None:
-    """Raises TypeError for a count that is not an int of at least 0."""
+    """Raises TypeError for a count that is no int of at least 0."""
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise TypeError(f"{name}: expected a number of sites, got {count!r}")
 
 
 def _missed(lowered: Lowered) -> set[tuple[str, str]]:
-    """Returns (pattern, code) of each miss, also for each pattern that the miss speaks for."""
+    """Returns (pattern, code) of each miss. A miss that speaks for several patterns yields a pair
+    for each of them."""
     from tilewright.patterns.language import spoken_for
 
     return {(name, miss.code) for miss in lowered.misses for name in spoken_for(miss.pattern)}
@@ -222,26 +228,26 @@ def _stored(path: Path) -> Sequence[Any]:
     try:
         return read_lines(path)
     except SnapshotError as error:
-        problem = error  # failing here would print the chain of exceptions
+        problem = error  # raising an error here would print the whole chain of exceptions
     pytest.fail(f"{problem}; write it anew with pytest {UPDATE}", pytrace=False)
 
 
 def _message(path: Path, changes: Sequence[Change], lowered: Lowered) -> str:
     head = f"the matches differ from {path}:"
-    tail = f"if that is meant: pytest {UPDATE}"
+    tail = f"if this change is intended: pytest {UPDATE}"
     return "\n".join([head, *(f"  {change}" for change in changes), *_misses(lowered), tail])
 
 
 def _agreed(lowered: Lowered, wrong: Sequence[str]) -> Lowered:
-    """Returns the report. Fails the test with the lines in `wrong` if there are any."""
+    """Returns the report. If `wrong` has lines, fails the test with them."""
     if wrong:
         pytest.fail("\n".join([*wrong, *_misses(lowered)]), pytrace=False)
     return lowered
 
 
 def _misses(lowered: Lowered) -> list[str]:
-    """Returns a line for each kind of miss, then one for each code of a lost match that says where
-    the code is explained."""
+    """Returns a line for each kind of miss. After these, each code of a lost match has a line that
+    says where the code is explained."""
     from tilewright.compiler.report import collapse_misses
 
     lines = [f"missed {miss.pattern}: {miss}" for miss, _, _ in collapse_misses(lowered.misses)]

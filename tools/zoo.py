@@ -1,8 +1,8 @@
 """The built-in zoo: published configurations, each with the arguments of a step.
 
-Models are Hugging Face classes on the meta device, and so are their caches: a graph with the true
-dims takes no memory. :func:`load_model` also loads the MODEL of a user's function.
-transformers and peft are an optional extra, `models`.
+The models are Hugging Face classes on the meta device, and their caches are there, too. Therefore a
+graph with the true sizes takes no memory. :func:`load_model` also loads the MODEL of a user's
+function. transformers and peft are an optional extra, `models`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilewright.tools.models.loading import LoadedModel as LoadedModel
 from tilewright.tools.models.loading import ModelError as ModelError
 from tilewright.tools.models.loading import load_function, place_of
 
-if TYPE_CHECKING:  # torch is imported with the first model: the names are needed without it
+if TYPE_CHECKING:  # torch is imported with the first model, because the names are needed without it
     import torch
 
 FORMS = "a zoo name, module:function, file.py:function or a folder with a config.json"
@@ -43,7 +43,7 @@ FORMS_OF_A_MODEL = (
 class ZooModel:
     """A published configuration: a transformers config class and its fields.
 
-    forms: suffixes of the model's other forms, such as `-paged`.
+    `forms` has the suffixes of the other forms of the model, such as `-paged`.
     """
 
     config_class: str
@@ -51,7 +51,7 @@ class ZooModel:
     forms: tuple[str, ...] = (PAGED, LORA)
 
 
-# The names of the columns of `_DIMS` in every config class.
+# The names that the columns of `_DIMS` have in every config class.
 _COLUMNS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
@@ -74,11 +74,11 @@ _DIMS = {
 def _model(
     name: str, config_class: str, rope: Mapping[str, Any], **fields: Any
 ) -> tuple[str, ZooModel]:
-    """Makes a model of `_DIMS`. rope: its rope_parameters. fields: further fields of its config
-    class."""
+    """Makes a model of `_DIMS`. `rope` holds its rope_parameters, and `fields` further fields of
+    its config class."""
     dims = dict(zip(_COLUMNS, _DIMS[name], strict=True))
     common = {"rope_parameters": rope, "tie_word_embeddings": False}
-    # Models that cache latents have neither the paged form nor the LoRA form here.
+    # Models that cache latents have no paged form and no LoRA form here.
     forms = () if "kv_lora_rank" in fields else (PAGED, LORA)
     return name, ZooModel(config_class, dims | common | fields, forms)
 
@@ -111,7 +111,7 @@ def _deepseek(name: str, config_class: str, mscale: float, **fields: Any) -> tup
     return _model(name, config_class, rope, **latents, v_head_dim=128, **fields)
 
 
-#: The values are from each model's published config.json.
+#: The values come from the published config.json of each model.
 ZOO: Mapping[str, ZooModel] = MappingProxyType(dict((
     _model("llama3-8b", "LlamaConfig", _rope(500000.0)),
     _model("llama3-70b", "LlamaConfig", _rope(500000.0)),
@@ -136,8 +136,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def zoo_names() -> tuple[str, ...]:
-    """Returns every name that `load_model` knows: a decode step and a prefill of each form of each
-    model."""
+    """Returns every name that `load_model` knows. Each form of each model has a decode step and a
+    prefill."""
     return tuple(
         name + form + tokens
         for name, model in ZOO.items()
@@ -151,7 +151,8 @@ def is_zoo_name(spec: str) -> bool:
 
 
 def zoo_facts(name: str) -> dict[str, Any]:
-    """Returns a model's row in the list of models: its transformers config class and main dims."""
+    """Returns the row of a model in the list of models: its transformers config class and main
+    sizes."""
     fields = ZOO[name].fields
     return {
         "config": ZOO[name].config_class,
@@ -166,10 +167,15 @@ def zoo_facts(name: str) -> dict[str, Any]:
 def load_model(spec: str, **options: Any) -> LoadedModel:
     """Loads the model that `spec` names, with its arguments.
 
-    `spec` is one of: a zoo name ("llama3-8b": one token per sequence, batch 1; "llama3-8b-prefill":
-    1024 tokens); "module:function" or "file.py:function", where the function returns (model, args,
-    kwargs); a checkpoint's folder, or its config.json. `options` go to `build_zoo_model`, to
-    `build_checkpoint_model` or to the function. Raises ModelError.
+    `spec` has one of these forms:
+
+    - a zoo name, such as "llama3-8b" (one token per sequence, batch 1) or "llama3-8b-prefill" (1024
+      tokens);
+    - "module:function" or "file.py:function", where the function returns (model, args, kwargs);
+    - the folder of a checkpoint, or its config.json.
+
+    `options` go to `build_zoo_model`, to `build_checkpoint_model` or to the function. Raises
+    ModelError.
     """
     if is_zoo_name(spec):
         return build_zoo_model(spec, **options)
@@ -185,8 +191,8 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
 
 
 def _of_the_hub(spec: str) -> str:
-    """Returns advice on how to get a model of Hugging Face's Hub, given as `owner/model`; "" for
-    any other spec."""
+    """Returns a hint on how to get a model of Hugging Face's Hub, given as `owner/model`. Returns
+    "" for any other spec."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", spec) or Path(spec).exists():
         return ""
     folder = spec.partition("/")[2]
@@ -210,8 +216,8 @@ def build_zoo_model(
     """Builds a zoo model with `tokens` new tokens for each of `batch` sequences.
 
     `layers` and `experts` limit the number of layers, and the number of experts of each MoE layer.
-    `cache_length` is how many tokens per sequence the cache holds. dtype: bfloat16 by default. On
-    devices other than meta the weights are random. Raises ModelError.
+    `cache_length` is the number of tokens per sequence for which the cache has room. `dtype` is
+    bfloat16 by default. On devices other than meta, the weights are random. Raises ModelError.
     """
     import torch
 
@@ -273,12 +279,14 @@ def build_checkpoint_model(
 def _step(
     model: Any, cache: Any, size: tuple[int, int]
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Returns the arguments of a model's step of `size` (batch, tokens), on torch's default device.
-    The cache gets its tensors."""
+    """Returns the arguments of a step of `size` (batch, tokens) on torch's default device.
+    Allocates the tensors of the cache."""
     import torch
 
+    from tilewright.compiler.model_cache import cache_argument
+
     input_ids = torch.zeros(size, dtype=torch.int64)
-    kwargs: dict[str, Any] = {"past_key_values": cache}
+    kwargs = cache_argument(model, cache)
     if "cache_position" in inspect.signature(model.forward).parameters:
         # Passed as generate() does. Models without this parameter take the position from the cache.
         kwargs["cache_position"] = torch.arange(size[1])
@@ -303,7 +311,7 @@ def _cache(transformers: ModuleType, config: Any, paged: bool, length: int) -> A
 
 
 class _Cached(Exception):
-    """Carries the keys and values that a layer was about to cache."""
+    """Raised with the keys and values that a layer was about to cache."""
 
     def __init__(self, keys: Any, values: Any) -> None:
         super().__init__()
@@ -311,12 +319,12 @@ class _Cached(Exception):
 
 
 def _allocate_as_cached(cache: Any, model: Any, input_ids: Any, kwargs: Mapping[str, Any]) -> None:
-    """Allocates the tensors of all layers of a cache, with the shapes that the model's first layer
-    caches.
+    """Allocates the tensors of all layers of a cache, with the shapes that the first layer of the
+    model caches.
 
-    A layer with latent attention caches either latents and rope keys, or keys and values made of
-    them. The configuration does not tell which, so the model runs until its first layer calls
-    `update`, and nothing is cached.
+    A layer with latent attention caches either latents and rope keys, or the keys and values that
+    it computes from them. The configuration does not tell which. Therefore the model runs until its
+    first layer calls `update`, and nothing is cached.
     """
     import torch
 

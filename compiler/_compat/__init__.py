@@ -1,8 +1,8 @@
-"""Collects every private or version-dependent torch import.
+"""Collects every import from torch that is private or depends on the version.
 
-Imports for tensors, sizes and nodes are in this file. Imports for trials of calls, autocast,
-Inductor and the surroundings of a compilation have files of their own. Names imported `as`
-themselves are used by other modules of the compiler.
+Imports for tensors, sizes and nodes are in this file. Imports for trials of calls, for autocast,
+for Inductor and for the surroundings of a compilation have files of their own. Other modules of the
+compiler use the names that are imported `as` themselves.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ GROUPED_MM = frozenset(
 def compile_fx(
     gm: fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any] | None
 ) -> Callable[..., Any]:
-    """Runs Inductor, imported only here: the import takes as long as that of torch itself."""
+    """Runs Inductor, which is imported only here, because the import takes as long as the import of
+    torch itself."""
     from torch._inductor import compile_fx as inductor
 
     return cast(Callable[..., Any], inductor.compile_fx(gm, inputs, config_patches=config_patches))
@@ -75,14 +76,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def tensors_of(*nodes: fx.Node) -> list[torch.Tensor]:
-    """Returns the example values of nodes: their fake tensors, also those in containers, in
-    order."""
+    """Returns the example values of nodes, that is, their fake tensors in order. Tensors inside
+    containers are included."""
     return [t for node in nodes for t in tensors_in(node.meta.get("example_value"))]
 
 
 def is_models_own(node: fx.Node) -> bool:
-    """Whether an input of a graph is a parameter, a buffer or another attribute of a module, or is
-    a tensor inside one."""
+    """Whether an input of a graph is a parameter, a buffer or another attribute of a module, or a
+    tensor inside such an attribute."""
     if node.op == "get_attr":
         return True
     if isinstance(node.meta.get("example_value"), torch.nn.Parameter):
@@ -99,13 +100,13 @@ def storages_of(*nodes: fx.Node) -> list[int]:
 
 
 def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a wrapper that vmap, grad or jvp put around another."""
+    """Whether a tensor is a wrapper that vmap, grad or jvp put around another tensor."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the plain tensors that hold a tensor's elements: itself, or those inside a subclass
-    such as DTensor or a functorch wrapper."""
+    """Returns the plain tensors that hold a tensor's elements. These are the tensor itself, or the
+    tensors inside a subclass such as DTensor or inside a functorch wrapper."""
     if is_functorch_wrapper(tensor):
         return parts_of(torch._C._functorch.get_unwrapped(tensor))
     if is_traceable_wrapper_subclass(tensor):
@@ -116,10 +117,10 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns a number for each storage that holds a tensor's elements; tensors that share a
+    """Returns a number for each storage that holds a tensor's elements. Tensors that share a
     storage have equal numbers.
 
-    Empty where torch does not tell the storage, as for sparse tensors.
+    The result is empty if torch does not tell the storage, as for sparse tensors.
     """
     try:
         if type(tensor) is FakeTensor:  # nearly all tensors of a graph
@@ -131,8 +132,8 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def wrapping_of(tensor: torch.Tensor) -> str:
-    """Returns a subclass's metadata besides the tensors inside it (for a DTensor its mesh and its
-    placements), and their layouts; empty for a plain tensor."""
+    """Returns the metadata of a subclass besides the tensors inside it (for a DTensor its mesh and
+    its placements), and the layouts of these tensors. The text is empty for a plain tensor."""
     if not is_subclass(tensor):
         return ""
     _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -140,7 +141,7 @@ def wrapping_of(tensor: torch.Tensor) -> str:
 
 
 def with_parts(outer: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Returns a subclass like `outer` in which `part(inner)` replaces each tensor inside it."""
+    """Returns a subclass like `outer` in which `part(inner)` replaces each inner tensor."""
     names, context = outer.__tensor_flatten__()  # type: ignore[attr-defined]
     held = {name: getattr(outer, name) for name in names}  # a device mesh may be among them
     held = {name: part(h) if isinstance(h, torch.Tensor) else h for name, h in held.items()}
@@ -149,13 +150,14 @@ def with_parts(outer: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
 
 
 def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-    """Returns a subclass like `outer`, which holds one tensor, with `inner` in its place."""
+    """Returns a subclass like `outer`, which holds a single tensor, with `inner` in the place of
+    that tensor."""
     return with_parts(outer, lambda _: inner)
 
 
 def holds_in_place(outer: torch.Tensor, inner: torch.Tensor) -> bool:
-    """Whether `outer` and `inner` hold the same elements: one plain tensor each, with the same
-    dtype, at the same addresses of the same storage."""
+    """Whether `outer` and `inner` hold the same elements. Each must hold one plain tensor, with the
+    same dtype, at the same addresses of the same storage."""
     parts = [parts_of(tensor) for tensor in (outer, inner)]
     if not all(len(held) == 1 and storage_keys(held[0]) for held in parts):
         return False
@@ -166,7 +168,7 @@ def holds_in_place(outer: torch.Tensor, inner: torch.Tensor) -> bool:
 
 
 def has_address(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has an address in memory: fake, sparse and meta tensors have none."""
+    """Whether a plain tensor has an address in memory. Fake, sparse and meta tensors have none."""
     return (
         not isinstance(tensor, FakeTensor)
         and tensor.device.type != "meta"
@@ -175,26 +177,28 @@ def has_address(tensor: torch.Tensor) -> bool:
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns (shape, strides, storage offset); for a tensor without strides, (shape, layout)."""
+    """Returns (shape, strides, storage offset) of a tensor, or (shape, layout) for a tensor without
+    strides."""
     if tensor.layout is not torch.strided:
         return tuple(tensor.shape), tensor.layout
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
 def placement_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the layout of a tensor and the storage that it lies in."""
+    """Returns the layout of a tensor and the storage in which it lies."""
     return *layout_of(tensor), tensor.untyped_storage()._cdata
 
 
 def is_subclass(value: Any) -> bool:
-    """Whether a value is a tensor that wraps others (DTensor, quantised weights): it has no memory
-    itself, and its class decides what operators on it do."""
+    """Whether a value is a tensor that wraps other tensors (a DTensor, a quantised weight). Such a
+    tensor has no memory itself, and its class decides what operators on it do."""
     plain = type(value) is FakeTensor  # nearly all tensors of a graph
     return not plain and isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor that wraps no other, and that vmap, grad and jvp do not wrap."""
+    """Whether a value is a tensor that wraps no other tensor, and that vmap, grad and jvp do not
+    wrap."""
     wrapped = is_subclass(value) or is_functorch_wrapper(value)
     return isinstance(value, torch.Tensor) and not wrapped
 
@@ -213,12 +217,13 @@ def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
 
 
 def is_at_least(size: Any, other: Any) -> bool:
-    """Whether a size is certainly at least as large as another; adds no guard."""
+    """Whether a size is certainly at least as large as another. The test adds no guard."""
     return isinstance(size, (int, torch.SymInt)) and bool(statically_known_true(size >= other))
 
 
 def size_symbols(size: Any) -> tuple[sympy.Symbol, ...]:
-    """Returns the symbols of a SymInt: its own, and the one with which guards have replaced it."""
+    """Returns the symbols of a SymInt: its own symbol, and the symbol by which guards have replaced
+    it."""
     if not isinstance(size, torch.SymInt):
         return ()
     found = (size.node._expr, size.node.expr)
@@ -241,14 +246,15 @@ def fake_mode_of(tensors: Iterable[Any]) -> Any:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in new memory with the layout and the fake mode of a fake one."""
+    """Returns a tensor in new memory that has the layout and the fake mode of a given fake
+    tensor."""
     with fake_mode_of([tensor]) or nullcontext(), torch.no_grad():
         return torch.empty_like(tensor)
 
 
 def detached(value: Any) -> Any:
     """Returns a fake tensor on the memory of the given one. If the result is reshaped in place, the
-    given tensor keeps its shape. Returns anything but a tensor as it is."""
+    given tensor keeps its shape. A value that is no tensor is returned as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
@@ -256,8 +262,8 @@ def detached(value: Any) -> Any:
 
 
 def name_of_operator(op: Any) -> str | None:
-    """Returns `namespace::name` of an operator; adds the overload's name for an overload that is
-    not the only one. None for anything else."""
+    """Returns `namespace::name` of an operator. If the operator has several overloads, adds the
+    name of the overload. Returns None for a value that is no operator."""
     if isinstance(op, CustomOpDef):
         return op._qualname
     if isinstance(op, torch._ops.OpOverloadPacket):
@@ -270,22 +276,22 @@ def name_of_operator(op: Any) -> str | None:
 
 @cache
 def aten_tags(name: str) -> frozenset[torch.Tag]:
-    """Returns the tags of an ATen operator's overloads; none for an unknown operator."""
+    """Returns the tags of an ATen operator's overloads. An unknown operator has no tags."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = [] if packet is None else packet.overloads()
     return frozenset(tag for one in overloads for tag in getattr(packet, one).tags)
 
 
 def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """Returns `tensor[index]` for fake tensors. Raises RuntimeError for a mask, whose result has no
-    known shape."""
+    """Returns `tensor[index]` for fake tensors. Raises RuntimeError for a mask, because the shape
+    of its result is unknown."""
     with fake_mode_of(tensors_in([tensor, index])) or nullcontext(), torch.no_grad():
         return cast(torch.Tensor, tensor[index])
 
 
 def made_again(value: Any) -> Any:
-    """Returns a fake tensor in new memory with the layout of the given one, or a tuple of them for
-    a tuple. The sizes must be numbers."""
+    """Returns a fake tensor in new memory that has the layout of the given one. For a tuple,
+    returns a tuple of such tensors. The sizes must be numbers."""
     return _strided_again(value) if type(value) is FakeTensor else tree_map(_strided_again, value)
 
 
@@ -303,10 +309,11 @@ def _strided_again(item: Any) -> Any:
 def aten_graph(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor | torch.SymInt], pre_dispatch: bool
 ) -> fx.Graph:
-    """Returns the ATen calls that `function(*inputs)` makes, under the fake mode of its tensors.
+    """Returns the ATen calls that `function(*inputs)` makes under the fake mode of its tensors.
 
-    pre_dispatch: record calls as they are made, before autograd splits composite operators.
-    Raises any exception of tracing: the caller decides what an untraceable node is.
+    With `pre_dispatch`, calls are recorded as they are made, before autograd splits composite
+    operators. Raises any exception of tracing, because the caller decides what to do about a node
+    that cannot be traced.
     """
     traced = make_fx(function, pre_dispatch=pre_dispatch, tracing_mode="real")
     tensors = [held for held in inputs if isinstance(held, torch.Tensor)]
@@ -315,18 +322,19 @@ def aten_graph(
 
 
 def call(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a node's target: a function, or the name of a method of the first argument."""
+    """Calls a node's target, which is a function or the name of a method of the first argument."""
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
 
 
 def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any:
-    """Runs a node on its arguments' fake tensors, and returns the result. instead: values that
-    replace some arguments."""
+    """Runs a node on the fake tensors of its arguments, and returns the result. `instead` maps
+    arguments to the values that replace them."""
     if instead is None and _is_quick(node):
         source = cast(fx.Node, node.args[0]).meta["example_value"]
-        # `reshape` would ask for the device, which a fake tensor answers slowly, in Python.
+        # `reshape` would ask for the device, and a fake tensor answers that question slowly, in
+        # Python.
         method = "view" if node.target == "reshape" else cast(str, node.target)
         with torch.no_grad(), in_kernel_invocation_manager(source.fake_mode):
             made = call(method, (source, *node.args[1:]), {})
@@ -337,16 +345,17 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
         return others[argument] if argument in others else argument.meta["example_value"]
 
     args, kwargs = fx.node.map_arg(node.args, held), fx.node.map_arg(node.kwargs, held)
-    # A node that reads only numbers gets the fake mode of the graph's other nodes.
+    # A node that reads only numbers gets the fake mode of the other nodes of the graph.
     nodes = chain(node.all_input_nodes, node.graph.nodes)
     mode = fake_mode_of(source.meta.get("example_value") for source in nodes)
     with mode or nullcontext(), torch.no_grad(), autocast_at(node):
         return call(cast(Any, node.target), args, kwargs)
 
 
-# Methods that return a view. The meta tensor inside a fake one computes the view's layout;
-# FakeTensor's own way takes several times as long. `reshape` is among them for dense tensors only;
-# for others the two ways may differ in the strides of dimensions of size one.
+# Methods that return a view. The meta tensor inside a fake tensor computes the layout of the view,
+# because FakeTensor's own way takes several times as long. `reshape` is among these methods only
+# for dense tensors. For other tensors the two ways may differ in the strides of dimensions of size
+# one.
 _QUICK = frozenset(
     {"expand", "movedim", "narrow", "permute", "reshape", "select", "unflatten", "unfold"}
     | {"unsqueeze"}
@@ -365,7 +374,8 @@ def _is_quick(node: fx.Node) -> bool:
 
 
 def is_plain_fake(held: Any) -> bool:
-    """Whether a value is a fake tensor that has nothing but a layout, in numbers, and a device."""
+    """Whether a value is a fake tensor whose only properties are a device and a layout in
+    numbers."""
     if type(held) is not FakeTensor or held.constant is not None:
         return False
     layout = *held.shape, *held.stride(), held.storage_offset()
@@ -375,34 +385,38 @@ def is_plain_fake(held: Any) -> bool:
 def strided_view(
     source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
-    """Returns a view of a plain fake tensor with a layout in numbers."""
+    """Returns a view of a plain fake tensor. The layout of the view is given in numbers."""
     fake = cast(FakeTensor, source)
     with torch.no_grad(), in_kernel_invocation_manager(fake.fake_mode):
         return _fake_like(fake, source.as_strided(size, stride, offset))
 
 
 def _fake_like(like: Any, meta: torch.Tensor) -> torch.Tensor:
-    """Returns a meta tensor as a fake one with the mode and the device of another."""
+    """Returns a meta tensor as a fake tensor that has the mode and the device of the fake tensor
+    `like`."""
     return FakeTensor(like.fake_mode, meta, like.fake_device)
 
 
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Returns a module that runs `graph`; in a compilation, the first call generates its code."""
+    """Returns a module that runs `graph`. During a compilation, the first call generates the code
+    of the module."""
     made: fx.GraphModule = _make_graph_module(root, graph)
     return made
 
 
 def forward_of(gm: fx.GraphModule) -> Callable[..., Any]:
-    """Returns the function that runs a graph, with its code generated now."""
+    """Returns the function that runs a graph. The code of the function is generated now."""
     getattr(gm, "real_recompile", gm.recompile)()
     return gm.forward
 
 
 def copy_origin(copy: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Copies to a graph's copy what Dynamo attached to the original besides its nodes.
+    """Copies to a graph's copy the attributes that Dynamo attached to the original besides its
+    nodes.
 
-    From this, AOTAutograd knows that parameters and marked caches keep their addresses. Without it,
-    Inductor's CUDA graphs would copy all weights at each call, and refuse caches that are written.
+    From these attributes, AOTAutograd knows that parameters and marked caches keep their addresses.
+    Without them, Inductor's CUDA graphs would copy all weights at each call, and would refuse
+    caches that are written.
     """
     copy.meta.update(original.meta)
     if hasattr(original, "_param_name_to_source"):
@@ -418,8 +432,8 @@ def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def zeros_like_fake(value: Any) -> Any:
-    """Returns a real tensor of zeros with a fake one's shape, strides, dtype and device; for a
-    symbolic number, its value in the traced run."""
+    """Returns a real tensor of zeros with the shape, strides, dtype and device of a fake tensor.
+    For a symbolic number, returns its value in the traced run."""
     if isinstance(value, torch.Tensor):
         sizes = hints_of(value.shape)
         if any(n == 0 for n in sizes) or not storage_keys(value):
@@ -437,15 +451,16 @@ def is_symbolic(value: Any) -> bool:
 
 
 def is_unbacked(value: Any) -> bool:
-    """Whether a value is a symbolic number that only data decide, or a tensor with one in its
-    shape."""
+    """Whether a value is a symbolic number that depends on data alone, or a tensor with such a
+    number in its shape."""
     numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
     symbolic = [n for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool))]
     return not all(n.node.has_hint() for n in symbolic)
 
 
 def hint_of(value: Any) -> Any:
-    """Returns a symbolic number's value in the traced run; 1 if only data decide it."""
+    """Returns the value of a symbolic number in the traced run. Returns 1 for a number that depends
+    on data alone."""
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
     return value.node.hint if value.node.has_hint() else 1

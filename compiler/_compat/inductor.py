@@ -12,8 +12,8 @@ from torch._logging import trace_structured
 
 
 def mode_patches(mode: str | None) -> dict[str, Any] | None:
-    """Returns Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown
-    one."""
+    """Returns the settings of Inductor for a `torch.compile` mode. Raises RuntimeError for an
+    unknown mode."""
     return torch._inductor.list_mode_options(mode) if mode else None
 
 
@@ -23,15 +23,15 @@ def modes() -> list[str]:
 
 
 def option_problem(options: Mapping[str, Any]) -> str | None:
-    """Returns the fault of the first option that Inductor does not have, or that has another type;
-    None if all are good."""
+    """Returns the fault of the first option that Inductor does not have, or whose value has another
+    type. Returns None if all options are good."""
     from torch._inductor import config
 
     known = config.get_config_copy()
     for name, value in options.items():
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=3)
-            return f"settings of Inductor; {name!r} is none (near it: {near})"
+            return f"settings of Inductor; it has no {name!r} (similar names: {near})"
         kind = config.get_type(name)  # type: ignore[attr-defined]
         if get_origin(kind) is None and not isinstance(value, kind):
             return f"a value of {kind} for {name!r}"
@@ -41,9 +41,11 @@ def option_problem(options: Mapping[str, Any]) -> str | None:
 def register_artifacts(
     kind: str, populate: Callable[[str, bytes], Any]
 ) -> Callable[[str, bytes], None] | None:
-    """Makes `kind` a type of torch's cache artifacts: torch calls `populate(key, content)` for each
-    one that it loads. Returns the function that records one; None if this torch has another
-    interface."""
+    """Makes `kind` a type of torch's cache artifacts. torch calls `populate(key, content)` for each
+    artifact of this type that it loads.
+
+    Returns the function that records an artifact. Returns None if this torch has another interface.
+    """
     try:
         from torch.compiler._cache import (
             CacheArtifact,
@@ -66,9 +68,10 @@ def register_artifacts(
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Adds a text to torch's structured trace (TORCH_TRACE); tlparse shows it with the compilation.
+    """Adds a text to torch's structured trace (TORCH_TRACE), which tlparse shows with the
+    compilation.
 
-    payload: called only if a trace is written. encoding: "string" or "json".
+    `payload` is called only if a trace is written. `encoding` is "string" or "json".
     """
     trace_structured(
         "artifact",

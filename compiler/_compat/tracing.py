@@ -25,13 +25,13 @@ def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[...,
 _REPLACING = threading.Lock()
 
 
-#: By owner and name: the original attribute, and the number of contexts that replace it now.
+#: For each owner and name, the original attribute, and the number of contexts that replace it now.
 _REPLACED: dict[tuple[Any, str], tuple[Any, int]] = {}
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside this context, `make(owner.name)` replaces `owner.name`. Contexts of several threads
+    """Replaces `owner.name` by `make(owner.name)` inside this context. Contexts of several threads
     may overlap in any order: the first replaces the attribute, and the last restores it."""
     with _REPLACING:
         before, count = _REPLACED.get((owner, name), (getattr(owner, name), 0))
@@ -50,8 +50,9 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 
 def at_least_graphs(count: int) -> AbstractContextManager[Any]:
-    """Inside this context, Dynamo keeps `count` graphs of a function in this thread, or more if it
-    is set so. Before torch 2.13, threads share the setting."""
+    """Makes Dynamo keep at least `count` graphs of a function in this thread inside this context.
+    If the user has set a larger number, that number stays. Before torch 2.13, threads share the
+    setting."""
     config: Any = torch._dynamo.config
     setting = config._config["recompile_limit"]
     if isinstance(getattr(setting, "user_override", None), ContextVar):
@@ -62,11 +63,11 @@ def at_least_graphs(count: int) -> AbstractContextManager[Any]:
 
 
 def autocast_off_on_meta() -> AbstractContextManager[None]:
-    """Inside this context, torch says that autocast is off for the meta device, where it raises
-    otherwise.
+    """Makes torch say inside this context that autocast is off for the meta device, where torch
+    otherwise raises an error.
 
-    Models ask about the device of their arguments before they compute in fp32; transformers 5.0
-    asks about any device. The meta device computes nothing, and so has no autocast.
+    Models ask for the autocast mode of their arguments' device before they compute in fp32, and
+    transformers 5.0 asks for any device. The meta device computes nothing, and so has no autocast.
     """
 
     def make(asked: Callable[..., bool]) -> Callable[..., bool]:
@@ -79,11 +80,11 @@ def autocast_off_on_meta() -> AbstractContextManager[None]:
 
 
 def numbers_fake_on_meta() -> AbstractContextManager[None]:
-    """Inside this context, tensors that Dynamo traces on the meta device are fake, as on other
-    devices.
+    """Makes the tensors that Dynamo traces on the meta device fake inside this context, as they are
+    on other devices.
 
     Under fake tensors, `torch.tensor(0.0, device="meta")` still makes a plain tensor, which the
-    next call on fake tensors refuses. On other devices it makes a fake one.
+    next call on fake tensors refuses. On other devices it makes a fake tensor.
     """
 
     def make(run_node: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +92,7 @@ def numbers_fake_on_meta() -> AbstractContextManager[None]:
             made = run_node(tracer, node, *rest)
             plain = node.op == "call_function" and type(made) is torch.Tensor and made.is_meta
             mode = torch._guards.detect_fake_mode() if plain else None
-            # Its sizes come from a literal and are no symbols.
+            # Its sizes come from a literal, so they are no symbols.
             return made if mode is None else mode.from_tensor(made, static_shapes=True)
 
         return run_node_faked
@@ -100,7 +101,7 @@ def numbers_fake_on_meta() -> AbstractContextManager[None]:
 
 
 def unlimited_compiles() -> Any:
-    """Returns a context without recompile limits, in which Dynamo never gives up and runs the model
-    uncompiled."""
+    """Returns a context without recompile limits. In this context Dynamo never gives up and never
+    runs the model uncompiled."""
     many = 1 << 30
     return torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many)

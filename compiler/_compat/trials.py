@@ -1,4 +1,5 @@
-"""Finds what a call writes, by its schema and by running it on stand-ins for its tensors."""
+"""Finds what a call writes. It reads the schema of the call, and runs the call on stand-ins for its
+tensors."""
 
 from __future__ import annotations
 
@@ -35,20 +36,22 @@ class CannotStandInError(RuntimeError):
 
 
 class _StandIns:
-    """Makes tensors with the layout of given ones; they share storage where the given ones do.
+    """Makes stand-ins, which are tensors with the layout of given tensors. They share storage where
+    the given tensors do.
 
-    Symbolic sizes take their values in the traced run. device: the device of all stand-ins; None
-    for the device of the tensor that each stands in for.
+    A symbolic size takes its value in the traced run. `device` is the device of all stand-ins; if
+    it is None, each stand-in has the device of its original.
     """
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device
         self.bases: dict[int, torch.Tensor] = {}
-        #: Pairs (stand-in, original) for all plain tensors so far.
+        #: Pairs (stand-in, original) of all plain tensors that have a stand-in so far.
         self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def of(self, value: Any) -> Any:
-        """Returns the stand-in for a value, or for all values in nested tuples, lists and dicts."""
+        """Returns the stand-in for a value. For nested tuples, lists and dicts, returns a copy with
+        stand-ins."""
         return tree_map(self._leaf, value)
 
     def _leaf(self, value: Any) -> Any:
@@ -81,7 +84,7 @@ class _StandIns:
             count = hint_of(tensor.untyped_storage().nbytes())
             device = self.device or tensor.device
             self.bases[key] = torch.empty(count, dtype=torch.uint8, device=device)
-        # All bytes as numbers of the dtype, except those left over at the end.
+        # All bytes as numbers of the dtype, without the bytes that are left over at the end.
         width = tensor.dtype.itemsize
         whole = self.bases[key][: self.bases[key].numel() // width * width].view(tensor.dtype)
         sizes, strides = hints_of(tensor.shape), hints_of(tensor.stride())
@@ -91,13 +94,13 @@ class _StandIns:
 
 
 def as_meta(values: Any) -> Any:
-    """Returns fake tensors as plain meta tensors, with the sizes of the traced run; views share
+    """Returns fake tensors as plain meta tensors with the sizes of the traced run. Views share
     storage."""
     return _StandIns("meta").of(values)
 
 
 class _Writes(TorchDispatchMode):
-    """Collects the storages that operators write, according to their schemas."""
+    """Collects the storages that operators write according to their schemas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +117,8 @@ class _Writes(TorchDispatchMode):
 
     def forget_masks(self) -> None:
         """Releases the masks that DTensor keeps between a lookup in sharded rows and the reduction
-        after it. All lookups of one layout share such a mask, the real ones too."""
+        after the lookup. All lookups of one layout share such a mask, and so do the real
+        lookups."""
         for mask in self._masks:
             if mask.refcount:
                 mask.release_mask()
@@ -126,7 +130,7 @@ def _masks_of(tensor: torch.Tensor) -> list[Any]:
     return [mask for mask in masks if mask is not None]
 
 
-# Running statistics: operators update them although their schemas do not say so.
+# Operators update running statistics although their schemas do not say so.
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
@@ -153,13 +157,12 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
 def run_recorded(
     function: Callable[..., Any] | str, args: Any, kwargs: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns (tensors that a call writes, tensors whose shape, strides or storage it changes).
+    """Returns the tensors that a call writes, and the tensors whose shape, strides or storage it
+    changes.
 
-    The call runs on stand-ins (:class:`_StandIns`) that are fake tensors, so the given tensors do
-    not change. Writes show in the schemas of the operators that run, and in torch's version
-    counters.
-    function: a function, or a method's name. Raises any exception of the call, and
-    CannotStandInError.
+    The call runs on fake stand-ins (:class:`_StandIns`), so the given tensors do not change. Writes
+    show in the schemas of the operators that run, and in torch's version counters. `function` is a
+    function or the name of a method. Raises any exception of the call, and CannotStandInError.
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         stand_ins, writes = _StandIns(), _Writes()
@@ -181,11 +184,11 @@ def run_recorded(
 
 
 def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
-    """Returns the tensors that a user's Triton kernel writes, by torch's own analysis of the
-    kernel.
+    """Returns the tensors that a user's Triton kernel writes, as torch's own analysis of the kernel
+    finds them.
 
-    kwargs: those of a `triton_kernel_wrapper_mutation` node, with tensors in place of nodes. None
-    if torch cannot tell.
+    `kwargs` are the keywords of a `triton_kernel_wrapper_mutation` node, with tensors in place of
+    nodes. Returns None if torch cannot tell.
     """
     from torch._higher_order_ops import triton_kernel_wrap
 

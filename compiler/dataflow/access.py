@@ -1,9 +1,10 @@
 """Finds which tensors a node of a graph writes.
 
-The name of a function does not tell what it writes. An operator's schema says it; torch analyses a
-user's Triton kernel; the bodies of a higher-order operator are read. Any other callable runs on
-fake tensors that stand in for its arguments, as AOTAutograd would trace it. If it cannot run, it is
-assumed to write all its tensors and, unless it is torch's own, any other tensor.
+The name of a function does not say what the function writes. For an operator, the schema says it.
+For a user's Triton kernel, torch analyses the kernel. For a higher-order operator, this module
+reads the bodies. Any other callable runs on fake tensors that stand in for its arguments, as
+AOTAutograd would trace it. If a callable cannot run so, this module assumes that it writes all its
+tensors and, unless the callable is torch's own, any other tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tilewright.compiler.dataflow import spelling
 from tilewright.compiler.dataflow.spelling import argument, is_torch_function, name_of
 from tilewright.compiler.dataflow.writes import WRITES
 
-#: The size of each cache of answers; a model calls few functions at few shapes.
+#: The size of each cache of answers. A size this small is enough, because a model calls few
+#: functions at few shapes.
 MAX_REMEMBERED = 1024
 
 
@@ -31,9 +33,11 @@ MAX_REMEMBERED = 1024
 class Access:
     """The effects that a node may have on memory.
 
-    written: the tensors whose elements the node may change, as the graph holds them. everything:
-    the node may also change tensors other than its arguments. reshaped: tensors that get another
-    shape, other strides or another storage in place, as by `set_`.
+    written: the tensors whose elements the node may change. They are the tensors that the graph
+        holds.
+    everything: whether the node may also change tensors other than its arguments.
+    reshaped: the tensors to which the node gives another shape, other strides or another storage in
+        place, as `set_` does.
     """
 
     written: tuple[torch.Tensor, ...] = ()
@@ -46,13 +50,13 @@ class Access:
 
 _NONE = Access()
 T = TypeVar("T")
-# The positions of a call's tensors that it writes, and of those that it reshapes.
+# The positions of a call's tensors that the call writes, and of those that it reshapes.
 _Places = tuple[tuple[int, ...], tuple[int, ...]]
 _remembered: dict[Any, _Places | None] = {}
 
 
 def remembered(known: dict[Any, T], key: Any, answer: Callable[[], T]) -> T:
-    """Returns the answer for `key`, computed at the first call. `known` keeps at most
+    """Returns the answer for `key`, which the first call computes. `known` keeps at most
     MAX_REMEMBERED answers."""
     if key not in known:
         if len(known) >= MAX_REMEMBERED:
@@ -62,7 +66,7 @@ def remembered(known: dict[Any, T], key: Any, answer: Callable[[], T]) -> T:
 
 
 def access_of(node: fx.Node) -> Access:
-    """Returns what a node writes. The node may read all of :func:`given`."""
+    """Returns what a node writes. A node may read every tensor that :func:`given` returns."""
     if node.op == "call_module":
         return Access(tuple(given(node)), everything=True)
     if node.op not in ("call_function", "call_method"):
@@ -89,7 +93,7 @@ def access_of(node: fx.Node) -> Access:
 
 
 def given(node: fx.Node) -> list[torch.Tensor]:
-    """Returns every tensor among a node's inputs, also those in containers."""
+    """Returns every tensor among a node's inputs, including the tensors inside containers."""
     return _compat.tensors_of(*node.all_input_nodes)
 
 
@@ -114,18 +118,20 @@ def _overloads(node: fx.Node, packet: Any) -> list[Any]:
 
 
 def _held(item: Any) -> Any:
-    """Returns an argument with example values in place of nodes, and attributes for `get_attr`."""
+    """Returns an argument in which example values replace the nodes, and attributes replace the
+    `get_attr` nodes."""
     return fx.node.map_arg(item, held_by)
 
 
 def held_by(node: fx.Node) -> Any:
-    """Returns a node's example value, or the graph's attribute for a `get_attr` without one."""
+    """Returns a node's example value. For a `get_attr` node without one, returns the attribute of
+    the graph's module."""
     held = node.meta.get("example_value")
     return attribute_of(node) if held is None and node.op == "get_attr" else held
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """Returns the attribute of its graph's module that a `get_attr` node reads."""
+    """Returns the attribute of the graph's module that a `get_attr` node reads."""
     owner: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         owner = getattr(owner, part)
@@ -134,7 +140,7 @@ def attribute_of(node: fx.Node) -> Any:
 
 # --- known without trying -------------------------------------------------------------------------
 
-# A test compares both tables with the schemas of the operators of those names.
+# A test compares both tables with the schemas of the operators that have these names.
 _WRITES_ITS_FIRST = spelling.IN_PLACE_ARITHMETIC | frozenset(WRITES)
 # Calls that write only if `out=` or `inplace=` is given. `embedding` may renormalise its weight.
 _PURE = spelling.LISTED - {"embedding"}
@@ -193,7 +199,8 @@ def _writes_outside(body: fx.GraphModule) -> bool:
 
 
 def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
-    """Returns what a call writes when it runs on stand-ins; all its tensors if it cannot run."""
+    """Returns what a call writes when it runs on stand-ins for its tensors. If the call cannot run,
+    returns all its tensors."""
     torchs = _is_torchs(node)
 
     def answer() -> _Places | None:
@@ -208,7 +215,7 @@ def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
 
 def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places | None:
     """Returns the positions of the `tensors` that a call writes, and of those whose shape, strides
-    or storage it changes; None if the call cannot be tried."""
+    or storage it changes. Returns None if the call cannot be tried on stand-ins."""
     if not torchs and has_unbacked(node):
         return None  # another size may take another branch of the user's code
     try:
@@ -227,8 +234,8 @@ def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places
 
 def has_unbacked(node: fx.Node) -> bool:
     """Whether a node's input is a number that depends on data, or has such a number in its shape.
-    Other symbols are safe: Dynamo has run the call with them already, and guards on the branch it
-    took."""
+    Other symbols cause no problem: Dynamo has run the call with them already, and guards on the
+    branch that the call took."""
     values = [source.meta.get("example_value") for source in node.all_input_nodes]
     return any(map(_compat.is_unbacked, (*values, *given(node))))
 
@@ -241,7 +248,7 @@ def has_symbols(node: fx.Node) -> bool:
 
 def _is_torchs(node: fx.Node) -> bool:
     """Whether a call is of a method, or of a function that comes with torch. A function that Dynamo
-    wraps (`nonstrict_trace`, an allowed autograd.Function) is the user's."""
+    wraps (`nonstrict_trace`, an allowed autograd.Function) counts as the user's own."""
     if node.op == "call_method":
         return True
     module = getattr(node.target, "__module__", None) or ""
@@ -250,10 +257,10 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def call_key(node: fx.Node) -> Any:
-    """Returns a key of all that determines a call except the data. It holds the target, the layouts
-    of the tensors, which tensors share memory, and the other arguments. For a tensor subclass, it
-    also holds the metadata, such as placements. Keys with symbolic sizes may be compared only
-    within one graph."""
+    """Returns a key that holds everything that determines a call, except the data. It holds the
+    target, the layouts of the tensors, which tensors share memory, and the other arguments. For a
+    tensor subclass, it also holds the metadata, such as placements. Keys with symbolic sizes may be
+    compared only within one graph."""
     inputs = {source: i for i, source in enumerate(node.all_input_nodes)}
     storages: dict[tuple[int, ...], int] = {}
 

@@ -43,7 +43,8 @@ def fill(item: Any, given: Sequence[Any]) -> Any:
 def traced_alone(
     node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], pre_dispatch: bool
 ) -> fx.Graph:
-    """Returns the ATen calls that a node makes. The graph's inputs are `tensors`, in order."""
+    """Returns the ATen calls that a node makes. `tensors` are the inputs of the traced graph, in
+    order."""
 
     def call(*given: torch.Tensor) -> Any:
         return _compat.call(node.target, fill(tuple(args), given), fill(dict(kwargs), given))
@@ -54,8 +55,8 @@ def traced_alone(
 def aten_call(
     node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
 ) -> AtenCall | None:
-    """Returns the one ATen call that a node makes, with arguments in ATen's order; None if it makes
-    several calls or computes anything besides."""
+    """Returns the single ATen call that a node makes, with the arguments in ATen's order. Returns
+    None if the node makes several calls or computes anything else."""
     graph = traced_alone(node, args, kwargs, tensors, pre_dispatch=True)
     calls = [n for n in graph.nodes if n.op == "call_function" and not _picks(n)]
     if len(calls) != 1:

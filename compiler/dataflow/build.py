@@ -45,11 +45,11 @@ from tilewright.patterns.effects import Effect, InexpressibleError
 def build_view(graph: fx.Graph, target: Target | None = None) -> Dataflow:
     """Returns the dataflow view of a Dynamo graph.
 
-    graph: the graph that a `torch.compile` backend receives; nodes carry `meta["example_value"]`.
-    target: the chip that it is compiled for, if that is known.
+    `graph` is the graph that a `torch.compile` backend receives; its nodes carry
+    `meta["example_value"]`. `target` is the chip for which the graph is compiled, if it is known.
 
-    Returns a :class:`Dataflow`. An unknown operation becomes an opaque value and is listed in
-    `unknown`; it raises nothing.
+    Returns a :class:`Dataflow`. An unknown operation becomes an opaque value in it, and `unknown`
+    lists the operation; no exception is raised.
     """
     builder = _Builder(graph, target)
     for position, node in enumerate(graph.nodes):
@@ -74,7 +74,8 @@ class _Builder:
         self.reshaped: set[int] = set()
         self.operations = Operations(self._operand, self.unknown)
         self.failed: list[tuple[fx.Node, Exception]] = []
-        #: For a subclass, the first node with the tensor inside it: a plain one if there is one.
+        #: For each subclass, the first node that holds the tensor inside it. A plain node is
+        #: preferred.
         self.inner: dict[fx.Node, fx.Node] = {}
 
     # --- one node ---
@@ -95,7 +96,7 @@ class _Builder:
         else:
             try:
                 self._call(node, name_of(node), result)
-            except Exception as error:  # an unread node may do anything; the others stay
+            except Exception as error:  # a node that was not read may do anything
                 self.failed.append((node, error))
                 everything = Access(tuple(given(node)), everything=True)
                 self._unknown_call(node, name_of(node), result, everything)
@@ -155,8 +156,8 @@ class _Builder:
     # --- layout ---
 
     def _layout(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """Adds the view of a node that only selects or copies; returns whether the node does only
-        that."""
+        """Adds the view of a node that only selects or copies. Returns whether the node does
+        nothing else."""
         source = of.meta["example_value"]
         same = name in spelling.IDENTITY or (name in spelling.CASTS and _same_kind(source, result))
         if name in spelling.DROPOUT:
@@ -185,7 +186,8 @@ class _Builder:
     def _select(
         self, node: fx.Node, of: fx.Node, result: torch.Tensor, rule: Callable[[Effect], Effect]
     ) -> None:
-        """Adds a node whose tensor is `rule`'s selection from the tensor of another node."""
+        """Adds a node whose tensor is a selection from the tensor of another node. `rule` computes
+        the selection."""
         base = self._read(of)
         try:
             view = View(base.value, rule(base.effect))
@@ -208,7 +210,7 @@ class _Builder:
         self.memory.alias(node, place, local, view, why)
 
     def _selects(self, node: fx.Node, result: Any) -> bool:
-        """Adds the views of a call that is in no table; returns whether the call only selects."""
+        """Adds the views of a call that is in no table. Returns whether the call only selects."""
         results = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(r, torch.Tensor) for r in results) or not any(
             spelling.is_tensor_node(source) for source in node.all_input_nodes
@@ -225,7 +227,8 @@ class _Builder:
         return True
 
     def _takes_out(self, node: fx.Node, result: Any) -> bool:
-        """Adds a tensor that a node takes from inside a subclass; returns whether it does that."""
+        """Adds a tensor that a node takes from inside a subclass. Returns whether the node does
+        that."""
         (wrapper, *_) = node.all_input_nodes or (None,)
         if wrapper not in self.memory.places or not isinstance(result, torch.Tensor):
             return False
@@ -236,11 +239,11 @@ class _Builder:
         return True
 
     def _unwraps(self, node: fx.Node, result: torch.Tensor) -> bool:
-        """Adds the plain tensor inside a subclass (`DTensor.to_local`, or a `full_tensor` or
-        `redistribute` that moves nothing); returns whether `result` is that tensor.
+        """Adds the plain tensor inside a subclass, and returns whether `result` is that tensor.
 
-        A call that writes nothing and returns its input's elements at the same addresses is the
-        identity.
+        `DTensor.to_local` returns this tensor, and so does a `full_tensor` or `redistribute` that
+        moves nothing. A call that writes nothing and returns its input's elements at the same
+        addresses is the identity.
         """
         given = [n for n in node.all_input_nodes if n in self.memory.places]
         held = ((n, n.meta["example_value"]) for n in given)
@@ -269,7 +272,7 @@ class _Builder:
     def _first_inner(self, node: fx.Node, wrapper: fx.Node, result: torch.Tensor) -> None:
         """Adds the first plain tensor that a node takes from inside a subclass. If the subclass is
         an input of the graph, the tensor counts as an input too, with its own shape. The graph does
-        not say which elements of the whole it holds."""
+        not say which elements of the whole tensor it holds."""
         memory = self.memory.places[wrapper].memory
         if not memory.is_input:
             self._define(node, "opaque:" + name_of(node), (self._read(wrapper),), result, {})
@@ -281,8 +284,8 @@ class _Builder:
         self.memory.allocate(node, result, value.whole, True, memory.is_constant)
 
     def _bitcast(self, node: fx.Node, of: fx.Node, name: str, result: torch.Tensor) -> bool:
-        """Adds `x.view(dtype)` to a dtype of the same width: the same bytes, read as another
-        dtype."""
+        """Adds `x.view(dtype)` for a dtype of the same width. The result has the same bytes, read
+        as another dtype."""
         if name != "view" or of.meta["example_value"].shape != result.shape:
             return False
         place = self.memory.shared_with(result, of)
@@ -349,8 +352,8 @@ class _Builder:
 
     def _stays(self, source: fx.Node, result: torch.Tensor) -> bool:
         """Whether a plain tensor lies exactly where a plain operand lies, such as the result of a
-        wait for a collective. The wait still gets its own value, so that no read comes before the
-        data."""
+        wait for a collective. The wait still gets a value of its own, so that no read comes before
+        the data."""
         both = source.meta["example_value"], result
         return all(map(_compat.is_plain, both)) and _compat.holds_in_place(*both)
 
@@ -389,7 +392,8 @@ class _Builder:
     def _store(
         self, node: fx.Node, target: fx.Node, store: Store, result: Any, others: tuple = ()
     ) -> None:
-        """Adds one write. others: further values on which a write of unknown effect may depend."""
+        """Adds one write. `others` are further values on which a write of unknown effect may
+        depend."""
         before = self._read(target)
         args = (before, store.source, tuple(store.index.values()), others)
         value = self._value("store", args, store.memory.root.meta["example_value"], node, {}, store)
@@ -427,8 +431,8 @@ class _Builder:
         self._store(node, target, record, result)
 
     def _unknown_call(self, node: fx.Node, name: str, result: Any, access: Access) -> None:
-        """Adds an operation that may read all its arguments and writes what `access` says, with
-        unknown values."""
+        """Adds an operation with unknown values. It may read all its arguments, and it writes what
+        `access` says."""
         self._note_reads(node)
         self.reshaped.update(map(self.memory.storages.of, access.reshaped))
         others = (self.operations.arguments(node), tuple(self.operations.keywords(node).values()))
@@ -444,7 +448,8 @@ class _Builder:
             self._opaque(node, name, result)
 
     def _written_memories(self, node: fx.Node, access: Access) -> list[tuple[Memory, bool]]:
-        """Returns one memory of each written storage, and whether it is an argument of the node."""
+        """Returns one memory of each written storage, and whether that memory belongs to an
+        argument of the node."""
         places = self.memory.places
         given = {p.memory.storage: p.memory for n in node.all_input_nodes if (p := places.get(n))}
         written = [*access.written, *access.reshaped]
@@ -490,7 +495,8 @@ class _Builder:
         return view
 
     def _operand(self, item: Any) -> Any:
-        """Returns an argument as patterns see it: views, sizes, plain Python values."""
+        """Returns an argument as patterns see it, that is, as views, sizes and plain Python
+        values."""
         if isinstance(item, fx.Node):
             held = item.meta.get("example_value")
             if isinstance(held, torch.Tensor) and item in self.memory.places:
@@ -510,7 +516,8 @@ class _Builder:
         self.memory.note_read(self.memory.places[node].memory, self.visited)
 
     def _note_reads(self, node: fx.Node) -> None:
-        """Records that a node reads all its tensor arguments, also those in containers."""
+        """Records that a node reads all its tensor arguments, including the tensors inside
+        containers."""
         for source in node.all_input_nodes:
             if source in self.memory.places:
                 self._note_read(source)

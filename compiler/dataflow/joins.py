@@ -1,4 +1,5 @@
-"""Simplifies concatenations: empty pieces, a single piece, and pieces of one split tensor."""
+"""Simplifies concatenations that have empty pieces, a single piece, or all pieces of one split
+tensor."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ from tilewright.patterns.effects import InexpressibleError, Size
 
 
 def piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View | None:
-    """Returns a piece of a concatenation of `shape` along `dim`, with the concatenation's rank.
-    torch.cat skips tensors of shape [0], whatever the rank of the others; such a piece becomes an
-    empty tensor along `dim`."""
+    """Returns a piece of a concatenation, reshaped to the rank of the concatenation.
+
+    The concatenation has the shape `shape` and runs along `dim`. torch.cat skips tensors of shape
+    [0], whatever the rank of the other tensors is; such a piece becomes an empty tensor along
+    `dim`.
+    """
     if piece is None or piece.shape != (0,) or len(shape) == 1:
         return piece
     nothing = tuple(0 if axis == dim else size for axis, size in enumerate(shape))
@@ -20,9 +24,9 @@ def piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View
 
 
 def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | None, ...]:
-    """Returns the pieces of a concatenation without the empty slices of tensors that have elements,
-    such as the unrotated part of a head that is rotated as a whole. Returns all pieces if only such
-    slices are left."""
+    """Returns the pieces of a concatenation without the empty slices of tensors that have elements.
+    A head that is rotated as a whole, for example, has an empty slice as its unrotated part. If all
+    pieces are such slices, returns all pieces."""
     kept = [p for p in pieces if p is None or p.shape[dim] != 0 or 0 in p.value.shape]
     kept_dtypes = {p.value.dtype for p in kept if p is not None}
     plain = all(p is None or p.value.dtype in kept_dtypes for p in pieces)  # they promote, too
@@ -30,7 +34,7 @@ def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | Non
 
 
 def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View | None:
-    """Returns the only piece of a concatenation that copies a single piece; None for other
+    """Returns the only piece of a concatenation that copies a single piece. Returns None in other
     cases."""
     (piece, *others) = pieces or (None,)
     if others or piece is None or piece.value.dtype != result.dtype:
@@ -39,9 +43,10 @@ def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View 
 
 
 def split_before(pieces: tuple[View | None, ...], dim: int, shape: tuple[Size, ...]) -> View | None:
-    """Returns the tensor that was split, if a concatenation joins all its pieces in their order.
+    """Returns the tensor that was split, if a concatenation joins all parts of a split in their
+    order.
 
-    shape: the shape of the concatenation.
+    `shape` is the shape of the concatenation.
     """
     try:
         whole = pieces[0].value.whole.reshape(*shape) if pieces and pieces[0] else None

@@ -1,4 +1,5 @@
-"""Tracks memory: which tensors share a storage, and which value each memory holds at each node."""
+"""Tracks memory: which tensors share a storage, and which value each memory holds when a node
+runs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 
-#: The key, in a node's metadata, of further fake tensors that stand for the node's own memory.
+#: The key in a node's metadata under which further fake tensors stand for the node's own memory.
 LIES_WITH = "tilewright_lies_with"
 
 
@@ -23,9 +24,11 @@ LIES_WITH = "tilewright_lies_with"
 class Place:
     """The place of a node's tensor in memory.
 
-    effect: the tensor's selection from the memory; None if it has no normal form, and `why` says
-    why. dtype: the dtype as which the tensor reads the memory. version: how often the memory had
-    been written when the node ran. view: the value that the tensor held then.
+    effect: the tensor's selection from the memory; None if the selection has no normal form.
+    why: the reason why there is no normal form.
+    dtype: the dtype as which the tensor reads the memory.
+    version: the number of writes to the memory before the node ran.
+    view: the value that the tensor held then.
     """
 
     memory: Memory
@@ -37,21 +40,21 @@ class Place:
 
 
 class Storages:
-    """Numbers the memories of a graph's tensors; tensors that may share memory have equal numbers.
+    """Numbers the memories of a graph's tensors. Tensors that may share memory have equal numbers.
 
-    A tensor subclass has the memory of the tensors inside it. A tensor whose storage torch does not
-    tell may lie in the memory of any tensor argument of its node.
+    A tensor subclass has the memory of the tensors inside it. If torch does not tell the storage of
+    a tensor, the tensor may lie in the memory of any tensor argument of its node.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._joined: UnionFind = UnionFind()
         self._unknown: dict[int, int] = {}
-        #: Nodes inside vmap, grad and jvp, whose tensors hide dimensions or tangents.
+        #: Nodes inside vmap, grad and jvp. Their tensors hide dimensions or tangents.
         self.wrapped: set[fx.Node] = set()
-        #: Nodes whose tensors are of a class that wraps other tensors.
+        #: Nodes whose tensors have a class that wraps other tensors.
         self.subclasses: set[fx.Node] = set()
-        # The keys of the graph's tensors by the tensor's id; the tensor is kept so that no other
-        # gets its id.
+        # The memory keys of the graph's tensors, by the `id` of the tensor. The entry keeps the
+        # tensor alive, so that no other tensor gets its `id`.
         self._keys: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}
         for node in graph.nodes:
             for tensor in _compat.tensors_of(node):
@@ -76,8 +79,8 @@ class Storages:
         ]
 
     def keys(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Returns the keys of a tensor's memory. A tensor whose storage torch does not tell has
-        keys too."""
+        """Returns the keys of a tensor's memory. A tensor has keys even if torch does not tell its
+        storage."""
         known = self._keys.get(id(tensor))
         return _compat.storage_keys(tensor) if known is None else known[1]
 
@@ -113,7 +116,8 @@ class MemoryMap:
     ) -> None:
         """Adds a node that has its own memory: an input, or a node that computes or copies.
 
-        is_constant: whether an input is a parameter; None to ask the tensor.
+        `is_constant` says whether an input is a parameter. If it is None, the tensor itself
+        decides.
         """
         if is_constant is None:
             is_constant = is_input and isinstance(tensor, torch.nn.Parameter)
@@ -148,18 +152,21 @@ class MemoryMap:
         why: str = "",
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Adds a node that shares `of`'s memory and selects `effect` of it, read as `dtype`."""
+        """Adds a node that shares the memory of the node `of`, selects `effect` of it and reads it
+        as `dtype`."""
         version = self.version[of.memory]
         self.places[node] = Place(of.memory, effect, dtype or of.dtype, version, view, why)
 
     def note_read(self, memory: Memory, reader: tuple[int, fx.Node]) -> None:
-        """Records, once, that a node (given with its position) reads a memory."""
+        """Records once that a node reads a memory. `reader` holds the position of the node and the
+        node."""
         reads = self.reads[memory]
         if not reads or reads[-1] is not reader:
             reads.append(reader)
 
     def read(self, node: fx.Node) -> View | None:
-        """Returns the value that a node's tensor holds now; None if a write made it unknown."""
+        """Returns the value that a node's tensor holds now. Returns None if a write made the value
+        unknown."""
         place = self.places[node]
         memory = place.memory
         if self.version[memory] == place.version:
@@ -177,7 +184,8 @@ class MemoryMap:
         return any(self.version[memory] for memory in self.by_storage.get(storage, ()))
 
     def write(self, store: Store, value: Value) -> None:
-        """Records an in-place write. Other memories on the same storage become unknown."""
+        """Records an in-place write. The values of other memories on the same storage become
+        unknown."""
         memory = store.memory
         self.version[memory] += 1
         self.stores[memory].append(value)
@@ -203,10 +211,12 @@ class MemoryMap:
 
 @dataclass
 class Slices:
-    """Slice copies that fill a `new_empty`, collected write by write: a loop makes thousands.
+    """Slice copies that fill the memory of a `new_empty`. They are collected write by write,
+    because a loop makes thousands.
 
-    axis: the axis that the slices divide. covered: the length along it that is written so far.
-    plain: whether no other kind of write is among them.
+    axis: the axis along which the tensor is sliced.
+    covered: the length along this axis that is written so far.
+    plain: whether all writes so far are slice copies.
     """
 
     plain: bool = True
@@ -239,8 +249,8 @@ class Slices:
 
 
 def _slice_copied(store: Store) -> tuple[int, int, int, View] | None:
-    """Returns (axis, start, length, source) of a write that copies into a slice; None for
-    others."""
+    """Returns (axis, start, length, source) of a write that copies into a slice. Returns None for
+    other writes."""
     if store.index or store.accumulate or store.source is None:
         return None
     shape, window = store.memory.shape, store.target.shape

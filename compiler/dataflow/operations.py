@@ -32,8 +32,8 @@ Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
 class Operations:
     """Reads the operations of one graph.
 
-    operand: converts an argument of a node to what patterns see. unknown: collects the nodes that
-    are in no table and are no single ATen operation.
+    operand: a function that converts an argument of a node to what patterns see.
+    unknown: a list of the nodes that are in no table and are not a single ATen operation.
     """
 
     def __init__(self, operand: Callable[[Any], Any], unknown: list[fx.Node]) -> None:
@@ -42,7 +42,7 @@ class Operations:
         self._asked: dict[Any, Any] = {}
 
     def of(self, node: fx.Node, name: str, result: torch.Tensor) -> Operation:
-        """Returns the operation of a node that computes `result`. name: the name of the called
+        """Returns the operation of a node that computes `result`. `name` is the name of the called
         function."""
         if name in spelling.CASTS or (name == "view" and argument(node, 1, "dtype") is not None):
             op = "bitcast" if name == "view" else "cast"
@@ -55,12 +55,13 @@ class Operations:
         return op, _with_numbers(op, args, result.dtype), kwargs
 
     def arguments(self, node: fx.Node) -> tuple[Any, ...]:
-        """Returns a node's arguments; moves `input` and `other` there if they are keywords."""
+        """Returns a node's arguments. If `input` and `other` are given as keywords, this function
+        moves them to the arguments."""
         named = [node.kwargs[name] for name in _leading(node)]
         return tuple(self.operand(a) for a in (*node.args, *named))
 
     def keywords(self, node: fx.Node) -> dict[str, Any]:
-        """Returns the keywords that are not among :meth:`arguments`."""
+        """Returns the keywords that :meth:`arguments` does not move."""
         moved = _leading(node)
         return {k: self.operand(a) for k, a in node.kwargs.items() if k not in moved}
 
@@ -73,7 +74,7 @@ class Operations:
 
     def _product(self, node: fx.Node, _: torch.Tensor) -> Operation | None:
         """Returns the linear (x, weight [N, K], bias or None) that equals a product with a
-        two-dimensional weight; None for other products."""
+        two-dimensional weight. Returns None for other products."""
         added = spelling.name_of(node) == "addmm"
         first, keyword = (1, "mat1") if added else (0, "input")
         if added and (node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1):
@@ -103,8 +104,8 @@ class Operations:
 
     def _hstack(self, node: fx.Node, result: torch.Tensor) -> Operation:
         tensors, shape = argument(node, 0, "tensors"), shape_of(result)
-        # torch.hstack asks only the first tensor, which may be of rank one and empty where others
-        # are not.
+        # torch.hstack looks only at the first tensor. That tensor may be of rank one and empty
+        # although other tensors are not.
         dim = int(tensors[0].meta["example_value"].dim() > 1)
         pieces = tuple(piece_of_rank(self.operand(t), dim, shape) for t in tensors)
         return "aten.cat", (pieces, dim), {}
@@ -118,8 +119,8 @@ class Operations:
     def _one_hot(self, node: fx.Node, _: torch.Tensor) -> Operation | None:
         if node.all_input_nodes[0].meta["example_value"].dtype == torch.int64:
             return None
-        # Eager raises for other integer dtypes and fake tensors do not: keep the call, so that it
-        # raises.
+        # Eager raises an error for other integer dtypes, and fake tensors do not. The call
+        # therefore stays, so that it raises the error.
         return "opaque:one_hot", self.arguments(node), self.keywords(node)
 
     def _getitem(self, node: fx.Node, _: torch.Tensor) -> Operation:
@@ -137,8 +138,8 @@ class Operations:
     # --- what is in no table ---
 
     def _ask(self, node: fx.Node, name: str) -> Operation:
-        """Returns the operation of a node that is in no table, from the ATen calls that it
-        makes."""
+        """Returns the operation of a node that is in no table. It comes from the ATen calls that
+        the node makes."""
         if not meets_subclasses(node):
             call, sources = self.alone(node, aten_call)
             if call is None and has_symbols(node):
@@ -156,9 +157,12 @@ class Operations:
     def alone(
         self, node: fx.Node, trace: Callable[..., T], symbols: bool = False
     ) -> tuple[T | None, list[fx.Node]]:
-        """Traces a node by itself on its fake tensors. Returns (the answer of `trace`, or None if
-        the node cannot be traced; the nodes of the inputs). symbols: make symbolic sizes inputs,
-        too, for a `trace` whose answer keeps them."""
+        """Traces a node by itself on its fake tensors. Returns two values: the answer of `trace`,
+        or None if the node cannot be traced; and the nodes of the inputs.
+
+        With `symbols`, symbolic sizes become inputs of the trace, too, for a `trace` whose answer
+        keeps them.
+        """
         sources: list[fx.Node] = []
         kinds = (torch.Tensor, torch.SymInt) if symbols else torch.Tensor
 
@@ -206,10 +210,11 @@ _ARITHMETIC = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "div", 
 
 
 def _with_numbers(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Returns arguments of arithmetic with numbers in place of constant tensors of no dimensions.
+    """Returns the arguments of arithmetic, with numbers in place of constant tensors that have no
+    dimensions.
 
-    Beside floats of the result's dtype, a number and such a tensor give the same result: neither
-    decides the dtype.
+    Beside floating-point tensors of the result's dtype, a number and such a tensor give the same
+    result, because neither decides the dtype.
     """
     if op not in _ARITHMETIC or not dtype.is_floating_point:
         return args
@@ -226,12 +231,12 @@ def _number_or_view(view: View) -> Any:
 
 
 def meets_subclasses(node: fx.Node) -> bool:
-    """Whether a tensor subclass (DTensor, quantised weights) decides what a node does."""
+    """Whether a tensor subclass (a DTensor, a quantised weight) decides what a node does."""
     return any(map(_compat.is_subclass, _compat.tensors_of(node, *node.all_input_nodes)))
 
 
 def _leading(node: fx.Node) -> list[str]:
-    """Returns which of `input` and `other` are keywords instead of the first positional
+    """Returns which of `input` and `other` are given as keywords instead of positional
     arguments."""
     if not node.kwargs or len(node.args) > 1 or (node.args and "input" in node.kwargs):
         return []

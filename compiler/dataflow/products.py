@@ -16,8 +16,8 @@ from tilewright.patterns.recognise.gemm import (
     unread_product,
 )
 
-# Products whose second operand is always a weight, and products whose second operand is a weight if
-# the model stores it.
+# The first set lists products whose second operand is always a weight. The second set lists
+# products whose second operand is a weight if the model stores it.
 _OF_WEIGHTS = frozenset(("aten.linear", "aten._scaled_mm", "aten._scaled_mm_v2"))
 _PRODUCTS = frozenset(
     f"aten.{name}" for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_grouped_mm")
@@ -26,7 +26,7 @@ _PRODUCTS = frozenset(
 
 def projects(value: Value) -> bool:
     """Whether a value is a product with a tensor that the model stores. An unknown operation may be
-    one, too."""
+    such a product, too."""
     if value.op in _OF_WEIGHTS:
         return True
     if value.op in _PRODUCTS:
@@ -36,13 +36,13 @@ def projects(value: Value) -> bool:
     return (given and not _is_own(value)) or unread_product(value) is not None
 
 
-# The most values to walk from a weight back to the stored codes that it is computed from.
+# The largest number of values to walk from a weight back to the stored codes from which it is
+# computed.
 _REACH = 64
 
 
 def _is_own(value: Value) -> bool:
-    """Whether a value is a weight: it is computed from tensors that the model stores, and no
-    others."""
+    """Whether a value is a weight: it is computed only from tensors that the model stores."""
     before = list(upstream(value, _REACH))
     leaves = [v for v in before if not v.operands]
     return len(before) < _REACH and all(
@@ -57,14 +57,15 @@ def _multiplies_codes(value: Value) -> bool:
     return gemm is not None and sums_enough(gemm) and holds_codes(gemm.weight.value)
 
 
-# A stored integer tensor with fewer elements is more likely an index: slots, groups, an order of
-# columns.
+# A stored integer tensor with fewer elements is more likely an index, such as slots, groups or an
+# order of columns.
 _LEAST_CODES = 256
 _OF_CODES = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32))
 
 
 def _holds_own_codes(view: View) -> bool:
-    """Whether a view is of codes that the model stores: a quantised weight, packed in any way."""
+    """Whether a view shows codes that the model stores, that is, a quantised weight packed in any
+    way."""
     value = view.value
     if value.op != "input" or not _compat.is_models_own(value.node):
         return False

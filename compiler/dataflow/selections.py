@@ -1,8 +1,9 @@
-"""Recognises layout functions by what they do, not by their names.
+"""Recognises layout functions by what they do.
 
-A release of torch may give a transpose a new name. A call that is in no table is traced alone, on
-its fake tensors and below autograd, where ATen has few names left. If the trace only selects, each
-of the call's results is a chain of views that the tables know.
+Their names are not enough, because a release of torch may give a transpose a new name. A call that
+is in no table is traced alone, on its fake tensors and below autograd, where ATen has few names
+left. If the trace only selects, each of the call's results is a chain of views that the tables
+know.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tilewright.patterns.effects import Effect
 
 @dataclass(frozen=True)
 class Selection:
-    """A result that is a selection from the call's tensor number `of`: all steps, in order."""
+    """A result that selects elements from the call's tensor number `of`, with all steps of the
+    selection in order."""
 
     of: int
     steps: tuple[Callable[[Effect], Effect], ...] = ()
@@ -42,11 +44,11 @@ class Selection:
 def selections(
     node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
 ) -> tuple[Selection, ...] | None:
-    """Returns the selection of each result of a node's call, or None if the call does anything
-    else.
+    """Returns the selection of each result of a node's call. Returns None if the call does anything
+    besides selecting.
 
-    args, kwargs: the node's arguments, with a `Hole` for each of `tensors`. Raises any exception of
-    tracing.
+    `args` and `kwargs` are the node's arguments, with a `Hole` in place of each tensor in
+    `tensors`. Raises any exception that tracing raises.
     """
     if any(map(_compat.is_subclass, tensors)):
         return None
@@ -100,7 +102,8 @@ def _part_of(split: fx.Node, at: Any) -> Callable[[Effect], Effect]:
 
 
 def _call_of(node: fx.Node, name: str) -> AtenCall:
-    """Returns a call with sizes in place of its nodes, which would keep the traced graph alive."""
+    """Returns a call with sizes in place of its nodes. The nodes would keep the traced graph
+    alive."""
     args, kwargs = fx.node.map_arg((node.args[1:], dict(node.kwargs)), _made)
     return AtenCall(name, (None, *args), kwargs)
 

@@ -1,9 +1,11 @@
-"""The many ways to write an operation, reduced to ATen's names: one table per kind of operation.
+"""Tables that reduce the many ways to write an operation to ATen's names, one table for each kind
+of operation.
 
-Dynamo keeps `F.linear`, `x @ w.t()`, `.view`, `torch.chunk`, `operator.setitem`, ... as the user
-wrote them. The tables here say what a call selects (layout), how it splits, whether it only copies,
-or which ATen operation it is; calls that write in place are in `writes`. A target in no table is
-traced by itself (`aten_names`); a target that remains unknown is opaque.
+Dynamo keeps `F.linear`, `x @ w.t()`, `.view`, `torch.chunk`, `operator.setitem` and so on as the
+user wrote them. The tables here say what a call selects (its layout), how it splits a tensor,
+whether it only copies, or which ATen operation it is. The module `writes` reads the calls that
+write in place. If a target is in no table, `aten_names` traces it by itself. A target that remains
+unknown is opaque.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Returns the table that a text such as `add=add iadd=add_` describes."""
+    """Returns the table that a text describes, such as `add=add iadd=add_`."""
     return dict(pair.split("=") for pair in text.split())
 
 
-# ATen's names for functions of `operator`; in the first two rows both names are the same.
+# ATen's names for functions of `operator`. In the first two rows both names are the same.
 _OPERATORS: dict[Any, str] = {
     getattr(operator, name): aten
     for name, aten in _pairs(
@@ -68,13 +70,14 @@ NOISE = _names(
 #: Key in the `meta` of nodes that the view passes over, because other nodes stand in for them.
 PASSED_OVER = "tilewright_passed_over"
 
-# The result equals the first operand, element for element; storages tell whether it shares memory.
+# The result equals the first operand, element for element. The storages of the fake tensors tell
+# whether the two share memory.
 IDENTITY = _names("contiguous clone detach detach_ alias lift_fresh_copy requires_grad_ positive")
 
-# Identity if the dtype stays, else a cast.
+# A call of these is the identity if the dtype stays the same, and a cast if it changes.
 CASTS = _names("to _to_copy float half bfloat16 double type type_as long int bool cuda cpu")
 
-# Calls that put the wrappers of vmap, grad and jvp around tensors, or take them off.
+# Calls that put the wrappers of vmap, grad and jvp around tensors, or take these wrappers off.
 TRANSFORMS = _names(
     """
     _add_batch_dim _remove_batch_dim _wrap_for_grad _unwrap_for_grad _make_dual _unpack_dual
@@ -87,7 +90,7 @@ DROPOUT = _names("dropout dropout1d dropout2d alpha_dropout feature_dropout")
 # Operators of other libraries that equal one of ATen's.
 _ELSEWHERE = {"transformers::grouped_mm_fallback": "_grouped_mm"}
 
-# Plain ATen operations, by name; their arguments stay as they are.
+# Plain ATen operations, by name. Their arguments stay as they are.
 PLAIN = _names(
     """
     abs add addcmul all amax amin any arange argmax argsort baddbmm bitwise_and bitwise_not einsum
@@ -105,7 +108,7 @@ PLAIN = _names(
     """
 )
 
-# In-place arithmetic, each with the operation whose result it stores.
+# Arithmetic in place, each with the operation whose result it stores.
 IN_PLACE_ARITHMETIC = _names(
     """
     add_ sub_ mul_ div_ pow_ neg_ clamp_ relu_ sigmoid_ silu_
@@ -116,7 +119,8 @@ IN_PLACE_ARITHMETIC = _names(
 
 
 def name_of(node: fx.Node) -> str:
-    """Returns the short ATen name of a node's target; `ns::name` for another library's operator."""
+    """Returns the short ATen name of a node's target, or `ns::name` for an operator of another
+    library."""
     target = node.target
     if isinstance(target, str):
         return _RENAMED.get(target, target)
@@ -139,7 +143,8 @@ def calls_of(graph: fx.Graph, names: Collection[str]) -> list[fx.Node]:
 
 
 def is_torch_function(target: Any) -> bool:
-    """Whether a callable comes with torch or Python, so that its name says what it does."""
+    """Whether a callable comes with torch or Python. The name of such a callable says what it
+    does."""
     module = (
         getattr(target, "__module__", None) or type(getattr(target, "__self__", None)).__module__
     )
@@ -185,8 +190,8 @@ def _to_shape(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 
 def _to_sizes(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
-    """Returns the effect regrouped to the sizes that the call names. They are more reliable than
-    the result's shape: if that has symbols, torch may write a number in it as a quotient of
+    """Returns the effect, regrouped to the sizes that the call names. These sizes are more reliable
+    than the shape of the result: torch may write a symbolic number in that shape as a quotient of
     sizes."""
     given = sizes_from(node, 1, "size" if "size" in node.kwargs else "shape")
     return effects.regroup(effect, _as_given(given, shape))
@@ -202,8 +207,8 @@ def _unflattened(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 
 def _as_given(given: Sequence[Any], shape: Sequence[Size]) -> list[Size]:
-    """Returns the sizes that a call gives, with the result's size for -1; the result's sizes if the
-    call's are unknown."""
+    """Returns the sizes that a call gives, with the result's size in place of -1. If the call's
+    sizes are unknown, returns the result's sizes."""
     numbers = [g.meta.get("example_value") if isinstance(g, fx.Node) else g for g in given]
     known = all(isinstance(n, (int, torch.SymInt)) for n in numbers)
     if not known or len(numbers) != len(shape):
@@ -278,11 +283,12 @@ def _repeat(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 Rule = Callable[[Effect, Call, Sequence[Size]], Effect]
 
-#: Calls that change a tensor's shape: a view for dense elements, and perhaps a copy for others.
+#: Calls that change a tensor's shape. For dense elements they return a view; for other elements
+#: they may return a copy.
 SHAPES = _names("view reshape view_as reshape_as flatten unflatten ravel _unsafe_view")
 
-#: For each layout operation, the rule that gives its selection from its input's effect, the call
-#: and the result's shape.
+#: The rule for each layout operation. It computes the selection from the effect of the input, the
+#: call and the shape of the result.
 LAYOUT: dict[str, Rule] = {
     name: rule
     for rule, names in (
@@ -305,7 +311,7 @@ LAYOUT: dict[str, Rule] = {
 
 
 def selected(effect: Effect, name: str, call: Call, shape: Sequence[Size]) -> Effect:
-    """Returns the effect of a call of IDENTITY or LAYOUT on a tensor with `effect`. shape: the
+    """Returns the effect of a call in IDENTITY or LAYOUT on a tensor with `effect`. `shape` is the
     shape of the result."""
     if name in IDENTITY or (not effect.dims and effects.product(shape) == 1):
         return effects.reshape(effect, shape)
@@ -313,8 +319,8 @@ def selected(effect: Effect, name: str, call: Call, shape: Sequence[Size]) -> Ef
 
 
 class Parts:
-    """The parts of a split, chunk, unbind or tensor_split. Each part is computed when it is asked
-    for: a tensor may have thousands. shapes: the parts' shapes."""
+    """The parts of a split, chunk, unbind or tensor_split, with their `shapes`. A part is computed
+    only when it is asked for, because a tensor may have thousands."""
 
     def __init__(self, name: str, node: Call, shapes: Sequence[Sequence[Size]]) -> None:
         self._name = name
@@ -327,7 +333,7 @@ class Parts:
         return list(accumulate((shape[dim] for shape in self._shapes), initial=0))
 
     def select(self, effect: Effect, at: int) -> Effect:
-        """Returns the effect of part `at` of a tensor with `effect` that is split."""
+        """Returns the effect of part `at`, for a tensor with `effect` that is split."""
         dim = _dim(self._dim, len(effect.dims))
         if self._name == "unbind":
             return effects.select(effect, dim, range(len(self._shapes))[at])
@@ -336,7 +342,8 @@ class Parts:
 
 SPLITS = _names("split split_with_sizes chunk unbind unsafe_chunk unsafe_split tensor_split")
 
-# Every name that the tables decide without a trial of the call; none of them writes, see `access`.
+# Every name that the tables decide without a trial of the call. None of these calls writes (see
+# `access`).
 LISTED = (
     NOISE
     | IDENTITY
@@ -378,14 +385,14 @@ def _offset(index: Size, length: Size) -> Size:
 
 
 def _end(index: Size, length: Size) -> Size:
-    """Returns an end of a slice, which may lie before the first element."""
+    """Returns one end of a slice. An end may lie before the first element."""
     at = _offset(index, length)
     return max(at, 0) if isinstance(at, int) else at
 
 
 def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) -> Effect:
-    """Returns the effect with dimension `dim` sliced by `item`. length: the result's size, if its
-    shape is known."""
+    """Returns the effect with dimension `dim` sliced by `item`. `length` is the size of the result,
+    if its shape is known."""
     size = effect.shape[dim]
     start = 0 if item.start is None else _end(size_of(item.start), size)
     step = 1 if item.step is None else size_of(item.step)
@@ -413,7 +420,8 @@ def index_effect(effect: Effect, index: Any) -> tuple[Effect, dict[int, fx.Node]
     """Returns the effect of the basic part of `x[index]`, and the index tensors by the dimensions
     of that part.
 
-    Raises InexpressibleError for several lists of ints, and for masks given as Python values.
+    Raises InexpressibleError if the index has several lists of ints, or a mask given as Python
+    values.
     """
     items = (
         list(index) if isinstance(index, (tuple, list)) and not _is_list_index(index) else [index]
@@ -439,15 +447,16 @@ def _is_list_index(index: Any) -> bool:
 
 
 class Rows:
-    """A list of positions that no slice expresses: rows are gathered as by an index tensor."""
+    """A list of positions that no slice expresses. Rows at these positions are gathered, as by an
+    index tensor."""
 
     def __init__(self, at: Sequence[int]) -> None:
         self.at = tuple(at)
 
 
 def with_rows(index: Any) -> Any:
-    """Returns the index with its one list of positions as :class:`Rows`. None if it has no such
-    list, or a slice expresses the list."""
+    """Returns the index with its only list of positions as :class:`Rows`. Returns None if the index
+    has no such list, or if a slice expresses the list."""
     items = index if isinstance(index, tuple) else (index,)
     lists = [i for i in items if isinstance(i, list)]
     if len(lists) != 1 or any(is_tensor_node(i) for i in items):
@@ -482,7 +491,8 @@ def _apply_item(
 
 
 def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
-    """Returns the effect that selects a list of positions, which must ascend evenly, as a slice."""
+    """Returns the effect that selects a list of positions as a slice. The positions must ascend
+    evenly."""
     if not item or not all(isinstance(i, int) and not isinstance(i, bool) for i in item):
         raise InexpressibleError("an index list that is not of numbers")
     at = [_offset(i, effect.shape[dim]) for i in item]

@@ -1,4 +1,5 @@
-"""Reads the in-place writes that the compiler understands: what each of them writes, and where."""
+"""Reads the in-place writes that the compiler understands, and finds what each write stores and
+where."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ Operand = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Write:
-    """`memory[target][index...] = source`; see :class:`tilewright.patterns.dataflow.Store`.
+    """The write `memory[target][index...] = source`; see
+    :class:`tilewright.patterns.dataflow.Store`.
 
-    note: why the source, or the place that it is written to, is not known.
+    `note` says why the source, or the place that it is written to, is not known.
     """
 
     target: Effect
@@ -34,7 +36,8 @@ class Write:
 
 
 def _source(operand: Operand, item: Any, shape: Sequence[Any]) -> View | None:
-    """Returns the written tensor, broadcast to the written window; None for a number."""
+    """Returns the written tensor, broadcast to the shape of the written window. Returns None for a
+    number."""
     view = operand(item)
     if not isinstance(view, View):
         return None
@@ -42,8 +45,8 @@ def _source(operand: Operand, item: Any, shape: Sequence[Any]) -> View | None:
 
 
 def _index_dims_first(index: dict[int, View], rank: int) -> list[int]:
-    """Returns PyTorch's order of an indexed window: a permutation that puts index dimensions
-    first."""
+    """Returns a permutation that puts index dimensions first, which is PyTorch's order of an
+    indexed window."""
     dims = sorted(index)
     width = max(len(view.effect.dims) for view in index.values())
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
@@ -105,9 +108,9 @@ def _index_copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
 
 
 def _scatter(operand: Operand, node: fx.Node, effect: Effect) -> Write:
-    """Reads `scatter_`. It equals `index_copy_` if its index only repeats along the other
-    dimensions. If the index varies along one of them, each row of that dimension has its own
-    slots."""
+    """Reads `scatter_`. The call equals `index_copy_` if its index only repeats along the other
+    dimensions. If the index varies along one of these dimensions, each row of that dimension has
+    its own slots."""
     dim = argument(node, 1, "dim") % len(effect.dims)
     index = operand(argument(node, 2, "index"))
     source = operand(argument(node, 3, "src"))

@@ -6,8 +6,8 @@
 
 Some libraries break the graph at every linear, or hide their codes in an object that no graph
 shows, or store codes in an order that kernels read slowly. The new modules hold the library's own
-tensors, except for codes that are laid out again, and compute what the library computes. Patterns
-then fuse the decoding with the product.
+tensors, except for codes that are laid out again. They compute the same function as the library's
+modules. Patterns then fuse the decoding with the product.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tilewright.compiler.quantised.coded_linear import (
     share_equal_scales,
 )
 
-#: A library's reader of a module: returns the module to put in its place; or why the module stays;
-#: or None for a module that is not this library's.
+#: A library's reader of a module. It returns the module to put in its place, or the reason why the
+#: module stays, or None for a module of another library.
 Reader = Callable[[nn.Module], nn.Module | str | None]
 
 READERS: tuple[Reader, ...] = (
@@ -63,7 +63,7 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class Replaced:
-    """A module that was replaced: its name in the model, and both modules."""
+    """A module that was replaced, with its name in the model and its replacement (`module`)."""
 
     name: str
     original: nn.Module
@@ -72,7 +72,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Left:
-    """A library's module that stays as it is, and why."""
+    """A library's module that stays as it is, and the reason."""
 
     name: str
     original: nn.Module
@@ -81,9 +81,13 @@ class Left:
 
 @dataclass
 class Prepared:
-    """The result of `prepare`. model: the model, itself or a copy. replaced, left: its modules.
+    """The result of `prepare`.
 
-    `undo()` puts the original modules back; a second call does nothing. Codes are in memory only
+    model: the given model or its copy.
+    replaced: the modules that were replaced.
+    left: the modules that stay as they are.
+
+    `undo()` puts the original modules back; a second call does nothing. Memory holds the codes only
     once. If `prepare` worked in place, the original of a GPTQ linear shares the codes of its
     replacement until `undo()`, and the original of an AWQ linear holds no codes.
     """
@@ -106,7 +110,8 @@ class Prepared:
         self.replaced, self._lent, self._hooks = [], [], []
 
     def _lend(self, original: nn.Module, module: nn.Module | str | None) -> None:
-        """Makes an original share or give up codes that were laid out again, until `undo`."""
+        """Makes an original module share or give up the codes that were laid out again, until
+        `undo`."""
         if isinstance(module, CodedLinear):
             module.lend_to(original)
             self._lent.append((original, module))
@@ -123,22 +128,23 @@ class Prepared:
 
 
 def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
-    """Replaces, in place, modules of quantisation libraries that a graph cannot show.
+    """Replaces, in place, modules of quantisation libraries whose codes a graph cannot show.
 
-    model: any module; a model without such modules stays as it is. copy: work on a copy of the
-    modules, which shares the original's tensors; the original then stays as it is.
+    `model` is any module; a model without such modules stays as it is. With `copy`, the function
+    works on a copy of the modules, which shares the original's tensors, and the original stays as
+    it is.
 
-    Reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ and AWQ (gptqmodel),
-    torchao, quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. Activations are
-    rounded as the library rounds them. If the library has one tensor for each name in `state_dict`,
-    the names stay as they are, except for AWQ, bitsandbytes and HQQ.
+    The function reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ and AWQ
+    (gptqmodel), torchao, quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. The
+    new modules round activations as the library rounds them. If the library has one tensor for each
+    name in `state_dict`, the names stay as they are, except for AWQ, bitsandbytes and HQQ.
 
     Codes of GPTQ and AWQ are laid out again, once, so that the codes in a row of a weight are
     contiguous. That needs temporary memory for one linear's codes at a time, N * K / 2 bytes. With
-    copy=True, the copy has such codes of its own, in addition to the original's. Linears in NVFP4
-    hold the reciprocal of `weight_global_scale`; `load_state_dict` computes it again.
+    copy=True, the copy has such codes of its own, in addition to the codes of the original. Linears
+    in NVFP4 hold the reciprocal of `weight_global_scale`; `load_state_dict` computes it again.
 
-    Raises TypeError if model is no module.
+    Raises TypeError if `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -169,14 +175,14 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
 
 
 def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
-    """Returns the answer of the first reader that knows a module; a new module gets the old one's
-    mode and hooks."""
+    """Returns the answer of the first reader that knows a module. A new module gets the mode and
+    the hooks of the module that it replaces."""
     answers = (reader(module) for reader in READERS)
     found = next((answer for answer in answers if answer is not None), None)
     if not isinstance(found, nn.Module):
         return found
     if is_root:
-        return "it is the model itself, not a part of one, and cannot be replaced in place"
+        return "it is the model itself and not a part of one, so it cannot be replaced in place"
     if any(hasattr(part, "_hf_hook") for part in module.modules()):
         return "accelerate moves its tensors at each call; load the whole model on one device"
     for hooks in _HOOKS:
@@ -187,13 +193,13 @@ def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
-    # Set in `_modules`: a container may name modules by number, and a library may override
-    # __setattr__.
+    # Sets the module in `_modules`, because a container may name modules by number, and a library
+    # may override __setattr__.
     model.get_submodule(parent)._modules[own] = module
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy of the modules that shares the model's tensors."""
+    """Returns a copy of the modules that shares the tensors of the model."""
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     with torch.no_grad():
         return copying.deepcopy(model, {id(tensor): tensor for tensor in tensors})

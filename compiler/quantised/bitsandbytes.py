@@ -1,13 +1,14 @@
 """Reads linears of bitsandbytes.
 
-4 bits: codes index a table, and the codes of a block along the flattened weight share a scale. In a
-graph, the library's operator is a single node, which hides the codes from patterns. The arithmetic
-is that of the library's default `dequantize_4bit` and `linear`: numbers of the table times the
-block's scale in fp32, rounded to the dtype of the computation.
+With 4 bits, codes are indices into a table, and the codes in a block of the flattened weight share
+a scale. In a graph, the library's operator is a single node, which hides the codes from patterns.
+The arithmetic is that of the library's default `dequantize_4bit` and `linear`: numbers of the table
+are multiplied by the scale of their block in fp32, and rounded to the dtype of the computation.
 
-8 bits: int8 codes and a scale for each row. x is rounded to codes too, row by row. The library
-takes out the columns of x that have an outlier, and multiplies them separately. Both products read
-the same weight, so one product computes both here: its x is rounded except in these columns.
+With 8 bits, the weight has int8 codes and a scale for each row. x is rounded to codes, too, row by
+row. The library takes out the columns of x that have an outlier, and multiplies them separately.
+Both products read the same weight. Therefore one product computes both here: its x is rounded
+except in these columns.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from tilewright.codegen.formats import TABLES
 from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 _FOUR_BITS = ("Linear4bit", "LinearNF4", "LinearFP4")
-# How many scales share a second-level scale, if scales are codes too; fixed by the library.
+# The number of scales that share a second-level scale if the scales are codes, too. The library
+# fixes this number.
 _SCALES = 256
 
 
 class TableLinear(CodedLinear):
-    """A linear of codes [N * K / 2] uint8, with the first of a byte's two codes in the high nibble,
-    and absmax [blocks] fp32 for the blocks of the flattened weight [N, K].
+    """A linear whose 4-bit codes are indices into a table.
 
-    quant_type: a name in `codegen.formats.TABLES`. compute_dtype: the dtype to which x is cast and
-    the weight is rounded; None for that of x.
+    codes: uint8 [N * K / 2]. The first of a byte's two codes is in the high nibble.
+    absmax: fp32 [blocks], for the blocks of the flattened weight [N, K].
+    quant_type: a name in `codegen.formats.TABLES`.
+    compute_dtype: the dtype to which x is cast and the weight is rounded; None for the dtype of x.
     """
 
     codes: torch.Tensor
@@ -60,10 +63,11 @@ class TableLinear(CodedLinear):
 
 
 class ByteLinear(CodedLinear):
-    """A linear of codes [N, K] int8, with scale [N] fp32, the largest magnitude of each row.
+    """A linear of codes [N, K] int8. `scale` [N] fp32 is the largest magnitude of each row.
 
-    Its forward pass calls the library's own operators, whose meaning is declared; they round x to
-    int8 row by row. The library's module is not used, as it changes a parameter in each call.
+    The forward pass calls the library's own operators, whose meaning is declared. They round x to
+    int8 row by row. The library's module itself is not used, because it changes a parameter in each
+    call.
     """
 
     codes: torch.Tensor
@@ -96,8 +100,8 @@ class ByteLinear(CodedLinear):
 
 
 class OutlierLinear(ByteLinear):
-    """A linear like :class:`ByteLinear` that does not round some columns of x: those in which a row
-    has a magnitude of `threshold` or more."""
+    """A linear like :class:`ByteLinear` that does not round some columns of x. A column is not
+    rounded if a row has a magnitude of `threshold` or more in it."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() == 0:
@@ -125,15 +129,16 @@ def decoded(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns the weight [N, K] of codes [N * K / 2] uint8, a table, and scales [blocks] in
-    fp32."""
+    """Returns the weight [N, K] in fp32, decoded from codes [N * K / 2] uint8, a table, and scales
+    [blocks]."""
     nibbles = torch.stack([codes >> 4, codes & 15], -1).view(len(absmax), -1)
     weight = table[nibbles.int()] * absmax.unsqueeze(-1)
     return weight.view(*shape).to(dtype)
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """Returns a module that decodes in PyTorch, or why there is none; None for other libraries."""
+    """Returns a module that decodes in PyTorch, or the reason why there is none. Returns None for
+    other libraries' modules."""
     if not type(module).__module__.startswith("bitsandbytes."):
         return None
     name, found = type(module).__name__, module
@@ -144,12 +149,14 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
 
 def _eight_bits(module: Any) -> nn.Module | str:
     state, weight = module.state, module.weight
-    # The library's module makes codes and scales from its weight at the first call.
+    # The library's module makes codes and scales from its weight in the first call.
     codes, scale = (
         getattr(weight if state.CB is None else state, name, None) for name in ("CB", "SCB")
     )
     if codes is None or scale is None:
-        return "its weight is not quantised yet: that happens when it is moved to its device"
+        return (
+            "its weight is not quantised yet: this happens when the module is moved to its device"
+        )
     tensors = {"codes": codes, "scale": scale, "bias": module.bias}
     made = ByteLinear if state.threshold == 0 else OutlierLinear
     return made(module.in_features, module.out_features, tensors, state.threshold)
@@ -158,9 +165,11 @@ def _eight_bits(module: Any) -> nn.Module | str:
 def _four_bits(module: Any) -> nn.Module | str:
     state = getattr(module.weight, "quant_state", None)
     if state is None:
-        return "its weight is not quantised yet: that happens when it is moved to its device"
+        return (
+            "its weight is not quantised yet: this happens when the module is moved to its device"
+        )
     if getattr(state, "packing_format_for_cpu", False):
-        return "its codes are in another order for this CPU; a forward pass came before `prepare`"
+        return "its codes are in another order for this CPU because the model ran before `prepare`"
     rows, columns = module.out_features, module.in_features
     if tuple(state.shape) != (rows, columns):
         return f"its weight is {list(state.shape)}, not [{rows}, {columns}]"
@@ -177,13 +186,13 @@ def _four_bits(module: Any) -> nn.Module | str:
 
 
 def _has_table(state: Any) -> bool:
-    """Whether a weight's table has the numbers that its name stands for."""
+    """Whether a weight's table has the numbers that the name of the table stands for."""
     expected = torch.tensor(TABLES[state.quant_type], dtype=torch.float32)
     return torch.equal(state.code.float().cpu(), expected)
 
 
 def _scales(state: Any) -> torch.Tensor:
-    """Returns absmax [blocks] in fp32; decodes it here, once, if it is stored as codes."""
+    """Returns absmax [blocks] in fp32. If it is stored as codes, decodes it here, once."""
     if not state.nested:
         found: torch.Tensor = state.absmax.float()
         return found

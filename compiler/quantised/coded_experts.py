@@ -7,7 +7,8 @@ from torch import nn
 
 
 class CodedExperts(nn.Module):
-    """The experts of a mixture: x [T, K], experts [T, S] and their weights [T, S] -> [T, K].
+    """The experts of a mixture: x [T, K], the chosen experts [T, S] and their weights [T, S] give
+    [T, K].
 
     There is a subclass for each way of storing codes; it implements `of_rows`. Dimension letters: T
     tokens, S slots, K columns.
@@ -16,8 +17,8 @@ class CodedExperts(nn.Module):
     num_experts: int
 
     def of_rows(self, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-        """Returns the result [T * S, K] for rows that are sorted by expert. ends: the end of each
-        expert's rows; expert: the expert of each row."""
+        """Returns the result [T * S, K] for rows that are sorted by expert. `ends` has the end of
+        each expert's rows, and `expert` the expert of each row."""
         raise NotImplementedError
 
     def forward(

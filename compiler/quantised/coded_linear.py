@@ -14,12 +14,14 @@ from tilewright.ops.formats import fp4
 
 
 class CodedLinear(nn.Module):
-    """x [..., K] -> [..., N]: a linear whose weight [N, K] is decoded from this module's codes.
+    """A linear x [..., K] -> [..., N] that decodes its weight [N, K] from codes in each forward
+    pass.
 
-    It takes the place of a library's module and holds that module's own tensors, under its names:
-    parameters as parameters, other tensors as buffers. There is a subclass for each way of storing
-    codes. It implements `weight_of_codes`. It also implements `rounded` if activations are
-    quantised too, and `lend_to` and `return_to` if it stores the codes in another order.
+    It takes the place of a library's module and holds that module's own tensors under their own
+    names: parameters as parameters, and other tensors as buffers. There is a subclass for each way
+    of storing codes. A subclass implements `weight_of_codes`. It also implements `rounded` if
+    activations are quantised, too, and `lend_to` and `return_to` if it stores the codes in another
+    order.
     """
 
     bias: torch.Tensor | None
@@ -47,23 +49,24 @@ class CodedLinear(nn.Module):
         return F.linear(self.rounded(x), self.weight_of_codes(x.dtype), self.bias)
 
     def lend_to(self, original: nn.Module) -> None:
-        """Frees the original's codes that this module has laid out again, so that memory has them
-        only once while the original waits for `undo`."""
+        """Frees the codes of the original that this module has laid out again. Memory then has them
+        only once, while the original waits for `undo`."""
 
     def return_to(self, original: nn.Module) -> None:
-        """Gives the original its codes back, in its library's layout, from the codes of this
-        module."""
+        """Gives the original its codes back in the layout of its library. They are computed from
+        the codes of this module."""
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 class DividedLinear(CodedLinear):
-    """A linear whose scales a number divides, `weight_global_scale` [1].
+    """A linear whose scales are divided by a number, `weight_global_scale` [1].
 
-    `weight_factors` holds its reciprocal, at `place`, so that no forward pass computes it; it is
-    None if there is no such number. It is not in `state_dict`, and `load_state_dict` computes it
-    again. It stays as it was if the divisor is changed in place by other means.
+    `weight_factors` holds the reciprocal of this number at the index `place`, so that no forward
+    pass computes it. The reciprocal is None if there is no such number. It is not in `state_dict`,
+    and `load_state_dict` computes it again. If the divisor is changed in place by other means, the
+    reciprocal does not change.
     """
 
     weight_global_scale: torch.Tensor
@@ -80,17 +83,18 @@ class DividedLinear(CodedLinear):
 
     @property
     def weight_factor(self) -> torch.Tensor:
-        """The reciprocal, [1]."""
+        """The reciprocal as a tensor [1]."""
         assert self.weight_factors is not None
         return self.weight_factors[self.place : self.place + 1]
 
     def reciprocal(self) -> torch.Tensor | None:
-        """Returns the reciprocal, [1], or None if scales are to be divided."""
+        """Returns the reciprocal [1], or None if the forward pass must divide the scales."""
         divisor: torch.Tensor | None = getattr(self, "weight_global_scale", None)
         return None if divisor is None else 1.0 / divisor.detach().reshape(1)
 
     def hold_factor(self) -> None:
-        """Computes the reciprocal, in its place if other linears hold theirs in the same tensor."""
+        """Computes the reciprocal. If other linears hold their reciprocals in the same tensor, it
+        is written to its place in that tensor."""
         factor, held = self.reciprocal(), self.weight_factors
         if factor is None or held is None or held.device != factor.device:
             self.weight_factors, self.place = factor, 0
@@ -104,8 +108,8 @@ def _hold_factor_again(linear: nn.Module, _: Any) -> None:
 
 
 def put_factors_together(linears: Mapping[str, nn.Module]) -> None:
-    """Makes linears of one parent, given by name, hold their factors in one tensor, in order. An op
-    that reads several of them then takes that tensor, or a part of it."""
+    """Makes the linears of one parent hold their factors in one tensor, in order. The linears are
+    given by name. An op that reads several linears then takes that tensor, or a part of it."""
     of_parents: dict[tuple[str, torch.device], list[DividedLinear]] = {}
     for path, linear in linears.items():
         if isinstance(linear, DividedLinear) and linear.weight_factors is not None:
@@ -125,16 +129,17 @@ def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._buffers[name] = tensor
 
 
-# Rows of words that are transposed at once: 7 MB for 14336 columns.
+# The number of rows of words that are transposed at once. With 14336 columns, these rows take 7 MB.
 _TURNED_ROWS = 1024
 
 
 def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Transposes words [A, B / 8] of eight codes along B, and returns words [B, A / 8] along A.
+    """Transposes words [A, B / 8], which hold eight codes each along B, and returns words [B, A /
+    8] that hold codes along A.
 
-    words: int32; A and B are multiples of 8. order: for each code of a word, the nibble that holds
-    it, in the given words and in the result. A second call undoes the first. The result is
-    contiguous, and the function needs little other memory.
+    `words` is int32, and A and B are multiples of 8. `order` gives, for each code of a word, the
+    nibble that holds the code, in the given words and in the result. A second call undoes the
+    first. The result is contiguous, and the function needs little other memory.
     """
     rows, columns = words.shape
     turned = words.new_empty(8 * columns, rows // 8)
@@ -145,35 +150,35 @@ def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
         of_blocks = slice(first // 8, first // 8 + len(blocks))
         for place, nibble in enumerate(order):
             codes = (blocks >> (4 * nibble)) & 15
-            # No two codes share a bit, so their sum joins them, including the sign bit.
+            # No two codes share a bit, so their sum joins them. This includes the sign bit.
             joined = (codes << shifts.view(1, 8, 1)).sum(1, dtype=torch.int32)
             by_place[:, place, of_blocks] = joined.t()
     return turned
 
 
 def nibbles_of_words(words: torch.Tensor) -> torch.Tensor:
-    """Returns the codes, 0 to 15, in words of eight codes, the first in the lowest bits: [N, W] ->
-    [N, 8 W]."""
+    """Returns the codes, from 0 to 15, of words [N, W] as [N, 8 W]. Each word holds eight codes,
+    with the first in the lowest bits."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2)
 
 
 def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
-    """Returns the codes, 0 to 255, in words of four codes, the first in the lowest bits: [N, W] ->
-    [N, 4 W]. They are the bytes in memory order, because PyTorch compiles for little-endian
-    machines only."""
+    """Returns the codes, from 0 to 255, of words [N, W] as [N, 4 W]. Each word holds four codes,
+    with the first in the lowest bits. The codes are the bytes in memory order, because PyTorch
+    compiles for little-endian machines only."""
     return words.contiguous().view(torch.uint8)
 
 
 def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the exact numbers in bytes of two E2M1 codes, the first in the lower bits: [.., W] ->
-    [.., 2 W]."""
+    """Returns the exact numbers that bytes [.., W] stand for, as [.., 2 W]. Each byte holds two
+    E2M1 codes, with the first in the lower bits."""
     return fp4.decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), dtype)
 
 
 def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Returns x rounded to the nearest E2M1 number or, halfway between two, to the one with the
-    even code. NaN stays NaN."""
+    """Returns x rounded to the nearest E2M1 number. Halfway between two numbers, it returns the
+    number with the even code. NaN stays NaN."""
     size, rounded = x.abs(), torch.zeros_like(x)
     for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
         middle = (below + above) / 2
@@ -182,13 +187,13 @@ def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
     return rounded * torch.sign(x)
 
 
-#: Scales that may be equal in linears that read one activation.
+#: The names of scales that may be equal in linears that read one activation.
 SHARED = ("input_scale", "input_global_scale", "pre_quant_scale")
 
 
 def share_equal_scales(linears: Mapping[str, nn.Module]) -> None:
-    """Makes linears of one parent, given by name, share one tensor for equal scales of activations.
-    Patterns then see that the linears read one rounded activation."""
+    """Makes the linears of one parent share one tensor for equal scales of activations. The linears
+    are given by name. Patterns then see that the linears read one rounded activation."""
     known: dict[tuple[str, str, bytes], nn.Parameter] = {}
     for (path, linear), name in product(linears.items(), SHARED):
         scale = linear._parameters.get(name)

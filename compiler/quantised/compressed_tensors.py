@@ -1,7 +1,8 @@
 """Reads linears of compressed-tensors as they are stored, that is compressed.
 
-The library decompresses all of them at the first forward, and wraps each module's forward in a way
-that Dynamo cannot trace. The arithmetic is that of its `quantization/lifecycle/forward_helpers.py`.
+The library decompresses all linears in the first forward pass, and wraps each module's forward in a
+way that Dynamo cannot trace. The arithmetic is that of its
+`quantization/lifecycle/forward_helpers.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewright.compiler.model_cache import cache_in
 from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
     DividedLinear,
@@ -30,15 +32,15 @@ _LIMITS = {
     ("int", 8): (-128.0, 127.0),
     ("float", 4): (-fp4.MAX, fp4.MAX),
 }
-#: The bytes of positive e4m3 numbers are below this one, which is NaN.
+#: This byte is NaN in e4m3. The bytes of the positive numbers are below it.
 _FINITE_SCALES = 0x7F
-#: The number by which the library replaces a scale of zero, by the scale's dtype.
+#: The number with which the library replaces a scale of zero, by the dtype of the scale.
 _LEAST_SCALE = {torch.float8_e4m3fn: 0.125, torch.uint8: 1.0}
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How activations are rounded: the fields of the library's `QuantizationArgs`."""
+    """The way in which activations are rounded: the fields of the library's `QuantizationArgs`."""
 
     kind: str
     bits: int
@@ -53,10 +55,12 @@ class Rounding:
 
 
 class CompressedLinear(CodedLinear):
-    """A linear of compressed-tensors. rounding: that of its activations, or None.
+    """A linear of compressed-tensors.
 
-    strategy: the strategy of the weight's scales, "tensor", "channel", "group", "tensor_group" or
-    "block". block: the rows and columns that share a scale, if strategy is "block".
+    strategy: the strategy of the weight's scales, that is "tensor", "channel", "group",
+        "tensor_group" or "block".
+    block: the rows and columns that share a scale, if `strategy` is "block".
+    rounding: the rounding of its activations, or None.
     """
 
     weight: torch.Tensor
@@ -76,15 +80,16 @@ class CompressedLinear(CodedLinear):
         return f"{super().extra_repr()}, {self.strategy}, {self.rounding or 'x as it is'}"
 
     def codes(self) -> torch.Tensor:
-        """Returns the codes [N, K], in the dtype of the scales."""
+        """Returns the codes [N, K] in the dtype of the scales."""
         return self.weight.to(self.scales().dtype)
 
     def scales(self) -> torch.Tensor:
-        """Returns the scales as they are stored: [1], [N, 1], [N, K / group] or by blocks."""
+        """Returns the scales as they are stored: [1], [N, 1], [N, K / group], or one for each
+        block."""
         return self.weight_scale
 
     def zeros(self) -> torch.Tensor | None:
-        """Returns the zero points, in the shape of the scales."""
+        """Returns the zero points in the shape of the scales."""
         return getattr(self, "weight_zero_point", None)
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
@@ -101,7 +106,7 @@ class CompressedLinear(CodedLinear):
         return (codes * scales).reshape(self.out_features, self.in_features).to(dtype)
 
     def _of_blocks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns numbers, one for each block, repeated to one for each element of the weight."""
+        """Returns numbers, of which each block has one, repeated for each element of the weight."""
         rows, columns = self.block
         spread = numbers.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return spread[: self.out_features, : self.in_features]
@@ -123,7 +128,7 @@ class CompressedLinear(CodedLinear):
         how = self.rounding
         assert how is not None
         low, high = _LIMITS[how.kind, how.bits]
-        # For a matrix x the library takes one scale for all tokens, although the strategy is
+        # For a matrix x, the library takes one scale for all tokens, although the strategy is
         # "token".
         whole = how.strategy == "tensor" or (how.strategy == "token" and x.dim() == 2)
         dims = tuple(range(x.dim())) if whole else (-1,)
@@ -147,17 +152,19 @@ class CompressedLinear(CodedLinear):
 
 
 def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
-    """Returns x, which is in units of its scale, clamped and rounded to the format's numbers, in
-    x's dtype."""
+    """Returns x clamped and rounded to the numbers of the format. x is in units of its scale, and
+    keeps its dtype."""
     if (how.kind, how.bits) == ("float", 4):
         return nearest_e2m1(x)
     return x.round() if how.kind == "int" else x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
-    """Returns the MX scales of groups, given their largest magnitudes. A magnitude is rounded down
-    to a power of two, or up if it is at least 1.75 times that power, and divided by the power of
-    two below `most`."""
+    """Returns the MX scales of groups, given the largest magnitude of each group.
+
+    A magnitude is rounded down to a power of two, or up if it is at least 1.75 times that power.
+    The result is divided by the power of two below `most`.
+    """
     digits = -math.frexp(torch.finfo(largest.dtype).eps)[1] + 1
     bits = largest.view(torch.int32 if digits > 16 else torch.int16).to(torch.int32)
     exponent = (bits + (1 << (digits - 2))) >> digits
@@ -168,8 +175,8 @@ def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
 
 
 class FloatLinear(CompressedLinear, DividedLinear):
-    """A linear of 4-bit E2M1 codes, two to a byte, the even one in the low nibble. NVFP4 divides
-    its scales by a number; the scales of MXFP4 are powers of two."""
+    """A linear of 4-bit E2M1 codes. Each byte has two codes, with the even one in the low nibble.
+    NVFP4 divides its scales by a number. The scales of MXFP4 are powers of two."""
 
     weight_packed: torch.Tensor
 
@@ -194,9 +201,12 @@ class FloatLinear(CompressedLinear, DividedLinear):
 
 
 def _decodes_alike(divisor: torch.Tensor, factor: torch.Tensor) -> bool:
-    """Whether weights in NVFP4 are the same bfloat16 numbers if scales are multiplied by a factor,
-    as if they are divided by its reciprocal, for all codes and scales. On the meta device, which
-    has no numbers, they count as the same."""
+    """Whether an NVFP4 weight has the same bfloat16 numbers if its scales are multiplied by
+    `factor` as if they are divided by `divisor`.
+
+    The function compares all codes and scales. On the meta device, which has no numbers, the answer
+    is True.
+    """
     if divisor.is_meta:
         return True
     scales = torch.arange(_FINITE_SCALES, dtype=torch.uint8, device=divisor.device)
@@ -207,14 +217,16 @@ def _decodes_alike(divisor: torch.Tensor, factor: torch.Tensor) -> bool:
 
 
 class PackedLinear(CompressedLinear):
-    """A linear of 4-bit codes, eight to a word along K; a stored code is 8 more than its value."""
+    """A linear of 4-bit codes. Each word has eight codes along K, and a stored code is 8 more than
+    its value."""
 
     weight_packed: torch.Tensor
-    #: The number that is added to codes and zero points to store them.
+    #: The number that is added to codes and zero points when they are stored.
     offset = 8
 
     def unpacked(self, words: torch.Tensor) -> torch.Tensor:
-        """Returns the non-negative codes of words [rows, columns], unpacked along the columns."""
+        """Returns the non-negative codes of words [rows, columns]. The words are unpacked along the
+        columns."""
         return nibbles_of_words(words)
 
     def codes(self) -> torch.Tensor:
@@ -229,7 +241,8 @@ class PackedLinear(CompressedLinear):
 
 
 class PackedBytesLinear(PackedLinear):
-    """A linear of 8-bit codes, four to a word along K; a stored code is 128 more than its value."""
+    """A linear of 8-bit codes. Each word has four codes along K, and a stored code is 128 more than
+    its value."""
 
     offset = 128
 
@@ -253,36 +266,44 @@ def _status(module: nn.Module) -> str:
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """Returns a module that decodes in PyTorch, or why there is none; None for other libraries."""
+    """Returns a module that decodes in PyTorch, or the reason why there is none. Returns None for
+    other libraries' modules."""
     if _status(module) == "decompressed":
-        return "its codes are gone: a forward pass came before `prepare`, which has to come first"
+        return (
+            "its codes are gone because the model ran before `prepare`; call `prepare` before "
+            "the first forward pass"
+        )
     if not is_compressed(module):
         return None
     scheme: Any = module.quantization_scheme
     if keys_and_values_of(module) is not None:
-        return None  # a hook of the module rounds them
+        return None  # a hook of the module rounds its results
     if type(module) is not nn.Linear:
-        return f"a {type(module).__name__} of compressed-tensors is not read; nn.Linear is"
+        return f"`prepare` reads nn.Linear of compressed-tensors, not {type(module).__name__}"
     if scheme.output_activations is not None:
         return "its results are quantised"
     weights = scheme.weights
     if weights is None:
         return "its weights are not quantised"
     if getattr(module, "weight_g_idx", None) is not None:
-        return "its columns are in another order (actorder), which its groups do not follow"
+        return (
+            "its columns are in another order (actorder), and its groups do not follow this order"
+        )
     if _is_moved(module):
-        return "its tensors are moved to the device for each call; load the whole model there"
+        return (
+            "its tensors are moved to the device for each call; load the whole model on the device"
+        )
     kind = _KINDS.get(
         (_text(weights.type), weights.num_bits, "weight_packed" in module._parameters)
     )
     if kind is None:
         return (
-            f"{weights.type}{weights.num_bits} weights of compressed-tensors are not read; "
-            "CompressedTensorsConfig(dequantize=True) makes them dense while they are loaded"
+            f"{weights.type}{weights.num_bits} weights of compressed-tensors cannot be read as "
+            "codes; CompressedTensorsConfig(dequantize=True) makes them dense while they are loaded"
         )
     scale: Any = module.weight_scale
     if weights.num_bits == 8 and not scale.is_floating_point():
-        return "its scales are exponents (MXFP8), which are not read"
+        return "its scales are exponents (MXFP8), which `prepare` does not read"
     rounds = getattr(module, "quantization_enabled", True)
     rounding = _rounding(scheme.input_activations if rounds else None)
     if isinstance(rounding, str):
@@ -302,15 +323,16 @@ _KINDS: dict[tuple[str, int, bool], type[CompressedLinear]] = {
 
 
 def _is_moved(module: nn.Module) -> bool:
-    """Whether the library keeps a module's tensors on another device, and moves them at each
-    call."""
+    """Whether the library keeps a module's tensors on another device, and moves them to the device
+    in each call."""
     kept: Any = module._parameters
     here, there = (getattr(kept, f"{side}_device", None) for side in ("onload", "offload"))
     return there is not None and str(here) != str(there)
 
 
 def _rounding(args: Any) -> Rounding | str | None:
-    """Returns how the library rounds activations, or why that is not read; None if it does not."""
+    """Returns how the library rounds activations, or the reason why this rounding cannot be read.
+    Returns None if the library does not round them."""
     if args is None:
         return None
     if not args.symmetric:
@@ -318,7 +340,7 @@ def _rounding(args: Any) -> Rounding | str | None:
     if (_text(args.type), args.num_bits) not in _LIMITS:
         return f"its activations are {args.type}{args.num_bits}"
     if args.num_bits == 8 and args.scale_dtype == torch.uint8:
-        return "its activations have exponents (MXFP8) for scales, which are not read"
+        return "the scales of its activations are exponents (MXFP8), which `prepare` does not read"
     strategy = _text(args.strategy)
     if strategy not in ("token", "tensor", "group", "tensor_group"):
         return f"its activations are rounded per {strategy}"
@@ -334,14 +356,14 @@ def _rounding(args: Any) -> Rounding | str | None:
 
 
 def _text(value: Any) -> str:
-    """Returns the word of an option that is a string or a member of an enumeration."""
+    """Returns the word of an option. The option is a string or a member of an enumeration."""
     return str(getattr(value, "value", value))
 
 
 @dataclass(frozen=True)
 class RoundedKeysAndValues:
     """A cache that rounds keys and values before it stores them, as the library's
-    `QuantizedKVCache` does. scales: those of keys and of values."""
+    `QuantizedKVCache` does. `scales` are the scales of keys and of values."""
 
     cache: Any
     scales: tuple[torch.Tensor, torch.Tensor]
@@ -360,8 +382,8 @@ class RoundedKeysAndValues:
 
 
 def keys_and_values_of(attention: nn.Module) -> Rounding | None:
-    """Returns how the library rounds the keys and values of an attention, if it has one scale for
-    each; None if it does not round, or rounds in another way."""
+    """Returns how the library rounds the keys and values of an attention, if each of the two has
+    one scale. Returns None if the library does not round them, or rounds in another way."""
     children, scheme = attention._modules, getattr(attention, "quantization_scheme", None)
     if "kv_cache" not in children or "impl" in children or scheme is None:
         return None
@@ -372,8 +394,8 @@ def keys_and_values_of(attention: nn.Module) -> Rounding | None:
 
 
 def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
-    """Replaces the library's hooks that round keys and values by hooks that Dynamo can trace;
-    returns functions that put the old ones back."""
+    """Replaces the library's hooks that round keys and values by hooks that Dynamo can trace.
+    Returns functions that put the old hooks back."""
     undo: list[Callable[[], None]] = []
     for module in model.modules():
         hooks = module._forward_pre_hooks
@@ -385,21 +407,26 @@ def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _rounds_keys_and_values(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Rounds keys and values in a hook that runs before an attention. Leaves a cache alone that
-    stores eight bits (`PagedLayer.stored`): it rounds itself, and a number is rounded only once."""
-    cache, rounding = kwargs.get("past_key_values"), keys_and_values_of(module)
+    """Rounds keys and values in a hook that runs before an attention.
+
+    A cache that stores eight bits (`PagedLayer.stored`) rounds numbers itself, and a number must be
+    rounded only once. Therefore the hook changes nothing for such a cache.
+    """
+    name, cache = cache_in(kwargs)
+    rounding = keys_and_values_of(module)
     if cache is None or rounding is None:
         return args, kwargs
-    layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+    layers = getattr(cache, "layers", ())  # the memory of continuous batching has none
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
     if getattr(layer, "stored", None) is None:
         scales = module.k_scale, module.v_scale
-        kwargs = kwargs | {"past_key_values": RoundedKeysAndValues(cache, scales, rounding)}
+        kwargs = kwargs | {name: RoundedKeysAndValues(cache, scales, rounding)}
     return args, kwargs
 
 
 def without_decompression(model: nn.Module) -> list[Callable[[], None]]:
-    """Removes the hooks that decompress all modules at the first forward of a model; returns
-    functions that put them back."""
+    """Removes the hooks that decompress all modules in the first forward pass of a model. Returns
+    functions that put the hooks back."""
     undo: list[Callable[[], None]] = []
     for module in model.modules():
         if (handle := getattr(module, "ct_decompress_hook", None)) is not None:

@@ -1,8 +1,8 @@
 """Reads mixtures of gpt-oss in MXFP4, as transformers gives them to the hub's Triton kernels.
 
-The weights are objects of the hub, not tensors, and the hub's routing breaks the graph for every
-backend. Arithmetic: transformers `integrations/mxfp4.py`, and `matmul_ogs` of the hub's
-`gpt-oss-triton-kernels`, which adds biases and applies the activation in fp32.
+The weights are objects of the hub's code, not tensors, and the hub's routing breaks the graph for
+every backend. The arithmetic is that of transformers `integrations/mxfp4.py`, and `matmul_ogs` of
+the hub's `gpt-oss-triton-kernels`, which adds biases and applies the activation in fp32.
 
 Dimension letters: E experts, N rows, K columns of a weight.
 """
@@ -17,7 +17,7 @@ from torch import nn
 from tilewright.compiler.quantised.coded_experts import CodedExperts
 from tilewright.compiler.quantised.coded_linear import floats_of_bytes
 
-#: The hub's layouts that have a method to undo them.
+#: Layouts of the hub's code that have a method to undo the layout.
 _LAYOUTS = ("StridedLayout", "HopperMXValueLayout", "HopperMXScaleLayout")
 _PROJECTIONS = ("gate_up_proj", "down_proj")
 #: The number of codes that share a scale.
@@ -25,8 +25,11 @@ BLOCK = 32
 
 
 class Mxfp4Experts(CodedExperts):
-    """Holds, for each projection, the tensors of the file: *_blocks [E, N, K / 32, 16], low nibble
-    first, and *_scales [E, N, K / 32], both uint8; *_bias [E, N]."""
+    """Experts that hold, for each projection, the tensors of the file.
+
+    These are *_blocks [E, N, K / 32, 16] with the low nibble first, *_scales [E, N, K / 32] and
+    *_bias [E, N]. Blocks and scales are uint8.
+    """
 
     def __init__(self, experts: Any, weights: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
@@ -50,14 +53,15 @@ class Mxfp4Experts(CodedExperts):
     def _product(
         self, name: str, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
     ) -> torch.Tensor:
-        """Returns rows, sorted by expert, times their expert's weight, plus its bias, in fp32."""
+        """Returns rows times the weight of their expert plus its bias, in fp32. The rows are sorted
+        by expert."""
         product = torch.ops.transformers.grouped_mm_fallback(
             x.float(), self.weight_of_codes(name), offs=ends
         )
         return product + self.get_parameter(f"{name}_bias")[expert].float()
 
     def _hidden(self, both: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the activation of gate and up, whose columns alternate in `both`."""
+        """Returns the activation of gate and up. Their columns alternate in `both`."""
         gate = both[..., ::2].clamp(max=self.limit)
         up = both[..., 1::2].clamp(-self.limit, self.limit)
         return (gate * torch.sigmoid(self.alpha * gate) * (up + 1)).to(dtype)
@@ -68,7 +72,8 @@ class Mxfp4Experts(CodedExperts):
 
 
 class RoutedExperts(nn.Module):
-    """x [B, L, H] -> the experts' results [B, L, H], and the router's logits [B * L, E]."""
+    """A mixture x [B, L, H] that returns the experts' results [B, L, H] and the router's logits [B
+    * L, E]."""
 
     def __init__(self, router: nn.Module, experts: nn.Module) -> None:
         super().__init__()
@@ -82,7 +87,8 @@ class RoutedExperts(nn.Module):
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """Returns a module that decodes in PyTorch, or why there is none; None for other libraries."""
+    """Returns a module that decodes in PyTorch, or the reason why there is none. Returns None for
+    other libraries' modules."""
     if not type(module).__module__.startswith("transformers.integrations.mxfp4"):
         return None
     found: Any = module
@@ -91,18 +97,18 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
     if type(module).__name__ != "Mxfp4GptOssMLP":
         return None
     if type(found.router).__name__ != "GptOssTopKRouter":
-        return f"its router is a {type(found.router).__name__}, which is not read"
+        return f"its router is a {type(found.router).__name__}, which `prepare` does not read"
     experts = _experts(found.experts)
     return experts if isinstance(experts, str) else RoutedExperts(found.router, experts)
 
 
 def _experts(experts: Any) -> nn.Module | str:
     if getattr(experts, "_is_hooked", False):
-        return "its experts are shared among ranks"
+        return "its experts are spread over ranks"
     if experts.limit is None:
-        return "its activation is not clamped, as gpt-oss has it"
+        return "its activation is not clamped as that of gpt-oss"
     if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
-        return "transformers has no grouped_mm_fallback; transformers 5 has"
+        return "this transformers has no grouped_mm_fallback; transformers 5 has it"
     weights = {}
     for name in _PROJECTIONS:
         found = _stored(experts, name)
@@ -114,7 +120,7 @@ def _experts(experts: Any) -> nn.Module | str:
 
 def _stored(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor] | str:
     """Returns (blocks [E, N, K / 32, 16], scales [E, N, K / 32]) of a projection in the layout of
-    files, or why that is not possible."""
+    files, or the reason why that is not possible."""
     if hasattr(experts, f"{name}_blocks"):
         blocks, scales = (getattr(experts, f"{name}_{part}") for part in ("blocks", "scales"))
         return blocks.detach(), scales.detach()
@@ -133,16 +139,16 @@ def _stored(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor] | str:
 
 
 def _as_in_files(tensor: Any) -> Any:
-    """Returns the bytes [E, N, bytes] of a tensor of the hub, whose layouts are [E, bytes, N], or
-    why that is not possible."""
+    """Returns the bytes [E, N, bytes] of a tensor of the hub, or the reason why that is not
+    possible. The hub's layouts are [E, bytes, N]."""
     data, layout = tensor.storage.data, tensor.storage.layout
     if data.dtype != torch.uint8:
         return f"it is stored as {data.dtype}"
     if type(layout).__name__ not in _LAYOUTS:
-        return f"the layout {type(layout).__name__} is not read"
+        return f"`prepare` does not read the layout {type(layout).__name__}"
     if type(layout).__name__ != "StridedLayout" and data.is_meta:
-        return "its bytes, in another order, are on the meta device"
+        return "its bytes are in another order, and on the meta device they cannot be put in order"
     found = layout.unswizzle_data(data)
     if found is not data and not torch.equal(layout.swizzle_data(found), data):
-        return f"{type(layout).__name__} does not undo its own order"
+        return f"{type(layout).__name__} cannot undo its own order"
     return found.transpose(-2, -1)

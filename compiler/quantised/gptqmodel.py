@@ -1,10 +1,10 @@
 """Reads 4-bit linears of gptqmodel that compute in PyTorch (backends "torch" and "torch_awq").
 
-The GPTQ linear caches by `Tensor.is_inference()`, which Dynamo cannot trace, and shifts by a
-buffer, whose contents no graph shows. Dynamo can trace the AWQ linear, but each of its words holds
-codes of eight rows of the weight. Kernels are fastest if all K codes in a row of the weight are
-contiguous. Therefore both are laid out like that, once. The arithmetic is that of the library's
-`dequantize_weight` and `dequantize_gemm`.
+The GPTQ linear asks `Tensor.is_inference()` about its cached tensors, which Dynamo cannot trace,
+and it shifts by a buffer, whose contents no graph shows. Dynamo can trace the AWQ linear, but each
+of its words holds codes of eight rows of the weight. Kernels are fastest if all K codes in a row of
+the weight are contiguous. Therefore this module lays out the codes of both in this way, once. The
+arithmetic is that of the library's `dequantize_weight` and `dequantize_gemm`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _GroupedLinear(CodedLinear):
 
 
 class GptqLinear(_GroupedLinear):
-    """A linear with qweight [K / 8, N], qzeros [K / group, N / 8] and scales [K / group, N]:
+    """A linear with qweight [K / 8, N], qzeros [K / group, N / 8] and scales [K / group, N], where
     `weight[n, k] = scale * (code - zero)`.
 
     A word of qweight has the codes of eight columns. The codes in a row of the weight are
@@ -67,10 +67,10 @@ class GptqLinear(_GroupedLinear):
 
 
 class AwqLinear(_GroupedLinear):
-    """A linear with words [N, K / 8] int32, qzeros [K / group, N / 8] and scales [K / group, N]:
-    `weight[n, k] = (code - zero) * scale`.
+    """A linear with words [N, K / 8] int32, qzeros [K / group, N / 8] and scales [K / group, N],
+    where `weight[n, k] = (code - zero) * scale`.
 
-    Each of `words` has the codes of eight columns, in AWQ's order. qzeros and scales have the
+    A word of `words` has the codes of eight columns, in AWQ's order. qzeros and scales have the
     library's layout: a word of qzeros has the zeros of eight rows.
 
     `load_state_dict` also accepts the library's `qweight` [K, N / 8] in place of `words`.
@@ -111,32 +111,39 @@ def _group_of(module: Any) -> int:
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """Returns a module that decodes in PyTorch, or why there is none; None for other libraries."""
+    """Returns a module that decodes in PyTorch, or the reason why there is none. Returns None for
+    other libraries' modules."""
     if not type(module).__module__.startswith("gptqmodel.nn_modules.qlinear"):
         return None
     name = type(module).__name__
     if name not in _READ:
         backend = "torch_awq" if "awq" in name.lower() else "torch"
-        return f'{name} has its codes in an order of its own; load with backend="{backend}"'
+        return (
+            f'{name} stores its codes in a special order; load the model with backend="{backend}"'
+        )
     made, obstacle = _READ[name]
     return _common_obstacle(module) or obstacle(module) or made(module)
 
 
 def _common_obstacle(found: Any) -> str | None:
     if found.bits != 4 or found.pack_dtype != torch.int32 or getattr(found, "planar", False):
-        return f"{found.bits}-bit codes in {found.pack_dtype} are not read; 4-bit in int32 are"
+        return (
+            f"{found.bits}-bit codes in {found.pack_dtype} cannot be read; 4-bit codes in int32 can"
+        )
     if found.adapter is not None:
         return "it has an adapter"
     if found.in_features % _group_of(found) or found.in_features % 8 or found.out_features % 8:
-        return "its last group or word is filled up"
+        return "its last group or word is padded"
     return None
 
 
 def _gptq_obstacle(found: Any) -> str | None:
     if found.qzero_format() != 2:
-        return "its zeros are stored less one (GPTQ v1); gptqmodel makes them v2 in post_init"
+        return (
+            "its zeros are stored minus one (GPTQ v1); gptqmodel converts them to v2 in post_init"
+        )
     if any(getattr(found, name, False) for name in ("online_full_had", "online_partial_had")):
-        return "its activations are rotated (Hadamard) before they are read"
+        return "its activations are rotated (Hadamard) before the product"
     if found.g_idx.is_meta:
         return "its tensors are on the meta device, where the order of columns is not known"
     expected = torch.arange(found.in_features, device=found.g_idx.device) // _group_of(found)
@@ -152,8 +159,8 @@ def _awq_obstacle(found: Any) -> str | None:
     return None
 
 
-#: By the name of a class of the library: the module that replaces it, and the function that says
-#: why it cannot.
+#: For the name of each class of the library: the module that replaces it, and the function that
+#: says why a module cannot be replaced.
 _READ: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any], str | None]]] = {
     "TorchLinear": (GptqLinear, _gptq_obstacle),
     "AwqTorchLinear": (AwqLinear, _awq_obstacle),

@@ -2,8 +2,8 @@
 
     model = load_modelopt("nvidia/Llama-3.1-8B-Instruct-FP4", device_map="cuda")
 
-transformers loads them with a quantizer that is registered here: linears hold the file's own codes
-and scales, and decode them in plain PyTorch (`modelopt_linears.py`).
+transformers loads them with a quantizer that this module registers. The linears then hold the
+file's own codes and scales, and decode them in plain PyTorch (`modelopt_linears.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 _KV_SCALES = ("k_scale", "v_scale")
 
 
-#: The class of linears, by `quant_algo`.
+#: The class of linears for each `quant_algo`.
 ALGORITHMS: dict[str, type[Float8]] = {
     "FP8": Float8,
     "FP8_PER_CHANNEL_PER_TOKEN": Float8PerToken,
@@ -60,7 +60,7 @@ ALGORITHMS: dict[str, type[Float8]] = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint: its name, dtype and shape, and the file that it is in."""
+    """A tensor of a checkpoint: its name, dtype and shape, and the file in which it is."""
 
     name: str
     file: str
@@ -68,8 +68,8 @@ class Stored:
     shape: tuple[int, ...]
 
     def expect(self, dtype: torch.dtype | None, shape: Sequence[int]) -> None:
-        """Raises ValueError for another shape, not counting dimensions of one, or another dtype
-        (None allows any)."""
+        """Raises ValueError if the tensor has another shape or dtype. Dimensions of size one do not
+        count. If `dtype` is None, any dtype is allowed."""
         squeezed = tuple(n for n in self.shape if n != 1)
         if dtype not in (None, self.dtype) or squeezed != tuple(n for n in shape if n != 1):
             expected = f"{dtype or 'a float'} {list(shape)}"
@@ -86,8 +86,11 @@ class Stored:
 
 @register_quantization_config(_METHOD)
 class ModelOptConfig(QuantizationConfigMixin):
-    """ModelOpt's `quantization`. quant_algo: the algorithm of all linears; for "MIXED_PRECISION",
-    `quantized_layers` has the algorithm of each."""
+    """ModelOpt's `quantization`.
+
+    `quant_algo` is the algorithm of all linears. If it is "MIXED_PRECISION", `quantized_layers` has
+    the algorithm of each linear.
+    """
 
     def __init__(
         self, quant_algo: str, quantized_layers: Mapping[str, Any] | None = None, **_: Any
@@ -97,8 +100,8 @@ class ModelOptConfig(QuantizationConfigMixin):
         self.quantized_layers = dict(quantized_layers or {})
 
     def linear_of(self, path: str) -> type[Float8]:
-        """Returns the class of a linear by its name; raises ValueError for an algorithm without
-        one."""
+        """Returns the class for a linear, given by its name. Raises ValueError for an algorithm
+        without a class."""
         own = self.quantized_layers.get(path, {}).get("quant_algo", self.quant_algo)
         if str(own).upper() not in ALGORITHMS:
             known = ", ".join(ALGORITHMS)
@@ -108,7 +111,10 @@ class ModelOptConfig(QuantizationConfigMixin):
 
 @register_quantizer(_METHOD)
 class ModelOptQuantizer(HfQuantizer):
-    """Puts linears that decode in PyTorch into a model before transformers loads its weights."""
+    """Replaces a model's linears before transformers loads its weights.
+
+    The new linears decode their codes with PyTorch operations.
+    """
 
     quantization_config: ModelOptConfig
     is_trainable = False
@@ -134,7 +140,7 @@ class ModelOptQuantizer(HfQuantizer):
                 one.refuse(f"expected {path}.weight_scale beside codes, got none")
 
     def _coded(self, linear: nn.Linear, path: str, stored: Mapping[str, Stored]) -> Float8:
-        """Returns the linear that replaces a dense one, on the meta device."""
+        """Returns the linear that replaces a dense one. It is on the meta device."""
         kind = self.quantization_config.linear_of(path)
         for name in kind.needed:
             if f"{path}.{name}" not in stored:
@@ -158,8 +164,8 @@ class ModelOptQuantizer(HfQuantizer):
                 model.set_submodule(path, experts.together())
 
     def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
-        """Leaves out the conversions that join experts into one tensor, where the model keeps
-        experts apart."""
+        """Leaves out the conversions that join experts into one tensor, for experts that the model
+        holds separately."""
         apart = any(isinstance(module, ExpertsApart) for module in model.modules())
         merging = ("experts.gate_up_proj", "experts.down_proj")
         kept = [
@@ -171,7 +177,7 @@ class ModelOptQuantizer(HfQuantizer):
 
 
 class ExpertsApart(nn.Module):
-    """Experts as files have them, each with its own linears, while they are loaded."""
+    """Experts as the files hold them while they are loaded: each expert has linears of its own."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -185,14 +191,18 @@ class ExpertsApart(nn.Module):
                 self.add_module(str(expert), nn.ModuleDict(linears))
 
     def together(self) -> ModelOptExperts:
-        """Returns the experts with one tensor for each projection of all experts."""
+        """Returns experts that hold one tensor for each projection, with the weights of all
+        experts."""
         experts: Any = [module for module in self.children() if module is not self.activation]
         return ModelOptExperts(experts, self.activation)
 
 
 def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
-    """Replaces a model's experts in one tensor by experts with their own linears, if the file has
-    codes of experts. Raises ValueError if the file has codes of some experts, but not of these."""
+    """Replaces experts in one tensor by experts with linears of their own, if the file has codes of
+    experts.
+
+    Raises ValueError if the file has codes of some experts, but not of these.
+    """
     coded = {path for name in stored if (path := _experts_of(name))}
     for path, module in list(model.named_modules()):
         if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
@@ -204,23 +214,23 @@ def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
 
 
 def _experts_of(name: str) -> str:
-    """Returns the path of the experts, if a tensor is the scale of an expert's weight; "" for
-    others."""
+    """Returns the path of the experts if a tensor is the scale of an expert's weight. Returns ""
+    for other tensors."""
     path, _, own = name.rpartition(".")
     parts = path.rsplit(".", 2)
     return parts[0] if own == "weight_scale" and len(parts) == 3 and parts[1].isdigit() else ""
 
 
 def is_plain(experts: Any) -> bool:
-    """Whether experts compute silu(gate) * up or the like, with gate's rows first, without
-    biases."""
+    """Whether experts compute silu(gate) * up or a similar product, with gate's rows first and
+    without biases."""
     known = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
     return known and not (experts.has_bias or experts.is_transposed) and experts.is_concatenated
 
 
 def _module_at(model: nn.Module, path: str, one: Stored) -> nn.Module:
-    """Returns the module that a tensor of a checkpoint belongs to; raises ValueError if none
-    does."""
+    """Returns the module to which a tensor of a checkpoint belongs. Raises ValueError if there is
+    none."""
     try:
         return model.get_submodule(path)
     except AttributeError:
@@ -228,7 +238,8 @@ def _module_at(model: nn.Module, path: str, one: Stored) -> nn.Module:
 
 
 def _linear_at(model: nn.Module, path: str, one: Stored) -> nn.Linear:
-    """Returns the linear that a tensor belongs to; raises ValueError if the module is no linear."""
+    """Returns the linear to which a tensor belongs. Raises ValueError if the module is no
+    linear."""
     found = _module_at(model, path, one)
     if not isinstance(found, nn.Linear):
         one.refuse(f"expected an nn.Linear of the model at {path}, got {type(found).__name__}")
@@ -236,7 +247,7 @@ def _linear_at(model: nn.Module, path: str, one: Stored) -> nn.Linear:
 
 
 def stored_in(file: str) -> list[Stored]:
-    """Returns the tensors in a file of safetensors."""
+    """Returns the tensors in a safetensors file."""
     with safe_open(file, framework="pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return [
@@ -248,14 +259,14 @@ def stored_in(file: str) -> list[Stored]:
 def load_modelopt(name: str | Path, **options: Any) -> nn.Module:
     """Loads a causal language model from a checkpoint of ModelOpt.
 
-    name: a folder, or a name on the hub. options: those of transformers' `from_pretrained`, such as
-    device_map. Reads hf_quant_config.json, or `quantization_config` in config.json. Scales of keys
-    and values become parameters of the modules that the file names; `tools.paged_cache.kv_scales`
-    collects them.
+    `name` is a folder, or a name on the hub. `options` are the options of transformers'
+    `from_pretrained`, such as `device_map`. The function reads hf_quant_config.json, or
+    `quantization_config` in config.json. Scales of keys and values become parameters of the modules
+    that the file names; `tools.paged_cache.kv_scales` collects them.
 
-    Raises FileNotFoundError for a path that is no folder; ValueError, with the file and the tensor,
-    for a tensor that does not fit its format, and for algorithms other than FP8 (per tensor, per
-    channel and token, or by blocks) and NVFP4.
+    Raises FileNotFoundError for a path that is no folder. Raises ValueError, which names the file
+    and the tensor, for a tensor that does not fit its format, and for algorithms other than FP8
+    (per tensor, per channel and token, or by blocks) and NVFP4.
     """
     if _is_path(name) and not Path(name).expanduser().is_dir():
         raise FileNotFoundError(f"name: expected a checkpoint's folder, got {str(name)!r}")
@@ -272,6 +283,6 @@ def load_modelopt(name: str | Path, **options: Any) -> nn.Module:
 
 
 def _is_path(name: str | Path) -> bool:
-    """Whether a name is a path, and no `owner/model` of the hub."""
+    """Whether a name is a path and not an `owner/model` of the hub."""
     text = str(name)
     return isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1

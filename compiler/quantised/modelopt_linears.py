@@ -24,10 +24,11 @@ Shape = tuple[int, ...]
 
 
 class Float8(CodedLinear):
-    """A linear of weight [N, K] e4m3 and weight_scale [1, 1]. Activations are rounded in steps of
+    """A linear with weight [N, K] e4m3 and weight_scale [1, 1]. It rounds activations in steps of
     input_scale [].
 
-    stored: the dtype of codes. needed: the tensors that a file must have.
+    stored: the dtype of codes.
+    needed: the names of the tensors that a file must have.
     """
 
     weight: torch.Tensor
@@ -43,7 +44,8 @@ class Float8(CodedLinear):
         return {"weight": (rows, columns), "weight_scale": (1, 1)}
 
     def settle(self) -> None:
-        """Reshapes the tensors to :meth:`shapes`: files may have other dimensions of size one."""
+        """Reshapes the tensors to :meth:`shapes`, because files may have other dimensions of size
+        one."""
         for name, shape in self.shapes(self.out_features, self.in_features).items():
             tensor = self._parameters[name]
             assert tensor is not None
@@ -56,8 +58,8 @@ class Float8(CodedLinear):
         return self.rounded_by(x, self._parameters.get("input_scale"))
 
     def rounded_by(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
-        """Returns activations as the format rounds them. input_scale: [], or [M, 1] for each
-        row."""
+        """Returns activations as the format rounds them. `input_scale` is [], or [M, 1] with a
+        scale for each row."""
         assert input_scale is not None
         return _in_steps(x, input_scale.float())
 
@@ -68,8 +70,8 @@ class Float8(CodedLinear):
 
 
 class Float8PerToken(Float8):
-    """A linear with weight_scale [N, 1]. The scale of a token's activations follows from the
-    largest of them."""
+    """A linear with weight_scale [N, 1]. The largest activation of a token decides the scale of the
+    token's activations."""
 
     needed = ("weight", "weight_scale")
 
@@ -85,7 +87,7 @@ class Float8PerToken(Float8):
 
 
 class Float8Blocks(Float8):
-    """A linear with weight_scale [N / 128, K / 128]; activations are not rounded."""
+    """A linear with weight_scale [N / 128, K / 128]. It does not round activations."""
 
     needed = ("weight", "weight_scale")
 
@@ -104,9 +106,14 @@ class Float8Blocks(Float8):
 
 
 class Float4(Float8):
-    """A linear in NVFP4: weight [N, K / 2], bytes of two E2M1 codes, the even one low; weight_scale
-    [N, K / 16] e4m3, weight_scale_2 [1, 1]. Activations are rounded to the same format, with
-    input_scale [] in place of weight_scale_2."""
+    """A linear in NVFP4.
+
+    weight: [N, K / 2], bytes that hold two E2M1 codes each, with the even one in the low nibble.
+    weight_scale: [N, K / 16] in e4m3.
+    weight_scale_2: [1, 1].
+    input_scale: []. Activations are rounded to the same format, with this scale in place of
+        weight_scale_2.
+    """
 
     weight_scale_2: torch.Tensor
     stored = torch.uint8
@@ -134,7 +141,7 @@ class Float4(Float8):
 
 
 class Float4Weights(Float4):
-    """A linear in NVFP4 whose activations are not rounded."""
+    """A linear in NVFP4 that does not round its activations."""
 
     needed = ("weight", "weight_scale", "weight_scale_2")
 
@@ -143,9 +150,12 @@ class Float4Weights(Float4):
 
 
 class ModelOptExperts(CodedExperts):
-    """Experts of gated linears. gate_up, down: linears with the stacked tensors of all experts; the
-    rows of up follow those of gate. experts: for each, the linears gate_proj, up_proj,
-    down_proj."""
+    """Experts that are gated linears.
+
+    gate_up, down: the linears with the stacked tensors of all experts. The rows of up follow the
+        rows of gate.
+    experts: the linears gate_proj, up_proj and down_proj of each expert, from which they are built.
+    """
 
     def __init__(self, experts: Sequence[nn.ModuleDict], activation: nn.Module) -> None:
         super().__init__()
@@ -162,17 +172,19 @@ class ModelOptExperts(CodedExperts):
 def _product(
     linears: Float8, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
 ) -> torch.Tensor:
-    """Returns rows, sorted by expert and rounded as the format rounds them, times their expert's
-    weight."""
+    """Returns rows times the weight of their expert. The rows are sorted by expert, and rounded as
+    the format rounds them."""
     scale = linears._parameters.get("input_scale")
     x = linears.rounded_by(x, None if scale is None else scale.view(-1, 1)[expert])
     return _grouped_linear(x, linears.weight_of_codes(x.dtype), ends)
 
 
 def _stacked(parts: Sequence[Sequence[Any]]) -> Float8:
-    """Returns a linear with the tensors of all experts, [E, ...]. parts: for each expert, the
-    linears whose rows follow each other. Raises ValueError if their activations have different
-    scales, and for tensors that the format does not need."""
+    """Returns a linear with the tensors of all experts, [E, ...].
+
+    `parts` holds, for each expert, the linears whose rows follow each other. Raises ValueError if
+    their activations have different scales, and for tensors that the format does not need.
+    """
     first = parts[0][0]
     others = {name for own in parts for part in own for name in part.state_dict()} - {*first.needed}
     if others:

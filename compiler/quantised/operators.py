@@ -4,10 +4,11 @@ declared by default.
     y = finegrained_fp8::w8a8_block_dynamic_fp8_matmul(x, codes, scales, [128, 128], bfloat16)
     ⇒   y = _scaled_mm(e4m3(x / s), codes.t(), s, scales.t(), out_dtype=bfloat16)
 
-Each meaning rounds activations by its library's formula. It stands for the call while patterns
-look, and never runs itself. Therefore a product may be written in a narrower dtype than the library
-sums in. The fused op that replaces it has the format's own arithmetic. Parameters have the names in
-the operators' schemas. Dimension letters: M rows, K and N of a weight [N, K], E experts.
+Each meaning rounds activations by the formula of its library. A meaning stands for the call while
+patterns look at the graph, and never runs itself. Therefore it may write a product in a narrower
+dtype than the dtype in which the library sums. The fused op that replaces the product has the
+format's own arithmetic. The parameters have the names of the arguments in the operators' schemas.
+Dimension letters: M rows, K and N of a weight [N, K], E experts.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _LEAST_DIVISOR = 1e-12
 
 
 class UnfitError(Exception):
-    """Raised for a call that a declared meaning cannot replace. Says why and, if the usual advice
-    does not apply, what to do."""
+    """Raised for a call that a declared meaning cannot replace. Its message says why. If the usual
+    hint does not apply, it also says what to do."""
 
     def __init__(self, why: str, hint: str = "") -> None:
         super().__init__(why)
@@ -40,8 +41,8 @@ class UnfitError(Exception):
 def _product(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Returns the product [M, N] of codes [M, K] and [N, K] with scales by blocks, [M, K / block]
-    and [N / block, ...]."""
+    """Returns the product [M, N] of codes [M, K] and codes [N, K]. Their scales are by blocks, [M,
+    K / block] and [N / block, ...]."""
     groups, columns = scale.shape[1], codes.shape[1]
     if groups not in (1, -(-columns // BLOCK)):
         raise UnfitError(f"which has no form for {groups} scales along {columns} columns")
@@ -55,8 +56,8 @@ def _product(
 
 
 def _rounded(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Returns codes [M, K / block, block] of rows [M, K] and their scales, amax / 448 of each
-    block."""
+    """Returns codes [M, K / block, block] of rows [M, K], and their scales. The scale of a block is
+    amax / 448."""
     blocks = x.float().unflatten(-1, (-1, block))
     scale = blocks.abs().amax(-1, keepdim=True) / E4M3_MAX
     return (blocks / scale.clamp(min=_LEAST_DIVISOR)).to(_E4M3), scale
@@ -102,13 +103,13 @@ def block_static(
 
 
 def _rows(x: Tensor, block: int) -> Tensor:
-    """Returns rows [M, K] rounded to the numbers that their codes stand for."""
+    """Returns rows [M, K], rounded to the numbers that their codes stand for."""
     codes, scale = _rounded(x, block)
     return (codes.float() * scale).flatten(-2).to(x.dtype)
 
 
 def _experts(codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns the weights [E, N, K] of codes and of scales [E, N / block, K / block] or [E]; the
+    """Returns the weights [E, N, K] for codes and for scales [E, N / block, K / block] or [E]. The
     divisions round up."""
     by_block = scale.float().reshape(len(codes), *(scale.shape[1:] or (1, 1)))
     for dim in (1, 2):
@@ -150,8 +151,11 @@ def block_batched(
     block_size: Sequence[int],
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns each row times its expert's weight. The operator leaves rows of experts from E on as
-    they are; here such rows get the last expert."""
+    """Returns each row times the weight of its expert.
+
+    Rows may have an expert number of E or more. The operator does not write such rows; here they
+    are multiplied by the last expert.
+    """
     own = _experts(B, Bs, block_size, A.dtype)[expert_ids.clamp(0, len(B) - 1)]
     y = torch.bmm(own, _rows(A, block_size[1]).unsqueeze(-1)).squeeze(-1)
     return y.to(output_dtype or A.dtype)
@@ -180,7 +184,7 @@ def mx(**_: Any) -> None:
 def by_rows(
     XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None, **_: Any
 ) -> Tensor:
-    """Returns the product of e4m3 codes with e4m3 codes, both with a scale for each row."""
+    """Returns the product of e4m3 codes with e4m3 codes. Both have a scale for each row."""
     codes = XQ.reshape(-1, XQ.shape[-1])
     y = _product(codes, x_scale.reshape(-1, 1), WQ, w_scale.reshape(-1, 1), torch.bfloat16)
     y = y if bias is None else (y + bias).to(torch.bfloat16)
@@ -214,7 +218,7 @@ def deep_gemm_of_groups(**_: Any) -> None:
 
 
 def _factors(sf: Tensor) -> Tensor:
-    """Returns scales in float32; they may be stored as UE8M0, four bytes to a word."""
+    """Returns scales in float32. They may be stored as UE8M0, with four bytes to a word."""
     if sf.dtype != torch.int32:
         return sf
     # A column of size one counts as contiguous, whatever its stride is.
@@ -237,11 +241,11 @@ def gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """Returns the product of A with a quantised weight. A byte of the weight has two codes, the
-    first in the high nibble, and each block of the flattened weight has a scale.
+    """Returns the product of `A` with a quantised weight. Each byte of the weight has two codes,
+    with the first in the high nibble, and each block of the flattened weight has a scale.
 
-    Refuses scales that are codes too. Decoding them would need a kernel of its own in each call,
-    which would write an eighth of the codes' bytes for the op to read again.
+    Refuses scales that are codes, too. Decoding them would need another kernel in each call, which
+    would write an eighth of the bytes of the codes, and the op would read these bytes again.
     """
     if absmax_8bit is not None:
         raise UnfitError(
@@ -256,7 +260,7 @@ def gemm_4bit(
 
 
 def int8_codes(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:
-    """Returns codes [.., K] and the largest magnitude of each row [M]; rows of zeros have codes
+    """Returns codes [.., K] and the largest magnitude of each row [M]. Rows of zeros have codes
     0."""
     if threshold:
         raise UnfitError("for all columns; with a threshold some are multiplied apart")
@@ -293,13 +297,13 @@ def nvfp4_gemv(a: Tensor, b: Tensor, b_sf: Tensor, alpha: Tensor) -> Tensor:
 
 def nvfp4_matmul(**_: Any) -> None:
     raise UnfitError(
-        "for activations that PyTorch rounds; here an operator has made codes of them",
-        "have them rounded in PyTorch, as the library does it: tilewright.compiler.prepare(model), "
+        "for activations that PyTorch rounds; here an operator has rounded them to codes",
+        "let PyTorch round them as the library does: tilewright.compiler.prepare(model), "
         "between from_pretrained and torch.compile",
     )
 
 
-#: Meanings by `kernel::name` of the hub, which stands for all builds, or a library's
+#: The meanings by `kernel::name` of the hub, which stands for all builds, or by a library's
 #: `namespace::name`.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_block_dynamic_fp8_matmul": block_dynamic,

@@ -1,6 +1,8 @@
-"""Reads linears whose weight is a tensor subclass of torchao or quanto, by the tensors inside it.
+"""Reads linears whose weight is a tensor subclass of torchao or quanto. It reads the tensors inside
+the subclass.
 
-Arithmetic: torchao `quantization/quantize_/workflows/`, quanto `library/qbytes_mm.py`.
+The arithmetic is that of torchao's `quantization/quantize_/workflows/` and of quanto's
+`library/qbytes_mm.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from tilewright.ops.formats import scale_layout
 
 
 class ScaledBehind(CodedLinear):
-    """A linear of codes [N, K] int8, scale [N]: x @ codes^T, rounded to x's dtype, times the
-    scale."""
+    """A linear of codes [N, K] int8 with scale [N]. It computes x @ codes^T, rounds the product to
+    x's dtype, and multiplies it by the scale."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -32,13 +34,13 @@ class ScaledBehind(CodedLinear):
 
 
 class ScaledInside(CodedLinear):
-    """A linear of codes [N, K], with a scale for each row, for all, or for a block of a row's
-    columns."""
+    """A linear of codes [N, K] that multiplies the codes by their scales before the product. There
+    is a scale for each row, for the whole weight, or for each block of a row's columns."""
 
     codes: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
-    #: The dtype in which the weight is decoded; None for that of the scale.
+    #: The dtype in which the weight is decoded; None for the dtype of the scale.
     decoded: torch.dtype | None = None
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
@@ -51,17 +53,17 @@ class ScaledInside(CodedLinear):
         return weight.reshape(self.out_features, self.in_features).to(dtype)
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the numbers [N, K] that the codes stand for, in dtype."""
+        """Returns the numbers [N, K] that the codes stand for, in `dtype`."""
         return self.codes.to(dtype)
 
     def scales(self) -> torch.Tensor:
-        """Returns the factors of each row's codes, one for each block."""
+        """Returns the factors of each row's codes. Each block has one factor."""
         return self.scale
 
 
 class Float4(ScaledInside):
-    """A linear in NVFP4: E2M1 codes, two to a byte, with the even column in the low nibble; e4m3
-    scales times a factor that all share."""
+    """A linear in NVFP4. Each byte holds two E2M1 codes, with the even column in the low nibble.
+    The e4m3 scales are multiplied by one factor that all share."""
 
     decoded = torch.float32
     factor: torch.Tensor | None
@@ -81,11 +83,11 @@ class Float8(ScaledInside):
 
 
 class Int4(ScaledInside):
-    """A linear of codes [N, K / 2], two to a byte, with the even column in the low nibble.
+    """A linear of codes [N, K / 2]. Each byte holds two codes, with the even column in the low
+    nibble.
 
-    Scales and zeros are [N, K / group]:
-    w = (code - 8) * scale + zero, rounded to bfloat16, the dtype in which torchao's kernels
-    multiply.
+    Scales and zeros are [N, K / group]. The weight is (code - 8) * scale + zero, rounded to
+    bfloat16, which is the dtype in which torchao's kernels multiply.
     """
 
     zero: torch.Tensor
@@ -111,7 +113,7 @@ class Intx(ScaledInside):
 
 
 def _int8(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """Reads torchao's Int8Tensor, whose linear ignores zero points."""
+    """Reads torchao's Int8Tensor. Its linear ignores zero points."""
     if weight.act_quant_kwargs is not None:
         return "its activations are int8, which no fused op takes"
     if weight.block_size[-1] < weight.qdata.shape[-1]:
@@ -139,7 +141,7 @@ def _intx(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
 
 
 def _int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """Reads torchao's Int4Tensor: signed codes; scales and zeros by columns."""
+    """Reads torchao's Int4Tensor, which has signed codes, and scales and zeros by columns."""
     if weight.activation_dtype != torch.bfloat16:
         return "its activations are float8, which no fused op takes with int4"
     # With bit 3 flipped, codes of -8 to 7 become 0 to 15.
@@ -148,16 +150,19 @@ def _int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
 
 
 def _tiled_int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """Reads torchao's Int4TilePackedTo4dTensor: a padded weight, with words in the order of tensor
-    cores' operands, and scales and zeros by columns (PyTorch, `native/cuda/int4mm.cu`)."""
+    """Reads torchao's Int4TilePackedTo4dTensor.
+
+    It has a padded weight, with words in the order of tensor cores' operands, and scales and zeros
+    by columns (PyTorch, `native/cuda/int4mm.cu`).
+    """
     words = weight.qdata
     if words.dim() != 4 or words.shape[2:] != (32, 4):
-        return f"its words are not those of tiles of 8 rows and 128 columns: {[*words.shape]}"
+        return f"its words do not form tiles of 8 rows and 128 columns: {[*words.shape]}"
     rows, columns = weight.shape
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     codes = ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
-    # The axes are: tile of rows, tile of columns, row, pair in 8 columns, 32 columns of the tile,
-    # even or odd column of the pair, half of the 32 columns, half of these 16 columns.
+    # The axes are: tile of rows; tile of columns; row; pair in 8 columns; block of 32 columns in
+    # the tile; even or odd column of the pair; half of the 32 columns; half of these 16 columns.
     codes = codes.unflatten(-1, (2, 2, 2)).unflatten(2, (8, 4)).permute(0, 2, 1, 4, 6, 7, 3, 5)
     codes = codes.flatten(2).flatten(0, 1)[:rows, :columns]
     packed = codes[:, ::2] | codes[:, 1::2] << 4
@@ -204,23 +209,26 @@ def _quanto(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
 
 
 def _marlin(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """Reads quanto's MarlinF8QBytesTensor: float8 codes and scales, in the order of a GPU's
-    kernel."""
+    """Reads quanto's MarlinF8QBytesTensor. Its float8 codes and scales are in the order that a
+    GPU's kernel needs."""
     if bias is not None:
-        return "the library's kernel for it leaves the bias out"
+        return "the library's kernel ignores the bias"
     plain = weight.weight_qbytes_tensor()  # its method for saving, which gives plain order
     return _made(ScaledInside, weight, bias, plain._data, plain._scale)
 
 
-#: Reads a weight of one class, with a bias: returns the linear that decodes it, or why there is
-#: none.
+#: A function that reads a weight of one class, with a bias. It returns the linear that decodes the
+#: weight, or the reason why there is none.
 _Read = Callable[[Any, torch.Tensor | None], CodedLinear | str]
 
 
 @dataclass(frozen=True)
 class _Class:
-    """A class of weights. read: its reader. once: why only `prepare` decodes it; "" if a graph
-    does, too."""
+    """A class of weights.
+
+    read: its reader.
+    once: the reason why only `prepare` decodes the weight; "" if a graph does, too.
+    """
 
     read: _Read
     once: str = ""
@@ -253,7 +261,7 @@ def _made(
     return kind(columns, rows, tensors, **options)
 
 
-#: What to do about a weight that is not read.
+#: The hint for a weight that cannot be read.
 INSTEAD = (
     "store the decoded weight in its place (`module.weight = "
     "nn.Parameter(module.weight.dequantize())`)"
@@ -261,24 +269,24 @@ INSTEAD = (
 
 
 def read(kind: type, weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
-    """Returns the linear that decodes a weight in PyTorch, or why there is none.
+    """Returns the linear that decodes a weight in PyTorch, or the reason why there is none.
 
-    kind: the weight's class. weight: the weight, or an object with its attributes.
+    `kind` is the class of the weight. `weight` is the weight, or an object with its attributes.
     """
     known = _class_of(kind)
     if known is None:
-        return f"a weight that is a {kind.__module__}.{kind.__name__} is not read"
+        return f"`prepare` does not read weights of the class {kind.__module__}.{kind.__name__}"
     if getattr(weight, "act_pre_scale", None) is not None:
         return "its activations are scaled before they are read"
     try:
         return known.read(weight, bias)
     except AttributeError as error:
-        return f"this release of its library has another {kind.__name__}: {error}"
+        return f"the installed release of its library has another {kind.__name__}: {error}"
 
 
 def obstacle(weight: torch.Tensor) -> tuple[str, bool]:
-    """Returns (why a graph does not decode a weight that is its input, "" if it does; whether
-    `prepare` reads the weight)."""
+    """Returns why a graph does not decode a weight that is its input ("" if it does), and whether
+    `prepare` reads the weight."""
     known = _class_of(type(weight))
     with _compat.fake_mode_of(_compat.parts_of(weight)) or nullcontext():
         made = read(type(weight), weight, None)
@@ -292,7 +300,8 @@ def _class_of(kind: type) -> _Class | None:
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
-    """Returns a module that decodes in PyTorch, or why there is none; None for a plain weight."""
+    """Returns a module that decodes in PyTorch, or the reason why there is none. Returns None for a
+    plain weight."""
     weight: Any = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear) or not hasattr(weight, "__tensor_flatten__"):
         return None

@@ -3,8 +3,8 @@
     model = AutoModelForCausalLM.from_config(config)            # dense, on the meta device
     put_codes(model, config_dict["quantization_config"])        # its linears hold codes now
 
-The modules are those that `prepare` would make of the loaded checkpoint, on the meta device. No
-library is needed, except compressed-tensors and torchao for their own checkpoints.
+The modules are the ones that `prepare` would make of the loaded checkpoint, but on the meta device.
+No library is needed, except compressed-tensors and torchao for their own checkpoints.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from tilewright.ops.formats.fp8_block import BLOCK
 
 Stated = Mapping[str, Any]
 _E4M3 = torch.float8_e4m3fn
-#: Constants of bitsandbytes: how many codes share a scale, and the magnitude of outliers.
+#: Constants of bitsandbytes: the number of codes that share a scale, and the magnitude from which a
+#: number is an outlier.
 _TABLE_BLOCK, _THRESHOLD = 64, 6.0
-#: The columns in a group of GPTQ's and AWQ's codes if a configuration names no size: the default of
-#: transformers' GPTQConfig and AwqConfig.
+#: The number of columns in a group of GPTQ's and AWQ's codes if a configuration names none. It is
+#: the default of transformers' GPTQConfig and AwqConfig.
 DEFAULT_GROUP_SIZE = 128
 
 
 class BlockLinear(CodedLinear):
-    """A linear of FineGrainedFP8: weight [N, K] e4m3, and weight_scale_inv by blocks, or one
-    number. Its product is what `operators` declares for the hub's operator."""
+    """A linear of FineGrainedFP8, with weight [N, K] e4m3, and weight_scale_inv, which holds scales
+    by blocks or a single number. Its product is the one that `operators` declares for the hub's
+    operator."""
 
     weight: torch.Tensor
     weight_scale_inv: torch.Tensor
@@ -70,8 +72,8 @@ class BlockLinear(CodedLinear):
 
 
 class BlockExperts(CodedExperts):
-    """Experts of FineGrainedFP8: gate_up_proj [E, 2 I, H] and down_proj [E, H, I] e4m3, with scales
-    by blocks."""
+    """Experts of FineGrainedFP8, with gate_up_proj [E, 2 I, H] and down_proj [E, H, I] in e4m3 and
+    scales by blocks."""
 
     def __init__(self, experts: Any, stated: Stated) -> None:
         super().__init__()
@@ -96,25 +98,30 @@ class BlockExperts(CodedExperts):
 def put_codes(model: nn.Module, stated: Stated) -> None:
     """Replaces modules of a dense model on the meta device by modules that hold codes.
 
-    stated: `quantization_config` of the checkpoint's config.json, or ModelOpt's `quantization`.
+    `stated` is the `quantization_config` of the checkpoint's config.json, or ModelOpt's
+    `quantization`.
 
-    Raises ValueError, with the method, if a configuration alone does not say what is needed.
+    Raises ValueError, which names the method, if a configuration alone does not give enough
+    information.
     """
     method = str(stated.get("quant_method", "modelopt" if "quant_algo" in stated else ""))
     if method not in METHODS:
         known = ", ".join(METHODS)
         raise ValueError(
-            f"quant_method {method!r}: its modules cannot be made of a configuration alone; those "
-            f"of {known} can. A function that loads the checkpoint can be inspected, too"
+            f"quant_method {method!r}: modules of this method cannot be built from a "
+            f"configuration alone; modules of {known} can. For others, inspect a function that "
+            "loads the checkpoint"
         )
     METHODS[method](model, stated)
     _share_scales(model)
 
 
 def _share_scales(model: nn.Module) -> None:
-    """Makes the linears of one parent share a scale of activations. In checkpoints, linears that
-    read one activation have equal scales, which `share_equal_scales` finds; here scales have no
-    values."""
+    """Makes the linears of one parent share a scale of activations.
+
+    In checkpoints, linears that read one activation have equal scales, and `share_equal_scales`
+    finds them. Here scales have no values, so the linears of a parent are taken instead.
+    """
     for parent in model.modules():
         shared: dict[tuple[str, torch.Size], torch.Tensor] = {}
         linears = [one for one in parent.children() if isinstance(one, CodedLinear)]
@@ -147,11 +154,11 @@ def _finegrained(model: Any, stated: Stated) -> None:
 def _gptq(model: Any, stated: Stated) -> None:
     _check_four_bits("gptq", stated)
     if stated.get("desc_act") and _group_size(stated) > 0:
-        raise ValueError("gptq: desc_act: expected false: groups of columns in another order are "
-                         "not read as codes")  # fmt: skip
+        raise ValueError("gptq: desc_act: expected false; no pattern reads codes whose groups "
+                         "have columns in another order")  # fmt: skip
     if stated.get("modules_in_block_to_quantize"):
-        raise ValueError("gptq: modules_in_block_to_quantize: expected none: every linear of a "
-                         "layer has codes here")  # fmt: skip
+        raise ValueError("gptq: modules_in_block_to_quantize: expected none; every linear of a "
+                         "layer must have codes")  # fmt: skip
     head = not stated.get("lm_head", False)
     skips = _skips(model, stated.get("modules_to_not_convert") or [], head)
     _put(model, skips, lambda _, one: GptqLinear(_grouped("gptq", stated, one, packs_columns=True)))
@@ -175,8 +182,9 @@ def _bitsandbytes(model: Any, stated: Stated) -> None:
         raise ValueError(f"bitsandbytes: bnb_4bit_quant_type: expected one of {list(TABLES)}, "
                          f"got {kind!r}")  # fmt: skip
     if not four and threshold <= 0:
-        raise ValueError("bitsandbytes: llm_int8_threshold: expected more than 0: without columns "
-                         "of outliers the library's own operators compute the product")  # fmt: skip
+        raise ValueError("bitsandbytes: llm_int8_threshold: expected more than 0; without columns "
+                         "of outliers, the library's own operators compute the "
+                         "product")  # fmt: skip
     compute = str(stated.get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
 
     def made(linear: nn.Linear) -> nn.Module:
@@ -202,7 +210,9 @@ def _mxfp4(model: Any, stated: Stated) -> None:
     found = [(name, module) for name, module in model.named_modules()
              if type(module).__name__ == "GptOssExperts" and not skips(name)]  # fmt: skip
     if not found:
-        raise ValueError("mxfp4: expected the experts of gpt-oss, got a model without them")
+        raise ValueError(
+            "mxfp4: expected a model with the experts of gpt-oss, got a model without such experts"
+        )
     for name, experts in found:
         weights = {}
         for own in ("gate_up_proj", "down_proj"):
@@ -226,7 +236,7 @@ def _modelopt(model: Any, stated: Stated) -> None:
         return skips(name) or any(fnmatch(name, e) or name.endswith(e) for e in excluded)
 
     if any(not is_dense(name) for name, _ in _stacked_experts(model)):
-        raise ValueError("modelopt: experts: their files say which codes they have; "
+        raise ValueError("modelopt: experts: only the files say which codes the experts have; "
                          "tilewright.compiler.load_modelopt(name) loads them")  # fmt: skip
 
     def made(name: str, linear: nn.Linear) -> nn.Module:
@@ -248,7 +258,7 @@ def _modelopt(model: Any, stated: Stated) -> None:
 
 
 def _compressed_tensors(model: Any, stated: Stated) -> None:
-    """Lets the library lay out its modules, and replaces these by modules that decode."""
+    """Lets the library lay out its modules, and replaces these modules by modules that decode."""
     from transformers.quantizers import AutoHfQuantizer
 
     try:
@@ -257,15 +267,15 @@ def _compressed_tensors(model: Any, stated: Stated) -> None:
         with torch.device("meta"):
             quantiser.preprocess_model(model)
     except ImportError as error:
-        raise ValueError(f"compressed-tensors: the library lays out its modules: {error}") from (
-            error
-        )
+        raise ValueError(
+            f"compressed-tensors: the library itself must build its modules: {error}"
+        ) from (error)
     if left := prepare(model).left:
         raise ValueError(f"compressed-tensors: {left[0].name}: {left[0].reason}")
 
 
 def _torchao(model: Any, stated: Stated) -> None:
-    """Lets the library quantise the linears, whose weights have no values."""
+    """Lets the library quantise the linears. Their weights have no values."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     skips = _skips(model, stated.get("modules_to_not_convert"))
@@ -275,12 +285,12 @@ def _torchao(model: Any, stated: Stated) -> None:
         kind = AutoQuantizationConfig.from_dict(dict(stated)).quant_type
         quantize_(model, kind, lambda one, name: type(one) is nn.Linear and not skips(name))
     except ImportError as error:
-        raise ValueError(f"torchao: the library lays out its weights: {error}") from error
+        raise ValueError(f"torchao: the library itself must build its weights: {error}") from error
     if left := prepare(model).left:
         raise ValueError(f"torchao: {left[0].name}: {left[0].reason}")
 
 
-#: The methods by `quant_method`.
+#: The function for each method, by `quant_method`.
 METHODS: Mapping[str, Callable[[Any, Stated], None]] = {
     "fp8": _finegrained,
     "compressed-tensors": _compressed_tensors,
@@ -305,10 +315,11 @@ def _by_blocks(rows: int, columns: int, block: Any) -> tuple[int, int]:
 
 
 def _skips(model: Any, named: Any, head: bool = False) -> Callable[[str], bool]:
-    """Returns a function that tells, by a module's name, whether a method leaves the module dense.
+    """Returns a function that takes the name of a module and tells whether a method leaves the
+    module dense.
 
-    named: the modules that the configuration names; None for transformers' own choice, the head.
-    head: whether the head stays dense even if it is not named.
+    `named` holds the modules that the configuration names; if it is None, transformers' own choice
+    applies, which is the head. `head` says whether the head stays dense even if it is not named.
     """
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -321,7 +332,7 @@ def _skips(model: Any, named: Any, head: bool = False) -> Callable[[str], bool]:
 def _put(
     model: nn.Module, skips: Callable[[str], bool], made: Callable[[str, nn.Linear], nn.Module]
 ) -> None:
-    """Replaces the linears of a model, except those that are skipped."""
+    """Replaces the linears of a model, except the linears that the method skips."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and not skips(name):
             model.set_submodule(name, made(name, module).train(module.training))
@@ -337,7 +348,10 @@ def _check_plain(method: str, experts: Any) -> None:
     from tilewright.compiler.quantised.modelopt import is_plain
 
     if not is_plain(experts):
-        raise ValueError(f"{method}: experts of {type(experts).__name__} are not made here")
+        raise ValueError(
+            f"{method}: experts of the class {type(experts).__name__} cannot be "
+            "built from a configuration"
+        )
 
 
 def _check_four_bits(method: str, stated: Stated) -> None:
@@ -349,8 +363,8 @@ def _check_four_bits(method: str, stated: Stated) -> None:
 
 
 def _group_size(stated: Stated) -> int:
-    """Returns the number of columns in a group; zero or less if a row is one group. Transformers'
-    default if the configuration names no size."""
+    """Returns the number of columns in a group. Zero or less means that a row is one group. If the
+    configuration names no size, returns transformers' default."""
     named = [stated[key] for key in ("group_size", "q_group_size") if key in stated]
     return int(named[0]) if named else DEFAULT_GROUP_SIZE
 
@@ -358,8 +372,8 @@ def _group_size(stated: Stated) -> int:
 def _grouped(
     method: str, stated: Stated, linear: nn.Linear, packs_columns: bool
 ) -> SimpleNamespace:
-    """Returns a stand-in for gptqmodel's linear in place of a dense one: words of eight codes along
-    K, or along N. Raises ValueError if the last group or the last word is incomplete."""
+    """Returns a stand-in for gptqmodel's linear, to replace a dense one. Its words hold eight codes
+    along K or along N. Raises ValueError if the last group or the last word is incomplete."""
     rows, columns = linear.weight.shape
     group = _group_size(stated)
     group = columns if group <= 0 else group

@@ -1,4 +1,5 @@
-"""The outcome of a compilation as data, to print and to save: matches, misses, kernels."""
+"""The outcome of a compilation as data that can be printed and saved: matches, misses and
+kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Kernel:
         return emit(self.spec)
 
     def build(self, target: str | None = None) -> Artifact:
-        """Cross-compiles for `target` (default: the spec's own); needs no GPU.
+        """Cross-compiles for `target`, which needs no GPU. The default is the target of the
+        kernel's own spec.
 
         Returns an Artifact with ptx, cubin and audit. Raises BuildError with the compiler's
         message.
@@ -53,12 +55,15 @@ class Kernel:
 class Site:
     """One fused site.
 
-    shapes: facts for a reader to check. lowering, reason: how the op is computed, and why so. node:
-    the op's name in the rewritten graph. absorbed: names of the original graph's nodes that it
-    replaces. intermediate_bytes: size of the values among them that leave the graph (the op may
-    make some values of its own); 0 if it is not known before the run. launches: the number of
-    kernels that the op itself starts. `kernels` also has the kernels of ops that compute its
-    arguments, such as `mask_blocks`, which are nodes of their own.
+    shapes: facts that a reader can check.
+    lowering, reason: the way in which the op is computed, and the reason for it.
+    node: the name of the op in the rewritten graph.
+    absorbed: the names of the original graph's nodes that the op replaces.
+    intermediate_bytes: the size of the values that leave the graph together with these nodes; 0 if
+        it is not known before the run. The op may make some of these values itself.
+    launches: the number of kernels that the op itself starts.
+    kernels: the kernels of the op, and the kernels of ops that compute its arguments, such as
+        `mask_blocks`. The latter ops are nodes of their own.
     """
 
     pattern: str
@@ -81,7 +86,8 @@ class Site:
 
     @property
     def kernel(self) -> str:
-        """Names of the emitted kernels, comma-separated; empty if a library does the work."""
+        """The names of the emitted kernels, separated by commas. It is empty if a library does the
+        work."""
         return ", ".join(k.spec.name for k in self.kernels)
 
 
@@ -89,10 +95,12 @@ class Site:
 class GraphReport:
     """The outcome for one Dynamo graph. `str()` prints what `lower` prints.
 
-    modules: the graph before and after; None in a report :meth:`without_graphs`. seconds: the time
-    of each phase. inputs: the graph's inputs that shared memory when it was traced. points: the
-    graph's census; empty if fusing did not begin. target, graph_breaks: as in Lowered, for this
-    graph alone. node_counts: set only in a report without graphs.
+    modules: the graph before and after fusing; None in a report :meth:`without_graphs`.
+    seconds: the time of each phase.
+    inputs: the graph's inputs that shared memory when the graph was traced.
+    points: the census of the graph; empty if fusing did not begin.
+    target, graph_breaks: the fields of `Lowered`, for this graph alone.
+    node_counts: the number of nodes before and after fusing, set only in a report without graphs.
     """
 
     modules: tuple[fx.GraphModule, fx.GraphModule] | None
@@ -141,7 +149,7 @@ class GraphReport:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The report as JSON-ready data, as the option `report` writes it."""
+        """The report as JSON-ready data, in the form in which the option `report` writes it."""
         return self.lowered.as_dict()
 
     @property
@@ -153,8 +161,8 @@ class GraphReport:
 
     def without_graphs(self) -> GraphReport:
         """Returns the report as text and numbers only. A graph holds fake tensors, sources and
-        sometimes weights, and a process that compiles for months must not keep the models that it
-        dropped."""
+        sometimes weights. A process that compiles for months must not keep models alive that it no
+        longer uses."""
         misses = tuple(miss.without_graph() for miss in self.misses)
         counts = self.nodes, self.nodes_after
         return replace(self, modules=None, misses=misses, inputs=None, node_counts=counts)
@@ -174,8 +182,9 @@ class Lowered:
 
     @property
     def misses(self) -> list[Miss]:
-        """The misses of every graph, then graph breaks, each place once. If a graph break cut a
-        graph, its miss replaces the misses for points in the parts that no pattern recognises."""
+        """The misses of every graph, followed by the graph breaks. Each place occurs once. If a
+        graph break cut a graph, the miss of the break replaces the misses for points that no
+        pattern recognises in the parts."""
         found = [m for g in self.graphs for m in g.misses]
         breaks = [m for m in found if m.pattern == CAPTURE]
         breaks += [break_miss(text) for text in self.graph_breaks]
@@ -186,7 +195,8 @@ class Lowered:
 
     @property
     def lost(self) -> list[Miss]:
-        """The misses that lose something the user asked for; the others are advice."""
+        """The misses in which something that the user asked for is lost. The other misses are
+        advice."""
         return [m for m in self.misses if m.is_lost]
 
     @property
@@ -195,15 +205,15 @@ class Lowered:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """Every distinct kernel, in order of first use."""
+        """Every distinct kernel, in the order in which the graphs use the kernels first."""
         found = {k.spec.name: k for m in self.matches for k in m.kernels}
         return list(found.values())
 
     @cached_property
     def census(self) -> Census:
-        """The points of all graphs, each with the match or miss that it belongs to, or why it is of
-        no interest. A point is a product with a weight, a softmax, a write into memory from
-        outside, or a choice of the largest."""
+        """The points of all graphs. A point is a product with a weight, a softmax, a write into
+        memory from outside, or a choice of the largest. Each point has the match or the miss to
+        which it belongs, or the reason why it is of no interest."""
         from tilewright.compiler.report.census import Census
 
         census = Census(tuple(point for graph in self.graphs for point in graph.points))
@@ -237,19 +247,22 @@ NO_GRAPH = Miss(
     "NO_GRAPH",
     Stage.ANCHORED,
     "Nothing was captured: Dynamo met no tensor operation that it could trace",
-    hint="check that neither the model nor a function it calls is under torch.compiler.disable, is "
-    "already compiled by itself, or is a generator; TORCH_LOGS=graph_breaks,dynamo says more",
+    hint="check that neither the model nor a function that it calls is under "
+    "torch.compiler.disable, is already compiled by itself, or is a generator; "
+    "TORCH_LOGS=graph_breaks,dynamo gives more details",
 )
 
 
 def unless_cut(misses: Sequence[Miss], is_cut: bool) -> Sequence[Miss]:
-    """Returns the misses of a graph. If graph breaks cut it (is_cut), leaves out the misses for
-    points that no pattern recognises, because the parts of a cut site look like such points."""
+    """Returns the misses of a graph. If graph breaks cut the graph (`is_cut`), leaves out the
+    misses for points that no pattern recognises, because the parts of a cut site look like such
+    points."""
     return [miss for miss in misses if miss.code != UNRECOGNISED] if is_cut else misses
 
 
 def break_miss(reason: str) -> Miss:
-    """Makes the miss of a graph break from its text: Dynamo's reason, and lines with hints."""
+    """Makes the miss of a graph break from its text, which has Dynamo's reason and lines with
+    hints."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
     return Miss(
@@ -281,7 +294,8 @@ Placed = TypeVar("Placed", Site, Miss)
 
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
-    """Joins equal sites of different layers: (a representative, collapsed scope, count)."""
+    """Joins equal sites of different layers. Returns a representative, the collapsed scope and the
+    count of each."""
     return [(g[0], scope, len(g)) for g, scope in _alike(sites, site_kind)]
 
 
@@ -292,7 +306,8 @@ def site_kind(site: Site) -> tuple[Any, ...]:
 
 
 def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
-    """Joins equal misses of different layers: (a representative, collapsed scope, count)."""
+    """Joins equal misses of different layers. Returns a representative, the collapsed scope and the
+    count of each."""
 
     def kind(miss: Miss) -> tuple[Any, ...]:
         why = miss.message if miss.pattern == CAPTURE else ""
@@ -304,7 +319,7 @@ def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
 def _alike(
     items: Sequence[Placed], kind: Callable[[Placed], Any]
 ) -> Iterator[tuple[list[Placed], str]]:
-    """Yields groups of items that differ only in the layer's number, each with its collapsed
+    """Yields groups of items that differ only in the number of the layer, each with its collapsed
     scope."""
     groups: dict[Any, list[Placed]] = {}
     for item in items:
@@ -314,7 +329,7 @@ def _alike(
 
 
 def text_lines(lowered: Lowered) -> list[str]:
-    """Returns the report in plain lines; the command line prints the same facts as tables."""
+    """Returns the report in plain lines. The command line prints the same facts as tables."""
     lines = []
     for site, scope, count in collapse_sites(lowered.matches):
         times = f" x{count}" if count > 1 else ""

@@ -1,8 +1,10 @@
-"""The error bar of a modelled time: how far the model was off for steps that it was not fitted to.
+"""The error bar of a modelled time, which says how far the model was off for steps to which it was
+not fitted.
 
-Each step belongs to one class, by what it does and how its weights are stored. The bar of a class
-is the least percentage that holds nine of ten of its held-out rows in docs/predictions.md. It is at
-least 10 if there are few rows (`benchmarks/predictions.py`; a test compares these numbers with it).
+Each step belongs to one class, according to what it does and how its weights are stored. The bar of
+a class is the smallest percentage that holds for nine of ten of its held-out rows in
+docs/predictions.md. It is at least 10 if there are few rows. `benchmarks/predictions.py` prints the
+bars, and a test compares the numbers here with them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ DECODE, PROMPT = "decode", "prompt"
 DENSE, MIXTURE, LATENT, CODES = "dense", "mixture", "latent attention", "weights as codes"
 ADAPTERS = "adapters"
 
-#: The bar in percent, by class, on the chip that was measured (sm90: H100 and H200).
+#: The bar of each class in percent, on the chip that was measured (sm90: H100 and H200).
 BARS = {
     "decode, dense": 8,
     "decode, latent attention": 10,
@@ -30,14 +32,16 @@ BARS = {
     "prompt, mixture": 35,
     "prompt, weights as codes": 10,
 }
-#: The bar in percent of a class without held-out rows: at least the widest bar of the others.
+#: The bar in percent of a class without held-out rows. It is at least as wide as the widest bar of
+#: the other classes.
 UNHELD = 35
-#: The bar in percent on chips that we did not measure. sm100: from measurements on a B200 that
-#: others published (docs/predictions.md, the last table). UNSEEN: a guess for all other chips.
+#: The bar in percent on chips that we did not measure. The bar of sm100 comes from measurements on
+#: a B200 that others published (docs/predictions.md, the last table). UNSEEN is a guess for all
+#: other chips.
 PUBLISHED = {"sm100": 34}
 UNSEEN = 50
-#: HELD: the share of rows that a bar holds. LEAST: the least bar of a class with fewer than FEW
-#: rows.
+#: HELD is the share of rows for which a bar holds. LEAST is the smallest bar of a class with fewer
+#: than FEW rows.
 HELD = 0.9
 FEW, LEAST = 10, 10
 _DECIMALS = 1e-9
@@ -45,8 +49,11 @@ _DECIMALS = 1e-9
 
 @dataclass(frozen=True)
 class Bar:
-    """The range of a modelled time. percent: half of its width. why: where it comes from, in
-    words."""
+    """The range of a modelled time.
+
+    percent: half of the width of the range.
+    why: where the range comes from, in words.
+    """
 
     percent: int
     why: str
@@ -57,7 +64,7 @@ class Bar:
 
 
 def class_of(units: Iterable[Unit]) -> str:
-    """Returns the class of a step, as in BARS: "decode, dense" and so on."""
+    """Returns the class of a step as a key of BARS, such as "decode, dense"."""
     units = tuple(units)
     reads = [read for unit in units for read in unit.cache_reads]
     many = any(read.queries >= MANY_QUERIES for read in reads)
@@ -74,7 +81,7 @@ def class_of(units: Iterable[Unit]) -> str:
 
 
 def bar_of(kind: str, target: Target) -> Bar:
-    """Returns the bar of a step of a class on a chip."""
+    """Returns the bar for a step of a class on a chip."""
     held = BARS.get(kind)
     own = Bar(
         held or UNHELD, f"held-out steps of {kind}" if held else f"no step of {kind} was held out"
@@ -82,14 +89,20 @@ def bar_of(kind: str, target: Target) -> Bar:
     if target.measured:
         return own
     if target.name in PUBLISHED:
-        why = f"no kernel of ours ran on {target.name}: published measurements there"
+        why = (
+            f"no kernel of tilewright ran on {target.name}: from measurements there that others "
+            "published"
+        )
         return Bar(max(own.percent, PUBLISHED[target.name]), why)
-    return Bar(max(own.percent, UNSEEN), f"nothing was held to a measurement on {target.name}")
+    return Bar(
+        max(own.percent, UNSEEN),
+        f"a guess: no prediction was compared with a measurement on {target.name}",
+    )
 
 
 def percent_of(ratios: Sequence[float]) -> int:
-    """Returns the least whole percentage that holds nine of ten ratios of modelled to measured
-    time."""
+    """Returns the smallest whole percentage that holds for nine of ten ratios of modelled to
+    measured time."""
     errors = sorted(abs(ratio - 1) for ratio in ratios)
     return math.ceil(100 * errors[math.ceil(HELD * len(errors)) - 1] - _DECIMALS)
 

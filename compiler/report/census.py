@@ -1,8 +1,8 @@
-"""A census of the points in a graph that a pattern may be about.
+"""A census of the points in a graph at which a pattern may look.
 
-A point is a product with a weight, a softmax, a write into memory from outside, or a choice of
-the largest. Each is in a match, or a miss speaks for it, or it is of no interest for a stated
-reason. A point without any of these is unaccounted: a pattern should have said something.
+A point is a product with a weight, a softmax, a write into memory from outside, or a choice of the
+largest. A match covers the point, or a miss accounts for it, or it is of no interest for a stated
+reason. A point for which none of these holds is unaccounted: some pattern should have reported it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ ACCOUNTS: tuple[Account, ...] = ("match", "miss", "no interest", "unaccounted")
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of one pass of the patterns over a graph. matches: the rewritten ones. misses:
-    those of the pass; empty if another pass follows."""
+    """The outcome of one pass of the patterns over a graph.
+
+    matches: the matches that were rewritten.
+    misses: the misses of the pass; empty if another pass follows.
+    """
 
     flow: Dataflow
     matches: tuple[Match, ...]
@@ -56,8 +59,10 @@ class Round:
 class Point:
     """One point of a graph, and what accounts for it.
 
-    node: its name in the graph. op: what it computes. why: the pattern of a match; or pattern and
-    code of a miss; or the reason why it is of no interest; empty for an unaccounted point.
+    node: the name of its node in the graph.
+    op: the operation that it computes.
+    why: the pattern of the match, or the pattern and code of the miss, or the reason why the point
+        is of no interest. It is empty for an unaccounted point.
     """
 
     kind: Kind
@@ -116,7 +121,7 @@ def census_of(rounds: Sequence[Round], patterns: Iterable[Pattern]) -> tuple[Poi
     return tuple(_point(kind, value, graph, matched, missed) for kind, value in points_of(graph))
 
 
-#: A point of each kind, in words.
+#: The words for each kind of point.
 _IN_WORDS: dict[Kind, str] = {
     "product": "a product with a weight",
     "softmax": "a softmax or an attention",
@@ -126,14 +131,15 @@ _IN_WORDS: dict[Kind, str] = {
 
 
 def unrecognised(points: Iterable[Point], flow: Dataflow) -> list[Miss]:
-    """Returns a miss, as advice, for each unaccounted point. flow: the view of the census."""
+    """Returns a miss, as advice, for each unaccounted point. `flow` is the view for which the
+    census was taken."""
     nodes = {value.node.name: value.node for value in flow.values}
     return [
         Miss(
             CENSUS,
             UNRECOGNISED,
             Stage.ANCHORED,
-            f"no pattern recognises the form of {_IN_WORDS[point.kind]} ({point.op})",
+            f"no pattern recognises this form of {_IN_WORDS[point.kind]} ({point.op})",
             (nodes[point.node],),
         )
         for point in points
@@ -142,8 +148,8 @@ def unrecognised(points: Iterable[Point], flow: Dataflow) -> list[Miss]:
 
 
 def _arguments(match: Match) -> Iterator[View]:
-    """Yields the views among a match's arguments, also those in small expressions, and those that
-    are added to its results."""
+    """Yields the views among a match's arguments, including the views in small expressions, and the
+    views that are added to its results."""
     added = (result.added for result in match.results if isinstance(result, Result))
     waiting = [*match.arguments.values(), *(view for view in added if view is not None)]
     while waiting:
@@ -171,7 +177,7 @@ def _point(
 
 
 def _spoken_for(last: Round, patterns: dict[str, Pattern]) -> dict[fx.Node, str]:
-    """Returns the nodes that misses speak for, each with the miss's pattern and code."""
+    """Returns the nodes that misses account for, each with the pattern and the code of the miss."""
     graph = Graph(last.flow)
     found: dict[fx.Node, str] = {}
     for miss in last.misses:
@@ -196,7 +202,7 @@ def _reached(start: Sequence[Value], sought: Sought, graph: Graph) -> Iterator[f
 
 
 def _walk(start: Value, sought: Sought, graph: Graph) -> list[Value]:
-    """Returns the first points upstream, of the kinds in `sought.before`."""
+    """Returns the first points upstream of a value that have a kind in `sought.before`."""
     found: list[Value] = []
     front, seen = [(start, 0)], {start}
     while front:
@@ -217,8 +223,8 @@ def _walk(start: Value, sought: Sought, graph: Graph) -> list[Value]:
 
 
 def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
-    """Yields the first points downstream, of the kinds in `sought.behind`. The search passes
-    through softmaxes and choices."""
+    """Yields the first points downstream of a value that have a kind in `sought.behind`. The search
+    passes through softmaxes and choices."""
 
     def goes_on(value: Value) -> bool:
         return graph.kind(value) in (None, "softmax", "top-k")

@@ -1,5 +1,5 @@
-"""Turns exceptions inside a pattern, an op or a rewrite into misses, so that each costs one
-site."""
+"""Turns exceptions inside a pattern, an op or a rewrite into misses, so that each exception costs
+only one site."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tilewright.patterns.language import Match, Miss, internal_miss
 
 log = logging.getLogger("tilewright")
 
-# The number of sites of one pattern that may fail after the graph has changed. Each costs another
-# copy of the graph; after that the pattern is left out.
+# The number of sites of one pattern that may fail after the graph has changed. Each of these
+# failures costs another copy of the graph. After this number, the pattern is left out.
 MAX_RESTARTS = 4
 
 
@@ -30,7 +30,8 @@ class StrictError(RuntimeError):
 
 
 def raise_strictly(misses: Iterable[Miss], options: Options) -> None:
-    """Raises StrictError with the misses for which `strict` asks for it, if there are any."""
+    """Raises StrictError with the misses for which `strict` asks for an error. Does nothing if
+    there are no such misses."""
     raised = [str(miss) for miss in misses if options.raises_for(miss)]
     if raised:
         raise StrictError("\n".join(raised))
@@ -40,8 +41,8 @@ def raise_strictly(misses: Iterable[Miss], options: Options) -> None:
 class Failures:
     """Turns an exception at a site of the graph `gm` into a miss INTERNAL.
 
-    Raises StrictError instead if `strict` asks for it. Dynamo's own exceptions are raised again:
-    Dynamo restarts its analysis by raising them.
+    Raises StrictError instead if `strict` asks for it. Raises Dynamo's own exceptions again,
+    because Dynamo restarts its analysis by raising them.
     """
 
     gm: fx.GraphModule
@@ -65,12 +66,13 @@ class Failures:
     def refuse(self, match: Match, doing: str, error: Exception) -> None:
         """Records a failure, so that :meth:`earlier` has a miss for this site in the next copy."""
         if _key(match) in self._refused:
-            raise error  # failed again although refused: another copy would not help
+            raise error  # it failed again although refused: another copy would not help
         self._refused[_key(match)] = self(match.pattern, doing, error, (match.anchor.node,))
         self._restarts[match.pattern] += 1
 
     def earlier(self, match: Match) -> Miss | None:
-        """Returns the miss of a site that failed in an earlier copy of the graph, or None."""
+        """Returns the miss of a site that failed in an earlier copy of the graph. Returns None for
+        other sites."""
         miss = self._refused.get(_key(match))
         if miss is None and self._restarts[match.pattern] > MAX_RESTARTS:
             miss = next(m for (name, _), m in self._refused.items() if name == match.pattern)
@@ -78,7 +80,7 @@ class Failures:
 
     @contextmanager
     def of_the_graph(self) -> Iterator[None]:
-        """Writes a repro file for an exception in the block. Such an exception belongs to no single
+        """Writes a repro file if the block raises. An exception of the block belongs to no single
         site."""
         try:
             yield
@@ -90,11 +92,12 @@ class Failures:
 
     @cached_property
     def repro(self) -> Path | None:
-        """The file that shows the failure, written at the first call; None if no file is asked
-        for."""
+        """The file that reproduces the failure. The first call writes it. It is None if the user
+        asks for no file."""
         return write_repro(self.gm, self.options)
 
 
 def _key(match: Match) -> tuple[str, str]:
-    """Returns a key of names: unlike nodes, names are the same in every copy of a graph."""
+    """Returns a key that consists of names. Names are the same in every copy of a graph, and nodes
+    are not."""
     return match.pattern, match.anchor.node.name

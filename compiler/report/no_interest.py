@@ -1,5 +1,5 @@
-"""Rules for points of a graph that are of no interest to any pattern: each is a predicate on the
-graph, with its reason."""
+"""Rules for points of a graph that are of no interest to any pattern. Each rule is a predicate on
+the graph, with the reason that the census reports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ Holds = Callable[[Value, Graph], bool]
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of points that are of no interest, and why. holds(value, graph): the predicate."""
+    """A kind of points that are of no interest, with the reason. `holds(value, graph)` is the
+    predicate."""
 
     kind: Kind
     why: str
@@ -67,9 +68,11 @@ def rule(*kinds: Kind, why: str) -> Callable[[Holds], Holds]:
 class Behind:
     """The readers of a value, seen through operations that are no points.
 
-    ends: the points that read it. returned: whether the graph returns a value on the way.
-    activated: whether an activation is applied. added: whether a tensor is added that is not
-    computed from it. gated: whether two tensors computed from it are multiplied.
+    ends: the points that read the value.
+    returned: whether the graph returns a value on the way.
+    activated: whether an activation is applied on the way.
+    added: whether a tensor is added that is not computed from the value.
+    gated: whether two tensors that are computed from the value are multiplied.
     """
 
     ends: tuple[Value, ...]
@@ -102,7 +105,8 @@ def _is_activation(value: Value, flow: Dataflow) -> bool:
 
 
 def _is_of_a_norm(value: Value, flow: Dataflow) -> bool:
-    """Whether a power is part of a norm: a square whose mean is taken, or one over a root."""
+    """Whether a power belongs to a norm. It does if it is a square whose mean is taken, or one
+    divided by a root."""
     if value.op == "aten.pow" and isinstance(value.args[1], (int, float)) and value.args[1] < 0:
         return True
     return value.op in ("aten.pow", "aten.square") and any(
@@ -130,7 +134,7 @@ def _is_fused_already(value: Value, graph: Graph) -> bool:
 # --- products -------------------------------------------------------------------------------------
 
 
-@rule("product", why="a library's product, whose result a fused op reads")
+@rule("product", why="a product that a library computes, and whose result a fused op reads")
 def _is_taken(value: Value, graph: Graph) -> bool:
     return any(v.node in graph.taken for v in _passed(value, graph))
 
@@ -193,27 +197,31 @@ def _is_narrow(value: Value, graph: Graph) -> bool:
         return False
     passed = _passed(value, graph)
     read = (v for reader in _users(passed, graph) for v in reader.operands if v.value in passed)
-    # Heads of a projection are slices of its columns, too, but they are no parts of an MLP.
+    # The heads of a projection are slices of its columns, too, but they are no parts of an MLP.
     parts = (v for v in read if v.shape and v.shape[:-1] == value.shape[:-1])
     sizes = (*gemm.weight.shape, *(view.shape[-1] for view in parts))
     return any(isinstance(size, int) and size < LEAST_COLUMNS for size in sizes)
 
 
-@rule("product", why="the graph returns it: a head, or what a graph break parts from its readers")
+@rule(
+    "product",
+    why="the graph returns it: it is a head, or a graph break separates it from its readers",
+)
 def _is_returned(value: Value, graph: Graph) -> bool:
     read = behind(value, graph)
     return read.returned and not read.added and all(_only_counts(v, graph) for v in read.ends)
 
 
 def _only_counts(value: Value, graph: Graph) -> bool:
-    """Whether a value is a choice or a softmax that no product reads: it chooses no experts."""
+    """Whether a value is a choice or a softmax that no product reads, so that it chooses no
+    experts."""
     read = behind(value, graph)
     return graph.kind(value) in ("top-k", "softmax") and not any(
         graph.kind(v) == "product" for v in read.ends
     )
 
 
-@rule("product", why="no activation, residual sum or cache write behind it: a product alone")
+@rule("product", why="no activation, residual sum or cache write reads it: a product alone")
 def _stands_alone(value: Value, graph: Graph) -> bool:
     if match_gemm(value) is None:
         return False
@@ -222,7 +230,7 @@ def _stands_alone(value: Value, graph: Graph) -> bool:
     return not (read.activated or read.added or writes)
 
 
-@rule("product", why="what a convolution, or the state of a recurrence, is made of")
+@rule("product", why="a part of a convolution, or of the state of a recurrence")
 def _feeds_state(value: Value, graph: Graph) -> bool:
     ends = behind(value, graph).ends
     if any(_is_convolution(v, graph) for v in ends if graph.kind(v) == "product"):
@@ -232,10 +240,13 @@ def _feeds_state(value: Value, graph: Graph) -> bool:
     return bool(ends) and all(graph.kind(v) == "product" and _feeds_state(v, graph) for v in ends)
 
 
-@rule("product", why="a matrix for each part of a batch, and no other such product beside it")
+@rule(
+    "product",
+    why="a product with one matrix for each entry of a batch, and no other such product next to it",
+)
 def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
-    """Whether a product has one matrix for each entry of a batch, stored as a whole by the model,
-    and no other such product feeds it or reads it."""
+    """Whether a product has one matrix for each entry of a batch, the model stores all these
+    matrices in one tensor, and no other such product feeds or reads the product."""
     held = [v for v in graph.weights(value) if v.value.node in graph.own]
     if named_product(value) is None or match_gemm(value) is not None or len(held) != 1:
         return False
@@ -255,8 +266,8 @@ def _products_before(value: Value, graph: Graph) -> list[Value]:
 
 
 def _readers(value: Value, graph: Graph) -> list[Value]:
-    """Returns the readers of a product, seen through casts and arithmetic with numbers or the
-    model's tensors (a bias, scales)."""
+    """Returns the readers of a product. The search passes through casts and through arithmetic with
+    numbers or the model's tensors (a bias, scales)."""
     passed = _passed(value, graph)
     return [v for v in _users(passed, graph) if v not in passed]
 
@@ -275,17 +286,17 @@ def _passed(value: Value, graph: Graph) -> list[Value]:
 _BY_NUMBER = frozenset({"aten.add", "aten.mul", "aten.div", "aten.clamp"})
 
 
-# The largest number of values that make up an activation written out as arithmetic.
+# The largest number of values in an activation that is written out as arithmetic.
 _SPELLED = 8
 
 
-@rule("product", why="an activation behind it that no op has")
+@rule("product", why="the activation that reads it is one that no op has")
 def _has_other_activation(value: Value, graph: Graph) -> bool:
     acted, known = _activations_of(value, graph)
     return bool(acted) and not known
 
 
-@rule("product", why="an activation behind it that stays in a wider dtype than an op's result")
+@rule("product", why="the activation that reads it stays in a wider dtype than an op's result")
 def _is_activated_wide(value: Value, graph: Graph) -> bool:
     acted, known = _activations_of(value, graph)
     return bool(acted) and all(v.dtype.itemsize > value.dtype.itemsize for v in known)
@@ -301,8 +312,8 @@ def _activations_of(value: Value, graph: Graph) -> tuple[list[Value], list[Value
 
 
 def _is_known_activation(value: Value, passed: Sequence[Value], graph: Graph) -> bool:
-    """Whether a value is an activation that our ops have, applied to a product, and any gate is a
-    product as well."""
+    """Whether a value is an activation that our ops have, applied to a product. If there is a gate,
+    the gate must be a product as well."""
     found = match_activation(value.whole)
     if found is None or found.name not in ACTIVATIONS or found.limit:
         return False
@@ -327,11 +338,12 @@ _EXTREMES = frozenset({"aten.maximum", "aten.minimum", "aten.mean", "aten.std", 
 
 
 @rule(
-    "product", why="it is compared with a statistic or an extreme of its own before anything else"
+    "product",
+    why="a statistic or an extreme of its own is compared with it before anything else reads it",
 )
 def _is_compared(value: Value, graph: Graph) -> bool:
-    """Whether extremes or statistics of a product are computed, and all its other readers add these
-    to it or subtract them."""
+    """Whether the graph computes extremes or statistics of a product, and all other readers of the
+    product add these to it or subtract them from it."""
     readers, made = _readers(value, graph), _made_of(value, graph)
     rest = [r for r in readers if r.op not in _EXTREMES and r.op not in SHAPED_LIKE]
     return any(r.op in _EXTREMES for r in readers) and all(
@@ -339,7 +351,7 @@ def _is_compared(value: Value, graph: Graph) -> bool:
     )
 
 
-@rule("product", why="a gate behind it: another tensor multiplies its result")
+@rule("product", why="a gate: another tensor multiplies its result")
 def _is_weighed(value: Value, graph: Graph) -> bool:
     passed, readers = _passed(value, graph), _readers(value, graph)
     gates = [
@@ -363,8 +375,8 @@ def _is_weighed(value: Value, graph: Graph) -> bool:
 
 
 def _scales_codes(gate: Value, product: Value, graph: Graph) -> bool:
-    """Whether a product with codes is multiplied by a tensor with fewer elements, which is then its
-    scale."""
+    """Whether a product with codes is multiplied by a tensor with fewer elements. This tensor is
+    then the scale of the codes."""
     if not any(holds_codes(view.value) for view in graph.weights(product)):
         return False
     least = min(_count(view.shape) for view in gate.operands)
@@ -381,7 +393,7 @@ def _made_of(value: Value, graph: Graph) -> set[Value]:
     return set(graph.flow.downstream(value, None, lambda v: graph.kind(v) is None))
 
 
-@rule("product", why="its result is read by more than the sum behind it")
+@rule("product", why="other operations than the sum read its result, too")
 def _is_read_elsewhere(value: Value, graph: Graph) -> bool:
     readers = _readers(value, graph)
     sums = [reader for reader in readers if reader.op == "aten.add"]
@@ -392,18 +404,24 @@ def _is_read_elsewhere(value: Value, graph: Graph) -> bool:
 # --- softmaxes ------------------------------------------------------------------------------------
 
 
-@rule("softmax", why="attention without a mask to as many heads of keys: PyTorch's kernel does")
+@rule(
+    "softmax",
+    why="attention without a mask and with as many key heads as query heads: "
+    "PyTorch's own kernel is enough",
+)
 def _gains_nothing(value: Value, graph: Graph) -> bool:
     sketch = sketch_of(value)
     return sketch is not None and not gains(sketch)
 
 
 @rule(
-    "softmax", why="weights of a linear, by which tensors are mixed: no scores of queries with keys"
+    "softmax",
+    why="a softmax of a linear's result, by which tensors are mixed: these are no "
+    "scores of queries with keys",
 )
 def _mixes(value: Value, graph: Graph) -> bool:
-    """Whether a softmax of linears only multiplies other tensors. Such a softmax is neither over
-    scores of queries with keys, nor over experts to choose from."""
+    """Whether the softmax of a linear's result only multiplies other tensors. Such a softmax is
+    neither over scores of queries with keys, nor over experts to choose from."""
     scores = _products_before(value, graph)
     if not scores or not all(graph.weights(v) and match_gemm(v) is not None for v in scores):
         return False
@@ -421,7 +439,7 @@ def _mixes(value: Value, graph: Graph) -> bool:
 
 
 def _is_mixed(value: Value, weights: set[Value], graph: Graph) -> bool:
-    """Whether a value is a tensor, other than an expert's result, multiplied by weights."""
+    """Whether a value is a tensor multiplied by weights, and the tensor is no expert's result."""
     mixed = [view.value for view in value.operands if view.value not in weights]
     multiplied = value.op == "aten.mul" or (
         graph.kind(value) == "product" and _is_of_two_activations(value, graph)
@@ -429,7 +447,7 @@ def _is_mixed(value: Value, weights: set[Value], graph: Graph) -> bool:
     return multiplied and not any(_is_of_a_product(v, graph) for v in mixed)
 
 
-@rule("softmax", why="the graph returns it: probabilities of what is sampled")
+@rule("softmax", why="the graph returns it: probabilities from which tokens are sampled")
 def _leads_nowhere(value: Value, graph: Graph) -> bool:
     read = behind(value, graph)
     return read.returned and not read.ends
@@ -438,23 +456,23 @@ def _leads_nowhere(value: Value, graph: Graph) -> bool:
 # --- writes ---------------------------------------------------------------------------------------
 
 
-@rule("write", why="one number or integers: a count of tokens, positions")
+@rule("write", why="a single number, or integers: a count of tokens, or positions")
 def _counts(value: Value, graph: Graph) -> bool:
     assert value.store is not None
     return effects.product(value.store.memory.shape) == 1 or not value.dtype.is_floating_point
 
 
-# Writes of one number: torch's operators of these names have no pointwise tag.
+# Writes of one number. torch's operators of these names have no pointwise tag.
 _FILLS = frozenset({"setitem", "zero", "fill"})
 
 
 @rule(
     "write",
-    why="an input is changed element by element, whole or in a slice: no rows are put into places",
+    why="an input, or a slice of it, is changed element by element: no rows are put into places",
 )
 def _changes_elements(value: Value, graph: Graph) -> bool:
     """Whether a write is arithmetic on the memory's own values, or fills the memory with a number.
-    No product has a part in it, except through earlier writes to that memory."""
+    No product contributes to such a write, except through earlier writes to the memory."""
     store, flow = value.store, graph.flow
     assert store is not None
     name = store.kind.removeprefix("_foreach_").removesuffix("_")
@@ -470,23 +488,26 @@ def _changes_elements(value: Value, graph: Graph) -> bool:
     )
 
 
-@rule("write", why="a table that a lookup rescales (max_norm): no rows are put there")
+@rule("write", why="a lookup rescales a table (max_norm): no rows are put there")
 def _rescales(value: Value, graph: Graph) -> bool:
     assert value.store is not None
     return value.store.kind in ("embedding", "embedding_renorm_")
 
 
-@rule("write", why="the state of a convolution or of a recurrence, replaced")
+@rule("write", why="the state of a convolution or of a recurrence is replaced")
 def _keeps_state(value: Value, graph: Graph) -> bool:
     assert value.store is not None
     return replaces_state(value.store)
 
 
-@rule("write", why="what one step leaves for the next: one token replaces the whole memory")
+@rule("write", why="a value that one step leaves for the next: one token replaces the whole memory")
 def _leaves_for_next(value: Value, graph: Graph) -> bool:
-    """Whether one token replaces the whole of a memory. Either the token is one of several, or it
-    is the only one, and the graph has read the memory, which has no dimension for tokens. The new
-    value must not depend on the old one, as it does in a row of tokens that moves on."""
+    """Whether one token replaces the whole of a memory.
+
+    Either the token is one of several, or it is the only one and the graph has read the memory,
+    which has no dimension for tokens. The new value must not depend on the old one. It does depend
+    on the old one where a row of tokens moves on.
+    """
     store = value.store
     assert store is not None
     source, memory = store.source, store.memory
@@ -508,7 +529,7 @@ def _is_one_of_many(view: View) -> bool:
     return any(n != 1 and axis not in axes for axis, n in enumerate(view.value.shape))
 
 
-@rule("write", why="what is written is not computed by this graph")
+@rule("write", why="this graph does not compute the written values")
 def _comes_from_outside(value: Value, graph: Graph) -> bool:
     assert value.store is not None
     source = value.store.source
@@ -518,20 +539,23 @@ def _comes_from_outside(value: Value, graph: Graph) -> bool:
 # --- choices --------------------------------------------------------------------------------------
 
 
-@rule("top-k", why="integers are sorted: an order of rows")
+@rule("top-k", why="the sorted values are integers: an order of rows")
 def _orders_integers(value: Value, graph: Graph) -> bool:
     given = value.operands[0].value.dtype if value.operands else value.dtype
     return not given.is_floating_point
 
 
-@rule("top-k", why=f"among more than {MOST_EXPERTS}: words, or tokens")
+@rule("top-k", why=f"a choice among more than {MOST_EXPERTS} entries: words or tokens, not experts")
 def _is_of_words(value: Value, graph: Graph) -> bool:
     given = value.operands[0]
     width = given.shape[-1] if given.shape else 1
     return isinstance(width, int) and width > MOST_EXPERTS
 
 
-@rule("top-k", why="keys that an attention reads, by scores of their own: a sparse indexer")
+@rule(
+    "top-k",
+    why="a choice of the keys that an attention reads, by separate scores: a sparse indexer",
+)
 def _chooses_keys(value: Value, graph: Graph) -> bool:
     """Whether scores of two activations are compared, and only attentions read the choice."""
     read = [behind(v, graph) for v in graph.flow.values_at([value.node])]
@@ -541,7 +565,7 @@ def _chooses_keys(value: Value, graph: Graph) -> bool:
     return made_of_two and attended and not any(one.returned for one in read)
 
 
-@rule("top-k", why="scores of tokens with each other: no experts")
+@rule("top-k", why="a choice by scores of tokens with each other: these are no experts")
 def _compares_tokens(value: Value, graph: Graph) -> bool:
     """Whether the compared scores are products of one activation with itself."""
     scores = _products_before(value, graph)
@@ -550,14 +574,15 @@ def _compares_tokens(value: Value, graph: Graph) -> bool:
     return bool(scores) and alone and all(_is_of_two_activations(v, graph) for v in scores)
 
 
-rule("top-k", why="the graph returns it: what is sampled")(_leads_nowhere)
+rule("top-k", why="the graph returns it: tokens are sampled from it")(_leads_nowhere)
 
 
 def is_of_no_interest(value: Value, graph: Graph) -> str:
-    """Returns why a point is of no interest; empty if no rule says so."""
+    """Returns why a point is of no interest. The result is empty if no rule applies to the
+    point."""
     kind = graph.kind(value)
     if kind == "product" and is_unknown(value) and not _is_fused_already(value, graph):
-        return ""  # its meaning is only guessed
+        return ""  # the value's meaning is only guessed
     rules = (rule for rule in RULES if rule.kind == kind and rule.holds(value, graph))
     rule = next(rules, None)
     return "" if rule is None else rule.why

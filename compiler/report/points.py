@@ -17,8 +17,9 @@ from tilewright.patterns.language import Kind
 from tilewright.patterns.recognise.attention import is_spelled_softmax
 from tilewright.patterns.recognise.attention_varlen import FORMS
 
-#: The sources of a value: `own`: only tensors that the model stores; `given`: also inputs of the
-#: graph or results of its products; `made`: only factories.
+#: The sources of a value. `own`: it is computed only from tensors that the model stores. `given`:
+#: it is also computed from inputs of the graph, or from results of the graph's products. `made`: it
+#: is computed only from factories.
 Origin = Literal["own", "given", "made"]
 
 PRODUCTS = re.compile(
@@ -30,7 +31,7 @@ ATTENTION = re.compile(r"attention|attn|flash|sdpa", re.IGNORECASE)
 _SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 _CHOICES = frozenset({"topk", "sort", "argsort", "argmax", "kthvalue"})
 _KNOWN = frozenset({"input", "constant", "store", "cast", "bitcast"})
-# Only the first operand of these gives elements; the others are indices.
+# Only the first operand of these operators gives elements. The other operands are indices.
 _SELECTIONS = frozenset({"index", "index_select", "gather", "take", "take_along_dim"})
 # Operators that read a matrix of the model without multiplying by it.
 _LOOKUPS = re.compile(r"embedding|index|gather|take|memory|norm|getitem|copy|where|scatter")
@@ -42,17 +43,17 @@ def plain_name(value: Value) -> str:
 
 
 def is_unknown(value: Value) -> bool:
-    """Whether an operator that is not ATen's computes a value."""
+    """Whether an operator that does not belong to ATen computes a value."""
     known = value.op.startswith("aten.") or value.op in _KNOWN
     return not known and plain_name(value) not in FORMS
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph's view, and which of its inputs the model stores.
+    """A graph's view, with the inputs that the model stores.
 
-    told: the nodes in matches, and those for which misses speak. taken: nodes whose results are
-    arguments of matches.
+    told: the nodes in matches, and the nodes that misses account for.
+    taken: the nodes whose results are arguments of matches.
     """
 
     flow: Dataflow
@@ -80,7 +81,8 @@ class Graph:
         return frozenset(found)
 
     def kind(self, value: Value) -> Kind | None:
-        """Returns the kind that a value is counted as; None for a value that is not counted."""
+        """Returns the kind as which a value is counted. Returns None for a value that is not
+        counted."""
         if value not in self._kinds:
             kinds = (kind for kind, is_one in _KINDS.items() if is_one(value, self))
             self._kinds[value] = next(kinds, None)
@@ -117,14 +119,14 @@ class Graph:
         return "given" if "given" in found else "own" if "own" in found else "made"
 
     def weights(self, value: Value) -> tuple[View, ...]:
-        """Returns a product's operands that the model stores, or that are computed from stored
-        tensors."""
+        """Returns the operands of a product that the model stores, or that are computed only from
+        stored tensors."""
         wide = [v for v in value.operands if len(v.shape) > 1]
         return tuple(v for v in wide if self.origin(v.value) == "own" or self._is_looked_up(v))
 
     def _is_looked_up(self, view: View) -> bool:
-        """Whether a view is a matrix for each index: rows looked up in a table that the model
-        stores, each reshaped to rows and columns."""
+        """Whether a view has a matrix for each index: rows of a table that the model stores are
+        looked up, and each is reshaped to a matrix."""
         value = view.value
         if plain_name(value) != "embedding" or len(value.operands) != 2:
             return False

@@ -21,10 +21,13 @@ _INDEX_PUT = frozenset({"index_put_", "_index_put_impl_"})
 
 @dataclass(frozen=True)
 class Put:
-    """A write `target[...] = source`. target: the node whose memory is written; its other elements
-    stay and are not read. shape: the shape of the written elements. reads: whether the old elements
-    are read, because something is added to them. also: whether the source is computed from `target`
-    itself."""
+    """A write `target[...] = source`.
+
+    target: the node whose memory is written. Its other elements stay and are not read.
+    shape: the shape of the written elements.
+    reads: whether the write reads the old elements, because it adds something to them.
+    also: whether the source is computed from `target` itself.
+    """
 
     target: fx.Node
     shape: tuple[Any, ...]
@@ -37,8 +40,8 @@ class Put:
 
 
 def put_of(node: fx.Node) -> Put | None:
-    """Returns a node's write into its first argument; None if the node may read all that it
-    writes."""
+    """Returns a node's write into its first argument. Returns None if the node may read everything
+    that it writes."""
     name = name_of(node)
     target = argument(node, 0, "input")
     if name not in WRITES or not isinstance(target, fx.Node):
@@ -55,7 +58,7 @@ def put_of(node: fx.Node) -> Put | None:
 
 
 def _shape(node: fx.Node, name: str, held: torch.Tensor) -> Sequence[Any]:
-    """Returns the shape of the written elements, at most that of the target."""
+    """Returns the shape of the written elements, which is at most the shape of the target."""
     if name in ("index_copy_", "index_add_"):
         return held_by(argument(node, 3, "source")).shape
     if name in ("scatter_", "scatter_add_"):
@@ -69,7 +72,8 @@ def _shape(node: fx.Node, name: str, held: torch.Tensor) -> Sequence[Any]:
 
 
 def _selected(held: torch.Tensor, index: Any) -> Sequence[Any]:
-    """Returns the shape of a selection; for a mask, whose count is unknown, the whole shape."""
+    """Returns the shape of a selection. The size of a selection by a mask is unknown, so a mask
+    gives the whole shape."""
     try:
         return _compat.selected(held, fx.node.map_arg(index, held_by)).shape
     except (RuntimeError, IndexError, TypeError, ValueError):

@@ -1,7 +1,7 @@
 """Writes a standalone file that reproduces a failure of tilewright.
 
-`TILEWRIGHT_REPRO=folder` asks for it. The file holds the model's code as Dynamo traced it, with
-source lines, the shapes of the inputs, and the options; it holds neither weights nor data.
+The file is written if `TILEWRIGHT_REPRO=folder` is set. It holds the model's code as Dynamo traced
+it, with source lines, the shapes of the inputs, and the options. It holds neither weights nor data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ log = logging.getLogger("tilewright")
 
 FOLDER = "TILEWRIGHT_REPRO"
 
-# The largest constant of the graph that is written out; a larger one becomes zeros.
+# The size of the largest constant that is written out. A larger constant of the graph becomes
+# zeros.
 _WRITTEN_OUT = 64
 
 _FILE = '''\
@@ -70,10 +71,11 @@ if __name__ == "__main__":
 
 
 def write_repro(gm: fx.GraphModule, options: Options) -> Path | None:
-    """Writes the file for `gm` into the folder that TILEWRIGHT_REPRO names; None if it names none.
+    """Writes the file for `gm` into the folder that TILEWRIGHT_REPRO names. Returns None if the
+    variable is not set.
 
-    The name is a hash of the content, so that one graph gives one file. If the file cannot be
-    written, logs a warning and returns None.
+    The name of the file is a hash of its content, so that one graph gives one file. If the file
+    cannot be written, logs a warning and returns None.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -91,7 +93,7 @@ def write_repro(gm: fx.GraphModule, options: Options) -> Path | None:
 
 
 def repro_text(gm: fx.GraphModule, options: Options) -> str:
-    """Returns the file's text: a module of the graph's code, its inputs, and a strict
+    """Returns the text of the file: a module of the graph's code, its inputs, and a strict
     compilation."""
     held = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
     graph = gm.print_readable(print_output=False, include_stride=True, include_device=True)
@@ -117,7 +119,7 @@ def _indented(lines: Iterable[str]) -> str:
 
 
 def _imports(gm: fx.GraphModule) -> Iterator[str]:
-    """Yields imports of the names in the graph's code, and of modules that register further
+    """Yields imports of the names in the graph's code, and imports of modules that register further
     patterns."""
     yield "import torch"
     yield "from torch import device, inf, nan"
@@ -165,8 +167,8 @@ def _constant(tensor: torch.Tensor) -> str:
 
 
 def _inputs(held: Iterable[Any]) -> Iterator[str]:
-    """Yields lines of a function that returns the inputs: zeros that share storage as the user's
-    do."""
+    """Yields the lines of a function that returns the inputs. The inputs are zeros, and they share
+    storage as the user's inputs do."""
     storages: dict[int, str] = {}
     yield "given = []"
     for item in held:

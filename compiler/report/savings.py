@@ -6,9 +6,9 @@
     for row in savings.rows: ...           # by fused op and format
     for one in savings.unread: ...         # weights that are not read as codes, and why
 
-Nothing is measured. The bfloat16 step has the same parts, except those that decode; each weight
-that is stored as codes has two bytes for each number. Parts that round activations stay in both
-steps.
+Nothing is measured. The bfloat16 step has the same parts, except the parts that decode, and it
+reads two bytes for each number of a weight that is stored as codes. Both steps keep the parts that
+round activations.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from tilewright.compiler.report.weight_reads import GraphWeights, WeightRead, we
 from tilewright.compiler.scopes import collapse_scope
 from tilewright.patterns.language import Miss
 
-#: Bytes of a number in bfloat16, the format to compare with.
+#: The bytes of a number in bfloat16, the format with which the codes are compared.
 BFLOAT16 = 2
 
 
 @dataclass(frozen=True)
 class Read(Summed):
-    """Bytes of weights that a step reads as codes. codes, scales, zeros: as they are stored.
-    bfloat16: the bytes of the same weights in bfloat16."""
+    """The bytes of the weights that a step reads as codes.
+
+    codes, scales, zeros: the bytes of each, as they are stored.
+    bfloat16: the bytes that the same weights have in bfloat16.
+    """
 
     codes: int = 0
     scales: int = 0
@@ -48,8 +51,11 @@ class Read(Summed):
 
 @dataclass(frozen=True)
 class Times(Summed):
-    """Microseconds by a chip's cost model: the floor and the modelled time, as in `Amounts`, and
-    both for the same parts with weights in bfloat16."""
+    """Microseconds by a chip's cost model.
+
+    floor_us, modelled_us: the floor and the modelled time, as in `Amounts`.
+    bfloat16_floor_us, bfloat16_modelled_us: the times of the same parts with weights in bfloat16.
+    """
 
     floor_us: float = 0.0
     modelled_us: float = 0.0
@@ -59,8 +65,11 @@ class Times(Summed):
 
 @dataclass(frozen=True)
 class SavingsRow:
-    """The parts of a step that one pattern made from weights in one format. by: the pattern's name,
-    or the function that a library computes. form: the format, in words."""
+    """The parts of a step that one pattern made from weights in one format.
+
+    by: the pattern's name, or the function that a library computes.
+    form: the format, in words.
+    """
 
     by: str
     form: str
@@ -71,9 +80,13 @@ class SavingsRow:
 
 @dataclass(frozen=True)
 class Unread:
-    """Equal weights that are not read as codes. scope: their module, with `*` for the layer. bytes:
-    how many of their bytes a step reads. has_codes: whether the model stores them as codes. reason:
-    why."""
+    """Equal weights that are not read as codes.
+
+    scope: the module of the weights, with `*` in place of the layer's number.
+    bytes: the number of their bytes that a step reads.
+    has_codes: whether the model stores them as codes.
+    reason: the reason why they are not read as codes.
+    """
 
     scope: str
     count: int
@@ -84,9 +97,13 @@ class Unread:
 
 @dataclass(frozen=True)
 class Savings:
-    """The savings of a model's step with weights in codes. tokens: the tokens of the step; None if
-    their number is symbolic. times: those of the whole step. rounds: whether activations are
-    rounded to codes, in both steps. breaks: the number of graph breaks."""
+    """The savings of a model's step with weights in codes.
+
+    tokens: the number of tokens of the step; None if it is symbolic.
+    times: the times of the whole step.
+    rounds: whether both steps round activations to codes.
+    breaks: the number of graph breaks.
+    """
 
     target: str
     tokens: int | None
@@ -103,7 +120,7 @@ class Savings:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The formats that are read, in words, sorted by their bytes, most first."""
+        """The formats that are read, in words, sorted by their bytes. The largest comes first."""
         size: dict[str, int] = {}
         for row in self.rows:
             size[row.form] = size.get(row.form, 0) + row.read.bytes
@@ -133,9 +150,9 @@ def _sizes(read: Read) -> dict[str, int]:
 
 
 def savings_of(lowered: Lowered, present: int | None = None) -> Savings | None:
-    """Returns the savings of a step; None if the model stores no codes.
+    """Returns the savings of a step. Returns None if the model stores no codes.
 
-    present: tokens in the caches of each sequence, as in `step_of`.
+    `present` is the number of tokens in the caches of each sequence, as in `step_of`.
     """
     target = get_target(lowered.target)
     graphs = [_Graph.of(graph, target) for graph in lowered.graphs]
@@ -200,7 +217,7 @@ class _Graph:
                 continue
             has_codes = read.how != "numbers"
             if not has_codes:
-                reason = f"stored in {read.form}: the model holds no codes of it"
+                reason = f"stored in {read.form}: the model holds no codes for it"
             else:
                 point = points.get(read.node)
                 why = point.why if point is not None and point.account != "match" else ""
@@ -208,12 +225,13 @@ class _Graph:
             yield Unread(read.scope, 1, read.bytes, has_codes, reason)
 
 
-#: Kernels that prepare x for a product of codes. A kernel of bfloat16 weights norms x itself.
+#: Kernels that prepare x for a product with codes. A kernel with bfloat16 weights normalises x
+#: itself.
 BEFORE_CODES = ("norm_x", "order_x")
 
 
 def _in_bfloat16(unit: Unit, reads: Sequence[WeightRead], target: Target) -> Unit:
-    """Returns a unit with bfloat16 weights in place of codes."""
+    """Returns a unit as it would be with bfloat16 weights in place of codes."""
     changed = [read for read in reads if read.how in ("codes", "decoded")]
     if not changed:
         return unit
@@ -247,9 +265,10 @@ def _joined(row: SavingsRow, other: SavingsRow) -> SavingsRow:
 
 
 def _reason(read: WeightRead, why: str, misses: Sequence[Miss]) -> str:
-    """Returns why codes are not read as codes. why: the census's account of the product."""
+    """Returns why a product does not read codes as codes. `why` is the census's account of the
+    product."""
     named = [miss for miss in misses if f"{miss.pattern} {miss.code}" == why]
-    # A miss may speak for all products of a layer; a product's own miss comes first.
+    # A miss may account for all products of a layer. A product's own miss comes first.
     own = [miss for miss in misses if miss.scope == read.scope] if named else []
     if miss := next(iter([*own, *named]), None):
         return f"{miss.code}: {miss.message}"
@@ -257,11 +276,11 @@ def _reason(read: WeightRead, why: str, misses: Sequence[Miss]) -> str:
         return f"{why}; the graph decodes them for it" if read.how == "decoded" else why
     if read.how == "decoded":
         return f"{read.by} takes no codes of this form: the graph decodes them first"
-    return f"{read.by} takes {read.form}: what it reads of them is not known"
+    return f"{read.by} takes {read.form}: how much of them it reads is not known"
 
 
 def _collapsed(each: Iterable[Unread]) -> tuple[Unread, ...]:
-    """Joins equal items of different layers, and sorts those with codes first."""
+    """Joins equal items of different layers, and sorts items with codes to the front."""
     found: dict[tuple[str, bool, str], Unread] = {}
     for one in each:
         scope = collapse_scope(one.scope)

@@ -1,4 +1,5 @@
-"""Models a whole step: the bytes that a graph moves, and the least time they take on a chip.
+"""Models a whole step: the bytes that a graph moves, and the shortest time that this takes on a
+chip.
 
     from tilewright.compiler.report.step import step_of
     step = step_of(lowered, present=1000)
@@ -6,12 +7,13 @@
     for layer in step.layers:                     # equal layers once, with their count
         layer.total, layer.of(FUSED), layer.of(INDUCTOR)
 
-Nothing is measured. Weights in use are read once, and caches as far as the given number of tokens
-fills them. Tensors that cross from one part to the next are written and read again. The floor is
-the time of weights and caches alone, which no fusing saves, or that of the products with weights if
-it is longer. The model of a part's time (`compiler/report/times.py`) adds the crossing tensors,
-attention, and the start of each kernel, at the rates that kernels reach; `compiler/report/bars.py`
-says how far the model was from measured times.
+Nothing is measured. The step reads each weight in use once, and reads caches as far as the given
+number of tokens fills them. A tensor that crosses from one part to the next is written and read
+again. The floor is the time for weights and caches alone, which no fusing saves; if the products
+with weights take longer, the floor is their time. The model of a part's time
+(`compiler/report/times.py`) adds the crossing tensors, attention, and the start of each kernel, at
+the rates that kernels reach. `compiler/report/bars.py` says how far the model was from measured
+times.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from tilewright.compiler.report.traffic import Unit, units_of
 
 Kind = Literal["fused", "library", "inductor"]
 FUSED: Kind = "fused"
-#: Products that a library computes, called from the code that Inductor generates.
+#: Products that a library computes. The code that Inductor generates calls them.
 LIBRARY: Kind = "library"
 #: Nodes for which Inductor generates kernels.
 INDUCTOR: Kind = "inductor"
 KINDS: tuple[Kind, ...] = (FUSED, LIBRARY, INDUCTOR)
-#: The causes of a time in words, by field of `Spent`.
+#: The causes of a time in words, by the field of `Spent`.
 SPENT = {
     "weights_us": "reading weights",
     "caches_us": "reading caches",
@@ -44,7 +46,7 @@ SPENT = {
     "attention_us": "attention",
     "starts_us": "starts of kernels",
 }
-#: The value of `present` for full caches.
+#: The value of `present` that stands for full caches.
 FULL = sys.maxsize
 
 
@@ -62,15 +64,18 @@ class Summed:
 
 @dataclass(frozen=True)
 class Amounts(Summed, Spent):
-    """Sums over parts: times in microseconds, counts, and bytes.
+    """Sums over parts: times in microseconds, counts and bytes.
 
-    weights: parameters and buffers in use, each once; for a mixture, the experts that tokens reach
-    if they are spread evenly. caches: the tokens that are present; 0 if their number is not given.
-    cache_capacity: full caches. activations: tensors that cross between parts, other inputs of the
-    graph, and its outputs; each is written once and read by every reader. nodes: the number of
-    nodes that compute, without views. launches: the number of kernels; a library's product counts
-    as one. floor_us, modelled_us: see the top of this file. The times of `Spent` are the causes of
-    the modelled time.
+    weights: the bytes of parameters and buffers in use, each counted once. For a mixture, these are
+        the experts that tokens reach if tokens are spread evenly.
+    caches: the bytes of the tokens that are present in caches; 0 if their number is not given.
+    cache_capacity: the bytes of full caches.
+    activations: the bytes of tensors that cross between parts, of other inputs of the graph, and of
+        its outputs. Each tensor is written once, and every reader reads it.
+    nodes: the number of nodes that compute. Views do not count.
+    launches: the number of kernels. A library's product counts as one kernel.
+    floor_us, modelled_us: the floor and the modelled time, which the top of this file explains. The
+        times of `Spent` are the causes of the modelled time.
     """
 
     weights: int = 0
@@ -84,13 +89,14 @@ class Amounts(Summed, Spent):
 
     @property
     def bound(self) -> str:
-        """The largest cause of the modelled time, a value of SPENT; empty without any time."""
+        """The largest cause of the modelled time, as a value of SPENT. It is empty if there is no
+        time."""
         longest = max(SPENT, key=lambda name: getattr(self, name))
         return SPENT[longest] if getattr(self, longest) else ""
 
     @property
     def bytes(self) -> int:
-        """All bytes that are moved."""
+        """The number of all bytes that are moved."""
         return self.weights + self.caches + self.activations
 
     def times(self, count: int) -> Amounts:
@@ -102,10 +108,11 @@ class Amounts(Summed, Spent):
 class Part:
     """A unit that runs as one: a fused op, a library's product, or nodes that Inductor joins.
 
-    scope: the layer, as `LayerStep.scope`. name: the pattern, the product's function, or the first
-    few functions in a group. node: the first node, in the rewritten graph; for a fused op
-    `Site.node`. symbols: symbolic sizes; what depends on them is not in the amounts. kernels: names
-    of the emitted kernels.
+    scope: the layer, as in `LayerStep.scope`.
+    name: the pattern, the function of the product, or the first few functions in a group.
+    node: the first node, in the rewritten graph; for a fused op it equals `Site.node`.
+    symbols: the symbolic sizes. Bytes and times that depend on them are not in the amounts.
+    kernels: the names of the emitted kernels.
     """
 
     scope: str
@@ -119,10 +126,11 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Layers with equal parts, represented by the first of them.
+    """Layers with equal parts. The first of them represents all.
 
-    scope: "model.layers.0", or "" for parts outside all layers. scopes: the scopes of all equal
-    layers. parts: the parts of one of them, in order.
+    scope: the path of the first layer, such as "model.layers.0"; "" for parts outside all layers.
+    scopes: the paths of all equal layers.
+    parts: the parts of one layer, in order.
     """
 
     scope: str
@@ -141,9 +149,13 @@ class LayerStep:
 
 @dataclass(frozen=True)
 class Step:
-    """All parts of a model's graphs, in order. target: the chip's name. present: tokens in the
-    caches of each sequence; if None, no bytes and no times include the caches. kind: the class of
-    the step, as `compiler/report/bars.py` `class_of` gives it."""
+    """All parts of a model's graphs, in order.
+
+    target: the name of the chip.
+    present: the number of tokens in the caches of each sequence. If it is None, no bytes and no
+        times include the caches.
+    kind: the class of the step, as `class_of` in `compiler/report/bars.py` returns it.
+    """
 
     target: str
     present: int | None
@@ -177,7 +189,7 @@ class Step:
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """The symbolic sizes; what depends on them is in no sum."""
+        """The symbolic sizes. No sum includes bytes or times that depend on them."""
         return tuple(dict.fromkeys(s for part in self.parts for s in part.symbols))
 
     @property
@@ -217,9 +229,12 @@ class Step:
 
 
 def step_of(lowered: Lowered, present: int | None = None, chip: Target | None = None) -> Step:
-    """Returns the step of a model on the target for which it was lowered. present: as in Step.
-    chip: the target with other rates, such as those of another product; None for its rates in
-    TARGETS."""
+    """Returns the step of a model on the target for which the model was lowered.
+
+    present: the number of tokens in the caches, as in `Step`.
+    chip: the target with other rates, such as the rates of another product; None for its rates in
+        TARGETS.
+    """
     target = chip or get_target(lowered.target)
     units = [unit for graph in lowered.graphs for unit in units_of(graph, target)]
     parts = (
@@ -238,7 +253,7 @@ def step_of(lowered: Lowered, present: int | None = None, chip: Target | None = 
 
 
 def amounts_of(unit: Unit, target: Target, present: int | None) -> Amounts:
-    """Returns the bytes and times of one unit. present: as in Step."""
+    """Returns the bytes and times of one unit. `present` has the meaning that it has in `Step`."""
     reads = unit.cache_reads
     caches = unit.caches
     if present is not None:

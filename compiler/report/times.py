@@ -3,13 +3,14 @@
     seconds = starts of kernels + (bytes' time ** 2 + products' time ** 2) ** 0.5
 
 A kernel overlaps its reads with its products, but never wholly: the root of the sum of squares lies
-between the longer of the two and their sum. Each rate is a share of the target's own rate
-(`codegen/targets.py` `Target`), which a copy or a library's largest product reaches. The shares are
-few, and each names the kept record that it comes from. docs/predictions.md compares the model with
-measured steps.
+between the longer time and the sum of both. Each rate is a share of the target's own rate
+(`codegen/targets.py` `Target`), which a copy, or the largest product of a library, reaches. There
+are few shares, and the comment on each names the stored measurements from which it comes.
+docs/predictions.md compares the model with measured steps.
 
 The planners of single ops (`codegen/qkv/time.py`, `codegen/mla/plan.py`) rank the tiles of one
-kernel by their own formulas, which know those tiles; no time here changes their choice.
+kernel by formulas of their own, which know these tiles. The times of this file do not change that
+choice.
 """
 
 from __future__ import annotations
@@ -27,47 +28,55 @@ from tilewright.compiler.report.traffic import Unit
 #: (*_end_to_end.json).
 FILL_S = 1.1e-6
 
-#: The share of a copy's rate at which parts move bytes.
+#: The share of a copy's rate that parts reach when they move bytes.
 MEMORY_SHARE = 0.98
-#: How many times faster than memory the L2 cache is: an assumption. Bytes that cross between parts
-#: and fit into it are still there for the next part. The prompts of the same steps support this:
-#: the root mean square of all errors falls from 4.7 to 4.3 %. They do not tell 2 from 3.
+#: How many times faster than memory the L2 cache is. This is an assumption: bytes that cross
+#: between parts and fit into the L2 cache are still there for the next part. The prompts of the
+#: same steps support it, because the root mean square of all errors falls from 4.7 to 4.3 %. They
+#: do not distinguish a factor of 2 from a factor of 3.
 L2_SPEED = 2.0
-#: The share for weights as codes, from linears_quantized.json (int4 and fp8, one token).
+#: The share of a copy's rate that kernels reach when they read weights as codes. It comes from
+#: linears_quantized.json (int4 and fp8, one token).
 CODES_MEMORY_SHARE = 0.89
 
-#: Shares of the tensor cores' rate. A library's products of 1024 to 8192 rows reach 680 to 790
-#: TFLOP/s. Mixtures reach 0.8 with many tokens for each expert (moe.json, Mixtral and DeepSeek-V3,
-#: 4096 and 8192 tokens), and less with few.
+#: Shares of the tensor cores' rate. Products of a library with 1024 to 8192 rows reach 680 to 790
+#: TFLOP/s. Mixtures reach a share of 0.8 if each expert has many tokens (moe.json, Mixtral and
+#: DeepSeek-V3, 4096 and 8192 tokens), and less if each has few.
 PRODUCT_SHARE = 0.91
 MIXTURE_SHARE = 0.74
-#: The share for codes that kernels decode, from the steps of ct-w4a16 and ct-fp8-dynamic in
-#: quantised_step.json.
+#: The share of the tensor cores' rate for codes that kernels decode. It comes from the steps of
+#: ct-w4a16 and ct-fp8-dynamic in quantised_step.json.
 CODES_SHARE = 0.27
-#: 4-bit codes that take long to decode, because they stand for floats or are packed along rows. The
-#: rates are codes that an SM decodes in a second: for tensor cores and, as ALONE, for one token
-#: without tensor cores. From linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
+#: Formats of 4-bit codes that take long to decode, because the codes stand for floats or are packed
+#: along rows. The two rates are the numbers of codes that an SM decodes in a second: the first for
+#: kernels that use tensor cores, the second (ALONE) for kernels of one token, which use none. They
+#: come from linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
 SLOW_CODES = frozenset({"nvfp4", "mxfp4", "nf4", "fp4", "int4_n"})
 SLOW_CODES_PER_SM_S = 1.85e10
 SLOW_CODES_PER_SM_S_ALONE = 3.6e10
-#: The bytes of such a code, with its part of the scale that a block of 16 to 128 codes shares.
+#: The bytes of such a code, including its part of the scale that a block of 16 to 128 codes shares.
 SLOW_CODE_BYTES = 0.55
-#: The share for mixtures of codes, from moe_quantized.json (fp8, 64 and 1024 tokens).
+#: The share of the rate for mixtures whose weights are codes. It comes from moe_quantized.json
+#: (fp8, 64 and 1024 tokens).
 CODES_MIXTURE_SHARE = 0.40
 
-#: Shares that attention reaches. PROMPT_ATTENTION_SHARE is for many queries under a mask in a
-#: tensor (182 to 333 TFLOP/s in cache_attention.json, prefill, "mask"). The other is for few
-#: queries, whose rows fill no tile (138 TFLOP/s in the same file, mla-64x1000-128).
+#: Shares of the tensor cores' rate that attention reaches. PROMPT_ATTENTION_SHARE holds for many
+#: queries under a mask in a tensor (182 to 333 TFLOP/s in cache_attention.json, prefill, "mask").
+#: The other share holds for few queries, whose rows fill no tile (138 TFLOP/s in the same file,
+#: mla-64x1000-128).
 PROMPT_ATTENTION_SHARE = 0.33
 DECODE_ATTENTION_SHARE = 0.17
-#: The least number of queries of a sequence that fill the rows of a tile.
+#: The smallest number of queries of a sequence that fills the rows of a tile.
 MANY_QUERIES = 64
 
 
 @dataclass(frozen=True)
 class Spent:
-    """The modelled microseconds of a part, by cause; their sum is its modelled time. products:
-    products of activations with weights. between: bytes that cross between parts."""
+    """The modelled microseconds of a part, by cause. Their sum is the modelled time of the part.
+
+    products: the time of products of activations with weights.
+    between: the time of the bytes that cross between parts.
+    """
 
     weights_us: float = 0.0
     caches_us: float = 0.0
@@ -84,8 +93,8 @@ class Spent:
 def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Spent:
     """Returns the times of a unit by their causes.
 
-    caches: bytes of caches that it moves. present: tokens in the caches of each sequence; None for
-    the new tokens alone.
+    caches: the bytes of caches that the unit moves.
+    present: the number of tokens in the caches of each sequence; None if only the new tokens count.
     """
     rate = target.hbm_bytes_per_s * (CODES_MEMORY_SHARE if unit.codes else MEMORY_SHARE) / 1e6
     between = _beyond_l2(unit.activations + unit.scratch, target)
@@ -109,8 +118,8 @@ def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Sp
 
 
 def _beyond_l2(size: int, target: Target) -> float:
-    """Returns the bytes that memory moves in the time that `size` bytes between parts take. Bytes
-    that fit into the L2 cache come from there, and so count less."""
+    """Returns the number of bytes that memory moves in the time that `size` bytes between parts
+    take. Bytes that fit into the L2 cache come from there and therefore count less."""
     near = min(size, target.l2_bytes)
     return size - near + near / L2_SPEED
 
@@ -125,8 +134,8 @@ def _product_share(unit: Unit) -> float:
 
 
 def _decoding_s(unit: Unit, target: Target) -> float:
-    """Returns the seconds that decoding a linear's slow codes takes, besides those in
-    CODES_SHARE."""
+    """Returns the seconds that decoding a linear's slow codes takes, in addition to the time that
+    CODES_SHARE covers."""
     if unit.codes not in SLOW_CODES or unit.family == "moe":
         return 0.0
     numbers = unit.weights / SLOW_CODE_BYTES

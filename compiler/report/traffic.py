@@ -1,10 +1,11 @@
 """Divides a rewritten graph into units that run as one, and counts the bytes that each moves.
 
-Each fused op is a unit, and so is each product. The other nodes of a layer that hand values to each
-other, with no such unit between them, count as one kernel of Inductor, even if it makes several.
-Views move nothing. A write in place does not read its target unless something is added to it, and
-moves only the rows of a cache that it writes. A tensor that several nodes of a unit read counts
-once, and a view counts as much as it selects; a lookup reads as much as it returns.
+Each fused op is a unit, and so is each product. The remaining nodes of a layer that pass values to
+each other, with no fused op or product between them, count as one kernel of Inductor, even if
+Inductor makes several. Views move nothing. A write in place reads its target only if something is
+added to the target, and it moves only the rows of a cache that it writes. A tensor that several
+nodes of a unit read counts once. A view counts as many bytes as it selects, and a lookup as many as
+it returns.
 """
 
 from __future__ import annotations
@@ -38,27 +39,35 @@ from tilewright.ops.cache.read import CacheRead
 from tilewright.ops.contract import FusedOp, get_op, is_ours
 from tilewright.patterns.dataflow import scope_of
 
-# The number of functions of a group that its name lists.
+# The name of a group lists this many of its functions.
 _NAMED = 4
-# The prefix of kernels that decode codes for a library's product.
+# The prefix of the names of kernels that decode codes for a library's product.
 _DECODED = "dequantize_weight"
-# The dtypes that store codes of weights; other integers are indices and masks.
+# The dtypes that store codes of weights. Other integers are indices and masks.
 _CODE_DTYPES = frozenset(
     {torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
 )
-# Calls that read a table at indices that only a run knows.
+# Calls that read a table at indices that are known only at run time.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "getitem", "take_along_dim"})
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit. scope: its layer. weights, caches, activations: bytes; caches counts whole caches,
-    and only those that no item of `cache_reads` describes. flops: those of products with weights,
-    at flop_rate; `cache_reads` has those of attention. scratch: bytes that a fused op writes and
-    reads itself. members: the names of its nodes, the first of which is `node`. family: for a fused
-    op, its folder of `ops/`. codes: the format of the weights that its kernels decode, a key of
-    WEIGHT_FORMATS; empty if there are none. stores_codes: whether it reads weights that are stored
-    as codes, which its kernels or the graph decode."""
+    """A part of a graph that runs as one.
+
+    scope: the layer of the unit.
+    node, members: the name of its first node, and the names of all its nodes.
+    weights, activations: the bytes of each that the unit moves.
+    caches: the bytes of whole caches, without the caches that an item of `cache_reads` describes.
+    flops: the FLOPs of products with weights, which run at `flop_rate`. `cache_reads` has the FLOPs
+        of attention.
+    scratch: the bytes that a fused op writes and then reads itself.
+    family: the folder of `ops/` that has the fused op; empty for other units.
+    codes: the format of the weights that the kernels of the unit decode, as a key of
+        WEIGHT_FORMATS; empty if there are none.
+    stores_codes: whether the unit reads weights that are stored as codes, and the kernels or the
+        graph decode them.
+    """
 
     scope: str
     kind: Literal["fused", "library", "inductor"]
@@ -91,7 +100,8 @@ def units_of(graph: GraphReport, target: Target) -> list[Unit]:
     return [
         _unit(nodes, traffic, sites.get(nodes[0].name), products, target)
         for nodes, traffic in units
-        # Values of a factory cost nothing: their readers generate them.
+        # The values of a factory such as `arange` cost nothing, because their readers generate
+        # them.
         if traffic.moves or _kind(nodes[0]) != "inductor"
     ]
 
@@ -130,7 +140,8 @@ def _unit(
 
 
 def _codes(site: Site | None) -> str:
-    """Returns the format of a site's weights if a kernel decodes them; else an empty string."""
+    """Returns the format of a site's weights if a kernel decodes them, otherwise an empty
+    string."""
     if site is None or any(kernel.spec.name.startswith(_DECODED) for kernel in site.kernels):
         return ""
     named = (str(site.shapes.get(name, "")) for name in ("weights", "weight"))
@@ -165,11 +176,16 @@ def op_of(node: fx.Node) -> FusedOp | None:
 
 @dataclass
 class _Memory:
-    """The storages of a graph, by key. owned: those of the model's parameters and buffers. given:
-    those that the graph does not allocate. written: those that it writes. makers: the node that
-    made the contents of a node's argument, (node, storage) -> maker. writes: for each node that
-    computes, the tensors that it writes in place (most often none). puts: the writes that do not
-    read their target."""
+    """The storages of a graph, by key.
+
+    owned: the storages of the model's parameters and buffers.
+    given: the storages that the graph does not allocate.
+    written: the storages that the graph writes.
+    makers: for each (node, storage), the node that made the contents that this node reads from the
+        storage.
+    writes: for each node that computes, the tensors that it writes in place (most often none).
+    puts: the writes that do not read their target.
+    """
 
     owned: set[int] = field(default_factory=set)
     given: set[int] = field(default_factory=set)
@@ -177,7 +193,7 @@ class _Memory:
     makers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     writes: dict[fx.Node, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     puts: dict[fx.Node, Put] = field(default_factory=dict)
-    # For a view that has a storage of its own among the fake tensors: maps that storage to the
+    # Some views have a storage of their own among the fake tensors. This maps such a storage to the
     # storage of the view's source.
     aliases: dict[int, int] = field(default_factory=dict)
 
@@ -214,19 +230,19 @@ class _Memory:
             last.update(dict.fromkeys(self.keys(written) | held, node))
 
     def keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Returns the storages of tensors."""
+        """Returns the keys of the storages of `tensors`."""
         found = (key for tensor in tensors for key in _compat.storage_keys(tensor))
         return {self.aliases.get(key, key) for key in found}
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """Returns the nodes that computed a node's arguments."""
+        """Returns the nodes that computed the contents of a node's arguments."""
         keys = self.keys(_tensors(*node.all_input_nodes))
         return list(dict.fromkeys(self.makers[node, k] for k in keys if (node, k) in self.makers))
 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes whose results the graph's outputs depend on. Also returns the nodes that
-    write to memory which the outputs depend on, or which the graph does not allocate."""
+    """Returns the nodes whose results the outputs of the graph depend on. Also returns the nodes
+    that write to memory that the graph does not allocate, or on which the outputs depend."""
     shared = _shared_storages(graph)
 
     def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -249,7 +265,8 @@ def _alive(graph: fx.Graph) -> set[fx.Node]:
 def _writes_any(
     node: fx.Node, used: Set[int], storages: Callable[[Iterable[torch.Tensor]], set[int]]
 ) -> bool:
-    """Whether a node may write to one of the storages, or to memory of which nothing is known."""
+    """Whether a node may write to one of the storages, or to memory about which nothing is
+    known."""
     access = access_of(node)
     written = storages(access.written)
     unknown = access.everything or access.reshaped or (access.written and not written)
@@ -257,7 +274,8 @@ def _writes_any(
 
 
 def _shared_storages(graph: fx.Graph) -> UnionFind:
-    """Returns the storages of a graph's tensors, joined where a view may share its source's."""
+    """Returns the storages of a graph's tensors. The storage of a view is joined with that of its
+    source if the two may be shared."""
     shared: UnionFind = UnionFind()
     for node in graph.nodes:
         if name_of(node) in SHAPES:
@@ -274,15 +292,15 @@ def _moves_nothing(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Nodes by unit. leader: for each node, the first node of its unit."""
+    """Nodes by unit. `leader` maps each node to the first node of its unit."""
 
     members: Mapping[fx.Node, list[fx.Node]]
     leader: Mapping[fx.Node, fx.Node]
 
 
 def _groups(memory: _Memory) -> _Groups:
-    """Groups nodes into units. depth counts the fused ops and products on the way to a node, so
-    that nodes before one of them and nodes behind it get different units."""
+    """Groups nodes into units. `depth` counts the fused ops and products on the way to a node, so
+    that the nodes before such an op and the nodes behind it get different units."""
     depth: dict[fx.Node, int] = {}
     joined: UnionFind = UnionFind()
     for node in memory.writes:
@@ -314,13 +332,13 @@ class _Traffic:
     caches: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     activations: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     reads: list[CacheRead] = field(default_factory=list)
-    # As the fused op states it (`ops.cache.read.Work`).
+    # The FLOPs that the fused op itself states (`ops.cache.read.Work`).
     flops: int | None = None
     scratch: int = 0
-    # Whether some of the weights are codes.
+    # Whether some of the weights are stored as codes.
     codes: bool = False
     symbols: set[str] = field(default_factory=set)
-    # The bytes in `activations` that are written in place.
+    # The part of the bytes in `activations` that is written in place.
     _written: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def write(self, key: int, tensor: torch.Tensor, size: int) -> None:
@@ -342,10 +360,11 @@ class _Moved:
 
     def __init__(self, memory: _Memory, groups: _Groups, sites: Mapping[str, Site]) -> None:
         self.memory, self.groups, self.sites = memory, groups, sites
-        # (node, storage) that one unit makes and another reads, or the graph returns.
+        # Pairs (node, storage) that one unit makes and another unit reads, or that the graph
+        # returns.
         self.handed_on: set[tuple[fx.Node, int]] = set()
         for (node, key), maker in memory.makers.items():
-            # A view is in no unit: the node that reads it is counted.
+            # A view is in no unit. The node that reads the view is counted instead.
             computes = node in groups.leader or node.op == "output"
             if computes and groups.leader.get(node) is not groups.leader[maker]:
                 self.handed_on.add((maker, key))
@@ -405,13 +424,13 @@ class _Moved:
         return traffic.weights if key in self.memory.owned else traffic.activations
 
     def _makes(self, node: fx.Node, key: int) -> bool:
-        """Whether the node's unit made all that the node reads from a storage."""
+        """Whether the node's unit made everything that the node reads from a storage."""
         if key in self.memory.given:
             return False
         leader = self.groups.leader
         maker = self.memory.makers.get((node, key))
         while maker in self.memory.puts and leader[maker] is leader[node]:
-            maker = self.memory.makers.get((maker, key))  # the maker of what it does not write
+            maker = self.memory.makers.get((maker, key))  # made what the maker does not write
         return maker is not None and leader[maker] is leader[node]
 
     def _writes(self, node: fx.Node, traffic: _Traffic) -> None:
@@ -432,7 +451,7 @@ class _Moved:
     def _writes_over(
         self, node: fx.Node, key: int, tensor: torch.Tensor, traffic: _Traffic
     ) -> None:
-        """Counts a write in place to memory that another unit made, or that is an input of the
+        """Counts a write in place to memory that another unit made or that is an input of the
         graph."""
         put = self.memory.puts.get(node)
         if put is not None:
@@ -444,15 +463,15 @@ class _Moved:
         else:
             (size,) = _sizes([tensor], traffic)
             given = [s for s in node.all_input_nodes if not self._holds(s, tensor)]
-            # Arithmetic writes the whole target; an unknown op writes at most the size of its
-            # arguments.
+            # Arithmetic writes the whole target. An unknown op writes at most as many bytes as its
+            # arguments have.
             if name_of(node) not in IN_PLACE_ARITHMETIC and "out" not in node.kwargs:
                 size = min(size, sum(_sizes(_compat.tensors_of(*given), traffic)) or size)
         traffic.write(key, tensor, size)
 
     def _cache_read(self, op: FusedOp, node: fx.Node, traffic: _Traffic) -> Set[fx.Node]:
-        """Returns the arguments of one of our ops that do not count by their size: those that it
-        writes, and the caches, whose read this function records."""
+        """Returns the arguments of one of our ops that do not count by their size: the tensors that
+        it writes, and the caches. This function records how much of the caches the op reads."""
         names = [argument.name for argument in op.torch_op._schema.arguments]
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         skipped = {given[name] for name in op.mutated if isinstance(given.get(name), fx.Node)}
@@ -494,7 +513,8 @@ class _Moved:
 
 
 def _tensors(*nodes: fx.Node) -> list[torch.Tensor]:
-    """Returns the plain tensors that nodes hold; for a DTensor, this rank's part."""
+    """Returns the plain tensors that nodes hold. For a DTensor, returns the part that this rank
+    holds."""
     return [part for tensor in _compat.tensors_of(*nodes) for part in _compat.parts_of(tensor)]
 
 
@@ -503,8 +523,8 @@ def _looks_up(node: fx.Node) -> bool:
 
 
 def _sizes(tensors: Iterable[torch.Tensor], traffic: _Traffic) -> list[int]:
-    """Returns the bytes of tensors. For a tensor with symbolic sizes, records the symbols and gives
-    0."""
+    """Returns the bytes of tensors. For a tensor with symbolic sizes, records the symbols and
+    returns 0."""
     found = []
     for tensor in tensors:
         symbols = [s for n in tensor.shape for s in _symbol(n)]
@@ -521,7 +541,8 @@ def _symbol(size: Any) -> list[str]:
 
 
 class _Products:
-    """FLOPs of a graph's products with weights, by the names of nodes in the captured graph."""
+    """The FLOPs of a graph's products with weights, by the names of the nodes in the captured
+    graph."""
 
     def __init__(self, graph: GraphReport) -> None:
         self.nodes = {node.name: node for node in graph.before.graph.nodes}
@@ -541,8 +562,8 @@ class _Products:
 
 
 def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes that are computed from the model's parameters and buffers, and perhaps from
-    results of factories, such as `arange`, but from no other input."""
+    """Returns the nodes that are computed only from the model's parameters and buffers and from
+    results of factories, such as `arange`."""
     fixed: set[fx.Node] = set()
     made: set[fx.Node] = set()
     for node in graph.nodes:

@@ -1,5 +1,5 @@
-"""Finds how each product of a rewritten graph reads its weights: as codes, as numbers, or as
-numbers that the graph decodes from codes."""
+"""Finds how each product of a rewritten graph reads its weights. A product may read codes, plain
+numbers, or numbers that the graph decodes from codes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from tilewright.ops.formats.weight import StoredWeight
 from tilewright.ops.groups import OptionalGroup
 from tilewright.patterns.dataflow import scope_of
 
-#: How weights are read. "hidden": an operator takes codes, and how it reads them is not known.
+#: How a product reads weights. "hidden" means that an operator takes codes, and that nothing tells
+#: how it reads them.
 How = Literal["codes", "decoded", "hidden", "numbers"]
 Role = Literal["codes", "scales", "zeros"]
-#: The fields of a StoredWeight that are stored beside the codes, and the role of each.
+#: The role of each field of a StoredWeight that has a tensor.
 _ROLES: Mapping[str, Role] = {
     "data": "codes",
     "scale": "scales",
@@ -35,7 +36,7 @@ _ROLES: Mapping[str, Role] = {
     "zero": "zeros",
 }
 _CODES = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
-#: Dtypes in which each element is one code; an element of another dtype may hold several.
+#: Dtypes in which each element is one code. An element of another dtype may hold several codes.
 _WHOLE = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 
 
@@ -43,10 +44,13 @@ _WHOLE = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp
 class WeightRead:
     """The weights that one node reads in one way.
 
-    node: its name in the rewritten graph. unit: the name of the first node of its unit. by: the
-    pattern of a fused op, or the function. form: the stored format, in words. codes, scales, zeros:
-    bytes that a step reads. numbers: how many weights; for experts, only those in use. stored: how
-    many of these bytes the model stores; the graph computes the rest.
+    node: the name of the node in the rewritten graph.
+    unit: the name of the first node of the unit to which the node belongs.
+    by: the pattern of a fused op, or the name of the function.
+    form: the stored format, in words.
+    numbers: the number of weights; for experts, only the weights of the experts in use.
+    codes, scales, zeros: the bytes of each that a step reads.
+    stored: the number of these bytes that the model stores. The graph computes the other bytes.
     """
 
     node: str
@@ -69,8 +73,11 @@ class WeightRead:
 
 @dataclass(frozen=True)
 class GraphWeights:
-    """The weights of a rewritten graph. decoding: the names of the nodes that compute numbers, or
-    scales, from codes. rounds: whether products read activations as codes, too."""
+    """The weights of a rewritten graph.
+
+    decoding: the names of the nodes that compute numbers or scales from codes.
+    rounds: whether products read activations as codes, too.
+    """
 
     reads: tuple[WeightRead, ...]
     decoding: Set[str]
@@ -78,13 +85,14 @@ class GraphWeights:
 
 
 def weights_of(graph: GraphReport, units: Iterable[Unit]) -> GraphWeights:
-    """Returns how a graph reads its weights. units: the graph's units. Skips symbolic sizes."""
+    """Returns how a graph reads its weights. `units` are the units of the graph. Skips tensors with
+    symbolic sizes."""
     return _Reader(graph, units).read()
 
 
 @dataclass
 class _Tensors:
-    """The tensors of a weight, each node once, with its role."""
+    """The tensors of a weight, each with its role. Each node occurs once."""
 
     roles: dict[fx.Node, Role] = field(default_factory=dict)
     numbers: int = 0
@@ -158,7 +166,7 @@ class _Reader:
     def _of_call(self, node: fx.Node) -> Iterator[WeightRead]:
         held = [s for s in node.all_input_nodes if s in self.fixed and self._is_matrix(s)]
         if not is_product(node):
-            # An operator that is not ATen's may multiply by its arguments.
+            # An operator that does not belong to ATen may multiply by its arguments.
             if _is_foreign(node) and any(_tensor(s).dtype in _CODES for s in held):
                 yield self._read(node, "hidden", "codes that an operator takes", 0, {})
             return
@@ -181,15 +189,15 @@ class _Reader:
                 yield from self._dense(node, weight, 1.0)
 
     def _scales(self, node: fx.Node) -> list[fx.Node]:
-        """Returns the model's tensors that a product of codes reads, except the codes and the
-        bias."""
+        """Returns the model's tensors that a product of codes reads, except the codes themselves
+        and the bias."""
         given = [
             s for s in node.all_input_nodes if s in self.fixed and s is not node.kwargs.get("bias")
         ]
         return [s for s in given if not self._is_stored_codes(s)]
 
     def _is_stored_codes(self, node: fx.Node) -> bool:
-        """Whether a product's argument holds codes, plain or in a tensor subclass."""
+        """Whether a product's argument holds codes, as a plain tensor or in a tensor subclass."""
         tensors = _compat.tensors_of(node)
         return any(t.dtype in _CODES or len(_compat.parts_of(t)) > 1 for t in tensors)
 
@@ -281,10 +289,11 @@ def form_in_words(weight: StoredWeight) -> str:
 
 
 def _groups(op: FusedOp, node: fx.Node, given: Any) -> Iterator[tuple[StoredWeight, Any]]:
-    """Yields the weights of an op's call, each as tensors and as the nodes that hold them."""
+    """Yields the weights of an op's call. Each is given as its tensors and as the nodes that hold
+    these tensors."""
     tensors = arguments_of(op, node)
     groups = {name: g for name, g in vars(op.arguments).items() if isinstance(g, OptionalGroup)}
-    # A node stands for each of its elements where an op takes elements of it.
+    # If an op takes elements of a node's tensor, the node stands for each of these elements.
     divided = {name for group in groups.values() for name in group.divided}
     whole = {n: _Elements(value) for n in divided if (value := getattr(given, n)) is not None}
     given = replace(given, **whole)
@@ -296,7 +305,7 @@ def _groups(op: FusedOp, node: fx.Node, given: Any) -> Iterator[tuple[StoredWeig
 
 @dataclass(frozen=True)
 class _Elements:
-    """Stands for the elements of a node: each index gives the node itself."""
+    """Stands for the elements of a node. Every index returns the node itself."""
 
     node: fx.Node
 
@@ -314,7 +323,7 @@ def _add_whole(
 
 
 def _names_weight(name: str) -> bool:
-    """Whether an op's argument is a matrix, judged by its name."""
+    """Whether the name of an op's argument is that of a matrix."""
     return name == "weight" or (name.endswith("_weight") and "norm" not in name)
 
 
@@ -334,7 +343,8 @@ def _tensor(node: fx.Node) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Returns the stored bytes of a tensor: an axis that repeats one element counts once."""
+    """Returns the stored bytes of a tensor. An axis that repeats one element counts as one
+    element."""
     if not _is_known(*tensor.shape, *tensor.stride()):
         return 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

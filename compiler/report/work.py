@@ -1,4 +1,5 @@
-"""The work of a graph's parts: a node's FLOPs, a chip's rate for them, and the experts in use."""
+"""The work of a graph's parts: the FLOPs of a node, a chip's rate for them, and the experts in
+use."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.report import Site
 
-#: Triton's names for torch's dtypes, which are the keys of `Target.flops`.
+#: Triton's names for torch's dtypes. They are the keys of `Target.flops`.
 RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
 
-# The prefix of kernels that multiply the rows of few tokens by experts as dot products.
+# The prefix of the kernels that multiply the rows of few tokens by experts as dot products.
 _DOTTED = "moe_up_dotted"
 _PRODUCTS = re.compile(
     r"linear|matmul|\bmm|scaled_mm|int_mm|addmm|bmm|einsum|grouped_mm|attention|__matmul__"
@@ -33,8 +34,8 @@ def is_product(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Returns the FLOPs of a node's products, run by itself on fake tensors; 0 for symbolic
-    sizes."""
+    """Returns the FLOPs of a node's products. The node runs by itself on fake tensors. Returns 0
+    for symbolic sizes."""
     tensors = _compat.tensors_of(*node.all_input_nodes)
     if not is_product(node) or any(map(_compat.is_symbolic, tensors)):
         return 0
@@ -47,18 +48,21 @@ def flops_of(node: fx.Node) -> int:
 
 
 def flop_rate(tensors: Sequence[torch.Tensor], target: Target) -> float:
-    """Returns the target's FLOP/s for the first tensor's dtype that has a rate; else its lowest
-    rate."""
+    """Returns the target's FLOP/s for the first of the tensors whose dtype has a rate. If none has
+    one, returns the target's lowest rate."""
     rates = dict(target.flops)
     dtypes = [t.dtype for t in tensors if t.dtype in RATES]
     return rates.get(RATES[dtypes[0]], min(rates.values())) if dtypes else min(rates.values())
 
 
 def share_of_experts(site: Site) -> float:
-    """Returns the share of stacked expert weights [experts, ...] that a site reads; 1 for a site
-    without experts. Assumes that tokens are spread evenly over all experts of the router, including
-    those on other devices. Kernels of dot products read an expert once for each token that chooses
-    it."""
+    """Returns the share of the stacked expert weights [experts, ...] that a site reads. Returns 1
+    for a site without experts.
+
+    The function assumes that tokens are spread evenly over all experts of the router, including the
+    experts on other devices. Kernels of dot products read an expert once for each token that
+    chooses it.
+    """
     facts = site.shapes
     tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
     if tokens is None or not {"experts", "slots"} <= facts.keys():

@@ -45,7 +45,8 @@ IN_16_BITS = "load the model, and allocate its caches, in bfloat16 or float16"
 
 @dataclass(frozen=True)
 class Rewritten:
-    """One rewritten site. node: the fused op. before: the absorbed nodes' names."""
+    """One rewritten site: its match, the node of the fused op, and the names of the absorbed nodes
+    (`before`)."""
 
     match: Match
     node: fx.Node
@@ -53,9 +54,10 @@ class Rewritten:
 
 
 class HalfRewrittenError(Exception):
-    """A rewrite failed after it had begun to change the graph, which must not be used.
+    """Raised if a rewrite fails after it has begun to change the graph. The graph must then not be
+    used.
 
-    `__cause__` is the exception that was raised.
+    `__cause__` is the exception that the rewrite raised.
     """
 
     def __init__(self, match: Match) -> None:
@@ -70,11 +72,11 @@ def rewrite_sites(
     failed: Failed = internal_miss,
     target: Target | None = None,
 ) -> tuple[list[Rewritten], list[tuple[Match, Miss]]]:
-    """Rewrites every match of `flow` in `graph`; the matches must not overlap.
+    """Rewrites every match of `flow` in `graph`. The matches must not overlap.
 
-    The op's fake implementation runs first. Where it refuses its arguments or fails, that site
-    stays as it was, and the result has a Miss for it; `failed` makes the miss of a failure. A site
-    on a chip that has no kernels for its op is a Miss, too. target: the chip for sites whose device
+    The op's fake implementation runs first. If it refuses its arguments or fails, the site stays as
+    it was, and the result has a Miss for it; `failed` makes the miss of a failure. A site on a chip
+    that has no kernels for its op becomes a Miss, too. `target` is the chip for sites whose device
     does not tell it. Raises HalfRewrittenError for a failure after the graph has changed.
     """
     materialiser = Materialiser(graph, flow)
@@ -126,7 +128,9 @@ def _rewrite(
         return _miss(match, "UNSUPPORTED", Stage.CAPABILITY, _refusal(op, error), last)
     if moved is not None:
         _erase_between(graph, before, last)
-        message = f"{moved.name} is changed in place, and the fused op's result has other strides"
+        message = (
+            f"{moved.name} is changed in place, and the result of the fused op has other strides"
+        )
         hint = "change a copy of it"
         return _miss(match, "INPUT_MUTATED", Stage.HAZARDS, message, moved, hint)
     try:
@@ -169,8 +173,8 @@ def _put_in_place(
 def _moved_and_written(
     replacements: Sequence[tuple[fx.Node, fx.Node]], flow: Dataflow
 ) -> fx.Node | None:
-    """Returns a replaced node that is written in place and whose replacement has other strides;
-    None if there is none.
+    """Returns a replaced node that is written in place and whose replacement has other strides.
+    Returns None if there is none.
 
     Strides decide whether `flatten` and `reshape` return views or copies, and therefore whether a
     write changes the original.
@@ -184,16 +188,18 @@ def _moved_and_written(
 
 
 def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node:
-    """Returns the replacement of a node or, if the graph could tell its strides from the node's, a
-    copy that has the node's strides."""
+    """Returns the replacement of a node. If the graph could tell the two apart by their strides,
+    returns a copy that has the node's strides."""
     held, now = (node.meta["example_value"] for node in (old, new))
     if same_steps(held, now) or not strides_matter(old, now, materialiser.flow):
         return new
     if not is_dense(held):
-        # Columns of a wider tensor: every view of them is also a view of a copy that is packed in
-        # the order of their dimensions.
+        # The node holds columns of a wider tensor. Every view of these columns is also a view of a
+        # copy that is packed in the order of their dimensions.
         if strides_matter(old, now, materialiser.flow, returned=False):
-            raise InexpressibleError(f"{old.name} is read by strides that the op's result has not")
+            raise InexpressibleError(
+                f"the graph reads {old.name} by its strides, and the op's result has other strides"
+            )
         if is_packed_as(held, now):
             return new
     return packed_as(held, new, materialiser.call)
@@ -213,8 +219,8 @@ def _device_type(match: Match) -> str:
 
 
 def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | None:
-    """Returns why a chip has no kernels for one of our ops between two nodes; None if nothing says
-    so."""
+    """Returns why a chip has no kernels for one of our ops between two nodes. Returns None if no
+    reason is known."""
     node = before.next
     while node is not last:
         called, node = node, node.next
@@ -228,8 +234,8 @@ def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | No
 
 
 def _slower(op: FusedOp, match: Match, node: fx.Node, chip: Target) -> str | None:
-    """Returns why the graph is faster than this call of the op on a chip; None where nothing says
-    so."""
+    """Returns why the graph is faster than this call of the op on a chip. Returns None if no reason
+    is known."""
     if not match.needs_kernel:
         return None
     held = [given.meta["example_value"] for given in node.all_input_nodes]
@@ -239,8 +245,11 @@ def _slower(op: FusedOp, match: Match, node: fx.Node, chip: Target) -> str | Non
 
 
 def _no_kernel(op: FusedOp, node: fx.Node, chip: Target | None) -> str:
-    """Returns why no GPU kernel computes this call of the op; empty where one does. Without a
-    kernel the op's reference would run, which is slower than the graph."""
+    """Returns why no GPU kernel computes this call of the op. Returns an empty text if a kernel
+    does.
+
+    Without a kernel, the op's reference would run, and it is slower than the graph.
+    """
     choice = op.choose("cuda", arguments_of(op, node), chip)
     if choice.lowering.name != "reference":
         return ""
@@ -248,7 +257,8 @@ def _no_kernel(op: FusedOp, node: fx.Node, chip: Target | None) -> str:
 
 
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
-    """Adds the op's node. Arguments are positional, up to the first one that has its default."""
+    """Adds the node of the op. Its arguments are positional, up to the first argument that has its
+    default."""
     _check_names(op, match)
     given = {name: materialiser.argument(item) for name, item in match.arguments.items()}
     positional: list[Any] = []
@@ -300,7 +310,8 @@ def _output(result: Result | Parts, node: fx.Node, materialiser: Materialiser) -
 
 
 def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
-    """Returns the views of a value that the op's output holds, without the views of those views."""
+    """Returns the views of a value that the op's output holds. Views of these views are left
+    out."""
     found: dict[fx.Node, Effect] = {}
     held: set[fx.Node] = set()
     for node in flow.nodes_of(parts.replaced):
@@ -319,7 +330,7 @@ def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
 
 
 def _redirect(old: fx.Node, new: fx.Node) -> None:
-    """Makes `old`'s users read `new`, and moves the users that stand before `new` behind it."""
+    """Makes the users of `old` read `new`, and moves users that stand before `new` behind it."""
     old.replace_all_uses_with(new)
     front = [new]
     behind = new
@@ -347,8 +358,8 @@ def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]
 
 
 def erase_unused(graph: fx.Graph, flow: Dataflow, candidates: Sequence[fx.Node]) -> None:
-    """Erases the candidates that have no users and no effect, and then the nodes that only those
-    used."""
+    """Erases the candidates that have no users and no effect, and then the nodes that only these
+    candidates used."""
     front = list(candidates)
     while front:
         node = front.pop()
@@ -363,7 +374,8 @@ def erase_unused(graph: fx.Graph, flow: Dataflow, candidates: Sequence[fx.Node])
 
 
 def _removable(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether a node has no effect; writes, placeholders and the output stay."""
+    """Whether a node has no effect and may be erased. Writes, placeholders and the output may
+    not."""
     if node.op not in ("call_function", "call_method") or node not in flow.positions:
         return False
     held = node.meta.get("example_value")

@@ -2,9 +2,10 @@
 
     (y,) = tag_activation_checkpoint(body, x, w)      ⇒   y = body(x, w), node by node
 
-`torch.utils.checkpoint` decides what a backward pass keeps, and a nested compile region is compiled
-once for all its calls; in a forward pass both only compute their bodies. Other operators that hold
-a graph (`torch.cond`, an autograd.Function that records) stay, and a miss says what they hide.
+`torch.utils.checkpoint` decides which values are kept for the backward pass, and a nested compile
+region is compiled once for all its calls. In a forward pass, both only run their bodies. Other
+operators that hold a graph (`torch.cond`, an autograd.Function that records) stay, and a miss names
+the sites that they hide.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.modes import GRAD_HINT, Modes
 from tilewright.patterns.language import Miss, Pattern, Stage, find
 
-# The wrappers, and for each the position of its first operand.
+# The wrappers, with the position of the first operand of each.
 _TRANSPARENT = {"tag_activation_checkpoint": 1, "wrap": 1, "invoke_subgraph": 2}
-# Operators whose bodies patterns read themselves.
+# Operators whose bodies the patterns read themselves.
 _READ = frozenset({"flex_attention", "flex_attention_backward"})
 
 
 def inline_bodies(graph: fx.Graph, modes: Modes) -> int:
-    """Inlines the bodies of wrappers through which no gradient can flow; returns how many."""
+    """Inlines the bodies of wrappers through which no gradient can flow. Returns the number of
+    inlined bodies."""
     inlined = 0
     pending = _higher_order(graph.nodes)
     for node in pending:
@@ -48,13 +50,13 @@ def inline_bodies(graph: fx.Graph, modes: Modes) -> int:
 def _higher_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Returns the calls of higher-order operators."""
     nodes = list(nodes)
-    called = {node.target for node in nodes}  # few; isinstance is slow on each node
+    called = {node.target for node in nodes}  # there are few, and isinstance is slow
     operators = {one for one in called if isinstance(one, torch._ops.HigherOrderOperator)}
     return [node for node in nodes if node.target in operators] if operators else []
 
 
 def _inlined(call: fx.Node) -> list[fx.Node] | None:
-    """Returns the nodes that replace a call, or None if the call has to stay."""
+    """Returns the nodes that replace a call. Returns None if the call must stay."""
     body = _body(call)
     if body is None:
         return None
@@ -87,7 +89,7 @@ def _inlined(call: fx.Node) -> list[fx.Node] | None:
 
 
 def _body(call: fx.Node) -> fx.GraphModule | None:
-    """Returns the body of a wrapper; None if the wrapper may do more than run it."""
+    """Returns the body of a wrapper. Returns None if the wrapper may do more than run its body."""
     attribute = call.args[0]
     body = attribute_of(attribute) if isinstance(attribute, fx.Node) else attribute
     if not isinstance(body, fx.GraphModule) or "_checkpoint_context_fn" in body.meta:
@@ -98,8 +100,8 @@ def _body(call: fx.Node) -> fx.GraphModule | None:
 def _copy_nodes(
     body: fx.Graph, call: fx.Node, known: dict[fx.Node, Any], added: list[fx.Node]
 ) -> None:
-    """Adds a body's nodes before a call. known: maps nodes of the body to their copies or
-    arguments; filled here."""
+    """Adds the nodes of a body before a call. `known` maps the nodes of the body to their copies or
+    arguments; the function adds the copies."""
     graph, owner = call.graph, call.args[0]
     assert isinstance(owner, fx.Node)
     for node in body.nodes:
@@ -135,7 +137,8 @@ def unseen_in_bodies(graph: fx.Graph, modes: Modes, patterns: Sequence[Pattern])
 
 
 def _matches_in(node: fx.Node, patterns: Sequence[Pattern]) -> Counter[str]:
-    """Returns how often each pattern matches in the graphs that a node takes as arguments."""
+    """Returns the number of matches of each pattern in the graphs that a node takes as
+    arguments."""
     found: Counter[str] = Counter()
     if str(node.target) in _READ:
         return found
@@ -152,8 +155,8 @@ def _matches_in(node: fx.Node, patterns: Sequence[Pattern]) -> Counter[str]:
 def _unseen(node: fx.Node, pattern: str, count: int, modes: Modes) -> Miss:
     sites = "a site" if count == 1 else f"{count} sites"
     if node in modes.recorded:
-        message = f"{sites} inside of {node.target}, through which a gradient can flow"
+        message = f"{sites} inside {node.target}, through which a gradient can flow"
         return Miss(pattern, "GRADIENT", Stage.HAZARDS, message, (node,), GRAD_HINT, count)
-    message = f"{sites} in a graph of its own, which {node.target} is given"
-    hint = "compute it outside of that, or compile the function that it is given"
+    message = f"{sites} in a separate graph, which is an argument of {node.target}"
+    hint = "compute it outside this operator, or compile the function that the operator takes"
     return Miss(pattern, "SUBGRAPH", Stage.HAZARDS, message, (node,), hint, count)

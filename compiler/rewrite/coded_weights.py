@@ -41,7 +41,8 @@ _OPERANDS = ("input", "weight", "bias")
 
 
 class CodedWeights:
-    """The linears of one graph whose weights can be read; equal layouts share a trace."""
+    """The linears of one graph whose weights can be read. Linears with equal layouts share a
+    trace."""
 
     def __init__(self) -> None:
         self._traces: Traces = {}
@@ -50,8 +51,8 @@ class CodedWeights:
         return target in (F.linear, torch.ops.aten.linear.default)
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """Returns the spelled-out call; None for a linear whose weight is plain, or of a class that
-        is not read."""
+        """Returns the spelled-out call. Returns None for a linear whose weight is plain, or belongs
+        to a class that cannot be read."""
         x, weight, bias = (argument(call, at, name) for at, name in enumerate(_OPERANDS))
         if not _is_read(weight) or not call.users:
             return None
@@ -71,12 +72,12 @@ class CodedWeights:
     def refused(self, call: fx.Node, error: Exception) -> Miss:
         weight = type(argument(call, 1, "weight").meta["example_value"]).__name__
         why = unfit_of(error)
-        message = f"the linear's weight is a {weight}, of which the codes are read {why}"
+        message = f"the codes of the linear's weight, a {weight}, are read {why}"
         return Miss("declare", "SUBCLASS", Stage.ANCHORED, message, (call,))
 
 
 def _is_read(weight: Any) -> bool:
-    """Whether a weight is a graph input of a library's class for quantised codes."""
+    """Whether a weight is a graph input and belongs to a library's class for quantised codes."""
     held = weight.meta.get("example_value") if isinstance(weight, fx.Node) else None
     if held is None or weight.op not in ("placeholder", "get_attr"):
         return False
@@ -84,7 +85,7 @@ def _is_read(weight: Any) -> bool:
 
 
 class _Inside:
-    """Shows a weight's attributes, with other tensors in place of those inside it."""
+    """Shows the attributes of a weight, with other tensors in place of its inner tensors."""
 
     def __init__(self, weight: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         self.weight, self.tensors = weight, tensors
@@ -96,7 +97,7 @@ class _Inside:
 def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Trace:
     """Traces a linear as a function of x, the tensors inside its weight, and the bias.
 
-    Raises UnfitError if the library's own linear reads other tensors.
+    Raises UnfitError if the library's own linear reads other tensors than the decoded one.
     """
     held = weight.meta["example_value"]
     names, _ = held.__tensor_flatten__()
@@ -127,7 +128,7 @@ def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -
 
 
 def _inputs_read(graph: fx.Graph) -> set[int]:
-    """Returns the positions of the inputs of a trace that its result depends on."""
+    """Returns the positions of the inputs of a trace on which its result depends."""
     needed = needed_for(graph, graph.output_node().all_input_nodes)
     inputs = graph.find_nodes(op="placeholder")
     return {at for at, node in enumerate(inputs) if node in needed}

@@ -2,9 +2,9 @@
 
     declare("somebodys::op", meaning)
 
-`meaning` is a function in plain PyTorch. While patterns look, the graph has what `meaning` computes
-in place of each call of the operator; a call stays as it was written if no pattern took a part of
-it (`spelled.py`). Operators of quantisation libraries are declared by default
+`meaning` is a function in plain PyTorch. While patterns look at the graph, it has the operations of
+`meaning` in place of each call of the operator. A call stays as it was written if no pattern took a
+part of it (`spelled.py`). Operators of quantisation libraries are declared by default
 (`compiler/quantised/operators.py`).
 """
 
@@ -35,33 +35,36 @@ from tilewright.patterns.language import Miss, Stage
 
 Meaning = Callable[..., Any]
 
-#: The declarations, by `namespace::name`, which may hold the wildcards of fnmatch.
+#: The declarations by `namespace::name`. A name may hold the wildcards of fnmatch.
 _DECLARED: dict[str, Meaning] = {}
-# The hub registers the operators of a kernel's build as `_<kernel>_<hash>::name`, some with the
-# backend before the hash.
+# The hub registers the operators of a kernel's build as `_<kernel>_<hash>::name`, or with the name
+# of the backend before the hash.
 _BUILD = r"_{}(_cuda|_rocm|_xpu)?_[0-9a-z]{{6,}}(_dirty)?"
 # Functions that allocate a tensor without filling it.
 _ROOMS = frozenset({torch.empty, torch.empty_strided, torch.empty_like})
-# Namespaces whose operators cannot be declared: patterns know them.
+# Namespaces whose operators cannot be declared, because patterns know these operators.
 _KNOWN = ("aten", "prim", "prims", "tilewright")
 
 
 def declare(op: Any, meaning: Meaning) -> None:
-    """Declares what an operator of a library computes, so that patterns see that in its place.
+    """Declares what an operator of a library computes, so that patterns see this computation in its
+    place.
 
-    op: the operator (an `OpOverload`, an `OpOverloadPacket`, or what `torch.library.custom_op`
-    returns), or its name `"namespace::name"`, which stands for all its overloads. A name may hold
-    the wildcards of fnmatch. The name of a hub kernel's operator, `"kernel::name"`, stands for all
-    builds `_kernel_<hash>::name` and `_kernel_<hash>_dirty::name` too. A declaration by full name
-    wins over one by a wildcard, and a user's declaration wins over the default ones for operators
-    of quantisation libraries.
+    op: the operator (an `OpOverload`, an `OpOverloadPacket`, or the result of
+        `torch.library.custom_op`), or its name `"namespace::name"`, which stands for all its
+        overloads. A name may hold the wildcards of fnmatch. The name of a hub kernel's operator,
+        `"kernel::name"`, stands for all builds `_kernel_<hash>::name` and
+        `_kernel_<hash>_dirty::name`, too. A declaration by full name takes precedence over a
+        declaration by a wildcard. A declaration of the user takes precedence over the default ones,
+        which are for operators of quantisation libraries.
     meaning: a function in plain PyTorch whose parameters have the names of the operator's
-    arguments. It returns what the operator returns, and writes in place the arguments that the
-    operator's schema marks as written. It is traced with fake tensors, once for each layout of a
-    call's arguments.
+        arguments. It returns the same values as the operator, and writes in place the arguments
+        that the operator's schema marks as written. It is traced with fake tensors, once for each
+        layout of a call's arguments.
 
-    Raises ValueError for a name without a namespace, an operator of PyTorch, a meaning that does
-    not take the arguments of the operator, and an operator that already has another declaration.
+    Raises ValueError for a name without a namespace, for an operator of PyTorch, for a meaning that
+    does not take the arguments of the operator, and for an operator that already has another
+    declaration.
     """
     name = _name(op)
     if not callable(meaning):
@@ -87,7 +90,9 @@ def _name(op: Any) -> str:
     if not isinstance(found, str) or not re.fullmatch(r"[^:]+::[^:]+", found):
         raise ValueError(f'op: expected an operator or its name "namespace::name", got {op!r}')
     if found.split("::")[0] in _KNOWN:
-        raise ValueError(f"op: {found!r} is known; expected an operator of a library")
+        raise ValueError(
+            f"op: expected an operator of a library, got {found!r}, which tilewright knows"
+        )
     return found
 
 
@@ -107,12 +112,12 @@ def _described(meaning: Meaning | None) -> str:
 
 
 def _fault_of_names(meaning: Meaning, overload: Any) -> str:
-    """Returns how the parameters of a meaning differ from the arguments of an operator; "" if they
-    agree."""
+    """Returns how the parameters of a meaning differ from the arguments of an operator. Returns ""
+    if they agree."""
     names = [spec.name for spec in overload._schema.arguments]
     try:
         parameters = inspect.signature(meaning)
-    except (TypeError, ValueError):  # a function written in C
+    except (TypeError, ValueError):  # a function that is written in C
         return ""
     try:
         parameters.bind(**dict.fromkeys(names))
@@ -126,8 +131,9 @@ def _fault_of_names(meaning: Meaning, overload: Any) -> str:
 
 
 def _meaning_of(overload: Any) -> Meaning | None:
-    """Returns the declaration of an operator, the user's before the libraries' own. The full name
-    comes first, then a hub kernel's name or a wildcard."""
+    """Returns the declaration of an operator. The user's declarations are searched before the
+    default ones. In each, the full name is searched first, and then the name of a hub kernel or a
+    wildcard."""
     namespace, _, name = overload._schema.name.partition("::")
     if namespace in _KNOWN:
         return None
@@ -154,9 +160,13 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of a meaning. inputs: the placeholders, one for each node that the call reads.
-    outputs: what the meaning returns, in order. copies: maps an input to the `copy_` that
-    overwrites it as a whole, if nothing else reads or writes the input."""
+    """The trace of a meaning.
+
+    inputs: the placeholders, one for each node that the call reads.
+    outputs: the values that the meaning returns, in order.
+    copies: for each input that the meaning overwrites as a whole, the `copy_` that does so. Inputs
+        that another node reads or writes are left out.
+    """
 
     graph: fx.Graph
     inputs: tuple[fx.Node, ...]
@@ -165,7 +175,7 @@ class Trace:
 
 
 class DeclaredCalls:
-    """The calls of declared operators in one graph; calls of equal layout share a trace."""
+    """The calls of declared operators in one graph. Calls with equal layouts share a trace."""
 
     def __init__(self) -> None:
         self._traces: Traces = {}
@@ -175,7 +185,7 @@ class DeclaredCalls:
         return overload is not None and _meaning_of(overload) is not None
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """Returns the spelled-out call; None for a call that does nothing."""
+        """Returns the spelled-out call. Returns None for a call that does nothing."""
         results = _results(call)
         if not results and not access_of(call):
             return None
@@ -205,9 +215,10 @@ Traces = dict[Any, Trace | UnfitError]
 
 
 def trace_of(call: fx.Node, known: Traces, make: Callable[[], Trace]) -> Trace:
-    """Returns the trace of a call; calls of equal layout share one.
+    """Returns the trace of a call. Calls with equal layouts share one.
 
-    known: the traces made so far. Raises UnfitError where `make` raised for a call of this layout.
+    `known` has the traces that were made so far. Raises UnfitError if `make` raises it for a call
+    of this layout.
     """
     key = call_key(call)
     if key not in known:
@@ -230,19 +241,20 @@ def unfit_of(error: Exception) -> UnfitError:
 
 
 def _overload(target: Any) -> Any:
-    """Returns the operator overload that a call's target is; None for any other target."""
+    """Returns the operator overload that is the target of a call. Returns None for any other
+    target."""
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, target.overloads()[0])
     return target if isinstance(target, torch._ops.OpOverload) else None
 
 
 def _results(call: fx.Node) -> list[tuple[int, fx.Node]]:
-    """Returns the used results of a call: (position among its results, node) of each."""
+    """Returns (position among the results, node) of each result of a call that is used."""
     held = call.meta.get("example_value")
     if isinstance(held, torch.Tensor):
         return [(0, call)] if call.users else []
     if held is not None and not isinstance(held, (tuple, list)):
-        raise UnfitError("and returns something else than tensors")
+        raise UnfitError("and returns other values than tensors")
     parts = [user for user in call.users if user.target is operator.getitem]
     if len(parts) != len(call.users) or not all(isinstance(p.args[1], int) for p in parts):
         raise UnfitError("and its results are used as a whole")
@@ -283,7 +295,7 @@ def _meaning_traced(call: fx.Node) -> Trace:
 
 
 def traced(compute: Callable[..., Any], held: Sequence[Any]) -> Trace:
-    """Returns the ATen calls that `compute(*held)` makes; raises UnfitError where they cannot
+    """Returns the ATen calls that `compute(*held)` makes. Raises UnfitError if these calls cannot
     become a part of the graph."""
     graph = _compat.aten_graph(compute, held, pre_dispatch=True)
     _restore_literals(graph)
@@ -307,7 +319,8 @@ def _copies(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _restore_literals(graph: fx.Graph) -> None:
-    """Restores calls of `torch.tensor` on numbers: the trace has only their results."""
+    """Restores calls of `torch.tensor` on numbers. The trace has only the results of these
+    calls."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
         held: Any = node.args[0]
         if held.op != "get_attr":
@@ -322,9 +335,9 @@ def _restore_literals(graph: fx.Graph) -> None:
 
 
 def _obstacle(node: fx.Node) -> str:
-    """Returns why a node of a trace cannot become a part of the graph; "" where it can."""
+    """Returns why a node of a trace cannot become a part of the graph. Returns "" if it can."""
     if node.op == "get_attr":
-        return "which reads a tensor that the operator is not given"
+        return "which reads a tensor that is no argument of the operator"
     if node.op != "call_function":
         return ""
     target = node.target
@@ -333,12 +346,12 @@ def _obstacle(node: fx.Node) -> str:
     if torch.Tag.inplace_view in getattr(target, "tags", ()):
         return f"which changes the shape or strides of a tensor in place, by {target}"
     if any(map(_compat.is_unbacked, _compat.tensors_in(node.meta.get("val")))):
-        return f"in which {target} gives a tensor of a size that only the data decides"
+        return f"in which {target} returns a tensor whose size only the data decides"
     return ""
 
 
 def require_same_layout(trace: Trace, expected: Sequence[Any]) -> None:
-    """Raises UnfitError where a meaning returns other tensors than the operator."""
+    """Raises UnfitError if a meaning returns tensors of other layouts than the operator."""
     made = [out.meta["val"] if isinstance(out, fx.Node) else out for out in trace.outputs]
     of_both = [[*map(_laid_out, results)] for results in (made, expected)]
     if of_both[0] != of_both[1]:
@@ -355,7 +368,7 @@ def _laid_out(held: Any) -> str:
 
 def _rooms(call: fx.Node, trace: Trace) -> dict[fx.Node, fx.Node]:
     """Returns the tensors that the graph allocates only for this call to fill, by the input of the
-    trace. Nodes behind the call may read a new tensor instead."""
+    trace. The nodes behind the call may read a new tensor instead."""
     given = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
     return {taken: given[taken] for taken in trace.copies if _is_room(given[taken], call)}
 
@@ -373,10 +386,10 @@ def copied(
     rooms: Collection[fx.Node],
     write: Writer,
 ) -> dict[fx.Node, Any]:
-    """Adds the nodes of a trace that its writes and the used outputs need.
+    """Adds the nodes of a trace that the writes of the trace and the used outputs need.
 
-    sources: the graph's nodes for the inputs of the trace, in order. rooms: inputs whose copies are
-    left out.
+    `sources` are the graph's nodes for the inputs of the trace, in order. `rooms` are the inputs
+    whose copies are left out.
     """
     known: dict[fx.Node, Any] = dict(zip(trace.inputs, sources, strict=True))
     needed = needed_for(trace.graph, used, {trace.copies[room] for room in rooms})
@@ -389,7 +402,7 @@ def copied(
 def needed_for(
     graph: fx.Graph, used: Sequence[fx.Node], left_out: Collection[fx.Node] = ()
 ) -> set[fx.Node]:
-    """Returns the nodes of a trace that its writes, and the nodes `used`, are computed from."""
+    """Returns the nodes from which the writes of a trace, and the nodes in `used`, are computed."""
     needed = set(used)
     for node in reversed(graph.nodes):
         if node not in left_out and (node in needed or _writes(node)):
@@ -404,7 +417,7 @@ def _writes(node: fx.Node) -> bool:
 def _require_same_writes(
     call: fx.Node, added: Sequence[fx.Node], rooms: Collection[fx.Node]
 ) -> None:
-    """Raises UnfitError where a meaning writes other arguments than the operator's schema says."""
+    """Raises UnfitError if a meaning writes other arguments than the operator's schema states."""
     own = {key for tensor in given(call) for key in _compat.storage_keys(tensor)}
     own -= set(_compat.storages_of(*rooms))
     says, does = (
@@ -424,13 +437,18 @@ def _require_same_writes(
 
 
 def end_of(made: fx.Node, result: fx.Node, others: Sequence[fx.Node], write: Writer) -> fx.Node:
-    """Returns the node to read in place of a result. Like the result it has the operator's strides,
-    and shares memory with the call's inputs and other results exactly where the operator's does."""
+    """Returns the node to read in place of a result.
+
+    This node has the strides of the operator's result, and it shares memory with the inputs and
+    other results of the call exactly where the operator's result does.
+    """
     held, wanted = made.meta["example_value"], result.meta["example_value"]
     taken = set(_compat.storages_of(*others))
     if not taken.isdisjoint(_compat.storage_keys(wanted)):
         if not _compat.holds_in_place(held, wanted):
-            raise UnfitError("which returns new memory where the operator returns an argument's")
+            raise UnfitError(
+                "which returns new memory where the operator returns memory of an argument"
+            )
         return write.call(torch.ops.aten.alias.default, made)
     if not taken.isdisjoint(_compat.storage_keys(held)):
         made = write.call(torch.ops.aten.clone.default, made)

@@ -1,7 +1,7 @@
 """Removes dropouts that are off.
 
 Such a dropout returns its input itself. A write to its result is therefore a write to a tensor that
-has other names. Its fake result, though, claims memory of its own: nodes whose fake tensors lie in
+has other names, too. But its fake result claims memory of its own. Nodes whose fake tensors lie in
 that memory are run again, on the memory that they really have.
 """
 
@@ -23,7 +23,8 @@ _DROPOUTS = (
 
 
 def remove_idle_dropouts(graph: fx.Graph) -> int:
-    """Removes the dropouts that do not train or drop nothing; returns how many there were."""
+    """Removes the dropouts that are not in train mode, or whose probability is zero. Returns the
+    number of removed dropouts."""
     dropouts = _dropouts(graph)
     idle = [
         n for n in dropouts if isinstance(n.args[0] if n.args else None, fx.Node) and _is_idle(n)
@@ -41,7 +42,7 @@ def remove_idle_dropouts(graph: fx.Graph) -> int:
 
 
 def count_dropouts(graph: fx.Graph) -> int:
-    """Returns how many dropouts are on."""
+    """Returns the number of dropouts that are on."""
     return sum(not _is_idle(node) for node in _dropouts(graph))
 
 
@@ -52,7 +53,7 @@ def _dropouts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _move(graph: fx.Graph, gone: set[int]) -> None:
-    """Runs nodes again whose fake tensors lie in storages that are gone."""
+    """Runs the nodes again whose fake tensors lie in storages that no longer exist."""
     for node in graph.nodes:
         if node.op != "placeholder" and not gone.isdisjoint(_compat.storages_of(node)):
             node.meta["example_value"] = _compat.run_fake(node)

@@ -43,8 +43,8 @@ def _inside(node: fx.Node) -> torch.Tensor:
 
 
 def _new(like: fx.Node, held: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Adds a call before `like`, with the module and source line of `like`, and returns its node.
-    held: the call's fake result."""
+    """Adds a call before `like`, with the module and source line of `like`. Returns its node.
+    `held` is the fake result of the call."""
     kind = "call_method" if isinstance(target, str) else "call_function"
     with like.graph.inserting_before(like):
         made = like.graph.create_node(kind, target, args, kwargs)
@@ -56,8 +56,8 @@ def _new(like: fx.Node, held: Any, target: Any, *args: Any, **kwargs: Any) -> fx
 
 
 def _summed_by(node: fx.Node) -> str | None:
-    """Returns the group over which a node sums a DTensor and replicates the sum; None for other
-    nodes and for meshes of more than one dimension."""
+    """Returns the group over which a node sums a DTensor to replicate the sum. Returns None for
+    other nodes, and for meshes of more than one dimension."""
     source = node.args[0] if node.args else None
     held = source.meta.get("example_value") if isinstance(source, fx.Node) else None
     placements: tuple[Any, ...] = getattr(held, "placements", ())
@@ -65,7 +65,7 @@ def _summed_by(node: fx.Node) -> str | None:
         return None
     from torch.distributed.tensor import Partial
 
-    # A subclass of Partial, such as that of a sharded embedding, does more than sum.
+    # A subclass of Partial, such as the one of a sharded embedding, does more than sum.
     if type(placements[0]) is not Partial or placements[0].reduce_op != "sum":
         return None
     made = node.meta.get("example_value")
@@ -101,8 +101,8 @@ def _gives_what_is_inside(node: fx.Node) -> bool:
 
 
 def _multiply_locally(node: fx.Node) -> None:
-    """Replaces a linear by one of local tensors, where that gives the local tensor of its
-    result."""
+    """Replaces a linear of DTensors by a linear of local tensors, if that computes the local tensor
+    of the result."""
     behind = _unwrapping(node)
     if not behind or not all(map(_is_dtensor, node.all_input_nodes)) or not _is_local(node):
         return
@@ -121,10 +121,13 @@ def _multiply_locally(node: fx.Node) -> None:
 
 
 def _unwrapping(node: fx.Node) -> list[fx.Node]:
-    """Returns a node and all that reads its DTensor until plain tensors are left, in program order.
-    Empty if any of them does more than unwrap, or the graph returns the DTensor."""
+    """Returns a node and all nodes that read its DTensor, up to the plain tensors, in program
+    order.
+
+    The list is empty if one of them does more than unwrap, or if the graph returns the DTensor.
+    """
     found = [node]
-    for wrapper in found:  # grows in the loop
+    for wrapper in found:  # the list grows in the loop
         if _is_dtensor(wrapper):
             if not all(_holds(user, wrapper) for user in wrapper.users):
                 return []
@@ -141,8 +144,8 @@ def _holds(user: fx.Node, source: fx.Node) -> bool:
 
 
 def _plain_source(node: fx.Node) -> fx.Node | None:
-    """Returns the plain tensor that `DTensor.from_local` wraps, if it does so without a check over
-    ranks."""
+    """Returns the plain tensor that `DTensor.from_local` wraps. Returns None if the call checks it
+    over all ranks."""
     if name_of(node) != "from_local" or argument(node, 3, "run_check", False):
         return None
     source = argument(node, 0, "local_tensor")
@@ -152,7 +155,7 @@ def _plain_source(node: fx.Node) -> fx.Node | None:
 
 def _is_local(node: fx.Node) -> bool:
     """Whether a call on DTensors does to their local tensors exactly what it does to plain tensors.
-    Both are traced, and their ATen calls compared."""
+    Both calls are traced, and the ATen calls in the traces are compared."""
     sources = node.all_input_nodes
     wrapped = [source.meta["example_value"] for source in sources]
     if any(len(_compat.parts_of(tensor)) != 1 for tensor in wrapped):
@@ -174,7 +177,8 @@ def _is_local(node: fx.Node) -> bool:
 
 
 def _calls(graph: fx.Graph) -> list[Any]:
-    """Returns a graph's nodes, each as its target and the positions of the nodes that it reads."""
+    """Returns a graph's nodes. Each is given by its target and the positions of the nodes that it
+    reads."""
     at: Mapping[fx.Node, Any] = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     return [
         (node.op, str(node.target), repr(with_inputs(node, at)))

@@ -1,7 +1,8 @@
 """Turns `zeros_like(y)` and `y.new_zeros(sizes)` into `zeros(sizes)` where the graph computes `y`.
 
-The calls read the shape or the dtype of `y`, but no element of it. Left in the graph, they would
-keep `y` alive where a pattern replaces it, and look as though they were computed from `y`.
+The calls read the shape or the dtype of `y`, but none of its elements. If they stayed in the graph,
+they would keep `y` alive where a pattern replaces it, and they would look as though they were
+computed from `y`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PLAIN: dict[Any, Any] = {
     torch.ops.aten.zeros_like.default: torch.zeros,
     torch.ops.aten.ones_like.default: torch.ones,
 }
-# Methods that take only dtype and device from their tensor: their sizes are arguments.
+# Methods that take only dtype and device from their tensor. Their sizes are arguments.
 _NEW: dict[Any, Any] = {
     "new_zeros": torch.zeros,
     "new_ones": torch.ones,
@@ -31,7 +32,8 @@ _NEW: dict[Any, Any] = {
 
 
 def make_fills_plain(graph: fx.Graph) -> int:
-    """Replaces fills whose sizes are numbers or inputs of the graph, and returns their number."""
+    """Replaces fills whose sizes are numbers or inputs of the graph. Returns the number of replaced
+    fills."""
     made = sum(_make_new(node) for node in graph.nodes if node.target in _NEW)
     likes = [node for node in graph.nodes if node.target in _PLAIN]
     if not likes:
@@ -45,14 +47,19 @@ def make_fills_plain(graph: fx.Graph) -> int:
 
 
 def _fills(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns (the tensor whose shape or dtype a fill takes, the tensor that the fill makes). None
-    if the graph does not compute the first tensor, or if the first is not a plain tensor."""
+    """Returns two tensors: the one whose shape or dtype a fill takes, and the one that the fill
+    makes.
+
+    Returns None if the graph does not compute the first tensor, or if the first tensor is not
+    plain.
+    """
     base = node.args[0] if node.args else None
     if not isinstance(base, fx.Node) or base.op == "placeholder":
         return None
     held: Any = base.meta.get("example_value")
     made = node.meta.get("example_value")
-    # Inside vmap, `zeros_like` gives a batched tensor with one tensor for each entry.
+    # Inside vmap, `zeros_like` returns a batched tensor, which has one tensor for each entry of the
+    # batch.
     if not _compat.is_plain(held) or not isinstance(made, torch.Tensor):
         return None
     return held, made
@@ -72,8 +79,8 @@ def _make_new(node: fx.Node) -> bool:
 
 
 def _said(node: fx.Node) -> dict[str, Any]:
-    """Returns the keywords of a call whose values are not None or False. An exported graph also
-    writes out defaults such as `pin_memory=False`."""
+    """Returns the keywords of a call whose values are neither None nor False. An exported graph
+    also writes out defaults such as `pin_memory=False`."""
     return {name: given for name, given in node.kwargs.items() if given not in (None, False)}
 
 

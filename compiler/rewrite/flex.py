@@ -3,10 +3,10 @@
     flex_attention(q, k, v, score_mod)
         ⇒   softmax(score_mod(scale * q @ k^T, b, h, i, j)) @ v
 
-score_mod is written for one element. Here it is applied to all elements at once, with indices of
-shapes [B, 1, 1, 1], [1, H, 1, 1], [1, 1, S, 1] and [1, 1, 1, K]. A call with a block mask is left
-to Inductor's kernel: the mask's lists of blocks are data, which may hide more than its mask_mod
-does.
+A score_mod is written for one element. Here it is applied to all elements at once, with indices of
+shapes [B, 1, 1, 1], [1, H, 1, 1], [1, 1, S, 1] and [1, 1, 1, K]. A call with a block mask stays and
+runs Inductor's kernel: the lists of blocks in the mask are data, and they may hide more keys than
+the mask's mask_mod does.
 
 Dimension letters: B sequences, H query heads, S queries, K keys.
 """
@@ -35,16 +35,17 @@ _ELEMENTWISE = {
     "ge", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not",
     "to", "int", "long", "bool", "float",
 }  # fmt: skip
-#: The block size of a block mask with a single block, which leaves nothing out.
+#: The block size of a block mask that has a single block and leaves nothing out.
 _NO_BLOCKS = 1 << 30
 
 
 class _Unreadable(Exception):
-    """Says why a call, or a function that it takes, cannot be spelled out."""
+    """Raised for a call, or a function that the call takes, that cannot be spelled out. The message
+    says why."""
 
 
 class FlexAttention:
-    """Calls of `flex_attention`. The meta of a call that cannot be spelled out has the reason."""
+    """The calls of `flex_attention`. If a call cannot be spelled out, its `meta` has the reason."""
 
     def takes(self, target: Any) -> bool:
         return target is torch.ops.higher_order.flex_attention
@@ -62,8 +63,8 @@ class FlexAttention:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call's arguments. score_mod: the function's graph, and the tensors that it reads besides
-    the indices."""
+    """The arguments of a call. `score_mod` holds the graph of the function, and the tensors that it
+    reads besides the indices."""
 
     q: fx.Node
     k: fx.Node
@@ -77,16 +78,17 @@ def _call_of(node: fx.Node) -> _Call:
     given: dict[str, Any] = dict.fromkeys(names, ()) | dict(zip(names, node.args, strict=False))
     blocks = given["block_mask"]
     if node.kwargs or not isinstance(blocks, (tuple, list)) or len(blocks) < 3:
-        raise _Unreadable("this version of PyTorch calls it in another way")
+        raise _Unreadable("this version of PyTorch passes its arguments in another way")
     *_, rows, columns, mask_mod = blocks
     if not (rows == columns == _NO_BLOCKS) or not _hides_nothing(attribute_of(mask_mod).graph):
-        raise _Unreadable("its block mask's lists may hide more than mask_mod says")
+        raise _Unreadable("the lists of its block mask may hide more keys than mask_mod does")
     score_mod = attribute_of(given["score_mod"]).graph, given["of_score"]
     return _Call(given["q"], given["k"], given["v"], given["scale"], score_mod)
 
 
 def _first_result(node: fx.Node) -> fx.Node:
-    """Returns the node of a call's first result; raises _Unreadable if its log-sum-exp is used."""
+    """Returns the node of the first result of a call. Raises _Unreadable if the log-sum-exp of the
+    call is used."""
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(parts) != len(node.users) or set(parts) != {0}:
         raise _Unreadable("its log-sum-exp, or its largest score, is used")
@@ -110,7 +112,7 @@ def _spelled_out(node: fx.Node, write: Writer) -> SpelledOut:
 
 
 def _for_each_head(write: Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
-    """Returns k or v [1 or B, Hkv, K, D] as [B, H, K, D]."""
+    """Returns k or v, [1 or B, Hkv, K, D], as [B, H, K, D]."""
     heads, own = (n.meta["example_value"].shape[1] for n in (q, tensor))
     if not (isinstance(heads, int) and isinstance(own, int) and heads % own == 0):
         raise _Unreadable(f"{heads} query and {own} key heads")
@@ -122,8 +124,8 @@ def _for_each_head(write: Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
 
 
 def _indices(write: Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
-    """Returns indices b, h, i and j, each a tensor of four dimensions that extends along its
-    own."""
+    """Returns the indices b, h, i and j. Each is a tensor of four dimensions that extends along its
+    own dimension."""
     found = []
     for dim, of in enumerate((q, q, q, k)):
         place = 2 if of is k else dim
@@ -147,8 +149,8 @@ def _hides_nothing(body: fx.Graph) -> bool:
 def _applied(
     write: Writer, body: fx.Graph, captured: Sequence[Any], elements: Sequence[fx.Node]
 ) -> fx.Node:
-    """Returns the result of a function for all elements. captured: the tensors and numbers that the
-    function reads besides the elements."""
+    """Returns the result of a function for all elements. `captured` has the tensors and numbers
+    that the function reads besides the elements."""
     taken = iter((*elements, *captured))
     known: dict[fx.Node, Any] = {n: next(taken) for n in body.find_nodes(op="placeholder")}
     tables = {n for n in known if known[n] in captured and is_tensor_node(known[n])}
@@ -162,7 +164,7 @@ def _applied(
             places = tuple(known[i] if isinstance(i, fx.Node) else i for i in at)
             known[node] = write.call(operator.getitem, known[table], places)
         elif (held := _rank_of(node)) is not None and held > 0:
-            continue  # a row of a table, whose element is read later
+            continue  # it is a row of a table; a later node reads its element
         elif name_of(node) not in _ELEMENTWISE:
             raise _Unreadable(f"its function calls {name_of(node)}")
         else:
@@ -175,7 +177,8 @@ def _applied(
 
 
 def _wide(write: Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """Returns an operand with all four dimensions, so that type promotion is that of the scores."""
+    """Returns an operand with all four dimensions, so that its type promotion is the same as that
+    of the scores."""
     item = known[node]
     if not is_tensor_node(item) or item.meta["example_value"].dim() == 4:
         return item
@@ -198,6 +201,7 @@ def _looked_up(node: fx.Node, tables: set[fx.Node]) -> tuple[fx.Node, list[Any]]
 
 
 def _rank_of(node: fx.Node) -> int | None:
-    """Returns how many dimensions a node's tensor has; None if it has no tensor."""
+    """Returns the number of dimensions of a node's tensor. Returns None if the node has no
+    tensor."""
     held = node.meta.get("example_value")
     return held.dim() if isinstance(held, torch.Tensor) else None

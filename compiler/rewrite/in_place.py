@@ -2,11 +2,11 @@
 difference.
 
 `q.mul_(s)`, `q *= s`, `scores.masked_fill_(mask, -inf)`, `F.relu(x, inplace=True)`, `q[:] = other`,
-`out.index_add_(0, rows, y)`, `out.index_put_((rows,), y)`: such a call becomes one that returns a
-new tensor. The graph must have allocated the memory, and no other view of the written elements may
-be read afterwards. Readers behind the write then read the new tensor. A view counts only where it
-overlaps the write: one part of a split may change while the others are read on. Patterns then see
-one spelling.
+`out.index_add_(0, rows, y)`, `out.index_put_((rows,), y)`: such a call becomes a call that returns
+a new tensor. Two conditions must hold: the graph has allocated the memory, and no other view of the
+written elements is read afterwards. Readers behind the write then read the new tensor. Only a view
+that overlaps the write counts: one part of a split may change while other nodes still read the
+other parts. After this pass, patterns see one form of each operation.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _ACTIVATIONS = frozenset(
     {"relu", "relu6", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "hardtanh",
      "hardswish", "hardsigmoid"}
 )  # fmt: skip
-# Out of place, a change of some rows copies the other rows. It is rewritten only in memory that one
-# of these fills with zeros, and never in a cache.
+# A change of some rows becomes a call that copies the other rows. It is rewritten only in memory
+# that one of these functions fills with zeros, and never in a cache.
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 _ROWS_ADDED = dict.fromkeys(
@@ -56,14 +56,15 @@ _ROWS_ADDED = dict.fromkeys(
     _ZEROS | _PRODUCTS | {"add", "mul", "clone", "index_add", "scatter_add"},
 )
 _ROWS_PUT = _ZEROS | {"index_put"}
-#: The most nodes that may have a tensor in a storage; a storage with more is left alone.
+#: The largest number of nodes that may have a tensor in a storage. A storage with more nodes is
+#: left alone.
 _MAX_NAMES = 64
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that returns, as a new tensor, the value that a call in place leaves in memory.
-    target: a function, or the name of a method."""
+    """A call that returns a new tensor with the value that a call in place leaves in memory.
+    `target` is a function, or the name of a method."""
 
     target: Any
     args: tuple[Any, ...]
@@ -75,7 +76,8 @@ class _Call:
 
 
 def make_arithmetic_new(graph: fx.Graph) -> int:
-    """Replaces such changes in `graph` by calls out of place; returns how many there were."""
+    """Replaces such changes in `graph` by calls that return new tensors. Returns the number of
+    replaced changes."""
     writing = {called for called in {node.target for node in graph.nodes} if _may_write(called)}
     if not any(node.target in writing and _out_of_place(node) for node in graph.nodes):
         return 0
@@ -87,8 +89,8 @@ def make_arithmetic_new(graph: fx.Graph) -> int:
 
 
 def _out_of_place(node: fx.Node) -> _Call | None:
-    """Returns the equivalent call out of place of a node that writes in place; None for any other
-    node."""
+    """Returns the call that returns a new tensor and is equivalent to a node that writes in place.
+    Returns None for any other node."""
     if not _is_call(node):
         return None
     base = node.args[0] if node.args else None
@@ -115,9 +117,10 @@ def _is_call(node: Any) -> bool:
 
 
 def _may_write(target: Any) -> bool:
-    """Whether a target may be one of these changes. This is a quick test, by the target's name."""
+    """Whether a target may be one of these changes. This is a quick test by the name of the
+    target."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    base, _, _ = name.partition(".")  # an overload's name follows
+    base, _, _ = name.partition(".")  # the name of an overload follows
     return base.endswith("_") or base in _ACTIVATIONS or base in _OPERATOR_NAMES
 
 
@@ -148,8 +151,8 @@ def _copied(source: Any) -> _Call | None:
 
 
 def _assigned(node: fx.Node) -> _Call | None:
-    """Returns the call that makes the new tensor of `x[:] = y`, `x[mask] = number` or
-    `x[rows] = y`."""
+    """Returns the call that makes the new tensor for `x[:] = y`, `x[mask] = number` or `x[rows] =
+    y`."""
     base, index, value = node.args
     items = index if isinstance(index, tuple) else (index,)
     sizes = base.meta["example_value"].shape  # type: ignore[union-attr]
@@ -164,7 +167,8 @@ def _assigned(node: fx.Node) -> _Call | None:
 
 
 def _is_whole(items: tuple[Any, ...], sizes: Any) -> bool:
-    """Whether indices select a whole tensor in its order: `...`, `:`, or `:n` of a size n."""
+    """Whether indices select a whole tensor in its order: `...`, `:`, or `:n` in a dimension of
+    size n."""
     at = next((number for number, item in enumerate(items) if item is ...), len(items))
     front, back = items[:at], items[at + 1 :]
     pairs = [*zip(front, sizes, strict=False), *zip(back[::-1], sizes[::-1], strict=False)]
@@ -192,8 +196,8 @@ def _put(base: Any, indices: Any, value: Any) -> _Call | None:
 
 
 def _holds(held: torch.Tensor, value: Any) -> bool:
-    """Whether a number is finite in a tensor's floating-point dtype, or is infinity itself. For a
-    number that overflows, `masked_fill` raises and assignment does not."""
+    """Whether a number is finite in a tensor's floating-point dtype, or is infinity itself. If a
+    number overflows, `masked_fill` raises an error and an assignment does not."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     if not held.is_floating_point():
@@ -216,12 +220,16 @@ class _Written:
 class _Rewriter:
     """Goes through a graph in program order.
 
-    writing: the targets that may write in place. names: for each storage, the nodes so far with a
-    tensor in it. last: for each node, the position of its last reader. result: for each node that
-    was made new, the node to read instead; former: the inverse. moved: for each node whose tensors
-    now lie in other storages, because its input is new, the former storages; stepped: the moved
-    nodes whose strides changed too. kept: the former tensors of nodes, held so that no new storage
-    gets the key of an old one.
+    writing: the targets that may write in place.
+    names: for each storage, the nodes so far that have a tensor in it.
+    last: for each node, the position of its last reader.
+    result: for each node that was made new, the node to read instead.
+    former: the inverse of `result`.
+    moved: the nodes whose tensors now lie in other storages, because their input is new, each with
+        its former storages.
+    stepped: the moved nodes whose strides changed, too.
+    kept: the former tensors of nodes. They are kept alive so that no new storage gets the key of an
+        old one.
     """
 
     graph: fx.Graph
@@ -248,14 +256,14 @@ class _Rewriter:
                 self.shared.update((*_compat.storage_keys(tensor), *_compat.storages_of(node)))
 
     def visit(self, node: fx.Node) -> bool:
-        """Updates a node whose inputs moved, and replaces it by a call out of place where that is
-        possible. Returns whether it was replaced."""
+        """Updates a node whose inputs moved, and replaces it by a call that returns a new tensor if
+        that is possible. Returns whether the node was replaced."""
         if self.result:
             for source in node.all_input_nodes:
                 if source in self.result:
                     node.replace_input_with(source, self._result_of(source))
             self._follow(node)
-        # Here, not earlier: the node's inputs may have been made new just now.
+        # This comes here and not earlier, because the node's inputs may just have been made new.
         call = _out_of_place(node) if node.target in self.writing else None
         done = call is not None and self._make_new(node, call)
         for storage in dict.fromkeys(_compat.storages_of(node)):
@@ -266,7 +274,7 @@ class _Rewriter:
         newest = node
         while newest in self.result:
             newest = self.result[newest]
-        while node is not newest:  # shortens the next search
+        while node is not newest:  # this makes the next search shorter
             self.result[node], node = newest, self.result[node]
         return newest
 
@@ -314,8 +322,8 @@ class _Rewriter:
         return True
 
     def _computed(self, node: fx.Node, base: fx.Node) -> torch.Tensor | None:
-        """Returns the result of a call out of place on fake tensors; None if it differs from the
-        tensor that the call in place leaves."""
+        """Returns the result that the call for a new tensor has on fake tensors. Returns None if it
+        differs from the tensor that the call in place leaves."""
         held = base.meta["example_value"]
         try:
             made = _compat.run_fake(node)
@@ -330,8 +338,8 @@ class _Rewriter:
         return made if same_steps(made, held) or self._may_be_packed(node, base, made) else None
 
     def _may_be_packed(self, node: fx.Node, base: fx.Node, made: torch.Tensor) -> bool:
-        """Whether the readers of a node, and later readers of its base, work with the strides of
-        `made`."""
+        """Whether the strides of `made` suit the readers of a node, and the later readers of its
+        base."""
         for name in self.former.get(base, ()):
             name.replace_all_uses_with(base, lambda user: node < user)
         if strides_matter(node, made, _Written()):
@@ -343,7 +351,7 @@ class _Rewriter:
 
     def _is_private(self, base: fx.Node, node: fx.Node) -> bool:
         """Whether the graph allocated a tensor's memory and, behind `node`, reads no other tensor
-        that overlaps it."""
+        that overlaps the tensor."""
         held = base.meta["example_value"]
         if not _is_plain(held) or _meets_itself(held) or not self.recorded.isdisjoint((base, node)):
             return False
@@ -363,8 +371,8 @@ class _Rewriter:
         )
 
     def _read_behind(self, name: fx.Node, node: fx.Node) -> list[torch.Tensor]:
-        """Returns the tensors of `name` that may be read behind a node. If `name` has several, only
-        those that are taken from it there."""
+        """Returns the tensors of `name` that may be read behind a node. If `name` has several
+        tensors, returns only those that a later node takes from it."""
         behind = [user for user in name.users if node < user]
         several = not isinstance(name.meta["example_value"], torch.Tensor)
         if several and all(user.target is operator.getitem for user in behind):
@@ -380,8 +388,11 @@ def _is_dense(node: fx.Node) -> bool:
 
 def _makes_memory(node: fx.Node) -> bool:
     """Whether the tensors of a node lie in memory that the graph allocated, as far as fake tensors
-    show it. An opaque Python function may keep what it returns, and fake tensors without storage
-    may share memory unseen."""
+    show it.
+
+    An opaque Python function may keep the tensor that it returns, and fake tensors without storage
+    may share memory without showing it.
+    """
     if not _is_call(node) or name_of(node).startswith("python::"):
         return False
     return all(map(_compat.storage_keys, _compat.tensors_of(*node.all_input_nodes)))
@@ -411,8 +422,8 @@ def _lies_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors on one storage certainly share no element."""
     if not _is_plain(one) or not _is_plain(other) or one.element_size() != other.element_size():
         return False
-    # Sequences of a batch may lie a symbolic stride apart; the elements of one sequence lie within
-    # it.
+    # The sequences of a batch may lie a symbolic stride apart. The elements of one sequence lie
+    # within this stride.
     far = [[stride for stride, _ in _axes(t) if not isinstance(stride, int)] for t in (one, other)]
     near = [[axis for axis in _axes(t) if isinstance(axis[0], int)] for t in (one, other)]
     starts = [t.storage_offset() for t in (one, other)]

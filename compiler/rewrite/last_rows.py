@@ -2,8 +2,8 @@
 `linear(x[:, -1])`.
 
 A language model's head gives a row of logits for every token of a prompt, and a step reads only the
-last row. Between product and selection there may be elementwise operations. If something can see
-the strides of the selection, the result gets those strides.
+last row. There may be elementwise operations between the product and the selection. If a reader can
+see the strides of the selection, the result gets the same strides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _WHOLE = slice(None, None, None)
 
 
 def take_rows_first(graph: fx.Graph) -> int:
-    """Moves selections of rows in front of products that have no other reader; returns how many."""
+    """Moves selections of rows in front of products that have no other reader. Returns the number
+    of moved selections."""
     moved = 0
     for node in calls_of(graph, _PRODUCTS):
         if _is_of_rows(node):
@@ -40,11 +41,12 @@ def take_rows_first(graph: fx.Graph) -> int:
 
 
 def _is_of_rows(product: fx.Node) -> bool:
-    """Whether each row of a product is computed from one row of its first operand and a weight."""
+    """Whether each row of a product is computed from one row of its first operand and from a
+    weight."""
     source, weight, bias = (argument(product, at, name) for at, name in enumerate(_OPERANDS))
     given = [operand for operand in (source, weight, bias) if operand is not None]
-    # The product may have further tensor arguments, such as `out`, which is written; and one tensor
-    # may be both operands.
+    # The product may have further tensor arguments, such as `out`, which is written. One tensor may
+    # also be both operands.
     if weight is None or set(given) != set(product.all_input_nodes):
         return False
     if len(set(given)) != len(given):
@@ -62,8 +64,11 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _selected(product: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """Returns (the elementwise nodes behind a product, the selection of rows behind those), each
-    the only reader of the one before it; no selection if the product is read in another way."""
+    """Returns the elementwise nodes behind a product, and the selection of rows behind these nodes.
+
+    Each node is the only reader of the node before it. The selection is None if the product is read
+    in another way.
+    """
     between: list[fx.Node] = []
     node = product
     while len(node.users) == 1:
@@ -88,8 +93,8 @@ def _works_on_each(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _kept(user: fx.Node, node: fx.Node) -> list[tuple[int, int]] | None:
-    """Returns the dimensions of `node` in which a node selects rows, each with the step; None if it
-    does anything else, or selects in the last dimension."""
+    """Returns the dimensions of `node` in which another node selects rows, each with the step.
+    Returns None if the other node does anything else, or selects in the last dimension."""
     rank = node.meta["example_value"].dim()
     name = name_of(user)
     if name in ("select", "narrow"):
@@ -127,8 +132,11 @@ def _is_number(item: Any) -> bool:
 
 
 def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
-    """Whether a selection takes fewer rows than there are, or a number of rows that only a call
-    knows, and its other arguments are computed before the product."""
+    """Whether a selection takes fewer rows than there are.
+
+    A number of rows that is known only in a call counts as fewer. The other arguments of the
+    selection must be computed before the product.
+    """
     others = [n for n in selection.all_input_nodes if "example_value" in n.meta]
     if any(product < other for other in others if not _is_plain(other)):
         return False
@@ -144,9 +152,11 @@ def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
 
 
 def _asks_for_guards(selection: fx.Node, whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether the product of the selected rows would add a guard. The product asks whether its
-    operands are dense. If the row count is symbolic and, in the traced call, is 1 or selects all
-    rows, the answer would hold for that count alone."""
+    """Whether the product of the selected rows would add a guard.
+
+    The product asks whether its operands are dense. If the number of rows is symbolic and, in the
+    traced call, is 1 or equals the number of all rows, the answer would hold for that number alone.
+    """
     kept = _kept(selection, selection.all_input_nodes[0]) or []
     for (dim, _), size in zip(kept, part.shape, strict=False):
         if str(size) != str(whole.shape[dim]) and not isinstance(whole.shape[dim], int):
@@ -157,7 +167,8 @@ def _asks_for_guards(selection: fx.Node, whole: torch.Tensor, part: torch.Tensor
 
 
 def _is_read_by_strides(selection: fx.Node) -> bool:
-    """Whether a reader by strides, such as `as_strided`, may read rows that are not selected."""
+    """Whether a node that reads by strides, such as `as_strided`, may read rows that are not
+    selected."""
     own = set(_compat.storages_of(selection))
     return any(
         name_of(node).startswith(READS)
@@ -168,7 +179,8 @@ def _is_read_by_strides(selection: fx.Node) -> bool:
 
 
 def _is_as_made(product: fx.Node) -> bool:
-    """Whether a product has the dtype that its operands imply; under autocast it has another."""
+    """Whether a product has the dtype that its operands imply. Under autocast it has another
+    dtype."""
     try:
         made = _compat.run_fake(product)
     except (RuntimeError, ValueError):
@@ -189,7 +201,7 @@ def _move(product: fx.Node, between: Sequence[fx.Node], selection: fx.Node) -> N
 
 
 def _laid_out(write: Writer, made: fx.Node, selection: fx.Node, product: fx.Node) -> fx.Node:
-    """Returns the result with the strides that the selection had."""
+    """Returns the result, with the strides that the selection had."""
     now, old = (node.meta["example_value"] for node in (made, selection))
     if same_steps(now, old):
         return made
@@ -200,7 +212,7 @@ def _laid_out(write: Writer, made: fx.Node, selection: fx.Node, product: fx.Node
 
 
 def _strides(write: Writer, selection: fx.Node, product: fx.Node) -> list[Any]:
-    """Returns the strides that the selected rows have in a dense whole."""
+    """Returns the strides that the selected rows have in a dense tensor of all rows."""
     source, held = argument(product, 0, "input"), product.meta["example_value"]
     strides: list[Any] = [1]
     for dim in reversed(range(1, held.dim())):

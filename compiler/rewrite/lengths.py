@@ -23,8 +23,12 @@ from tilewright.compiler.dataflow.spelling import name_of
 
 @dataclass(frozen=True)
 class _Length:
-    """A length. node: the input that holds it, one integer. advance: the node that adds `step` to
-    it in place. sums: the out-of-place sums of it, all before `advance`."""
+    """The length of a layer of a cache.
+
+    node: the input that holds the length, a single integer.
+    advance: the node that adds `step` to the length in place.
+    sums: the nodes that add to the length out of place. All of them come before `advance`.
+    """
 
     node: fx.Node
     advance: fx.Node
@@ -33,9 +37,10 @@ class _Length:
 
 
 def advance_lengths_last(graph: fx.Graph) -> int:
-    """Moves additions of constants to lengths to the graph's end; returns how many.
+    """Moves additions of constants to lengths to the graph's end. Returns the number of moved
+    additions.
 
-    graph: the rewritten graph, in which fused ops read the positions.
+    `graph` is the rewritten graph, in which fused ops read the positions.
     """
     lengths = list(_lengths(graph))
     together: dict[tuple[int, torch.dtype, torch.device], list[fx.Node]] = defaultdict(list)
@@ -76,8 +81,8 @@ def _is_one_integer(held: object) -> bool:
 
 
 def _length(node: fx.Node) -> _Length | None:
-    """Returns the length that an input holds; None unless its readers are sums and then one
-    addition of a constant in place."""
+    """Returns the length that an input holds. Returns None unless the readers of the input are
+    sums, followed by one addition of a constant in place."""
     advances = [user for user in node.users if user.target in ("add_", operator.iadd)]
     sums = tuple(user for user in node.users if name_of(user) == "add")
     if len(advances) != 1 or len(sums) + 1 != len(node.users):
@@ -92,7 +97,7 @@ def _length(node: fx.Node) -> _Length | None:
 
 
 def _is_seen_by_none(length: _Length, holders: Mapping[int, set[fx.Node]]) -> bool:
-    """Whether no other tensor of the graph shares the length's memory."""
+    """Whether no other tensor of the graph shares the memory of the length."""
     storages = _compat.storages_of(length.node)
     return bool(storages) and all(
         holders[storage] <= {length.node, length.advance} for storage in storages
@@ -100,7 +105,7 @@ def _is_seen_by_none(length: _Length, holders: Mapping[int, set[fx.Node]]) -> bo
 
 
 def _is_the_length(total: fx.Node) -> bool:
-    """Whether a sum is `arange(1) + length`, in the length's own dtype: it equals the length."""
+    """Whether a sum is `arange(1) + length` in the length's own dtype, and so equals the length."""
     terms = [*total.args, *total.kwargs.values()]
     lengths = [t for t in terms if isinstance(t, fx.Node) and t.op == "placeholder"]
     if len(terms) != 2 or len(lengths) != 1:
@@ -112,7 +117,8 @@ def _is_the_length(total: fx.Node) -> bool:
 
 
 def _is_arange_of_one(node: object) -> bool:
-    """Whether a term is `arange(1)`, that is 0, and only read by sums: nothing writes into it."""
+    """Whether a term is `arange(1)`, that is 0, and only sums read it, so that nothing writes into
+    it."""
     if not isinstance(node, fx.Node) or node.target is not torch.arange:
         return False
     if any(name_of(user) != "add" or "out" in user.kwargs for user in node.users):
@@ -121,7 +127,8 @@ def _is_arange_of_one(node: object) -> bool:
 
 
 def _reads(user: fx.Node, value: fx.Node) -> bool:
-    """Whether a node is a fused op that reads a value or a view of it, and does not write to it."""
+    """Whether a node is a fused op that reads a value or a view of the value, and does not write to
+    it."""
     if user.target == "reshape":
         return all(_reads(later, user) for later in user.users)
     if not isinstance(user.target, torch._ops.OpOverload) or user.target.namespace != "tilewright":

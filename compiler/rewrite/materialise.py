@@ -62,8 +62,8 @@ _SIZE_FUNCTIONS: dict[type, Callable[..., Any]] = {
 class Materialiser:
     """Adds nodes at the graph's insertion point, or finds equal nodes that it added before.
 
-    A new node gets `meta["example_value"]`, and the source line and module of the node `serving`,
-    before which the fused op is inserted.
+    The fused op is inserted before the node `serving`. A new node gets the source line and the
+    module of that node, and `meta["example_value"]`.
     """
 
     def __init__(self, graph: fx.Graph, flow: Dataflow) -> None:
@@ -71,20 +71,20 @@ class Materialiser:
         self.flow = flow
         self.serving: fx.Node | None = None
         self._made: dict[Any, fx.Node] = {}
-        # Results of our ops, by `call_key`: most layers of a model make the same call.
+        # The results of our ops, by `call_key`. Most layers of a model make the same call.
         self._results: dict[Any, Any] = {}
-        # Layouts of the views that reshapes return, by the reshape's arguments and its input's
-        # layout.
+        # The layouts of the views that reshapes return, by the arguments of the reshape and the
+        # layout of its input.
         self._reshapes: dict[Any, tuple[Any, ...]] = {}
-        # The node with which an earlier rewrite replaced a node; for an absorbed write, the memory
-        # that it wrote.
+        # For each node that an earlier rewrite replaced, the node that replaced it. For an absorbed
+        # write, the memory that it wrote.
         self.replaced: dict[fx.Node, fx.Node] = {}
-        # Values that an earlier rewrite removed except for parts, each with the op's output that
-        # holds those parts.
+        # Values of which an earlier rewrite left only parts. Each has the op's output that holds
+        # these parts.
         self.parts: dict[Value, tuple[fx.Node, Parts]] = {}
 
     def argument(self, item: Any) -> Any:
-        """Returns an argument of a match as a value that a node's `args` can hold."""
+        """Returns an argument of a match as a value that the `args` of a node can hold."""
         if isinstance(item, View):
             return self.view(item)
         if isinstance(item, Computed):
@@ -96,7 +96,8 @@ class Materialiser:
         return item
 
     def view(self, view: View) -> fx.Node:
-        """Returns a node whose tensor is `view`: an existing one where the graph has it already."""
+        """Returns a node whose tensor is `view`. If the graph already has such a node, returns that
+        node."""
         known = self.flow.nodes_by_view.get(view)
         if known is not None and not known._erased and self._precedes(known):
             return known
@@ -129,8 +130,8 @@ class Materialiser:
     def _cut_axes(
         self, node: fx.Node, shape: Sequence[Size], effect: Effect
     ) -> tuple[fx.Node, list[Atom]]:
-        """Cuts every base axis down to the atoms taken of it. Returns the node and the atoms, in
-        dimension order."""
+        """Cuts every axis of the base down to the atoms that are taken from it. Returns the node
+        and the atoms, in the order of the dimensions."""
         order: list[Atom] = []
         dim = 0
         for axis, size in enumerate(shape):
@@ -145,7 +146,7 @@ class Materialiser:
     def _cut(
         self, node: fx.Node, dim: int, size: Size, start: Size, atoms: list[Atom]
     ) -> tuple[fx.Node, int]:
-        """Splits dimension `dim` of `node` into `atoms` (steps descending). Returns the node and
+        """Splits dimension `dim` of `node` into `atoms`, whose steps descend. Returns the node and
         the next dimension."""
         if not atoms:
             return self.call("select", node, dim, self.argument(start)), dim
@@ -177,7 +178,8 @@ class Materialiser:
         return self.call(operator.getitem, node, (slice(None),) * dim + (item,))
 
     def _ordered(self, node: fx.Node, atoms: list[Atom], effect: Effect) -> fx.Node:
-        """Returns the node with the cut dimensions in output order and with repeated ones added."""
+        """Returns the node with its cut dimensions in the order of the output, and with the
+        repeated dimensions added."""
         wanted = [a for d in effect.dims for a in d]
         position = {id(a): i for i, a in enumerate(atoms)}
         order = [position[id(a)] for a in wanted if a.axis is not None]
@@ -193,11 +195,11 @@ class Materialiser:
     # --- sizes ---
 
     def sizes(self, sizes: Sequence[Size]) -> list[Any]:
-        """Returns sizes as a node's arguments: ints, and nodes where symbolic."""
+        """Returns sizes as arguments of a node. They are ints, or nodes for symbolic sizes."""
         return [self.argument(n) for n in sizes]
 
     def size(self, size: sympy.Expr) -> Any:
-        """Returns a node, or an int, that is a symbolic size."""
+        """Returns an int or a node for a symbolic size."""
         if size.is_Integer:
             return int(size)
         if size.is_Symbol:
@@ -221,14 +223,20 @@ class Materialiser:
         for node, _ in self._symbols.get(symbol, ()):
             place = source_of(node)
             where = f" ({place})" if place else ""
-            return f"the size {symbol} is computed from data{where} only behind the op's place"
-        return f"the size {symbol} is that of no input: it depends on data"
+            return (
+                f"the size {symbol} is computed from data{where}, but only behind the place of "
+                "the op"
+            )
+        return f"no input has the size {symbol}: it depends on data"
 
     @cached_property
     def _symbols(self) -> dict[sympy.Expr, list[tuple[fx.Node, int | None]]]:
-        """For each symbol, the nodes that give it, in program order, and the dimension that has it
-        as its size (None: the node is the number). They are inputs and, where data decide a size,
-        the node that computes it (`item`, `nonzero`)."""
+        """Returns, for each symbol, the nodes that give it, in program order.
+
+        Each node comes with the dimension that has the symbol as its size, or with None if the node
+        is the number itself. The nodes are inputs and, if data decide a size, the node that
+        computes it (`item`, `nonzero`).
+        """
         found: dict[sympy.Expr, list[tuple[fx.Node, int | None]]] = {}
         for node in self.graph.nodes:
             held = node.meta.get("example_value")
@@ -237,7 +245,7 @@ class Materialiser:
                 for symbol in _compat.size_symbols(size):
                     found.setdefault(symbol, []).append((node, dim))
         for symbol, holders in found.items():
-            # Numbers before tensors that have it as a size; inputs are never erased.
+            # Numbers come before tensors that have the symbol as a size. Inputs are never erased.
             holders.sort(key=lambda holder: holder[1] is not None)
             inputs = [holder for holder in holders if holder[0].op == "placeholder"]
             found[symbol] = inputs[:1] or holders
@@ -254,14 +262,14 @@ class Materialiser:
         return self.call(function, *operands, **options)
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """Returns a new node, or an equal one that was added earlier, precedes the insertion point,
-        and would give the same result there."""
+        """Returns a new node, or an equal node that was added earlier, stands before the insertion
+        point, and would give the same result there."""
         key = (target, repr(args), repr(kwargs))
         known = self._made.get(key)
         if known is not None and not known._erased and self._precedes(known) and self._holds(known):
             return known
         if isinstance(target, str):
-            # The name is given because `call_method` would compute it again for each node.
+            # The name is passed because `call_method` would compute it again for each node.
             node = self.graph.create_node("call_method", target, args, kwargs, target)
         else:
             node = self.graph.call_function(target, args, kwargs)
@@ -271,11 +279,12 @@ class Materialiser:
         return node
 
     def _result(self, node: fx.Node) -> Any:
-        """Returns a node's fake result. For equal calls, the fake implementation runs once.
+        """Returns the fake result of a node. For equal calls, the fake implementation runs only
+        once.
 
-        The result of one of our ops is then a copy of the earlier one in new memory, since its fake
-        reads nothing but the parts of `call_key`. The result of a reshape of equal layout is an
-        equal view.
+        For later calls of one of our ops, the result is a copy of the first result in new memory,
+        because the fake implementation reads only the parts of `call_key`. For a reshape of equal
+        layout, the result is an equal view.
         """
         called = node.target
         if called == "reshape":
@@ -307,8 +316,11 @@ class Materialiser:
         return made
 
     def _holds(self, made: fx.Node) -> bool:
-        """Whether a node added earlier has the result that an equal call would have here. The node
-        must write nothing. It must be a view, or read only memory that nothing wrote since."""
+        """Whether a node that was added earlier has the result that an equal call would have here.
+
+        The node must write nothing. It must be a view, or it must read only memory that nothing has
+        written since.
+        """
         target = made.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             return False
@@ -334,8 +346,8 @@ def _is_reshape(effect: Effect, shape: Sequence[Size]) -> bool:
 def _place_in_block(start: Size, size: Size, outer: Atom, inner: Sequence[Atom]) -> Size | None:
     """Returns the index at which the inner atoms begin in a block of `outer.step` indices.
 
-    None if the base does not divide into such blocks: the last block is incomplete, or the
-    selection in one block reaches into the next.
+    Returns None if the base does not divide into such blocks, because the last block is incomplete,
+    or because the selection in one block reaches into the next block.
     """
     block = outer.step
     reach = 1 + sum(a.step * (a.length - 1) for a in inner)
@@ -350,6 +362,6 @@ def _place_in_block(start: Size, size: Size, outer: Atom, inner: Sequence[Atom])
 
 
 def _magnitude(step: Any) -> float:
-    # Sorts the atoms of one axis. A symbolic step counts as larger than any number: it spans at
-    # least one inner atom.
+    # Sorts the atoms of one axis. A symbolic step counts as larger than any number, because it
+    # spans at least one inner atom.
     return step if isinstance(step, int) else float("inf")

@@ -1,7 +1,8 @@
-"""Brings a graph into the form that patterns read: one spelling where users write many.
+"""Brings a graph into the form that patterns read, in which each operation is written in one way.
 
-Each pass replaces calls by equal ones, and leaves alone those that it cannot prove equal. Only
-calls that :mod:`.spelled` spells out are put back, if no pattern took a part of them.
+Each pass replaces calls by equal calls, and leaves a call alone if it cannot prove that the
+replacement is equal. Only the calls that :mod:`.spelled` spells out are put back if no pattern took
+a part of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tilewright.compiler.rewrite.spelled import SpelledOut, spell_out
 from tilewright.compiler.safety.modes import modes_of
 from tilewright.patterns.language import Miss
 
-#: The order matters: `in_place` asks which tensors share memory, which a dropout that is off hides.
+#: The order matters. `in_place` asks which tensors share memory, and a dropout that is off hides
+#: that two tensors do.
 _PASSES: tuple[Callable[[fx.Graph], object], ...] = (
     make_fills_plain,
     remove_idle_dropouts,
@@ -35,8 +37,11 @@ _PASSES: tuple[Callable[[fx.Graph], object], ...] = (
 
 
 def normalise(graph: fx.Graph, kept: Collection[str]) -> tuple[list[SpelledOut], list[Miss]]:
-    """Runs all passes on a graph; returns the calls that are spelled out, and a miss for each that
-    could not be. kept: names of calls that are to stay."""
+    """Runs all passes on a graph. Returns the calls that are spelled out, and a miss for each call
+    that could not be spelled out.
+
+    `kept` has the names of the calls that must stay as they are.
+    """
     inline_bodies(graph, modes_of(graph, torch.is_grad_enabled()))
     for make in _PASSES:
         make(graph)

@@ -1,9 +1,10 @@
 """Turns products over a single column into elementwise products: `a[M, 1] @ b[1, N]` into `a * b`.
 
-Rotary embeddings compute their angles so, frequencies [D / 2, 1] times positions [1, T]. A library
-computes a matmul in a kernel of its own, with copies of its operands around it; an elementwise
-product is part of the kernel that takes cosine and sine. Both round one product once, so that their
-results differ in no bit, except that a sum gives 0.0 where the product is -0.0.
+Rotary embeddings compute their angles in this way: frequencies [D / 2, 1] times positions [1, T]. A
+library computes a matmul in a separate kernel, with copies of its operands before it and of its
+result after it. An elementwise product is part of the kernel that computes cosine and sine. Both
+ways round a single product once, so their results agree in every bit, with one exception: a sum is
+0.0 where the product is -0.0.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def multiply_single_columns(graph: fx.Graph) -> int:
-    """Replaces products over one column, and returns their number.
+    """Replaces products over one column, and returns the number of replacements.
 
-    graph: the rewritten graph, since patterns know angles as products of matrices. A product stays
-    if it is not of two plain floating-point tensors of one dtype, if it has another dtype than they
-    have (autocast) or another argument (`out`), or if the elementwise product would have other
-    strides.
+    `graph` is the rewritten graph, because patterns recognise angles as products of matrices. A
+    product stays in four cases: it is not a product of two plain floating-point tensors of one
+    dtype; it has another dtype than they have (autocast); it has another argument (`out`); or the
+    elementwise product would have other strides.
     """
     return sum(_multiply(node) for node in calls_of(graph, _PRODUCTS) if _sums_one_product(node))
 
 
 def _sums_one_product(product: fx.Node) -> bool:
-    """Whether a node multiplies two matrices, or stacks of them, of one column and one row."""
+    """Whether a node multiplies two matrices, or two stacks of matrices, of which the first has one
+    column and the second one row."""
     given = _operands(product)
     if given is None:
         return False
@@ -50,7 +52,7 @@ def _sums_one_product(product: fx.Node) -> bool:
 
 
 def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Returns the two factors of a product; None if it has any other argument."""
+    """Returns the two factors of a product. Returns None if the product has any other argument."""
     second = "other" if "other" in product.kwargs else "mat2"
     given = argument(product, 0, "input"), argument(product, 1, second)
     if len(product.args) + len(product.kwargs) != 2:
@@ -63,7 +65,7 @@ def _is_one(size: object) -> bool:
 
 
 def _multiply(product: fx.Node) -> bool:
-    """Puts an elementwise product in place of a product; returns False if it would have other
+    """Puts an elementwise product in the place of a product. Returns False if it would have other
     strides."""
     write = Writer(product)
     made = write.call(torch.mul, *(_operands(product) or ()))

@@ -1,10 +1,11 @@
-"""Erases Dynamo's checks of a size that depends on data, if nothing else reads the tensor any more.
+"""Erases Dynamo's checks of a size that depends on data, if no other node reads the tensor any
+more.
 
 For `where(mask)`, the checks say that it finds between 0 and `mask.numel()` places:
 
     found = where(mask); n = sym_size(found[0], 0); _assert_scalar(n >= 0); _assert_scalar(n <= 24)
 
-Such checks would keep `where` itself alive, and the host would wait for the GPU at each.
+Such checks would keep `where` itself alive, and the host would wait for the GPU at each of them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _SIZE = torch.ops.aten.sym_size.int
 
 
 def erase_size_checks(graph: fx.Graph, node: fx.Node) -> None:
-    """Erases all readers of `node`, which finds places by data, if they only check bounds that the
-    number of places always keeps."""
+    """Erases all readers of `node`, whose number of results depends on data, if they only check
+    bounds that this number always keeps."""
     if node.target not in _FINDS or len(node.args) != 1 or node.kwargs:
         return
     mask: Any = node.args[0]
@@ -47,7 +48,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_true(reader: fx.Node, most: Any) -> bool:
-    """Whether a node takes a size, or checks a bound that the number of places always keeps."""
+    """Whether a node takes a size, or checks a bound that this size always keeps."""
     if reader.target in (operator.ge, operator.le):
         size, bound = reader.args
         if not isinstance(size, fx.Node) or size.target is not _SIZE:

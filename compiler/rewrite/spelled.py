@@ -1,12 +1,13 @@
-"""Spells calls out while patterns look, and puts back the calls of which no rewrite took a part.
+"""Spells calls out while patterns look, and puts a call back if no rewrite took a part of it.
 
     y = somebodys::op(x, w)      ⇒   y = linear(rms_norm(x), w)   ⇒   a fused op, or the call again
 
-A library's operator is one opaque node, but its meaning may be a form that patterns know. While
-patterns look, the users of its results read the spelled-out results; the call itself stays where it
-is, and patterns pass over it. In the end each call is either back or gone. It is gone if a rewrite
-took a part and the remaining nodes hold no product. If they do hold one, the call is not spelled
-out at all (:class:`KeptCallsError`), since its own kernel is faster.
+A library's operator is one opaque node, but its meaning may have a form that patterns know. While
+patterns look at the graph, the users of the call's results read the spelled-out results. The call
+itself stays in its place, and patterns pass over it. At the end, each call has either been put back
+or is gone. It is gone if a rewrite took a part of it and the remaining nodes hold no product. If
+they do hold a product, the call is not spelled out at all (:class:`KeptCallsError`), because the
+operator's own kernel is faster.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _REGROUP = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 class SpelledOut:
     """A call, and the nodes that stand for it while patterns look.
 
-    results: the used nodes that hold the call's results; among them a tensor that was allocated for
-    the call to write. added: the spelled-out nodes, in order. ends: the added nodes that stand for
-    the results, in the same order. regrouped: the last added nodes that only regroup dimensions,
-    each with its input.
+    results: the used nodes that hold the results of the call. A tensor that was allocated for the
+        call to fill is among them.
+    added: the spelled-out nodes, in order.
+    ends: the added nodes that stand for the results, in the same order.
+    regrouped: the last added nodes that only regroup dimensions, each with its input.
     """
 
     call: fx.Node
@@ -49,7 +51,8 @@ class SpelledOut:
 
     @property
     def is_taken(self) -> bool:
-        """Whether a rewrite took an added node, or left one unused that does more than regroup."""
+        """Whether a rewrite took an added node, or left an added node unused that does more than
+        regroup dimensions."""
         return any(node._erased for node in self.added if node not in self.regrouped)
 
     def only_selects(self, node: fx.Node) -> bool:
@@ -59,8 +62,10 @@ class SpelledOut:
 
 
 class KeptCallsError(Exception):
-    """Names calls that are to stay as they are, each with its miss. The miss is None if nothing is
-    lost, because no pattern matched in the spelled-out form."""
+    """Raised with the calls that must stay as they are, each with its miss.
+
+    The miss is None if nothing is lost, because no pattern matched in the spelled-out form.
+    """
 
     def __init__(self, calls: dict[str, Miss | None]) -> None:
         super().__init__(f"{[*calls]} are better left as they are")
@@ -74,7 +79,8 @@ class Kind(Protocol):
         """Whether a call of `target` is of this kind."""
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
-        """Adds the nodes that a call means; returns None to leave it alone. May raise anything."""
+        """Adds the nodes that a call stands for. Returns None to leave the call alone. May raise
+        any exception."""
 
     def refused(self, call: fx.Node, error: Exception) -> Miss | None:
         """Returns the miss of a call for which :meth:`spell` raised."""
@@ -83,9 +89,10 @@ class Kind(Protocol):
 def spell_out(
     graph: fx.Graph, kinds: Sequence[Kind], kept: Collection[str] = ()
 ) -> tuple[list[SpelledOut], list[Miss]]:
-    """Spells out the calls of some kinds; returns a miss for each call that cannot be spelled out.
+    """Spells out the calls of the given kinds. Returns a miss for each call that cannot be spelled
+    out.
 
-    kept: names of calls that are to stay.
+    `kept` has the names of the calls that must stay.
     """
     found: list[SpelledOut | None] = []
     misses: list[Miss | None] = []
@@ -105,7 +112,8 @@ def spell_out(
 
 
 def stand_in(write: Writer, results: Sequence[fx.Node], ends: Sequence[fx.Node]) -> SpelledOut:
-    """Makes the users of a call's results read `ends`, which were added for them."""
+    """Makes the users of a call's results read `ends`, which are the nodes that were added for
+    them."""
     for result, end in zip(results, ends, strict=True):
         end.meta.setdefault(LIES_WITH, []).append(result.meta["example_value"])
         result.replace_all_uses_with(end, lambda user: user is not write.before)
@@ -119,10 +127,9 @@ def stand_in(write: Writer, results: Sequence[fx.Node], ends: Sequence[fx.Node])
 
 
 def drop_taken(graph: fx.Graph, flow: Dataflow, spelled: Sequence[SpelledOut]) -> None:
-    """Erases the calls of which rewrites took a part, and the nodes that are unused without
-    them."""
+    """Erases the calls of which rewrites took a part, and the nodes that are then unused."""
     while taken := [s for s in spelled if not s.call._erased and s.is_taken]:
-        for site in taken:  # erasing one may leave another's nodes unused
+        for site in taken:  # erasing one call may leave nodes of another unused
             _drop(graph, flow, site)
 
 
@@ -139,8 +146,8 @@ def _drop(graph: fx.Graph, flow: Dataflow, site: SpelledOut) -> None:
 
 
 def named_by_calls(done: Sequence[Rewritten], spelled: Sequence[SpelledOut]) -> list[Rewritten]:
-    """Replaces the names of spelled-out nodes, in the lists of what sites absorbed, by the names of
-    the user's calls."""
+    """Replaces the names of spelled-out nodes by the names of the user's calls, in the lists of the
+    nodes that sites absorbed."""
     if not spelled:
         return list(done)
     calls = {node.name: site.call.name for site in spelled for node in site.added}
@@ -158,9 +165,9 @@ def put_back(
 ) -> None:
     """Puts back the calls that :func:`drop_taken` left, and erases the nodes that stood for them.
 
-    rewritten: all sites of the graph. Raises KeptCallsError for a call that is gone although a
-    product of it is left, or although no match was in it. Also raises it for a call that cannot be
-    put back, because a part of it was moved or is read elsewhere.
+    `rewritten` has all sites of the graph. Raises KeptCallsError for a call that is gone although a
+    product of it is left, or although it contained no match. Also raises KeptCallsError for a call
+    that cannot be put back, because a part of it was moved or another node reads it.
     """
     matched = {node for one in rewritten for node in one.match.nodes}
     kept: dict[str, Miss | None] = {}
@@ -169,7 +176,7 @@ def put_back(
             if not _put_back(graph, site):
                 kept[site.call.name] = None
         elif all(node._erased for node in site.added):
-            continue  # unused: another call computes the same
+            continue  # it is unused: another call computes the same
         elif matched.isdisjoint(site.added):
             kept[site.call.name] = None
         elif any(not node._erased and is_weighty(node) for node in site.added):
@@ -179,7 +186,7 @@ def put_back(
 
 
 def _put_back(graph: fx.Graph, site: SpelledOut) -> bool:
-    """Returns False if a call could not be put back."""
+    """Puts back a call. Returns False if that is not possible."""
     if site.call.prev is not next(node for node in reversed(site.added) if not node._erased):
         return False
     for result, end in zip(site.results, site.ends, strict=True):
@@ -198,8 +205,8 @@ def _put_back(graph: fx.Graph, site: SpelledOut) -> bool:
 
 
 def _give_back(result: fx.Node, part: fx.Node, site: SpelledOut) -> bool:
-    """Makes the readers of `part` read `result` in the shape of `part`, since `result` is a view of
-    it. Returns False if that is not possible."""
+    """Makes the readers of `part` read `result` in the shape of `part`, which is possible because
+    `result` is a view of it. Returns False otherwise."""
     readers = [user for user in part.users if user not in site.regrouped]
     held = result.meta["example_value"]
     shape = [n if isinstance(n, int) else -1 for n in part.meta["example_value"].shape]
@@ -215,5 +222,7 @@ def _give_back(result: fx.Node, part: fx.Node, site: SpelledOut) -> bool:
 
 
 def _part_of(call: fx.Node) -> Miss:
-    message = f"patterns know a part of what {name_of(call)} computes; the rest has products"
+    message = (
+        f"patterns know a part of the computation of {name_of(call)}; the other part has products"
+    )
     return Miss("declare", "PART_OF_CALL", Stage.ANCHORED, message, (call,))

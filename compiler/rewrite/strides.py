@@ -1,8 +1,8 @@
-"""Decides whether a graph can tell from its strides that one tensor stands in another's place.
+"""Decides whether a graph could tell, from strides, that one tensor stands in the place of another.
 
-Strides decide which views are possible, and what `as_strided` reads. They decide whether `reshape`
-returns a view or a copy, and therefore what a later write changes. They also decide what a user's
-Triton kernel does, because Dynamo has put strides into the kernel's arguments as numbers.
+Strides decide which views are possible, and which elements `as_strided` reads. They decide whether
+`reshape` returns a view or a copy, and therefore what a later write changes. They also decide what
+a user's Triton kernel does, because Dynamo has put strides as numbers into the kernel's arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import name_of, shape_of
 from tilewright.ops.checks import proven
 
-#: Prefixes of the names of functions that read a tensor's memory by strides.
+#: Prefixes of the names of functions that read a tensor's memory by its strides.
 READS = ("as_strided", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
          "set_", "resize_", "triton_kernel_wrapper")  # fmt: skip
 
@@ -29,8 +29,8 @@ class Writes(Protocol):
 
 
 def same_steps(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors have equal strides, ignoring dimensions known to have size 1 or less.
-    Adds no guard."""
+    """Whether two tensors have equal strides. Dimensions that are known to have size 1 or less do
+    not count. Adds no guard."""
     a, b = _steps(one), _steps(two)
     return len(a) == len(b) and all(proven(x == y) for x, y in zip(a, b, strict=True))
 
@@ -46,16 +46,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_packed_as(like: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is packed, with its dimensions in the order that they have in `like`'s
-    memory."""
+    """Whether a tensor is packed, and its dimensions have the order that the dimensions of `like`
+    have in memory."""
     return tensor.permute(_order(like)).is_contiguous()
 
 
 def packed_as(like: torch.Tensor, node: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
-    """Returns a copy of `node` in packed memory, with the dimensions in the order that they have in
-    `like`'s.
+    """Returns a copy of `node` in packed memory. Its dimensions have the order that the dimensions
+    of `like` have in memory.
 
-    call: adds a call of a method to the graph.
+    `call` adds a call of a method to the graph.
     """
     if like.is_contiguous():
         return call("contiguous", node)
@@ -71,7 +71,10 @@ def _order(tensor: torch.Tensor) -> list[int]:
 
 def strides_matter(old: fx.Node, now: torch.Tensor, flow: Writes, *, returned: bool = True) -> bool:
     """Whether a graph with `now`, a fake tensor, in place of the tensor of `old` would compute
-    another result or raise. returned: a returned tensor with other strides counts, too."""
+    another result or raise an error.
+
+    If `returned` is set, a returned tensor with other strides counts, too.
+    """
     changed: dict[fx.Node, Any] = {old: now}
     front = [old]
     while front:
@@ -81,7 +84,7 @@ def strides_matter(old: fx.Node, now: torch.Tensor, flow: Writes, *, returned: b
             if user.op == "output" or name_of(user).startswith(READS):
                 return True
             if isinstance(user.target, torch._ops.HigherOrderOperator) or _has_new_sizes(user):
-                continue  # dense results, whatever the strides of what they read
+                continue  # its result is dense for all strides of its inputs
             held = _compat.tensors_of(user)
             if not held:
                 continue
@@ -99,12 +102,13 @@ def strides_matter(old: fx.Node, now: torch.Tensor, flow: Writes, *, returned: b
 
 
 def _has_new_sizes(node: fx.Node) -> bool:
-    """Whether data decide the sizes of a node's result: running it again would give new symbols."""
+    """Whether data decide the sizes of a node's result. Running such a node again would give new
+    symbols."""
     return not unbacked(node) <= set().union(*map(unbacked, node.all_input_nodes))
 
 
 def unbacked(node: fx.Node) -> set[str]:
-    """Returns the unbacked symbols in a node's shapes: sizes that only data decide."""
+    """Returns the unbacked symbols in a node's shapes, that is, sizes that depend on data alone."""
     sizes = [size for t in _compat.tensors_of(node) for size in shape_of(t)]
     symbols = {str(s) for n in sizes if not isinstance(n, int) for s in n.free_symbols}
     return {name for name in symbols if name.startswith("u")}
@@ -113,8 +117,8 @@ def unbacked(node: fx.Node) -> set[str]:
 def _shares_otherwise(
     user: fx.Node, tensors: list[torch.Tensor], changed: dict[fx.Node, Any], flow: Writes
 ) -> bool:
-    """Whether a view becomes a copy, or a copy a view, where that matters: the graph writes to the
-    memory, or returns both tensors."""
+    """Whether a view becomes a copy, or a copy becomes a view, and a reader could see the
+    difference. It could if the graph writes to the memory, or returns both tensors."""
     own = _keys(_compat.tensors_of(user))
     for source in user.all_input_nodes:
         if source not in changed:

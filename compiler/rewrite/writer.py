@@ -11,14 +11,15 @@ from tilewright.compiler import _compat
 
 
 class Writer:
-    """Adds nodes before one node, with its source line and module, and `marks` in their `meta`."""
+    """Adds nodes before one node of a graph, with the source line and the module of that node. Each
+    new node has `marks` in its `meta`."""
 
     def __init__(self, before: fx.Node, *marks: str) -> None:
         self.graph, self.before, self.marks = before.graph, before, marks
         self.added: list[fx.Node] = []
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds a call of a function, or of a method by its name."""
+        """Adds a call of a function, or of a method that is given by its name."""
         kind = "call_method" if isinstance(target, str) else "call_function"
         with self.graph.inserting_before(self.before):
             node = self.graph.create_node(kind, target, args, kwargs)
@@ -28,13 +29,13 @@ class Writer:
         return node
 
     def again(self, node: fx.Node, instead: Mapping[fx.Node, Any]) -> fx.Node:
-        """Adds a copy of a node with some of its inputs replaced."""
+        """Adds a copy of a node in which `instead` replaces some inputs."""
         target: Any = node.target
         args, kwargs = with_inputs(node, instead)
         return self.call(target, *args, **kwargs)
 
     def size(self, node: fx.Node, dim: int) -> Any:
-        """Returns a size of a node's tensor: a number, or a node where the size is symbolic."""
+        """Returns a size of a node's tensor. It is a number, or a node if the size is symbolic."""
         size = node.meta["example_value"].shape[dim]
         return size if isinstance(size, int) else self.call("size", node, dim)
 
@@ -46,7 +47,7 @@ class Writer:
 
 
 def with_inputs(node: fx.Node, instead: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
-    """Returns a node's arguments and keywords with some of its inputs replaced."""
+    """Returns a node's arguments and keywords, in which `instead` replaces some inputs."""
     return fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: instead.get(n, n))
 
 

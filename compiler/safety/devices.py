@@ -18,13 +18,14 @@ from tilewright.patterns.language import Match, Miss, Pattern, Stage
 
 HINT = (
     "`tilewright inspect` shows what is fused on a GPU; "
-    'options={"everywhere": True} or TILEWRIGHT_EVERYWHERE=1 fuses here too, and is slower'
+    'options={"everywhere": True} or TILEWRIGHT_EVERYWHERE=1 fuses on this device, too, which is '
+    "slower"
 )
 
 
 def with_kernels(matches: Sequence[Match]) -> tuple[list[Match], list[Miss]]:
-    """Returns (the matches on devices for which their ops have kernels, a miss NO_KERNELS for each
-    other device)."""
+    """Returns two lists: the matches on devices for which their ops have kernels, and a miss
+    NO_KERNELS for each other device."""
     fused: list[Match] = []
     left: dict[torch.device, list[Match]] = defaultdict(list)
     for match in matches:
@@ -64,7 +65,8 @@ def _runs_on(name: str, device: torch.device) -> bool:
 
 
 def _op(name: str) -> FusedOp | None:
-    """Returns the op, or None if it is not registered; the rewrite reports that."""
+    """Returns the op, or None if it is not registered. The rewrite reports an op that is not
+    registered."""
     try:
         return get_op(name)
     except KeyError:

@@ -1,9 +1,10 @@
-"""Checks whether a match may be rewritten: every hazard of moving a cache write has its own code.
+"""Checks whether a match may be rewritten. Every hazard of moving a cache write has a code of its
+own.
 
-The fused op goes where the last absorbed write is or, if it absorbs no write, where the last
-replaced value is. Between the first absorbed write and that place nothing else may read or write
-the cache. The op's inputs must still hold there what the absorbed nodes read, and no other node may
-use an absorbed value.
+The fused op takes the place of the last absorbed write or, if it absorbs no write, of the last
+replaced value. Between the first absorbed write and that place, no other node may read or write the
+cache. At that place, the op's inputs must still hold the values that the absorbed nodes read. No
+other node may use an absorbed value.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tilewright.patterns.language import (
 
 
 def check_legality(match: Match, flow: Dataflow) -> Miss | None:
-    """Returns None if the rewrite is safe, else the hazard that forbids it."""
+    """Returns None if the rewrite is safe. Otherwise returns the hazard that forbids it."""
     try:
         for rule in _RULES:
             rule(match, flow)
@@ -46,8 +47,8 @@ def check_legality(match: Match, flow: Dataflow) -> Miss | None:
 
 
 def insertion_node(match: Match, flow: Dataflow) -> fx.Node:
-    """Returns the node right before which the op is inserted: the last absorbed write or, if there
-    is none, the last replaced value."""
+    """Returns the node before which the op is inserted: the last absorbed write or, if there is
+    none, the last replaced value."""
     values = match.stores or tuple(r.replaced for r in match.results)
     return max((v.node for v in values), key=lambda node: flow.positions[node])
 
@@ -105,8 +106,8 @@ def _no_read(match: Match, flow: Dataflow) -> None:
 
 
 def _reads_apart(node: fx.Node, match: Match, flow: Dataflow) -> bool:
-    """Whether a node certainly reads no element that the absorbed writes before it fill. Once they
-    are absorbed, these writes happen after the node."""
+    """Whether a node certainly reads no element that the absorbed writes before it fill. After the
+    rewrite, these writes happen after the node."""
     at = flow.positions[node]
     stores = [value for value in match.stores if flow.positions[value.node] < at]
     moved = [value.store for value in stores if value.store is not None]
@@ -133,8 +134,8 @@ def _lies_beside(source: fx.Node, store: Store, flow: Dataflow) -> bool:
 
 
 def _is_known(store: Store) -> bool:
-    """Whether a write's target says which elements of the memory it may fill. The write never fills
-    an element that the target does not select."""
+    """Whether the target of a write tells which elements of the memory the write may fill. The
+    write never fills an element that the target does not select."""
     return store.dtype == store.memory.dtype and _has_its_own_elements(store.memory)
 
 
@@ -144,7 +145,9 @@ def _no_other_write(match: Match, flow: Dataflow) -> None:
         for value in flow.writes_between(memory.storage, first, last):
             if value not in match.stores and not _lies_apart_from(match, value):
                 _hazard(
-                    "CACHE_WRITE", "the cache is written again between the absorbed writes", value
+                    "CACHE_WRITE",
+                    "the cache is written again between the absorbed writes",
+                    value,
                 )
 
 
@@ -160,8 +163,8 @@ def _lies_apart_from(match: Match, value: Value) -> bool:
 
 
 def _has_its_own_elements(memory: Memory) -> bool:
-    """Whether different indices certainly mean different elements. In an expanded tensor, or one
-    from `as_strided`, they may mean the same element."""
+    """Whether different indices certainly mean different elements of a memory. In an expanded
+    tensor, or in a tensor from `as_strided`, they may mean the same element."""
     if len(memory.strides) != len(memory.shape):
         return False  # torch does not tell the storage
     axes = [(s, n) for n, s in zip(memory.shape, memory.strides, strict=True) if n != 1]
@@ -173,7 +176,7 @@ def _has_its_own_elements(memory: Memory) -> bool:
             reach = reach + (size - 1) * stride
         return True
     inside: Size = 1
-    while axes:  # symbolic strides: each is the product of the sizes inside it
+    while axes:  # for symbolic strides, each is the product of the sizes inside it
         found = next((axis for axis in axes if axis[0] == inside), None)
         if found is None:
             return False
@@ -199,7 +202,9 @@ def _caches_apart(match: Match, flow: Dataflow) -> None:
     for i, one in enumerate(stores):
         for other in stores[i + 1 :]:
             if one.memory.storage == other.memory.storage and not _disjoint(one, other):
-                message = "K and V lie on one storage and cannot be shown to be apart"
+                message = (
+                    "K and V lie on one storage, and it cannot be proven that they share no element"
+                )
                 _hazard("CACHE_OVERLAP", message, *match.stores)
 
 
@@ -213,8 +218,9 @@ def _disjoint(one: Store, other: Store) -> bool:
 def lie_apart(one: Memory, other: Memory) -> bool:
     """Whether two inputs on one storage certainly share no element.
 
-    Returns False for tensor subclasses, whose shape and offset do not tell where their memory lies.
-    Dynamo has no guard for overlap, so `compiler.safety.overlap` checks again at each call.
+    Returns False for tensor subclasses, because their shape and offset do not tell where their
+    memory lies. Dynamo has no guard for overlap, so `compiler.safety.overlap` checks again at each
+    call.
     """
     if any(_compat.is_subclass(m.root.meta["example_value"]) for m in (one, other)):
         return False
@@ -226,7 +232,7 @@ def lie_apart(one: Memory, other: Memory) -> bool:
 
 
 def _effects_disjoint(one: Effect, other: Effect) -> bool:
-    """Whether two selections of one tensor are certainly apart along some axis.
+    """Whether two selections of one tensor are certainly disjoint along some axis.
 
     Along that axis, one selection may follow the other, or the two may interleave, as K and V of a
     layer do in a cache `[blocks, layers, 2, page, ...]`.
@@ -251,8 +257,8 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
     for name, view in operands_of(match):
         if view.value in match.scratch:
             raise PatternError(
-                f"pattern {match.pattern!r}: argument {name!r} is what scratch writes, and "
-                "that vanishes with the match; give what is written"
+                f"pattern {match.pattern!r}: argument {name!r} is memory that scratch writes "
+                "fill, and these writes vanish with the match; pass the written values instead"
             )
         if write := _vanishing_write(view, match, flow):
             message = f"{name} is read from memory whose writes would vanish with the match"
@@ -267,8 +273,8 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
 
 
 def _vanishing_write(view: View, match: Match, flow: Dataflow) -> Value | None:
-    """Returns the match's scratch write that made a part of a view's value; None if there is
-    none."""
+    """Returns the match's scratch write that made a part of a view's value. Returns None if no such
+    write did."""
     memory = flow.memory_of.get(flow.home(view.value))
     if memory is None:
         return None
@@ -293,13 +299,14 @@ def _scratch_is_private(match: Match, flow: Dataflow) -> None:
             outside = [n for n in readers if n not in own and not _copied_for(n, own, flow)]
             outside += [w.node for w in flow.written.get(memory, ()) if w.node not in own]
             if memory.is_input or outside:
-                message = f"{value} writes in place what is also used elsewhere"
+                message = f"{value} writes in place into memory that other nodes use"
                 hint = "compute a new tensor there: y = x + 1 in place of x += 1"
                 _hazard("ESCAPES", message, value, *outside, hint=hint)
 
 
 def _copied_for(node: fx.Node, own: set[fx.Node], flow: Dataflow) -> bool:
-    """Whether a node only copies what it reads into another layout (`reshape`), for `own` alone."""
+    """Whether a node only copies the value that it reads into another layout (`reshape`), for `own`
+    alone."""
     view = flow.views.get(node)
     if not isinstance(view, View) or view.value.node is node or not node.users:
         return False
@@ -318,7 +325,7 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
         users = [u for u in flow.users.get(value, ()) if u not in inside]
         if users or value in flow.output_values:
             who = ", ".join(sorted({u.op for u in users})) or "the graph's output"
-            message = f"{value} is also used by {who}, so it cannot be absorbed"
+            message = f"{value} is also used by {who}, so the fused op cannot absorb it"
             hint = "read keys and values back from the cache" if match.stores else ""
             _hazard("ESCAPES", message, value, *users, hint=hint)
 
@@ -337,7 +344,7 @@ def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
             _hazard("ESCAPES", f"{who} uses {value} across its parts: {error}", value)
     for node in flow.nodes_of(value):
         if flow.written.get(flow.memory_of[node]):
-            _hazard("INPUT_MUTATED", f"a part of {value} is changed in place", value)
+            _hazard("INPUT_MUTATED", f"the graph changes a part of {value} in place", value)
 
 
 def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflow) -> None:
@@ -349,8 +356,8 @@ def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflo
             _hazard("ORDER", message, user, hint=hint)
 
 
-# Operations that may run later than they were written, besides elementwise ones: pure functions of
-# their operands.
+# Operations besides elementwise ones that may run later than they were written. They are pure
+# functions of their operands.
 _DEFERRABLE = {
     "aten.cat", "cast", "aten.roll", "aten.sum", "aten.mean", "aten.amax", "aten.rms_norm",
     "aten.layer_norm",
@@ -360,8 +367,8 @@ _DEFERRABLE = {
 def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
     """Whether a reader of a replaced value stands behind the op, or can be moved behind it.
 
-    The rewriter moves the reader with all nodes that depend on it. The memory that the moved nodes
-    read must not change between their old place and the new one.
+    The rewriter moves the reader with all nodes that depend on the reader. The memory that the
+    moved nodes read must not change between their old place and their new place.
     """
 
     def stands_before(reader: Value) -> bool:
@@ -373,9 +380,9 @@ def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
 
 
 def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:
-    """Whether one value may be computed behind the position `last` instead of at its own."""
+    """Whether a value may be computed behind the position `last` instead of at its own position."""
     plain = reader.op in _DEFERRABLE or _goes_by_element(reader.op)
-    plain = plain and not reader.stands_in  # it spells out a call, which stays in its place
+    plain = plain and not reader.stands_in  # a spelled-out call stays in its place
     if not plain or reader in flow.output_values or reader.node in flow.store_nodes:
         return False
     position = flow.positions[reader.node]
@@ -396,7 +403,7 @@ def _goes_by_element(op: str) -> bool:
 
 
 def _place(match: Match, flow: Dataflow) -> str:
-    """Describes where the fused op would stand, for messages."""
+    """Describes the place of the fused op for a message."""
     node = insertion_node(match, flow)
     what = "the cache is written" if match.stores else "the fused op's place"
     source = source_of(node)
@@ -404,35 +411,38 @@ def _place(match: Match, flow: Dataflow) -> str:
 
 
 def _no_hidden_write(match: Match, flow: Dataflow) -> None:
-    """Checks that no absorbed value is also a write: `y *= z` is a value and a write in one
-    node."""
+    """Checks that no absorbed value is also a write. A node such as `y *= z` is a value and a write
+    at once."""
     vanishing = {s.node for s in (*match.stores, *match.scratch)}
     for value in match.absorbed:
         if value.node in flow.store_nodes and value.node not in vanishing:
-            message = f"{value} is computed in place; absorbing it would lose that write"
+            message = (
+                f"{value} is computed in place; if the fused op absorbed it, the write "
+                "would be lost"
+            )
             _hazard("INPUT_MUTATED", message, value)
 
 
 def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
-    """Checks that no `set_` or resize changes a tensor, because the graph records only one shape
-    for each tensor."""
+    """Checks that no `set_` or resize changes a tensor of the match, because the graph records only
+    one shape for each tensor."""
     read = [view.value for _, view in operands_of(match)]
     for value in (*read, *match.absorbed, *match.stores):
         memory = flow.memory_of.get(flow.home(value))
         if memory is not None and memory.storage in flow.reshaped:
-            message = f"{value} changes its shape, strides or storage in place"
+            message = f"the graph changes the shape, strides or storage of {value} in place"
             _hazard("INPUT_MUTATED", message, value)
 
 
 def _plain_tensors(match: Match, flow: Dataflow) -> None:
-    """Checks that the op gets plain tensors only, and no subclasses that wrap others."""
+    """Checks that the op gets only plain tensors, and no subclasses that wrap other tensors."""
     read = [(name, flow.home(view.value)) for name, view in operands_of(match)]
     read += [(name, node) for name, node in match.arguments.items() if isinstance(node, fx.Node)]
     for name, node in read:
         held = node.meta.get("example_value")
         if _compat.is_subclass(held):
             what, hint = described(held)
-            message = f"{name} is {what}: which memory it stands for is not seen"
+            message = f"{name} is {what}: the graph does not show which memory it stands for"
             _hazard("SUBCLASS", message, match.anchor, hint=hint)
 
 

@@ -20,7 +20,7 @@ def check_site(
 ) -> None:
     """Checks order, users, mutated bases and metadata around one fused op. Raises LintError."""
     for operand in node.all_input_nodes:
-        _require(operand < node, f"{operand.name} is used by {node.name} before it is computed")
+        _require(operand < node, f"{node.name} uses {operand.name} before it is computed")
     for _, new in replacements:
         for user in new.users:
             _require(new < user, f"{user.name} uses {new.name} before it is computed")

@@ -2,8 +2,8 @@
 their mode.
 
 A graph may turn grad mode on and off, wrap tensors for vmap, grad or jvp, and make dual tensors. A
-fused op records nothing for a backward pass, and knows neither tangents nor hidden dimensions. A
-site that could meet any of these stays as written.
+fused op records nothing for a backward pass, and it knows neither tangents nor hidden dimensions.
+Therefore a site that could meet any of these stays as written.
 """
 
 from __future__ import annotations
@@ -39,31 +39,36 @@ _LEAVE = frozenset(
         "_exit_dual_level",
     }
 )
-# Calls that change a mode of the nodes after them.
+# Calls that change a mode for the nodes after them.
 _CHANGES = _LEAVE.union(_ENTER, {
     "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode",
     "_enter_autocast", "_exit_autocast",
 })  # fmt: skip
 #: Autograd does not record the results of these calls, whatever their arguments are.
 _CUTS = frozenset({"detach", "_autograd_grad", "grad"})
-# Products and attention, the operations in which a site may be lost.
+# Products and attention. A site that is lost contains one of these operations.
 _WEIGHTY = frozenset({
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm", "_scaled_mm",
     "scaled_dot_product_attention", "conv1d",
 })  # fmt: skip
 GRAD_HINT = (
-    "call the model under torch.no_grad() without torch.enable_grad() inside, or detach what "
-    "needs no gradient"
+    "call the model under torch.no_grad() without torch.enable_grad() inside, or detach the "
+    "tensors that need no gradient"
 )
 CUSTOM_OP = "make it a custom operator: torch.library.custom_op says what it writes (mutates_args)"
-OUTSIDE = "compute it outside of that; under vmap, give the batch as a dimension of its own"
+OUTSIDE = (
+    "compute it outside of the transform; instead of vmap, give the batch a dimension of its own"
+)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """The modes in which a node runs. grad: whether autograd records. levels: the transforms around
-    the node, outermost first. autocast: for each device type, the dtype that the graph itself
-    sets."""
+    """The modes in which a node runs.
+
+    grad: whether autograd records the node.
+    levels: the transforms around the node, from the outermost to the innermost.
+    autocast: for each device type, the dtype that the graph itself sets.
+    """
 
     grad: bool
     levels: tuple[str, ...] = ()
@@ -72,10 +77,12 @@ class Mode:
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a graph's nodes. grad: whether autograd records at the graph's entry.
+    """The modes of a graph's nodes.
 
-    of: the mode of each node; empty if no node changes a mode. differentiated: nodes whose tensors
-    a gradient can flow to. recorded: nodes that autograd records.
+    grad: whether autograd records when the graph begins.
+    of: the mode of each node; empty if no node changes a mode.
+    differentiated: the nodes to whose tensors a gradient can flow.
+    recorded: the nodes that autograd records.
     """
 
     grad: bool
@@ -88,7 +95,7 @@ class Modes:
 
 
 def modes_of(graph: fx.Graph, grad: bool) -> Modes:
-    """Reads the modes of a graph. grad: whether grad mode is on at its entry."""
+    """Reads the modes of a graph. `grad` says whether grad mode is on when the graph begins."""
     of = _read(graph, grad)
     if not grad and not any(mode.grad for mode in of.values()):
         return Modes(grad, of)
@@ -96,7 +103,7 @@ def modes_of(graph: fx.Graph, grad: bool) -> Modes:
     recorded: set[fx.Node] = set()
     for node in graph.nodes:
         # Dynamo's fake tensors say whether they need grad. Nodes that rewrites added have no such
-        # mark; for them it follows from the inputs.
+        # mark; for them the inputs decide.
         tensors = _compat.tensors_of(node)
         if any(tensor.requires_grad for tensor in tensors):
             differentiated.add(node)
@@ -112,7 +119,7 @@ def modes_of(graph: fx.Graph, grad: bool) -> Modes:
 
 
 def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
-    """Returns the mode of each node; empty if no node changes a mode."""
+    """Returns the mode of each node. The result is empty if no node changes a mode."""
     if not calls_of(graph, _CHANGES):
         return {}
     of: dict[fx.Node, Mode] = {}
@@ -142,7 +149,8 @@ def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
 
 
 def check_modes(match: Match, flow: Dataflow, modes: Modes) -> Miss | None:
-    """Returns why the modes of a graph do not allow a site to be fused; None if they do."""
+    """Returns the miss that says why the modes of a graph do not allow a site to be fused. Returns
+    None if they allow it."""
     if not modes.of and not modes.recorded:
         return None
     place = insertion_node(match, flow)
@@ -150,22 +158,25 @@ def check_modes(match: Match, flow: Dataflow, modes: Modes) -> Miss | None:
     nodes = [v.node for v in (*match.absorbed, *match.stores, *match.scratch, *results)]
     for node in (*nodes, place):
         if levels := modes.at(node).levels:
-            what = f"it is computed inside of {_named(levels)}"
+            what = f"the graph computes it inside {_named(levels)}"
             return _miss(match, "TRANSFORM", what, node, OUTSIDE)
     written = [v.node for v in match.stores]
     ended = [n for n in (*written, *(value.node for value in results)) if n in modes.recorded]
     if ended:
-        what = "a gradient can flow through it, and fused ops compute none"
+        what = "a gradient can flow through it, and fused ops compute no gradients"
         return _miss(match, "GRADIENT", what, ended[0], GRAD_HINT)
     if modes.at(place).grad:
         for name, view in operands_of(match):
             if {view.value.node, flow.home(view.value)} & modes.differentiated:
-                what = f"{name} needs grad, and grad mode is on where the fused op would stand"
+                what = f"{name} needs grad, and grad mode is on at the place of the fused op"
                 return _miss(match, "GRADIENT", what, view.value.node, GRAD_HINT)
     here = modes.at(place)
     for reader in _moved(results, place, match, flow):
         if modes.at(reader) != here:
-            what = "a result is read before the op's place, in another mode (grad or autocast)"
+            what = (
+                "another node reads a result before the op's place, in another mode (grad or "
+                "autocast)"
+            )
             return _miss(match, "ORDER", what, reader)
     return None
 
@@ -173,8 +184,8 @@ def check_modes(match: Match, flow: Dataflow, modes: Modes) -> Miss | None:
 def _moved(
     results: Sequence[Value], place: fx.Node, match: Match, flow: Dataflow
 ) -> Iterator[fx.Node]:
-    """Yields the readers that the rewrite moves behind the op, and the nodes that depend on
-    them."""
+    """Yields the readers that the rewrite moves behind the op, and the nodes that depend on these
+    readers."""
     last = flow.positions[place]
     inside = {*results, *match.absorbed, *match.stores, *match.scratch}
 
@@ -186,7 +197,8 @@ def _moved(
 
 
 def _named(levels: Sequence[str]) -> str:
-    """Returns text like `vmap in grad`. Leaves out the level of dual tensors that jvp enters."""
+    """Returns text such as `vmap in grad`. The level of dual tensors that jvp enters is left
+    out."""
     named = [level for level in levels if level != _DUAL] or [_DUAL]
     return " in ".join(reversed(named))
 
@@ -202,8 +214,8 @@ def _miss(match: Match, code: str, message: str, node: fx.Node, hint: str = "") 
 def unseen_in_transforms(modes: Modes) -> list[Miss]:
     """Returns a miss for each outermost transform that contains products or attention.
 
-    Tensors in a transform hide dimensions or tangents, so no pattern reads them. Patterns do read
-    dual tensors outside such transforms.
+    Tensors inside a transform hide dimensions or tangents, so no pattern reads them. Patterns do
+    read dual tensors outside such transforms.
     """
     found: dict[fx.Node, list[fx.Node]] = {}
     outermost: fx.Node | None = None
@@ -228,14 +240,15 @@ def is_weighty(node: fx.Node) -> bool:
 def _unseen(nodes: Sequence[fx.Node], modes: Modes) -> Miss:
     where = _named(modes.at(nodes[0]).levels)
     what = "a product or attention" if len(nodes) == 1 else f"{len(nodes)} products or attentions"
-    message = f"{what} inside of {where}, where no pattern looks"
+    message = f"{what} inside {where}, where no pattern looks"
     return Miss(
         "tilewright", "TRANSFORM", Stage.ANCHORED, message, tuple(nodes), OUTSIDE, weight="advice"
-    )  # as advice: it is not known whether they are a site
+    )  # advice, because it is not known whether they are a site
 
 
 def unknown_writes(flow: Dataflow, matches: Sequence[Match]) -> list[Miss]:
-    """Returns a miss for each call that writes unknown memory before a product or attention.
+    """Returns a miss for each call that may write any memory and stands before a product or
+    attention.
 
     The miss is advice if a site after the call matches nevertheless.
     """
@@ -256,4 +269,7 @@ def unknown_writes(flow: Dataflow, matches: Sequence[Match]) -> list[Miss]:
 
 def _opaque(node: fx.Node) -> str:
     name = name_of(node).removeprefix("python::")
-    return f"what {name} writes is not known, so all memory read after it may have changed"
+    return (
+        f"it is not known which memory {name} writes, so all memory that is read after it may "
+        "have changed"
+    )

@@ -1,8 +1,8 @@
-"""Runs the original graph in calls where inputs share memory that they did not share in the trace.
+"""Runs the original graph in calls whose inputs share memory that they did not share in the trace.
 
-A rewrite is proven safe only while no two inputs share memory except those that shared it in the
-trace. Dynamo guards on shapes and strides but not on addresses: in a later call an activation may
-lie inside a cache, or two caches may overlap.
+A rewrite is proven safe only while no two inputs share memory, except inputs that shared memory in
+the trace. Dynamo guards on shapes and strides but not on addresses. In a later call an activation
+may lie inside a cache, or two caches may overlap.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ log = logging.getLogger("tilewright")
 
 @dataclass(frozen=True)
 class InputMemory:
-    """Records which inputs of a graph are written, and which overlapped when it was traced.
+    """The inputs of a graph that are written, and the inputs that overlapped when the graph was
+    traced.
 
-    tensors: positions of the inputs to check, that is all except parameters that are only read.
-    written: positions of the inputs that the graph writes. together: pairs of positions, in either
-    order, that could overlap in the traced call; the rewrites treated each pair as one memory.
-    sizes: positions of the numbers that shapes may depend on. names: the names of all inputs.
+    tensors: the positions of the inputs to check. These are all inputs except parameters that are
+        only read.
+    written: the positions of the inputs that the graph writes.
+    together: the pairs of positions, in either order, that could overlap in the traced call. The
+        rewrites treated each pair as one memory.
+    sizes: the positions of the numbers on which shapes may depend.
+    names: the names of all inputs.
     """
 
     tensors: tuple[int, ...]
@@ -45,8 +49,12 @@ class InputMemory:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A plain tensor of an input: the address of its first byte, the address behind its last byte,
-    and its shape and strides in bytes."""
+    """A plain tensor of an input.
+
+    start, end: the address of the first byte, and the address behind the last byte.
+    shape: the shape of the tensor.
+    strides: the strides of the tensor in bytes.
+    """
 
     start: int
     end: int
@@ -71,12 +79,14 @@ def _pieces(tensor: torch.Tensor) -> list[_Piece]:
     return found
 
 
-# Cached, because the test for interleaved caches of one pool is slow and runs at every call.
+# The result is cached, because the test for interleaved caches of one pool is slow, and every call
+# needs the result.
 _disjoint = lru_cache(1 << 14)(strided_disjoint)
 
 
 class _Ranges:
-    """Pieces of inputs, sorted by address, to find those that a piece may touch."""
+    """Pieces of inputs, sorted by address. They serve to find the pieces that a given piece may
+    touch."""
 
     def __init__(self, pieces: Mapping[int, Sequence[_Piece]], inputs: Iterable[int]) -> None:
         found = ((piece, index) for index in inputs for piece in pieces[index])
@@ -99,8 +109,8 @@ class _Watch:
     """Remembers where the inputs of the latest call lay, and the first pair that overlapped, if
     any.
 
-    Only tensors that have moved since then are compared again, because :meth:`look` runs before
-    every call.
+    :meth:`look` runs before every call. Therefore it compares only tensors that have moved since
+    the latest call.
     """
 
     memory: InputMemory
@@ -111,8 +121,8 @@ class _Watch:
     written: _Ranges | None = None
 
     def look(self, inputs: Sequence[Any]) -> tuple[int, int] | None:
-        """Returns the positions of two inputs that share memory in this call but did not in the
-        trace; None if there are none."""
+        """Returns the positions of two inputs that share memory in this call but did not share it
+        in the trace. Returns None if there are no such inputs."""
         places = _places([inputs[i] for i in self.memory.tensors])
         sizes = [inputs[i] for i in self.memory.sizes]
         if places == self.places and sizes == self.sizes:
@@ -128,8 +138,8 @@ class _Watch:
         return self.meeting
 
     def _first_meeting(self, moved: Sequence[int]) -> tuple[int, int] | None:
-        """Returns the first pair that overlaps. moved: positions of the inputs that have moved
-        since the latest call."""
+        """Returns the first pair that overlaps. `moved` has the positions of the inputs that have
+        moved since the latest call."""
         memory = self.memory
         written_moved = not memory.written.isdisjoint(moved)
         if self.written is None or written_moved:
@@ -158,8 +168,8 @@ def _place(tensor: torch.Tensor) -> list[int]:
 
 
 def input_memory(flow: Dataflow) -> InputMemory:
-    """Returns which inputs a graph writes, and which overlap. flow: the view of the graph before
-    any rewrite."""
+    """Returns which inputs a graph writes, and which inputs overlap. `flow` is the view of the
+    graph before any rewrite."""
     nodes = [node for node in flow.graph.nodes if node.op == "placeholder"]
     memories = {i: flow.memory_of[n] for i, n in enumerate(nodes) if n in flow.memory_of}
     written = {i for i, memory in memories.items() if any(flow.writes_on(memory.storage))}
@@ -191,10 +201,10 @@ def unfused_where_inputs_meet(
     unfused: Callable[..., Any],
     tell: Callable[[str], None],
 ) -> Callable[..., Any]:
-    """Returns a function that runs `unfused` in calls where inputs overlap that did not overlap in
-    the trace, and `fused` in all other calls.
+    """Returns a function that runs `unfused` if inputs overlap that did not overlap in the trace,
+    and otherwise runs `fused`.
 
-    tell: called at the first unfused call, with a sentence that names the inputs.
+    At the first unfused call, the function calls `tell` with a sentence that names the inputs.
     """
     watch = _Watch(memory)
     # Dynamo wraps the function returned here anyway; a second wrapper inside would cost tens of
@@ -210,7 +220,7 @@ def unfused_where_inputs_meet(
         if not told:
             told = True
             one, other = (memory.names[index] for index in meeting)
-            why = f"{one} and {other} share memory in a call, and did not when the graph was traced"
+            why = f"{one} and {other} share memory in a call, but did not when the graph was traced"
             log.warning("%s: such calls run unfused", why)
             tell(f"{why}: such calls run unfused")
         return unfused(*inputs)

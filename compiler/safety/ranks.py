@@ -3,8 +3,8 @@
 A fused sum waits for the same kernel on every rank. If one rank called the library's collective
 instead, the others would wait for ever. Therefore each rank writes to the group's store what it
 compiled. The first rank that has read all entries, or has waited in vain, writes the decision for
-all. While a rank compiles, it says so every few seconds. The others therefore wait for a rank that
-takes long, but not for one that is gone or never comes.
+all ranks. While a rank compiles, it reports this every few seconds. The other ranks therefore wait
+for a rank that takes long, but not for a rank that has ended or never starts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from tilewright.compiler.dataflow.spelling import name_of
 from tilewright.compiler.report import GraphReport
 from tilewright.ops.runtime.peers import group_named
 
-#: The pattern whose op needs all ranks to run it together.
+#: The pattern whose op all ranks must run together.
 SHARED = "all_reduce_residual_norm"
-#: How long a rank may be silent before all ranks go on without fused sums.
+#: The number of seconds that a rank may be silent before all ranks go on without fused sums.
 WAIT_S = 20.0
-#: How long to wait for a rank that still compiles: as long as NCCL waits in a collective.
+#: The number of seconds to wait for a rank that still compiles. It is the time for which NCCL waits
+#: in a collective.
 COMPILING_S = 600.0
-#: How many seconds pass before a rank says again that it compiles.
+#: The number of seconds after which a rank reports again that it compiles.
 BEAT_S = 4.0
 _LOOK_S = 0.05
 _UNFUSED = "unfused"
@@ -40,11 +41,14 @@ _UNFUSED = "unfused"
 
 @dataclass
 class RankSums:
-    """The sums of a group in one graph, which are equal on all ranks of the group.
+    """The sums of a group in one graph. They are equal on all ranks of the group.
 
-    place: the prefix of their keys in the store. of: the group itself. life: how many groups with
-    this name and these ranks this rank has had, counted in the store. compiled: how often this rank
-    has compiled the sums in this group. said: the decision for all ranks, once known.
+    place: the prefix of the keys of these sums in the store.
+    of: the group itself.
+    life: the number of groups with this name and these ranks that this rank has had, as counted in
+        the store.
+    compiled: the number of times that this rank has compiled the sums in this group.
+    said: the decision for all ranks, once it is known.
     """
 
     group: str
@@ -56,22 +60,22 @@ class RankSums:
 
     @property
     def now(self) -> str:
-        """The prefix of the keys of this compilation."""
+        """The prefix of the store's keys for this compilation."""
         return f"{self.place}/{self.life}/{self.compiled}"
 
     def alive(self, rank: int) -> str:
-        """Returns the key at which a rank counts up while it still compiles."""
+        """Returns the key under which a rank counts up while it still compiles."""
         return f"{self.now}/alive/{rank}"
 
 
-# Keyed by place.
+# The sums of each group, by `RankSums.place`.
 _known: dict[str, RankSums] = {}
 
 
 @contextmanager
 def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
-    """Yields the sums of each group in a graph while it is compiled. If the block raises, the other
-    ranks do not wait for this one."""
+    """Yields the sums of each group in a graph while the graph is compiled. If the block raises,
+    the other ranks do not wait for this rank."""
     shared = _shared_of(gm.graph)
     try:
         with _telling(shared):
@@ -83,22 +87,23 @@ def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
 
 
 def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
-    """Returns why this rank must not run the report's fused sums over ranks; None if all ranks have
-    fused the same ones.
+    """Returns why this rank must not run the report's fused sums over ranks. Returns None if all
+    ranks have fused the same sums.
 
-    Waits at most COMPILING_S seconds for ranks that compile, and WAIT_S seconds for a silent rank.
-    Raises RuntimeError if the other ranks run the sums fused and this rank cannot.
+    The function waits at most COMPILING_S seconds for ranks that compile, and WAIT_S seconds for a
+    silent rank. Raises RuntimeError if the other ranks run fused sums and this rank cannot.
     """
     for one in shared:
         plan = _plan_of(report, one.group)
         one.said = _heard(one, plan) if plan else _decided(one, _UNFUSED)
         if one.said not in (plan, _UNFUSED):
             raise RuntimeError(
-                f"the other ranks of group {one.group} sum with {SHARED}, and this one cannot as "
-                f"they do: compile all of them with options={{'patterns': ['-{SHARED}']}}"
+                f"the other ranks of group {one.group} compute their sums with {SHARED}, and this "
+                "rank cannot: compile the model on all ranks with "
+                f"options={{'patterns': ['-{SHARED}']}}"
             )
         if plan and one.said != plan:
-            return f"not all ranks of group {one.group} have compiled the same"
+            return f"the ranks of group {one.group} have not all compiled the same sums"
     return None
 
 
@@ -109,7 +114,7 @@ def _shared_of(graph: fx.Graph) -> list[RankSums]:
         text = "\n".join([group, str(_members(group)), *said])
         place = f"tilewright/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         shared, of = _known.get(place), group_named(group)
-        if shared is None or shared.of is not of:  # a new group has taken the name
+        if shared is None or shared.of is not of:  # a new group has the name of the former one
             # The store may still hold entries that ranks wrote for the former group.
             life = _compat.store().add(f"{place}/lives/{dist.get_rank()}", 1)
             shared = _known[place] = RankSums(group, place, of, life)
@@ -119,8 +124,8 @@ def _shared_of(graph: fx.Graph) -> list[RankSums]:
 
 
 def _sums(graph: fx.Graph) -> dict[str, list[str]]:
-    """Returns, for each group, its collectives with the shapes of their results. Returns none for
-    torch's fake group, whose other ranks do not exist."""
+    """Returns, for each group, its collectives with the shapes of their results. Leaves out torch's
+    fake group, because its other ranks do not exist."""
     found: dict[str, list[str]] = {}
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
         return found
@@ -137,8 +142,8 @@ def _members(group: str) -> list[int]:
 
 
 def _group_of(node: fx.Node) -> str | None:
-    """Returns the group of a functional collective or of a call that redistributes a DTensor; None
-    for other nodes."""
+    """Returns the group of a functional collective, or of a call that redistributes a DTensor.
+    Returns None for other nodes."""
     if "c10d_functional" in str(node.target):
         names = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
         return names[-1] if names else None
@@ -149,15 +154,16 @@ def _group_of(node: fx.Node) -> str | None:
 
 
 def _plan_of(report: GraphReport, group: str) -> str:
-    """Returns a text that describes the fused sums of a group; empty if there are none."""
+    """Returns a text that describes the fused sums of a group. The text is empty if there are
+    none."""
     facts = [s.shapes for s in report.matches if s.pattern == SHARED and s.shapes["group"] == group]
     return f"{torch.__version__} {[sorted(f.items()) for f in facts]}" if facts else ""
 
 
 def _heard(shared: RankSums, plan: str) -> str:
-    """Waits for the decision that holds for all ranks, and returns it. If a rank stays silent, this
-    rank may be the only one that compiles again; the former decision then stays if it agrees with
-    this rank's plan."""
+    """Waits for the decision that holds for all ranks, and returns it. If another rank stays
+    silent, this rank may be the only one that compiles again. In that case the former decision
+    stays if it agrees with this rank's plan."""
     store, place = _compat.store(), shared.now
     votes = {rank: f"{place}/{rank}" for rank in _members(shared.group)}
     store.set(f"{place}/{dist.get_rank()}", plan)
@@ -173,8 +179,11 @@ def _heard(shared: RankSums, plan: str) -> str:
 
 
 def _silence(shared: RankSums, votes: dict[int, str]) -> Iterator[bool]:
-    """Yields whether to stop waiting: True once COMPILING_S seconds have passed, or once a rank
-    that has not said what it compiled has been silent for WAIT_S seconds."""
+    """Yields whether to stop waiting.
+
+    It yields True once COMPILING_S seconds have passed, or once a rank that has not reported its
+    result has been silent for WAIT_S seconds.
+    """
     store, started = _compat.store(), time.monotonic()
     heard = dict.fromkeys(votes, (0, started))
     looked, lost = started, False
@@ -192,7 +201,7 @@ def _silence(shared: RankSums, votes: dict[int, str]) -> Iterator[bool]:
 
 @contextmanager
 def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
-    """Says every BEAT_S seconds, while the block runs, that this rank compiles."""
+    """Reports every BEAT_S seconds, while the block runs, that this rank compiles."""
     if not shared:
         yield
         return
@@ -219,7 +228,7 @@ def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
 
 
 def _decided(shared: RankSums, what: str) -> str:
-    """Writes a decision unless there is one, and returns the decision that holds for all ranks,
+    """Writes a decision unless there is one already. Returns the decision that holds for all ranks,
     which is the first one written."""
     return _text(_compat.store().compare_set(f"{shared.now}/all", "", what))
 

@@ -10,28 +10,34 @@ from tilewright.compiler.quantised import tensor_subclasses
 
 @dataclass(frozen=True)
 class _Kind:
-    """The classes of one library. package: the package that defines them. what: what such a class
-    is. hint: what users can do about it."""
+    """The tensor classes of one library.
+
+    package: the package that defines the classes.
+    what: the words that say what such a class is.
+    hint: the words that say what users can do about it.
+    """
 
     package: str
     what: str
     hint: str
 
 
-# Advice for a weight that holds codes: _CODES if `prepare` reads it, _UNREAD if not.
+# Hints for a weight that holds codes. _CODES is for a weight that `prepare` reads, and _UNREAD for
+# a weight that it does not read.
 _CODES = (
     "call `tilewright.compiler.prepare(model)` when the model is loaded: it replaces linears with "
     "such a weight by linears that decode the codes in PyTorch"
 )
 _UNREAD = (
-    "quantise the weights alone, by a class that `tilewright.compiler.prepare(model)` reads; or "
+    "quantise only the weights, with a class that `tilewright.compiler.prepare(model)` reads; or "
     f"{tensor_subclasses.INSTEAD}"
 )
 _KINDS = (
     _Kind(
         "torch.distributed",
-        "a part of a tensor that ranks share",
-        "give the plain tensor inside (`to_local()`), or fuse before it is wrapped",
+        "a tensor that is spread over ranks",
+        "pass the plain tensor inside (`to_local()`), or compile the computation before the "
+        "tensor is wrapped",
     ),
     _Kind("torchao", "torchao's quantised weight", _CODES),
     _Kind("optimum.quanto", "quanto's quantised weight", _CODES),
@@ -39,12 +45,13 @@ _KINDS = (
 _ANY = _Kind(
     "",
     "a class that wraps other tensors",
-    "give the plain tensors inside, or weights as codes and scales that the graph decodes",
+    "pass the plain tensors inside, or pass weights as codes and scales that the graph decodes",
 )
 
 
 def described(tensor: Any) -> tuple[str, str]:
-    """Returns (what a subclass is, what to do about it), by the library that defines its class."""
+    """Returns two texts about a subclass: what it is, and what the user can do about it. The
+    library that defines the class decides them."""
     classes = [cls.__module__ for cls in type(tensor).__mro__]
     kind = next((k for k in _KINDS if any(_is_of(name, k.package) for name in classes)), _ANY)
     what = f"a {type(tensor).__name__}, {kind.what}"

@@ -32,10 +32,10 @@ class Manager(ContinuousBatchingManager):
             if processor is not None:
                 _warm_other_sizes(processor.model_runner, self.model)
 
-    def _run_generation_loop(self) -> None:
+    def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         # Settings of Dynamo belong to a thread.
         with at_least_graphs(GRAPHS):
-            super()._run_generation_loop()
+            super()._run_generation_loop(*args, **kwargs)
 
 
 @torch.no_grad()

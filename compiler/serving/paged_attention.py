@@ -14,8 +14,10 @@ import torch
 from torch.compiler import is_compiling
 from transformers import AttentionInterface
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import tilewright.ops  # noqa: F401  registers the ops
+from tilewright.compiler.model_cache import NAMES, name_in
 from tilewright.compiler.serving.allocators import (
     ATTENTION,
     FullPages,
@@ -23,8 +25,13 @@ from tilewright.compiler.serving.allocators import (
     WindowPages,
 )
 
-#: The keyword argument that passes the plans to the attention, and their key for new latents.
-PLAN, LATENTS = "tilewright_plan", "latents"
+#: The keyword arguments that pass the engine's memory and the plans to the attention, and the key
+#: of new latents among the plans. The engine passes its memory as `cache`, but since transformers
+#: 5.24 that argument is the cache which layers update, and they do not pass it to the attention.
+MEMORY, PLAN, LATENTS = "tilewright_memory", "tilewright_plan", "latents"
+
+#: The argument in which layers with latent attention take the cache that they update.
+CACHE = name_in(DeepseekV3Attention.forward) or NAMES[0]
 
 #: The plan for one allocator: the page and the offset of each token, and the arguments of
 #: `cache_attention`.
@@ -41,14 +48,17 @@ def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if not all(isinstance(owner, FullPages) for owner in owners):
         _refuse_tables(cache, kwargs)
         return None
+    if cache.config._attn_implementation != ATTENTION:
+        return None  # another attention updates the memory, and `FullPages.update` raises
     plans: dict[str, Any] = {
         kind: plan_of(owner, kwargs) for kind, owner in cache.cache_allocators.items()
     }
-    added: dict[str, Any] = {PLAN: plans}
+    step = {name: value for name, value in kwargs.items() if name != "cache"}
+    step |= {MEMORY: cache, PLAN: plans}
     for kind, owner in cache.cache_allocators.items():
         if isinstance(owner, LatentPages):
-            plans[LATENTS] = added["past_key_values"] = NewLatents(_slots(owner, plans[kind]))
-    return args, {**kwargs, **added}
+            plans[LATENTS] = step[CACHE] = NewLatents(_slots(owner, plans[kind]))
+    return args, step
 
 
 def _refuse_tables(cache: PagedAttentionCache, step: dict[str, Any]) -> None:
@@ -73,7 +83,12 @@ class NewLatents:
         self.of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(
-        self, latent: torch.Tensor, rope_keys: torch.Tensor, layer_idx: int, *args: Any
+        self,
+        latent: torch.Tensor,
+        rope_keys: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keeps and returns the latents `[1, 1, tokens, rank]` and the rotated keys of a layer."""
         self.of_layer[layer_idx] = latent, rope_keys
@@ -193,7 +208,6 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    cache: Any = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     softcap: float | None = None,
@@ -208,7 +222,8 @@ def attention(
     options that are not supported: a mask, a bias, a window wider than the memory's and, with
     latents, sinks or a soft cap.
     """
-    if not isinstance(cache, PagedAttentionCache) or PLAN not in kwargs:
+    memory = kwargs.get(MEMORY)
+    if not isinstance(memory, PagedAttentionCache):
         raise RuntimeError(
             "the model is in continuous batching by tilewright, and called otherwise: stop the "
             "manager before generate() or forward(), or tilewright.compiler.serving.disable(model)"
@@ -217,7 +232,7 @@ def attention(
         raise ValueError("position_bias: expected None, got a bias, which the engine does not add")
     if attention_mask is not None:
         raise ValueError("attention_mask: expected None, got a mask, which would not be read")
-    owner: Any = cache.layer_to_allocator[module.layer_idx]
+    owner: Any = memory.layer_to_allocator[module.layer_idx]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if isinstance(owner, LatentPages):
         if s_aux is not None or softcap:

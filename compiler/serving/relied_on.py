@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
 )
 
+from tilewright.compiler.model_cache import name_in
 from tilewright.compiler.serving.allocators import (
     ALLOCATORS,
     ATTENTION,
@@ -30,16 +31,19 @@ from tilewright.compiler.serving.allocators import (
 )
 from tilewright.compiler.serving.classes import original_class
 from tilewright.compiler.serving.memory import memory_of
+from tilewright.compiler.serving.paged_attention import CACHE
 from tilewright.ops.contract import get_op
 from tilewright.ops.runtime.device import target_of
 
-#: Methods of transformers -> the parameters that they must have.
+#: Methods of transformers -> the parameters that they must have; `|` is between those of releases.
 METHODS: dict[tuple[Any, str], str] = {
     (continuous_api.ContinuousMixin, "init_continuous_batching"): (
         "self generation_config continuous_batching_config workload_hints"
     ),
     (continuous_api.ContinuousBatchingManager, "warmup"): "self",
-    (continuous_api.ContinuousBatchingManager, "_run_generation_loop"): "self",
+    (continuous_api.ContinuousBatchingManager, "_run_generation_loop"): (
+        "self | self use_inference_mode"  # the latter since 5.24
+    ),
     (model_runner.ModelRunner, "run_one_warmup"): "self model num_q_tokens max_kv_read",
     (FullAttentionCacheAllocator, "__init__"): (
         "self index config num_key_value_heads cache_dtype page_size layer_indices "
@@ -96,7 +100,7 @@ def _reasons(model: Any) -> Iterator[str]:
         if not isinstance(inspect.unwrap(function) if function else None, FunctionType):
             yield f"{release} has no function {owner.__name__}.{name}"
         found = " ".join(inspect.signature(function).parameters)  # type: ignore[arg-type]
-        if found != expected:
+        if found not in expected.split(" | "):
             yield f"{owner.__name__}.{name} of {release} takes ({found}), expected ({expected})"
     missing = [name for name in STEP if name not in _names_of_a_step()]
     if missing:
@@ -182,6 +186,8 @@ def _reasons_of_latents(model: Any, config: Any) -> Iterator[str]:
         if expand is None or _code(expand) != _code(DeepseekV3Attention.expand_kv):
             yield f"{kind.__name__} does not expand latents as DeepSeek's attention does"
     for layer in layers:
+        if name_in(layer.forward) != CACHE:
+            yield f"{type(layer).__name__} has no argument {CACHE}"
         if hasattr(layer, "indexer"):
             yield f"{type(layer).__name__} keeps an indexer's keys beside latents"
         up = layer.kv_b_proj

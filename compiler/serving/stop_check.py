@@ -29,6 +29,7 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import logits_process, utils
 from transformers.generation import stopping_criteria as criteria
 
+from tilewright.compiler.model_cache import cache_in
 from tilewright.compiler.serving.classes import (
     change_class,
     change_class_back,
@@ -206,7 +207,7 @@ def _takes_one_more(
     embeds = model_kwargs.get("inputs_embeds")
     tokens = math.inf if stopping.max_length is None else stopping.max_length - 1
     tokens += 0 if embeds is None else embeds.shape[1]
-    cache = model_kwargs.get("past_key_values", model_kwargs.get("cache"))  # `cache` since 5.24
+    _, cache = cache_in(model_kwargs)
     limits = (
         getattr(text, "max_position_embeddings", None),
         _most_tokens(cache, input_ids.shape[0]),

@@ -1,4 +1,4 @@
-"""Runs the fused graph beside the original once, and returns to the original if they disagree."""
+"""Runs the fused graph once next to the original, and returns to the original if they disagree."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tilewright.ops.formats.fp8 import FP8_DTYPES
 
 log = logging.getLogger("tilewright")
 
-# The relative error (2-norm) that a fused graph may show against the original: both round to the
-# dtype, in different places, and a whole model amplifies that.
+# The relative error (2-norm) that a fused graph may have against the original. Both round to the
+# dtype, in different places, and a whole model amplifies the difference.
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
@@ -30,13 +30,18 @@ _NONE = torch.zeros(0, dtype=torch.float64)
 
 
 class VerificationError(RuntimeError):
-    """Raised under `strict` for a fused graph whose results differ from the original's."""
+    """Raised under `strict` if the results of a fused graph differ from those of the original
+    graph."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One output or mutated input. error: ||fused - original|| / ||original||. hidden: whether
-    these are elements that are NaN in the original, compared in a run on inputs without NaN."""
+    """The difference in one output or written input.
+
+    error: ||fused - original|| / ||original||.
+    hidden: whether the elements are NaN in the original, so that they were compared in a run on
+        inputs without NaN.
+    """
 
     what: str
     error: float
@@ -52,11 +57,12 @@ class Difference:
 
 
 def compare_graphs(report: GraphReport, inputs: Sequence[Any]) -> list[Difference]:
-    """Runs both graphs eagerly on copies of the inputs, and compares outputs and inputs afterwards.
+    """Runs both graphs eagerly on copies of the inputs, and compares the outputs and the inputs
+    after the runs.
 
-    Garbage in memory that a mask hides may give NaN in the original (NaN times zero), where the
-    fused op does not read it. Therefore elements of outputs that are NaN in the original are
-    compared in a second run of both graphs, on inputs without NaN.
+    Uninitialised memory that a mask hides may give NaN in the original (NaN times zero), while the
+    fused op does not read it. Therefore both graphs run a second time, on inputs without NaN, to
+    compare the outputs at elements that are NaN in the original.
     """
     found, unknown = _compare(report, clone_inputs(inputs), clone_inputs(inputs), inputs)
     if any(bool(where.any()) for where in unknown):
@@ -69,8 +75,8 @@ def compare_graphs(report: GraphReport, inputs: Sequence[Any]) -> list[Differenc
 def _compare(
     report: GraphReport, ours: list[Any], theirs: list[Any], inputs: Sequence[Any]
 ) -> tuple[list[Difference], list[torch.Tensor]]:
-    """Returns (the differences, masks of the NaN in the original's outputs) of one run on two
-    copies of the inputs."""
+    """Returns the differences of one run on two copies of the inputs, and masks of the NaN in the
+    original's outputs."""
     fused, plain = tensors_in(report.after(*ours)), tensors_in(report.before(*theirs))
     found = _differences("output", fused, plain)
     found += _differences("input", *map(_plain, (ours, theirs, inputs)))
@@ -82,8 +88,9 @@ def _hidden(
     ours: Sequence[torch.Tensor],
     theirs: Sequence[torch.Tensor],
 ) -> list[Difference]:
-    """Returns the differences between outputs of runs on inputs without NaN, at elements that were
-    NaN before. Skips elements that are NaN in the original again, and outputs of another shape."""
+    """Returns the differences between outputs of runs on inputs without NaN, at the elements that
+    were NaN before. Skips elements that are NaN in the original again, and outputs of another
+    shape."""
     found = []
     for i, (where, a, b) in enumerate(zip(unknown, ours, theirs, strict=True)):
         if not bool(where.any()):
@@ -93,15 +100,15 @@ def _hidden(
             known = where & ~_nan(b)
         x, y = (tensor.double()[known] if bool(known.any()) else _NONE for tensor in (a, b))
         judged = f"{int(known.sum())} of {int(where.sum())} elements"
-        what = f"output {i}, on inputs without NaN, {judged} that are NaN in the original"
+        what = f"output {i}, on inputs without NaN, at {judged} that are NaN in the original"
         allowed = TOLERANCE.get(a.dtype, EIGHT_BITS)
         found.append(Difference(what, relative_error(x, y), allowed, hidden=True))
     return found
 
 
 def without_nan(storage: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor [n] with its NaN and infinite numbers replaced by random ones, the same at
-    every call. A tensor that has -inf and no other such number, as a mask has, stays as it is."""
+    """Returns a tensor [n] in which random numbers replace NaN and infinite numbers. They are the
+    same in every call. A tensor whose only such numbers are -inf, as in a mask, stays as it is."""
     if storage.dtype not in (*TOLERANCE, *FP8_DTYPES):
         return storage
     wide = storage.double()
@@ -126,11 +133,12 @@ def verified(
     mismatch: Callable[[str], None],
     note: Callable[[str], None],
 ) -> Callable[..., Any]:
-    """Returns `compiled`, wrapped so that its first call is compared with the original graph.
+    """Returns a function that runs `compiled` and compares its first call with the original graph.
 
-    On a mismatch, raises VerificationError under `strict`. Otherwise warns, calls `mismatch(why)`,
-    and runs the original from then on. note: called with a line that says that the graphs agree,
-    how closely, and which outputs were compared on other inputs than the given ones.
+    On a mismatch, it raises VerificationError under `strict`. Otherwise it warns, calls
+    `mismatch(why)`, and runs the original from then on. If the graphs agree, it calls `note` with a
+    line that says how closely they agree, and which outputs were compared on other inputs than the
+    given ones.
     """
     chosen: list[Callable[..., Any]] = []
 
@@ -162,7 +170,7 @@ def _agreed(found: Sequence[Difference]) -> str:
 
 
 def _plain(inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Returns the plain tensors among inputs; for a subclass, the tensors inside it."""
+    """Returns the plain tensors among inputs. For a subclass, returns the tensors inside it."""
     return [part for tensor in tensors_in(inputs) for part in _compat.parts_of(tensor)]
 
 
@@ -171,10 +179,10 @@ def clone_inputs(
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     shared: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> list[Any]:
-    """Returns copies of inputs that share storage as the originals do: each storage is cloned once.
+    """Returns copies of inputs that share storage as the originals do. Each storage is cloned once.
 
-    convert: changes the dtype of a storage's elements. shared: says which tensors are not copied.
-    The tensors inside a subclass are copied, and not converted.
+    `convert` changes the dtype of a storage's elements. `shared` says which tensors are not copied.
+    The tensors inside a subclass are copied, but not converted.
     """
     storages: dict[tuple[int, bool], torch.Tensor] = {}
 
@@ -202,9 +210,11 @@ def _differences(
     theirs: Sequence[torch.Tensor],
     before: Sequence[torch.Tensor] | None = None,
 ) -> list[Difference]:
-    """Returns the differences of our tensors from theirs. before: the tensors before the run. If
-    they are given, compares only elements that changed: a step writes few slots of a cache, and the
-    others would dilute the error."""
+    """Returns the differences of `ours` from `theirs`.
+
+    `before` has the tensors before the run. If it is given, the function compares only elements
+    that changed. A step writes few slots of a cache, and the other slots would dilute the error.
+    """
     found = []
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if not a.dtype.is_floating_point:
@@ -225,7 +235,8 @@ def _differences(
 
 
 def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Returns ||x - y|| / ||y|| in the 2-norm for float64 tensors; equal elements add nothing."""
+    """Returns ||x - y|| / ||y|| in the 2-norm for float64 tensors. Equal elements add nothing to
+    the error."""
     scale = torch.linalg.vector_norm(torch.where(y.isfinite(), y, 0.0)).item()
     error = torch.linalg.vector_norm(torch.where(same_elements(x, y), 0.0, x - y)).item()
     return error / (scale or 1.0)

@@ -1,4 +1,5 @@
-"""Runs a captured graph in float64, as the reference for the graph and its rewrite."""
+"""Runs a captured graph in float64. The result is the reference for the graph and for its
+rewrite."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ _CASTS = {"half": "double", "bfloat16": "double", "float": "double"}
 
 
 class NoFloat64Error(RuntimeError):
-    """An operator of the graph does not take float64; the message names it."""
+    """Raised if an operator of the graph does not take float64. The message names the operator."""
 
 
 class Float64(fx.Interpreter):
-    """Runs a Dynamo graph in float64 wherever the graph itself asks for a 16 or 32-bit float.
+    """Runs a Dynamo graph in float64 where the graph itself computes in 16-bit or 32-bit floats.
 
-    Casts to 8-bit floats and to integers stay: they are part of the model. Raises NoFloat64Error.
+    Casts to 8-bit floats and to integers stay, because they are part of the model. Raises
+    NoFloat64Error.
     """
 
     def run_node(self, n: fx.Node) -> Any:
@@ -48,14 +50,15 @@ class Float64(fx.Interpreter):
 
 
 def widen(value: Any) -> Any:
-    """Returns a tensor of 16 or 32-bit floats as float64, and anything else as it is."""
+    """Returns a tensor of 16-bit or 32-bit floats as float64. Returns any other value as it is."""
     if isinstance(value, torch.Tensor) and value.dtype in _WIDENED:
         return value.double()
     return value
 
 
 def _widened(items: Any) -> Any:
-    """Returns nested arguments in float64: the tensors, and the dtypes that a call asks for."""
+    """Returns nested arguments in float64. This concerns the tensors, and the dtypes for which a
+    call asks."""
     if isinstance(items, torch.Tensor):
         return widen(items)
     if isinstance(items, dict):
@@ -72,8 +75,8 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns the result of torch's grouped_mm, which takes no float64, for rows [M, K] and weights
-    [groups, K, N]."""
+    """Returns the result of torch's grouped_mm for rows [M, K] and weights [groups, K, N]. torch's
+    own function takes no float64."""
     if offs is None or x.dim() != 2 or weight.dim() != 3 or bias is not None:
         raise NotImplementedError("only rows [M, K] with weights [groups, K, N] and offsets")
     out = x.new_zeros(x.shape[0], weight.shape[-1])
@@ -85,8 +88,9 @@ def _grouped_mm(
 
 
 def run_in_float64(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """Returns the outputs of `gm` in float64. Inputs that it writes to must be float64 already."""
+    """Returns the outputs of `gm` in float64. Inputs to which the graph writes must be float64
+    already."""
     interpreter = Float64(gm)
-    interpreter.extra_traceback = False  # an error names the operator, in one line
+    interpreter.extra_traceback = False  # an error then names the operator, in one line
     runner: Callable[..., Any] = interpreter.run
     return runner(*inputs)

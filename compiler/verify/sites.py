@@ -1,4 +1,5 @@
-"""Measures the error of each kind of rewrite and of the graph it replaces, both against float64."""
+"""Measures the error of each kind of rewrite and of the graph that it replaces, both against
+float64."""
 
 from __future__ import annotations
 
@@ -17,18 +18,19 @@ from tilewright.compiler.report import GraphReport, Site, collapse_sites
 from tilewright.compiler.verify import clone_inputs, relative_error, same_elements
 from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 
-#: How much larger a rewrite's error may be than the graph's own: both round, in different places.
+#: The factor by which a rewrite's error may exceed the graph's own error. Both round, but in
+#: different places.
 SLACK = 1.25
 
 
 @dataclass(frozen=True)
 class SiteError:
-    """The errors of one kind of rewrite: ||x - exact|| / ||exact||, where exact is the result of
+    """The errors of one kind of rewrite, ||x - exact|| / ||exact||, where `exact` is the result of
     the graph in float64.
 
-    The errors are those of the output or cache that uses the largest share of its allowance:
-    `SLACK` times the graph's own error plus one rounding of the dtype. note: why nothing was
-    measured, or empty.
+    The errors are those of one output or cache: the one that uses the largest share of its allowed
+    error. The allowed error is `SLACK` times the graph's own error plus one rounding of the dtype.
+    `note` says why nothing was measured; otherwise it is empty.
     """
 
     pattern: str
@@ -53,11 +55,11 @@ def verify_sites(
     patterns: Sequence[str] | None = None,
     dynamic: bool | None = None,
 ) -> list[SiteError]:
-    """Runs the model on its arguments, as it is and with each kind of rewrite alone.
+    """Runs the model on its arguments, once as it is and once with each kind of rewrite alone.
 
-    args, kwargs: real tensors; caches among them are written as the unfused model writes them.
-    Equal sites of different layers are rewritten together. Raises ValueError for meta tensors, and
-    any exception of the model.
+    `args` and `kwargs` are real tensors. Caches among them are written as the unfused model writes
+    them. Equal sites of different layers are rewritten together. Raises ValueError for meta
+    tensors, and passes on any exception of the model.
     """
     chosen = None if patterns is None else tuple(patterns)
     options = Options(inner="eager", patterns=chosen, everywhere=True)
@@ -79,8 +81,8 @@ def verify_sites(
 
 
 def compared(plain: fx.GraphModule, fused: Callable[..., Any], inputs: Sequence[Any]) -> SiteError:
-    """Returns the errors of `fused`, one way to run a graph, and of `plain`, the graph itself, for
-    outputs and written inputs. Each runs on copies of the inputs."""
+    """Returns the errors of `fused` and of `plain`, for the outputs and the written inputs. `plain`
+    is the graph itself, and `fused` is another way to run it. Each runs on copies of the inputs."""
     try:
         exact = _run(lambda *given: run_in_float64(plain, given), inputs, widen)
     except NoFloat64Error as error:
@@ -114,8 +116,8 @@ def _graph_errors(report: GraphReport, options: Options, inputs: Sequence[Any]) 
 
 @dataclass(frozen=True)
 class _Ran:
-    """The floating-point outputs of a run, and its floating-point inputs after it, without
-    weights."""
+    """The floating-point outputs of a run, and the values of its floating-point inputs after the
+    run, without weights."""
 
     outputs: list[torch.Tensor]
     inputs: list[torch.Tensor]
@@ -139,7 +141,8 @@ def _written(inputs: Sequence[Any]) -> list[torch.Tensor]:
 def _changed(
     inputs: Sequence[Any], fused: _Ran, plain: _Ran, exact: _Ran
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Returns the changed elements of each input: the rest of a cache would dilute the error."""
+    """Returns the changed elements of each input. The other elements of a cache would dilute the
+    error."""
     found = []
     runs = zip(_written(inputs), fused.inputs, plain.inputs, exact.inputs, strict=True)
     for before, *after in runs:
@@ -151,8 +154,8 @@ def _changed(
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter. Parameters are not copied: they are most of the memory, and
-    inference writes none."""
+    """Whether a tensor is a parameter. Parameters are not copied, because they take most of the
+    memory, and inference writes none of them."""
     return isinstance(tensor, torch.nn.Parameter)
 
 
@@ -163,15 +166,15 @@ def _error(
     triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     note: str = "",
 ) -> SiteError:
-    """Returns the error of a site. triples: (fused, plain, exact)."""
+    """Returns the error of a site. `triples` holds (fused, plain, exact) for each tensor."""
     return SiteError(site.pattern, site.op, scope, count, *_worst(triples), note)
 
 
 def _worst(
     triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> tuple[float, float, float]:
-    """Returns the (plain, fused, allowed) error of the triple that uses the largest share of what
-    is allowed."""
+    """Returns (plain error, fused error, allowed error) of the triple that uses the largest share
+    of its allowed error."""
     pairs = [
         (_distance(theirs, truth), _distance(ours, truth), _allowed(theirs, truth))
         for ours, theirs, truth in triples
@@ -180,7 +183,7 @@ def _worst(
 
 
 def _share(errors: tuple[float, float, float]) -> float:
-    """Returns the fused error as a share of what is allowed."""
+    """Returns the fused error as a share of the allowed error."""
     _, fused, allowed = errors
     return fused / allowed if allowed else float("inf" if fused else 0)
 
@@ -191,8 +194,8 @@ def _allowed(plain: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the relative error in the 2-norm; a NaN or infinity that only one has counts as
-    infinite."""
+    """Returns the relative error in the 2-norm. If only one of the two has a NaN or an infinity at
+    a place, the error is infinite."""
     x, y = a.double(), b.double()
     same = same_elements(x, y)
     if not bool((same | (x.isfinite() & y.isfinite())).all()):

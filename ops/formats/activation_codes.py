@@ -36,13 +36,12 @@ ACTIVATION_BLOCK = BLOCK
 class RowRounding(ArgumentGroup):
     """The rounding of rows [.., K] to e4m3 codes. The scales are computed from the rows.
 
-    Attributes:
-        group: The number of columns that share a scale, a power of two that divides K; 0 if all
-            columns share one.
-        rounded: Whether scales and quotients are rounded to the dtype of the rows.
-        zero_scale: If it is positive, it replaces a computed scale of 0.
-        least: The smallest magnitude from which a scale is computed.
-        least_divisor: The smallest number by which numbers are divided.
+    - `group`: the number of columns that share a scale, a power of two that divides K; 0 if all
+      columns share one.
+    - `rounded`: whether scales and quotients are rounded to the dtype of the rows.
+    - `zero_scale`: if it is positive, it replaces a computed scale of 0.
+    - `least`: the smallest magnitude from which a scale is computed.
+    - `least_divisor`: the smallest number by which numbers are divided.
     """
 
     group: int = 0

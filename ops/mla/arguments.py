@@ -286,7 +286,6 @@ class MlaDecodeArguments(BatchArguments, _Width):
       Both have q's dtype and any strides.
     - `key_lengths`, `positions`, `cache_lengths`, `mask`, `window`, `attn_mask`, `mask_blocks`:
       which keys a query attends to, as in `cache_attention`.
-
     - `round_latents`: whether latents are rounded to the numbers that e4m3 codes stand for before
       they are used. The cache is not changed.
     - `latent_group`, `latent_rounded`, `latent_zero_scale`, `latent_least`,

@@ -12,7 +12,7 @@ faster. Therefore `scaled_linear` is tried first.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tilewright.ops.mlp.gains import MOST_CODED_TOKENS
@@ -29,6 +29,7 @@ from tilewright.patterns.mlp.linears import (
     match_codes,
     match_few_tokens,
 )
+from tilewright.patterns.quantised.coded_rows import CodedRows, first_alike
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
@@ -69,7 +70,7 @@ class CodedLinear:
         given = match_codes([linear], [WEIGHT_NAMES])
         place = flow.positions[anchor.node]
         norm = unless_summed(match_norm_before(linear.x, [linear.product], place, flow, OP))
-        x: Any = linear.rows if norm is None else norm.x
+        x: Any = _shared(linear, flow).rows if norm is None else norm.x
         absorbed = linear.absorbed if norm is None else (*linear.absorbed, *norm.absorbed)
         return Match(
             anchor=anchor,
@@ -98,6 +99,15 @@ def _linear(value: Value) -> FewTokens | None:
     if linear is None or not linear.coded or value.dtype != linear.product.dtype:
         return None
     return linear
+
+
+def _shared(linear: FewTokens, flow: Dataflow) -> FewTokens:
+    """Returns the linear with the first of equal codes as its activation, so that linears of one
+    activation read the same codes."""
+    if linear.x_scale is None:
+        return linear
+    rows = first_alike(CodedRows(linear.x, linear.x_scale), flow)
+    return replace(linear, x=rows.codes, x_scale=rows.x_scale)
 
 
 def _is_known(linear: FewTokens) -> bool:

@@ -19,6 +19,7 @@ _MODULES = {
     "Options": "compiler",
     "PagedCache": "tools.paged_cache",
     "StrictError": "compiler",
+    "cache_argument": "compiler.model_cache",
     "declare": "compiler",
     "load_modelopt": "compiler",
     "lower": "compiler",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         serving,
         undeclare,
     )
+    from tilewright.compiler.model_cache import cache_argument
     from tilewright.tools.paged_cache import PagedCache
 else:
 
@@ -59,6 +61,7 @@ __all__ = [
     "PagedCache",
     "StrictError",
     "__version__",
+    "cache_argument",
     "declare",
     "load_modelopt",
     "lower",

@@ -1,4 +1,5 @@
-"""Kernels that start while the one before them ends: they wait before they touch memory."""
+"""Tests kernels that start while the kernel before them ends: they must wait before they touch
+memory."""
 
 from __future__ import annotations
 

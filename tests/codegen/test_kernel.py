@@ -1,4 +1,4 @@
-"""A kernel's declaration against the signature of its template's function."""
+"""Compares the declaration of a kernel with the signature of its template's function."""
 
 from __future__ import annotations
 

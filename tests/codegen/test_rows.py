@@ -1,5 +1,5 @@
-"""Kernels that norm the rows of x, and permute their columns to the order of codes, without a
-GPU."""
+"""Tests kernels that normalise the rows of x, and permute their columns to the order of codes,
+without a GPU."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ def made_by(steps):
 
 
 def permuted(x, order):
-    """Returns x in an order, padded with zeros, by its definition: in each unit, each of four
-    threads has every fourth pair of columns, or of columns four apart in a word."""
+    """Returns x in an order, padded with zeros, by the definition of the order.
+
+    In each unit, each of four threads has every fourth pair of columns, or every fourth pair of
+    columns that lie four apart in a word.
+    """
     x = torch.nn.functional.pad(x, (0, order.width - x.shape[1]))
     tokens, unit = x.shape[0], order.unit
     if order.per == 8 and not order.interleaved_nibbles:
@@ -97,7 +100,7 @@ def test_columns_are_permuted_exactly(order, tokens):
 
 
 def test_rows_that_fit_no_program_are_normed_by_pytorch():
-    """Rows that are too long, and rows whose columns lie apart."""
+    """These are rows that are too long, and rows whose columns lie apart."""
     columns = MOST_NORM_COLUMNS + 8
     for x in (rows(2, columns), rows(328, 4).t()[:2]):
         norm = norm_of("rms", columns=x.shape[1])

@@ -1,4 +1,4 @@
-"""Targets and kernel specs: canonical, hashable, checked on construction."""
+"""Tests that targets and kernel specs are canonical, hashable, and checked when they are made."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -129,7 +129,7 @@ def test_records_of_chips_agree_with_each_other():
         assert set(dict(target.mma_opcodes)) == set(dict(target.flops)) - {"fp32"}
         assert (target.measured, target.complete) == (target is SM90, major in (9, 10))
         assert not target.multiplies_registers or not target.has("wgmma")
-        # 700 ns of what the memory gives, of each multiprocessor.
+        # Each multiprocessor has 700 ns of the memory's rate in flight.
         needed = 700e-9 * target.hbm_bytes_per_s / target.num_sms
         assert 0.8 < target.bytes_in_flight_per_sm / needed < 1.3, target.name
 
@@ -137,7 +137,7 @@ def test_records_of_chips_agree_with_each_other():
 @pytest.mark.parametrize(("capability", "hip", "name"), [
     ((9, 0), None, "sm90"), ((10, 0), None, "sm100"), ((10, 3), None, "sm103"),
     ((12, 0), None, "sm120"), ((12, 1), None, None), ((8, 6), None, "sm86"), ((7, 5), None, None),
-    ((9, 0), "6.4", None),  # what torch says of some of AMD's
+    ((9, 0), "6.4", None),  # torch reports this for some GPUs of AMD
 ])  # fmt: skip
 def test_a_gpu_has_the_record_of_its_very_capability(capability, hip, name, monkeypatch):
     torch = pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""Tables of 16 numbers: the words that kernels look them up in, and what those give."""
+"""Tests tables of 16 numbers: the words in which kernels look the numbers up, and the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def decode(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", TABLES)
 def test_all_codes_in_all_places_become_their_numbers(name, dtype, reversed_, per):
-    """At least as near as the numbers rounded themselves, and the second table exactly."""
+    """The numbers are at least as near as the rounded numbers themselves, and the numbers of the
+    second table are exact."""
     rows, columns = 16, 128
     made = torch.Generator().manual_seed(0)
     packed = torch.randint(0, 256, (rows, columns // 2), generator=made).to(torch.uint8)
@@ -99,7 +100,8 @@ def permute(low_ptr, high_ptr, selector_ptr, out_ptr, N: tl.constexpr):
 
 
 def test_bytes_are_chosen_as_ptx_says():
-    """`prmt.b32`: nibble i of the selector numbers byte i; its top bit, the sign of that."""
+    """In `prmt.b32`, nibble i of the selector gives the number of byte i. The top bit of the nibble
+    selects the byte's sign."""
     numbers = np.random.default_rng(0).integers(0, 2**32, (3, 64), dtype=np.uint32)
     low, high, selectors = (torch.from_numpy(row.view(np.int32)) for row in numbers)
     out = torch.zeros(64, dtype=torch.int32)

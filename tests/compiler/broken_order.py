@@ -1,5 +1,7 @@
-"""Steps that must not fuse because of their order: reads, writes, aliases and users at the wrong
-time. Each has a twin that fuses, unless that is `plain`.
+"""Steps that must not fuse because of their order: a read, write, alias or user comes at the wrong
+time.
+
+Each has a twin that fuses, unless that twin is `plain`.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def zeroed_before_and_after(m, x, k_cache, v_cache, slots):
 
 
 def scale_in_the_cache(m, x, k_cache, v_cache, slots):
-    """The norm's weight is a piece of the cache."""
+    """The weight of the norm is a piece of the cache."""
     return _scaled(m, x, k_cache, v_cache, slots, weight=k_cache[0, 0, 0])
 
 
@@ -104,7 +106,8 @@ def slots_moved_before(m, x, k_cache, v_cache, slots):
 
 
 def activation_changed(change, seen=True):
-    """seen: whether the change is read by another name, so that it must happen in place."""
+    """Makes a step that changes an activation in place. `seen` says whether another name reads the
+    change, so that it must happen in place."""
 
     def step(m, x, k_cache, v_cache, slots):
         h = x + 0

@@ -74,7 +74,7 @@ def random_slots(m, x, k_cache, v_cache, slots):
 
 
 def features_apart(m, x, k_cache, v_cache, slots):
-    """K is every second feature of a projection."""
+    """K consists of every second feature of a projection."""
     q, v = m.q_proj(x).view(T, HQ, D), m.v_proj(x).view(T, HKV, D)
     store(k_cache, slots, m.wide_proj(x)[:, ::2].view(T, HKV, D))
     store(v_cache, slots, v)
@@ -105,7 +105,7 @@ def only_later_tokens(m, x, k_cache, v_cache, slots):
 
 
 def slot_by_head(m, x, k_cache, v_cache, slots):
-    """Every head of a token goes to a slot of its own."""
+    """Every head of a token is written to a slot of its own."""
     q, k, v = m.qkv(x)
     by_head = slots[:, None] + torch.arange(HKV)
     k_cache.view(-1, HKV, D)[by_head, torch.arange(HKV)] = k
@@ -114,7 +114,7 @@ def slot_by_head(m, x, k_cache, v_cache, slots):
 
 
 def pages_of_other_size(m, x, k_cache, v_cache, slots):
-    """K in six pages of 8 slots, V in six pages of 16."""
+    """K is in six pages of 8 slots, and V in six pages of 16."""
     q, k, v = m.qkv(x)
     k_cache[slots // 8, slots % 8] = k
     v_cache[slots // 8, slots % 8] = v
@@ -151,7 +151,7 @@ def narrower_cache(m, x, k_cache, v_cache, slots):
 
 
 def under_autocast(*args):
-    """The linears read float32 and give bfloat16, without a cast in the graph."""
+    """The linears read float32 and return bfloat16, without a cast in the graph."""
     with torch.autocast("cpu", torch.bfloat16):
         return plain(*args)
 
@@ -277,7 +277,7 @@ def norm_over_half_heads(m, x, k_cache, v_cache, slots):
 
 
 def norm_twice(m, x, k_cache, v_cache, slots):
-    """Norms the heads before the rotation and after it."""
+    """Normalises the heads before the rotation and after it."""
     q, k, v = m.qkv(x)
     table = cos_sin()
     q, k = (rms_norm(rotate(rms_norm(y, m.norm), *table), m.norm) for y in (q, k))
@@ -314,7 +314,7 @@ def values_of_something_else(m, x, k_cache, v_cache, slots):
 
 
 def no_weight(m, x, k_cache, v_cache, slots):
-    """Norms only K, without a weight."""
+    """Normalises only K, without a weight."""
     q, k, v = m.qkv(x)
     store(k_cache, slots, F.rms_norm(k, (D,)))
     store(v_cache, slots, v)

@@ -103,7 +103,8 @@ def made(name: str, sizes: Mapping[str, Any] | None = None) -> Any:
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """Makes prompts of these lengths; the last two share their first tokens, where long enough."""
+    """Makes prompts of these lengths. The last two share their first tokens if they are long
+    enough."""
     generator = torch.Generator().manual_seed(1)
     made = [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
     made[-1][:32] = made[4][:32] if len(made) > 4 else made[-1][:32]

@@ -1,4 +1,5 @@
-"""A pattern that fails, in a module of its own, as a user's would be: see test_failures.py."""
+"""A pattern that fails. It is in a module of its own, as a user's pattern would be (see
+test_failures.py)."""
 
 from __future__ import annotations
 

@@ -92,8 +92,12 @@ def check(flow: Dataflow, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 class Replay(fx.Interpreter):
-    """The tensors of a run. seen: each node's, just after it ran. content: each value's, when it
-    was made. before: each written memory's, before the write."""
+    """Runs a graph and records its tensors.
+
+    seen: the tensor of each node, just after the node ran.
+    content: the tensor of each value, when it was made.
+    before: the tensor of each written memory, before the write.
+    """
 
     def __init__(self, gm: fx.GraphModule, flow: Dataflow) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -123,7 +127,9 @@ class Replay(fx.Interpreter):
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # memory not yet written may hold NaN
+    return bool(
+        ((a == b) | ((a != a) & (b != b))).all()
+    )  # memory that nothing has written yet may hold NaN
 
 
 def selected(effect: Effect, tensor: torch.Tensor) -> torch.Tensor:
@@ -131,7 +137,7 @@ def selected(effect: Effect, tensor: torch.Tensor) -> torch.Tensor:
     if 0 in effect.shape:
         return tensor.new_empty(
             [int(n) for n in effect.shape]
-        )  # a start may be outside of an empty tensor
+        )  # in an empty tensor, a start may lie outside
     atoms = [atom for dim in effect.dims for atom in dim]
     index = [torch.tensor(int(start)) for start in effect.start]
     for place, atom in enumerate(atoms):

@@ -54,7 +54,11 @@ class Program:
                 result = getattr(args[0], node.target)(*args[1:], **kwargs)
             else:
                 result = node.target(*args, **kwargs)
-        except (RuntimeError, IndexError, TypeError):  # not a valid step here: another one is drawn
+        except (
+            RuntimeError,
+            IndexError,
+            TypeError,
+        ):  # this step is not valid here: another one is drawn
             self.graph.erase_node(node)
             return False
         node.meta["example_value"] = result
@@ -284,7 +288,7 @@ def fill(p, node, t):
 
 
 def copy_into(p, node, t):
-    p.method("clone", p.random.choice(p.values))  # a copy onto itself is not defined
+    p.method("clone", p.random.choice(p.values))  # copying a tensor onto itself is not defined
     return p.method("copy_", node, p.values[-1])
 
 

@@ -44,7 +44,8 @@ def run_both(model, args, **options):
 
 
 def assert_close(model, args, **options):
-    """args and weights in float32, so that a wrong number shows."""
+    """Compares the results of both runs. Arguments and weights are in float32, so that a wrong
+    number shows."""
     (expected, eager), (actual, ours) = run_both(model, args, **options)
     for a, b in zip((actual, *ours), (expected, *eager), strict=True):
         if isinstance(a, torch.Tensor):
@@ -52,12 +53,12 @@ def assert_close(model, args, **options):
 
 
 def patterns_used(*names):
-    """The pattern of every match in all reports, of the patterns or families named: see
+    """Returns the pattern of every match in all reports, for the named patterns or families: see
     tests/found.py."""
     return [pattern for report in reports() for pattern in patterns_in(report, *names or ("qkv",))]
 
 
 @torch.compiler.allow_in_graph
 def doubled(t):
-    """Stands for a user's function, which graphs call by its name."""
+    """Stands for a user's function that graphs call by its name."""
     return t * 2

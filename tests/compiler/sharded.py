@@ -1,7 +1,7 @@
-"""Models that several processes share: `python -m tests.compiler.sharded FOLDER`.
+"""Runs models that several processes share: `python -m tests.compiler.sharded FOLDER`.
 
-Starts the ranks of each world. Each writes what was fused and how far outputs and caches are from
-float64 to FOLDER/WORLD-RANK.json.
+It starts the ranks of each world. Each rank writes its fused ops, and the distance of its outputs
+and caches from float64, to FOLDER/WORLD-RANK.json.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tilewright.compiler.safety import ranks as agreed
 from tilewright.ops.runtime import peers, watch
 
 LENGTH = 16
-# A long limit for busy ranks, in tests in which no rank ends.
+# A long limit for busy ranks, for tests in which no rank ends.
 _PATIENCE_S = 300.0
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
 _COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eager"}}
@@ -75,7 +75,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CONFIGS = {
     "odd_heads": Qwen3Config(**_SIZES | {"num_attention_heads": 6, "num_key_value_heads": 3}),
     "odd_experts": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=3),
-    "llama": LlamaConfig(**_SIZES | {"num_key_value_heads": 2}),  # one on each of two ranks
+    "llama": LlamaConfig(**_SIZES | {"num_key_value_heads": 2}),  # each of two ranks has one head
     "qwen3": Qwen3Config(**_SIZES),
     "mixtral": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, num_experts=4, moe_intermediate_size=64),
@@ -223,8 +223,11 @@ def by_weights(folder: str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A case. steps: the number of tokens of each call. heads_by: the number of consecutive ranks
-    that share a cache's heads; None for all ranks."""
+    """A case.
+
+    steps: the number of tokens of each call.
+    heads_by: the number of consecutive ranks that share a cache's heads; None for all ranks.
+    """
 
     kind: str
     share: Callable[[str], Any]
@@ -243,7 +246,8 @@ _DENSE = _ATTENTION | {"linear_activation"}
 _SUMMED = {"all_reduce_residual_norm"}
 _MIXTURE = _ATTENTION | {"moe", "moe_router"} | _SUMMED
 _LATENT = frozenset({"mla_latent_store", "mla_prefill", "moe", "moe_router"}) | _SUMMED
-# Each model in one way, each way for a dense model or a mixture that it suits.
+# Each model is sharded in one way, and each way is used for a dense model or for a mixture that it
+# suits.
 WORLDS = {
     2: {
         "llama by plan": Case("llama", by_plan, _DENSE | _SUMMED, (5, 1)),
@@ -253,10 +257,10 @@ WORLDS = {
         "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), 1),
         "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), 1),
     },
-    # What two ranks cannot have: groups of some ranks, one expert on each of several.
+    # Cases that two ranks cannot have: groups of some ranks, and one expert on each of several.
     4: {
         "llama in pairs": Case("llama", in_pairs, _DENSE | _SUMMED, (5,), 2),
-        # Groups of the same ranks as the last model's, of other names.
+        # Groups with the same ranks as those of the last model, but other names.
         "mixtral in a grid": Case("mixtral", in_a_grid(2), _MIXTURE, (5,), 2),
         "qwen3_moe by experts alone": Case("qwen3_moe", in_a_grid(1), _MIXTURE, (5,), 1),
     },
@@ -328,7 +332,8 @@ def _nothing() -> None:
     pass
 
 
-#: What happens to rank 1, and the options it has; in this order, as ranks know what held before.
+#: What happens to rank 1, and the options that it has. The order matters, because ranks know what
+#: held before.
 DIFFERING: dict[str, tuple[Callable[[], None], dict[str, Any]]] = {
     "compiles slowly": (_compiles_slowly, {}),
     "alike": (_nothing, {}),
@@ -350,7 +355,7 @@ def summed(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any
 
 
 def differing(rank: int, name: str) -> dict[str, Any]:
-    """Returns what a rank fused, why it did not fuse the rest, and how far its result is from
+    """Returns what a rank fused, why it did not fuse the rest, and the distance of its result from
     eager's."""
     happens, options = DIFFERING[name]
     kept = backend.fuse, backend._inner, agreed.torch
@@ -367,7 +372,7 @@ def differing(rank: int, name: str) -> dict[str, Any]:
     try:
         made = (summed if silent and rank == 1 else step)(x, weight, residual)
     except torch._dynamo.exc.BackendCompilerFailed:
-        made = summed(x, weight, residual)  # the other rank is not left alone
+        made = summed(x, weight, residual)  # the other rank is not left waiting
     finally:
         backend.fuse, backend._inner, agreed.torch = kept  # type: ignore[assignment]
     exact = summed(x, weight, residual)
@@ -422,8 +427,8 @@ def be_watched(rank: int, ranks: int, folder: Path) -> None:
 
 
 def cache_of(model: Any, heads: int) -> StaticCache:
-    """Returns the cache of a model. heads: heads of keys and values, if it does not cache
-    latents."""
+    """Returns the cache of a model. `heads` is the number of heads of keys and values, if the model
+    does not cache latents."""
     config = model.config
     cache = StaticCache(config=config, max_cache_len=LENGTH)
     if not hasattr(config, "kv_lora_rank"):
@@ -436,7 +441,7 @@ def cache_of(model: Any, heads: int) -> StaticCache:
 
 
 def run(model: Any, case: Case, ranks: int, compiled: bool) -> list[torch.Tensor]:
-    """Returns the logits of each step and the cache after them. ranks: the number of ranks that
+    """Returns the logits of each step, followed by the cache. `ranks` is the number of ranks that
     share the cache's heads."""
     cache = cache_of(model, model.config.num_key_value_heads // ranks)
     step = torch.compile(model, **_COMPILED) if compiled else model
@@ -448,7 +453,7 @@ def run(model: Any, case: Case, ranks: int, compiled: bool) -> list[torch.Tensor
 def result_of(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     where = str(folder / case.kind)
     whole = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64)
-    whole.config._experts_implementation = "eager"  # there is no grouped product in float64
+    whole.config._experts_implementation = "eager"  # no grouped product runs in float64
     exact = run(whole, case, 1, compiled=False)
     ranks = case.parts
     if ranks > 1:
@@ -483,7 +488,7 @@ def error_of(case: Case, folder: Path, compiled: bool) -> str:
 
 
 def start_group(rank: int, ranks: int, folder: Path, world: str) -> None:
-    # What torchrun tells: transformers reads it.
+    # torchrun sets these variables, and transformers reads them.
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     dist.init_process_group(
         "gloo",
@@ -508,7 +513,7 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
 
 def findings_of(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Returns what a rank of a world finds, by case."""
-    # A rank says nothing while Dynamo traces a model, which takes long on a busy machine.
+    # A rank reports nothing while Dynamo traces a model, which takes long on a busy machine.
     agreed.WAIT_S = _PATIENCE_S
     found: dict[str, Any] = {}
     with torch.no_grad():
@@ -537,7 +542,7 @@ def be_example(rank: int, ranks: int, port: int) -> None:
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
     os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    backend._REPORTS.clear()  # the parent's own
+    backend._REPORTS.clear()  # the reports of the parent process
     sys.exit(runpy.run_path(str(_EXAMPLE))["main"]())
 
 
@@ -563,7 +568,9 @@ def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
 
 def main(folder: Path) -> int:
     """Starts the ranks of each world as forks of this process, which has imported everything."""
-    from tests.quick_dynamo import quicken_dynamo  # for what Dynamo does once more in every rank
+    from tests.quick_dynamo import (
+        quicken_dynamo,
+    )  # avoids work that Dynamo would repeat in every rank
 
     torch.set_num_threads(1)
     disable_progress_bar()
@@ -581,7 +588,7 @@ def main(folder: Path) -> int:
     for compiling in (True, False):
         in_processes(be_survivor, 2, folder, compiling)
     in_processes(be_watched, 2, folder)
-    # No other process takes its port before the ranks come.
+    # No other process may take its port before the ranks connect.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     (folder / "example").write_text(str(in_processes(be_example, 2, store.port)))
     return 0 if worlds else 1

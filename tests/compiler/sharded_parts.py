@@ -156,8 +156,8 @@ def _error(made: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def found(name: str) -> dict[str, Any]:
-    """Returns the matches and misses of a part, and how far eager and fused results are from
-    float64."""
+    """Returns the matches and misses of a part, and the distance of the eager and the fused results
+    from float64."""
     torch._dynamo.reset()
     backend._REPORTS.clear()
     if name == "stages":

@@ -1,8 +1,8 @@
-"""Programs with statements in them: a graph that fuses, as Dynamo hands it over, with one or two
-calls inserted as Dynamo would record them; :mod:`tests.compiler.statements` judges what becomes of
-it.
+"""Programs with additional statements. A program is a graph that fuses, in Dynamo's form, with one
+or two inserted calls as Dynamo would record them.
 
-The overloads are drawn from the schemas that torch registers, not from a list.
+:mod:`tests.compiler.statements` judges the results. The overloads are drawn from the schemas that
+torch registers, not from a list.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Base:
 
 @cache
 def base(family: str) -> Base:
-    """The graph of a family's model; every pattern of the family matches it."""
+    """Returns the graph of a family's model. Every pattern of the family matches it."""
     with torch.no_grad():
         model, args = FAMILIES[family]()
     captured: list[Base] = []
@@ -136,7 +136,7 @@ def given(pair):
 
 # --- operators, by schema -------------------------------------------------------------------------
 
-# Operators that a graph never contains, or whose results no run can repeat.
+# Operators that a graph never contains, or whose results no second run can repeat.
 LEFT_OUT = (
     "aten::_", "aten::from_file", "aten::rename", "aten::set_", "aten::resize", "aten::record",
     "aten::empty", "aten::uniform", "aten::rand", "aten::multinomial", "aten::sparse",
@@ -149,8 +149,9 @@ ALSO = ("aten::_foreach", "aten::_index_put_impl_", "aten::_unsafe_view", "aten:
 
 @cache
 def overloads(kind: str) -> list[Any]:
-    """The overloads that write a tensor ("writes"), write one given as `out` ("out"), or whose
-    result is a view of an argument ("aliases")."""
+    """Returns the overloads of a kind: overloads that write a tensor ("writes"), overloads that
+    write a tensor given as `out` ("out"), or overloads whose result is a view of an argument
+    ("aliases")."""
     found = []
     for schema in torch._C._jit_get_all_schemas():
         name = schema.name
@@ -245,9 +246,12 @@ class Inserter:
 
 
 class Program:
-    """A program: `module` is a copy of a family's graph with inserted statements, which `said`
-    describes. The seed's turn determines the first statement, so that consecutive seeds, as many as
-    there are turns, have every turn."""
+    """A program: `module` is a copy of a family's graph with inserted statements, and `said`
+    describes these.
+
+    The turn of the seed determines the first statement. As many consecutive seeds as there are
+    turns take every turn.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -290,12 +294,12 @@ class Program:
             try:
                 self._draw(kind, form, where, operand, inserted)
                 return
-            except Exception:  # not valid here: another one is drawn
+            except Exception:  # the statement is not valid here: another one is drawn
                 for node in reversed(inserted):
                     self.module.graph.erase_node(node)
             finally:
                 changed = [was for was in shared if laid_out(was[0]) != was]
-                if changed:  # an `out` of another shape was given a new one
+                if changed:  # an `out` of another shape got a new shape
                     with self.mode, torch.no_grad():
                         for tensor, *layout in changed:
                             tensor.as_strided_(*layout)
@@ -430,7 +434,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def run(module: fx.GraphModule, inputs: list) -> list[torch.Tensor]:
-    """Returns outputs and inputs after a run on copies."""
+    """Returns the outputs and the inputs after a run on copies."""
     copies = [t.clone() if isinstance(t, torch.Tensor) else t for t in inputs]
     torch.manual_seed(0)
     with torch.no_grad():
@@ -465,7 +469,8 @@ def in_a_dict(call, overload, args, kwargs):
 
 
 def body_of(call, overload, args, kwargs):
-    """Returns (a graph that makes the call with its arguments, the nodes to pass as arguments)."""
+    """Returns a graph that makes the call with its arguments, and the nodes to pass as
+    arguments."""
     given = list(dict.fromkeys(n for n in tree_leaves((args, kwargs)) if isinstance(n, fx.Node)))
     graph = fx.Graph()
     inside = {node: graph.placeholder(f"given_{i}") for i, node in enumerate(given)}
@@ -505,9 +510,12 @@ FORMS = {
 
 @cache
 def turns() -> list[tuple[str, str, str]]:
-    """Returns (family, kind, form) for each kind of statement in each spelling in the graph of each
-    family; statements that write are listed twice. A read has only one spelling, and no body
-    returns a view to write."""
+    """Returns (family, kind, form) for each kind of statement, in each spelling, in the graph of
+    each family.
+
+    Statements that write are listed twice. A read has only one spelling, and no body returns a view
+    that could be written.
+    """
     kinds = ("writes", "writes", "out", "aliases")
     statements = [(kind, form) for kind in kinds for form in FORMS] + [("reads", "overload")] * 2
     statements = [s for s in statements if s[0] != "aliases" or s[1] not in ("checkpoint", "cond")]

@@ -1,6 +1,6 @@
 """Inserts statements into graphs that fuse: any operator of ATen that writes or aliases a tensor,
-on any tensor of the graph, at any place, in any spelling. The fused graph must give the results of
-the graph as it was written, caches and other inputs included.
+on any tensor of the graph, at any place, in any spelling. The fused graph must give the same
+results as the graph as it was written, including caches and other inputs.
 
     python -m tests.compiler.statements --seeds 0:20000     # a table of what was tried
 """
@@ -39,8 +39,8 @@ OPTIONS = Options(inner="eager")
 PER_PROCESS = 100
 DICE, AWAY = 20, 10**6
 
-#: How far two correct results may differ. Those of mixtures are rounded to bfloat16 at other
-#: places.
+#: The difference that two correct results may have. Results of mixtures are rounded to bfloat16 at
+#: different places.
 ROUNDING = {"moe": 0.05}
 #: Families whose numbers are small integers.
 EXACT = {"qkv", "qkv_plain", "cache_store"}
@@ -70,8 +70,12 @@ def off(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one program. patterns: the patterns that matched. wrong: the error, or 0.
-    unclear: the error if the graph itself changes as much when its inputs change by a rounding."""
+    """The outcome of one program.
+
+    patterns: the patterns that matched.
+    wrong: the error of the fused graph, or 0.
+    unclear: the error, if the graph itself changes as much when its inputs change by a rounding.
+    """
 
     said: tuple[str, ...]
     family: str
@@ -82,7 +86,7 @@ class Outcome:
 
 
 def tried(seed: int) -> Outcome | None:
-    """Runs one program as written and fused; returns None if no valid program was drawn."""
+    """Runs one program, both as written and fused. Returns None if no valid program was drawn."""
     try:
         program = Program(seed)
     except (Undrawn, Spoiled):
@@ -103,7 +107,7 @@ def tried(seed: int) -> Outcome | None:
     if patterns:
         try:
             actual = run(report.after, program.base.inputs)
-        except ArgumentError:  # bad values that PyTorch's operators accept silently
+        except ArgumentError:  # PyTorch's operators accept these bad values silently
             return Outcome((*program.said, "refused"), program.family, (), (), 0.0, True)
         except Exception as error:  # the original graph did not fail
             failed = (*program.said, f"{type(error).__name__}: {error}".partition("\n")[0])
@@ -132,8 +136,10 @@ def _reads_what_nothing_wrote(program: Program, expected: list[torch.Tensor]) ->
 
 def _sensitivity(program: Program, expected: list[torch.Tensor]) -> float:
     """Returns how much the result of the original graph changes if its inputs change by a rounding.
+
     For example, the sign or floor of a number near zero can change, which is no fault of a rewrite.
-    Integers are exact, and are not changed."""
+    Integers are exact and stay as they are.
+    """
     if program.family in EXACT:
         return 0.0
     nudged = [
@@ -147,8 +153,8 @@ def _sensitivity(program: Program, expected: list[torch.Tensor]) -> float:
 
 
 def tried_all(seeds: range) -> list[tuple[int, Outcome]]:
-    """Runs programs one by one, in a process that torch may crash. If a seed gives no valid
-    program, another seed with the same turn is used."""
+    """Runs programs one by one in a separate process, because torch may crash it. If a seed gives
+    no valid program, another seed with the same turn is used."""
     found = []
     for seed in seeds:
         same_turn = (seed + again * AWAY * len(turns()) for again in range(DICE))
@@ -174,7 +180,7 @@ def main() -> None:
     asked = {turn_of(seed) for seed in every}
     left = set(asked)
     for family in FAMILIES:
-        base(family)  # traced once for all processes
+        base(family)  # all processes share this trace
     for place in range(0, len(every), PER_PROCESS):
         seeds = every[place : place + PER_PROCESS]
         with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:

@@ -1,4 +1,5 @@
-"""A tiny attention layer whose step is a plain function, steps that are fused, and their arguments.
+"""A tiny attention layer whose step is a plain function, steps that are fused, and the arguments of
+a step.
 
 A step takes (layer, x, k_cache, v_cache, slots).
 """
@@ -16,7 +17,7 @@ HQ, HKV = 4, 2
 
 
 class Layer(nn.Module):
-    """Weights for one attention layer, and a step to run on them."""
+    """The weights of one attention layer, and a step that runs on them."""
 
     def __init__(self, step: Callable[..., Any], num_heads: int = HQ) -> None:
         super().__init__()
@@ -111,7 +112,8 @@ def normed(m, x, k_cache, v_cache, slots):
 
 
 def caches_on_one_storage(v_from):
-    """Returns caches on one storage: K's at its start, and V's at `v_from` elements."""
+    """Returns caches on one storage. K's cache is at its start, and V's cache begins at element
+    `v_from`."""
 
     def make():
         x, k_cache, _, slots = make_args()

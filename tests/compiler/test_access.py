@@ -1,7 +1,8 @@
-"""What a statement between a projection and its cache writes reads and writes is found out.
+"""Tests that tilewright finds out what a statement between a projection and its cache writes reads
+and writes.
 
-Each model is right under eager: with a statement that changes an operand, or reads or writes a
-cache between the K and the V write, nothing may be moved past it.
+Each model is right under eager. If a statement changes an operand, or reads or writes a cache
+between the K write and the V write, nothing may be moved past it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MESH: list[Any] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process(tmp_path_factory):
-    """A process group of one, for DTensors."""
+    """Makes a process group of one rank, for DTensors."""
     where = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{where}", rank=0, world_size=1)
     MESH[:] = [init_device_mesh("cpu", (1,))]
@@ -78,7 +79,7 @@ def data_replaced(t):
     t.data = t.data * 2
 
 
-# What changes a tensor in place, by how it is written.
+# Statements that change a tensor in place, by the way in which they are written.
 CHANGES = {
     "foreach": lambda t: torch._foreach_mul_([t], 0.5),
     "foreach_second": lambda t: torch._foreach_add_([torch.zeros(1), t], 1.0),
@@ -117,9 +118,10 @@ PLACES = {False: "before", True: "between"}
 
 
 def step_with(statement, operand, between, returned=False):
-    """Projects, rotates and stores, with a statement on an operand before or between the stores.
+    """Makes a step that projects, rotates and stores. It has a statement on an operand, before the
+    stores or between them.
 
-    returned: what the statement gives is a result, too.
+    With `returned`, the result of the statement is also a result of the step.
     """
 
     def step(m, x, k_cache, v_cache, slots):
@@ -140,12 +142,15 @@ def step_with(statement, operand, between, returned=False):
 
 
 def assert_as_eager(step, make=make_args):
-    """Outputs, arguments and weights after a call, under eager and under the backend."""
+    """Compares the outputs, arguments and weights after a call under eager and under the
+    backend."""
     eager, ours = Layer(step), Layer(step)
     theirs, mine = make(), make()
     try:
         expected = eager(*theirs)
-    except UncapturedHigherOrderOpError as error:  # `cond` compiles what it is given, eagerly too
+    except (
+        UncapturedHigherOrderOpError
+    ) as error:  # `cond` compiles its functions even when it runs eagerly
         pytest.skip(f"torch {torch.__version__} refuses it under eager: {error}")
     actual = torch.compile(ours, backend="tilewright", options={"inner": "eager"})(*mine)
     mine, theirs = ([*args, *layer.parameters()] for args, layer in ((mine, ours), (theirs, eager)))
@@ -153,7 +158,7 @@ def assert_as_eager(step, make=make_args):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-# A cache between its writes: `test_what_changes_the_cache_between_its_writes_is_named`.
+# `test_what_changes_the_cache_between_its_writes_is_named` tests a cache between its writes.
 OTHERS = [operand for operand in OPERANDS if operand != "k_cache"]
 CHANGED = [
     (name, operands[row % len(operands)], between)
@@ -167,12 +172,13 @@ CHANGED = [
     [pytest.param(*case, id="-".join((*case[:2], PLACES[case[2]]))) for case in CHANGED],
 )
 def test_what_changes_an_operand_around_the_stores_is_seen(name, operand, between):
-    """Every change before the stores and between them, of the operands in turn: all pairs of a
-    change and a place, and of an operand and a place."""
+    """Each change is made before the stores and between them, to one operand after another. The
+    cases are all pairs of a change and a place, and of an operand and a place."""
     assert_as_eager(step_with(CHANGES[name], operand, between))
 
 
-# What only reads: it may stand before the stores, and not between them where it reads a cache.
+# Statements that only read. They may stand before the stores. They may stand between the stores
+# only if they do not read a cache.
 READS = {
     "dict": lambda t: read_in_a_dict({"a": t}),
     "foreach": lambda t: torch._foreach_mul([t], 0.5)[0].sum(),
@@ -199,7 +205,7 @@ def fused():
 
 @pytest.mark.parametrize("name", READS)
 def test_what_only_reads_hinders_nothing(name):
-    """A read of each operand, all in one step."""
+    """One step has a read of each operand."""
 
     def step(m, x, k_cache, v_cache, slots):
         q, k, v = m.qkv(x)
@@ -344,7 +350,7 @@ def test_a_lookup_that_is_tried_out_leaves_no_mask_behind():
 
 
 def test_a_function_that_cannot_be_tried_out_may_write_anything():
-    """It reads its data, and writes a cache that it is not even given."""
+    """The function reads its data, and writes a cache that is not even among its arguments."""
     held = {}
 
     @torch._dynamo.allow_in_graph
@@ -382,14 +388,15 @@ def test_a_function_that_cannot_be_tried_out_may_write_anything():
 
 
 def overloads(name):
-    """ATen's overloads that take tensors first; others sort lists and add numbers."""
+    """Yields ATen's overloads that take tensors first. Other overloads sort lists and add
+    numbers."""
     packet = getattr(torch.ops.aten, name, None)
     found = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
     return [o for o in found if o._schema.arguments and "Tensor" in str(o._schema.arguments[0])]
 
 
 def test_what_is_taken_to_write_nothing_has_no_schema_that_writes():
-    # `requires_grad_` changes a flag, and no element.
+    # `requires_grad_` changes a flag and no element.
     names = sorted(access._PURE - {"requires_grad_"})
     for overload in (overload for name in names for overload in overloads(name)):
         if not any(argument.is_out for argument in overload._schema.arguments):
@@ -477,7 +484,7 @@ def test_caches_of_one_pool_stay_fused_wherever_they_lie(caplog):
 
 
 def test_a_dtensor_that_lies_in_a_cache_at_a_later_call_is_seen():
-    """Its own address says nothing: that of the tensor inside of it does."""
+    """The address of the DTensor itself says nothing. The address of the tensor inside it does."""
 
     def step(m, x, k_cache, v_cache, slots):
         local = x.to_local()
@@ -533,7 +540,7 @@ def test_a_report_that_cannot_be_written_costs_no_model(caplog):
 
 @torch._dynamo.allow_in_graph
 def halved_where_long(x):
-    """Writes what it is given, where that is long."""
+    """Writes its argument if the argument is long."""
     return x.mul_(0.5) if x.shape[0] > 4 else x * 0.5
 
 
@@ -576,7 +583,7 @@ def some_tokens(num_tokens):
 def test_what_a_python_function_writes_is_found_out_at_symbolic_sizes():
     model = Projections(stored_behind(halved_where_long))
     ours = torch.compile(model, backend="tilewright", options={"inner": "eager"})
-    for num_tokens in (3, 4, 6, 7):  # two graphs: Dynamo guards the branch
+    for num_tokens in (3, 4, 6, 7):  # this gives two graphs: Dynamo guards the branch
         mine, theirs = some_tokens(num_tokens), some_tokens(num_tokens)
         results = [*ours(*mine), *mine], [*model(*theirs), *theirs]
         for a, b in zip(*results, strict=True):

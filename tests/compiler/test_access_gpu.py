@@ -1,5 +1,7 @@
-"""A user's own Triton kernel beside the cache writes: what it reads and writes is found by torch's
-analysis of the kernel, and no write is moved past it."""
+"""Tests a user's own Triton kernel next to the cache writes.
+
+torch's analysis of the kernel finds what it reads and writes, and no write is moved past it.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,8 @@ def test_nothing_moves_past_a_users_kernel(statement, operand, place, inner):
     patterns = [site.pattern for report in reports() for site in report.matches]
     reads_x_alone = statement is read and operand == "x"
     of_a_cache_before = place == 0 and operand != "x"
-    # K is written later than in the graph, which a reader of V's cache cannot see.
+    # The fused op writes K later than the graph does. A reader of V's cache cannot see the
+    # difference.
     reads_v_between = statement is read and operand == "v_cache"
     may_fuse = place == 2 or of_a_cache_before or reads_x_alone or reads_v_between
     assert ("qkv_cache" in patterns) == may_fuse

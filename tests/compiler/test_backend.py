@@ -1,4 +1,4 @@
-"""The backend as a whole: fallbacks, reports, and when it stays out."""
+"""Tests the backend as a whole: its fallbacks, its reports, and when it leaves a graph alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 # --- a model without a match --------------------------------------------------------------------
 
 
-#: For what is said of a whole report: warnings, files.
+#: These tests concern a whole report: its warnings and its files.
 QKV = sorted(patterns_of("qkv"))
 
 
@@ -89,7 +89,8 @@ def break_fake(monkeypatch):
     monkeypatch.setattr("tilewright.compiler._compat.run_fake", broken)
 
 
-# Of these nothing is left of the whole graph; of a failure at a site see test_failures.py.
+# After these failures nothing of the whole graph is fused. test_failures.py tests a failure at a
+# site.
 WHOLE = [break_view, break_rewrite, break_lint]
 BREAKS = [*WHOLE, break_match, break_fake]
 
@@ -121,7 +122,7 @@ def test_an_error_inside_raises_under_strict(injure, monkeypatch):
 
 
 def refuse_fused(monkeypatch):
-    """An inner compiler that fails on graphs with a fused op."""
+    """Makes an inner compiler fail on graphs with a fused op."""
 
     def compile_fx(gm, inputs, **kwargs):
         if any("tilewright" in str(n.target) for n in gm.graph.nodes):
@@ -304,14 +305,19 @@ def test_an_input_that_needs_grad_compiles_unfused_and_says_so(caplog, tmp_path)
     ],
 )
 def test_lower_says_that_training_would_not_be_fused(takes_grad, mode):
-    """Where the user is about to train: under no_grad the same parameters are no obstacle."""
+    """The note appears only if the user is about to train. Under no_grad, the same parameters are
+    no obstacle."""
     model, args = build("page_offset")
     model.requires_grad_(takes_grad)
     with mode():
         lowered = lower(model, args)
     assert patterns_in(lowered, "qkv") == ["qkv_cache"]
     said = takes_grad and mode is torch.enable_grad
-    notes = ["9 parameters need grad, and with grad nothing is fused"] if said else []
+    notes = (
+        ["9 parameters need grad, and nothing is fused while gradients are recorded"]
+        if said
+        else []
+    )
     assert [note.partition(":")[0] for note in lowered.notes] == notes
 
 

@@ -1,5 +1,5 @@
-"""bitsandbytes' operators, which are declared: linears of four bits without `prepare`, and what
-`prepare` makes of those of eight."""
+"""Tests bitsandbytes' operators, which are declared: linears of four bits without `prepare`, and
+the modules that `prepare` makes of linears of eight bits."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_blocks_that_do_not_lie_in_rows_are_a_miss(rows, columns, code):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_projections_of_bytes_are_fused(tokens, bias):
-    """The activation is rounded once, by the library's operator."""
+    """The library's operator rounds the activation once."""
     model = attention(bitsandbytes_ops.ByteLinear, bias=bias)
     args = attention_args(activations(tokens))
     ours, eager = run(model, *args)

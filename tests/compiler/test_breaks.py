@@ -1,4 +1,5 @@
-"""What Dynamo did not capture is told: by `lower` and by `torch.compile`, once for each place."""
+"""Tests that `lower` and `torch.compile` report code that Dynamo did not capture, once for each
+place."""
 
 from __future__ import annotations
 
@@ -109,8 +110,8 @@ def line_of(function, text):
 BREAKS = {
     "branch": (branch, branch, "if y.sum()", "depends on the data"),
     "branch in loop": (branch_in_loop, branch_in_loop, "(x > i).any()", "depends on the data"),
-    "number": (number, number, ".item()", "needs a tensor's number in Python"),
-    "list of numbers": (listed, listed, ".tolist()", "needs a tensor's number in Python"),
+    "number": (number, number, ".item()", "needs a tensor's value as a Python number"),
+    "list of numbers": (listed, listed, ".tolist()", "needs a tensor's value as a Python number"),
     "builtin": (timed, timed, "time.perf", "Dynamo cannot trace time.perf_counter"),
     "loop": (loop, loop, "graph_break()", "Dynamo gives up loop()"),
     "block": (block, block, "graph_break()", "Dynamo gives up block()"),
@@ -140,7 +141,7 @@ def test_lower_tells_every_break_once_with_its_place(name):
 
 @pytest.mark.parametrize("name", ["branch", "branch in loop"])
 def test_the_two_texts_of_a_branch_have_one_hint(name):
-    """Dynamo's hint for the second is of clamping, and names nothing that branches."""
+    """Dynamo's hint for the second text is about clamping, and does not mention the branch."""
     lowered = lower(BREAKS[name][0], (torch.ones(3),))
     (miss,) = misses_of(lowered, "capture")
     assert miss.hint == "compute both sides and choose with torch.where, or use torch.cond"
@@ -155,11 +156,11 @@ def guarded(x, cache):
 
 
 def test_what_only_data_tell_is_named():
-    """With scalars in the graph the comparison of one is what breaks it, and not `.item()`."""
+    """With scalars in the graph, the comparison of a scalar breaks the graph, and not `.item()`."""
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         lowered = lower(guarded, (torch.ones(3, dtype=torch.long), torch.ones(9)))
     (miss,) = misses_of(lowered, "capture")
-    assert re.search(r"a number that only data tell decides what comes next: Eq", miss.message)
+    assert re.search(r"a branch depends on a number that only the data decides: Eq", miss.message)
     assert "a Python number in its place" in miss.hint
 
 
@@ -239,7 +240,7 @@ def test_breaks_under_another_backend_are_none_of_ours():
 
 
 def test_breaks_are_told_after_a_reset_too():
-    """torch._dynamo.reset() forgets the callbacks that others registered."""
+    """torch._dynamo.reset() forgets the callbacks that other code registered."""
     for _ in range(2):
         before = len(reports())
         torch.compile(loop, backend="tilewright")(torch.ones(3))
@@ -274,11 +275,11 @@ def test_what_comes_out_of_a_graph_is_zeros_after_a_break():
         longest = int(ids.max())
         return x.new_zeros(longest + 1, 2)
 
-    for _ in range(3):  # memory of earlier calls is around by then
+    for _ in range(3):  # by then, memory of earlier calls is present
         torch._dynamo.reset()
         torch.full((64,), 10**15)
         lowered = lower(model, (torch.ones(3), torch.arange(4)))
-        assert "on results that were not computed" not in str(lowered)
+        assert "on zeros in place of its results" not in str(lowered)
     assert seen == [[0, 0, 0, 0]] * 3
 
 
@@ -288,7 +289,7 @@ def share(y):
 
 
 def test_an_error_on_zeros_is_part_of_the_break():
-    """After one graph as after several."""
+    """This holds after one graph as well as after several."""
 
     def model(x):
         y = x.t()[1:] + 1
@@ -299,7 +300,7 @@ def test_an_error_on_zeros_is_part_of_the_break():
     first, miss = misses_of(lowered, "capture")
     assert "torch.compiler.disable" in first.message
     assert miss.code == "GRAPH_BREAK"
-    assert "after it, on results that were not computed, ZeroDivisionError" in miss.message
+    assert "after it, on zeros in place of its results, ZeroDivisionError" in miss.message
 
 
 def test_an_error_before_any_graph_is_the_models():
@@ -319,7 +320,7 @@ def test_what_our_pass_cannot_read_is_a_miss_of_lower(monkeypatch):
     monkeypatch.setattr(fuse, "build_view", broken)
     model, args = build("page_offset")
     lowered = lower(model, args)
-    (miss,) = lowered.misses  # no pattern saw anything
+    (miss,) = lowered.misses  # no pattern saw an operation
     assert miss.code == "INTERNAL"
     assert "ArithmeticError: injected" in miss.message
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="injected"):

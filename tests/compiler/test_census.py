@@ -1,5 +1,8 @@
-"""The census of a graph: every product with a weight, softmax, write into memory from outside and
-choice of the largest is in a match, in a miss, of no interest for a reason, or unaccounted."""
+"""Tests the census of a graph.
+
+Every product with a weight, softmax, write into memory from outside, and choice of the largest is
+in a match, in a miss, of no interest for a reason, or unaccounted.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ K, N, T = 64, 128, 4
 
 @torch.library.custom_op("census_test::scrambled", mutates_args=())
 def scrambled(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """A product that nothing but its name tells of."""
+    """Computes a product that only its name reveals."""
     return x @ codes.T
 
 
@@ -27,7 +30,7 @@ def _(x, codes):
 
 
 class Program(nn.Module):
-    """`step(m, x)` with weights to use, x [T, K]."""
+    """Runs `step(m, x)`. It has weights to use; x is [T, K]."""
 
     def __init__(self, step):
         super().__init__()
@@ -63,7 +66,7 @@ def census(step, tokens=T):
 
 
 def accounts(step, kind, tokens=T):
-    """(account, why) of each point of one kind."""
+    """Returns (account, why) for each point of one kind."""
     points = census(step, tokens).points
     return [(point.account, point.why) for point in points if point.kind == kind]
 
@@ -121,7 +124,8 @@ def computed_weight(m, x):
 
 
 def shared_expert(m, x):
-    """Two experts, and one for all tokens to whose result theirs are added."""
+    """Has two experts, and a shared expert that processes all tokens. The experts' results are
+    added to its result."""
     best, ids = (x @ m.router).topk(1, dim=1)
     scores = torch.full_like(x[:, :2], -float("inf")).scatter_(1, ids, best).sigmoid()
     rows = torch.arange(T).repeat(2)[:, None].expand(-1, K)
@@ -133,7 +137,7 @@ def shared_expert(m, x):
 
 
 def heads_for_other_keys(m, x):
-    """A norm of each head by a power of -1/2: no activation."""
+    """Has a norm of each head, computed by a power of -1/2. It is no activation."""
     q = m.square(x).view(T, 2, 32).float()
     q = (q * torch.pow(q.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5)).to(x.dtype)
     k = x.view(T, 2, 32)
@@ -141,7 +145,7 @@ def heads_for_other_keys(m, x):
 
 
 def gate_before_an_mlp(m, x):
-    """The activation that an op has is of another linear."""
+    """The activation that an op has belongs to another linear."""
     y = x * torch.sigmoid(m.square(x))
     return m.down(y.repeat(1, 2) * F.gelu(m.up(x)))
 
@@ -155,7 +159,7 @@ def gate_rounded(m, x):
 
 
 def above_a_threshold(m, x):
-    """The largest of a row by its mean and deviation."""
+    """Computes the largest of a row from its mean and deviation."""
     gate = m.up(x)
     least = gate.mean(-1, keepdim=True) + 1.5 * gate.std(-1, keepdim=True)
     return m.down(F.gelu(F.relu(gate - least)))
@@ -167,7 +171,7 @@ def below_the_largest(m, x):
 
 
 def of_another_length(m, x):
-    """As long as another tensor."""
+    """Has a tensor whose length differs from that of the product."""
     y = m.square(x)
     return x + y * x.norm(dim=-1, keepdim=True) / y.pow(2).mean(-1, keepdim=True).sqrt()
 
@@ -183,7 +187,7 @@ def recurrence(m, x):
 
 
 def indexed(m, x, read=F.scaled_dot_product_attention):
-    """Each token attends to one key, that of the largest score of its own."""
+    """Lets each token attend to one key, which has the largest of the token's own scores."""
     x = x.view(2, 2, K)
     scores = F.relu(x @ x.mT)
     chosen = scores.topk(1).indices
@@ -196,7 +200,8 @@ def indexed_for_a_linear(m, x):
 
 
 def indexed_by_others(m, x):
-    """The near miss of tokens with each other: scores of two activations, read by a linear."""
+    """The near miss of scores of tokens with each other: these are scores of two activations, and a
+    linear reads them."""
     chosen = F.relu(x @ m.square(x).mT).topk(1).indices
     return m.square(torch.zeros(T, T, dtype=x.dtype).scatter(-1, chosen, 1.0) @ x)
 
@@ -215,20 +220,20 @@ def changed_in_slices(m, x):
 
 
 def sum_put_into_a_cache(m, x):
-    """The near miss: `out=` is a write of what a linear made."""
+    """The near miss: `out=` writes the result of a linear."""
     made = m.square(x)
     torch.add(made[0], made[1], out=m.last)
     return x
 
 
 def mixed_streams(m, x):
-    """Four streams of a token, mixed by numbers of a linear."""
+    """Has four streams for each token, which are mixed by numbers that a linear computes."""
     weights = m.square(x)[:, :16].view(T, 4, 4).softmax(-1) + 1e-6
     return (weights / weights.sum(-2, keepdim=True)) @ x.view(T, 4, 16)
 
 
 def mixed_experts(m, x):
-    """The near miss of streams: results of linears are weighed."""
+    """The near miss of streams: results of linears are weighted."""
     weights = m.square(x)[:, :2].softmax(-1)
     return m.up(weights[:, :1] * m.square(x + 1) + weights[:, 1:] * m.square(x + 2))
 
@@ -238,12 +243,12 @@ def looked_up(m, x):
 
 
 def decoded(m, x):
-    """The near miss of tokens: a weight's rows, by codes of the model."""
+    """The near miss of tokens: the rows of a weight, chosen by codes of the model."""
     return F.silu(x @ F.embedding(m.positions.repeat(32), m.square.weight).T) @ m.down.weight.T
 
 
 def looked_up_matrices(m, x):
-    """The near miss of tokens: a matrix of the model for each."""
+    """The near miss of tokens: each token has a matrix of the model."""
     chosen = F.embedding(x.argmax(-1), m.stack.flatten(1)).view(T, K, K)
     return m.up(F.silu(torch.bmm(chosen, x[:, :, None])[..., 0]))
 
@@ -255,19 +260,19 @@ def token_shift(m, x):
 
 
 def left_by_a_product(m, x):
-    """Nothing but what one step leaves for the next is behind the product."""
+    """Nothing reads the product except a value that one step leaves for the next."""
     m.last.copy_(m.square(x).cos()[-1])
     return x
 
 
 def put_into_memory(m, x):
-    """The near miss: a write that no rule knows is behind it."""
+    """The near miss: a write that no rule knows reads the product."""
     m.cache[0].copy_(m.square(x)[0, :32].float().cos())
     return x
 
 
 def last_tokens(m, x):
-    """The near miss of one token: a window of a cache, without what was in it."""
+    """The near miss of one token: a window of a cache, without its former contents."""
     out = mlp(m, x + m.window.sum(0))
     m.window.copy_(m.square(x)[-2:])
     return out
@@ -286,13 +291,15 @@ def unread(m, x):
 
 
 def read_from_memory(m, x):
-    """The near miss of what nothing reads: a write alone reads it, and the graph that memory."""
+    """The near miss of a value that nothing reads: only a write reads it, and the graph reads that
+    memory."""
     held = torch.zeros_like(x)
     held.copy_(m.square(m.square(x).softmax(-1)))
     return mlp(m, x) + held.cos()
 
 
-#: Program -> the kind of its points that is meant, their accounts, words of the reason.
+#: For each program: the kind of the points that are tested, their accounts, and words of the
+#: reason.
 CASES = {
     mlp: ("product", {"match"}, "linear_"),
     head: ("product", {"no interest"}, "a head"),
@@ -300,7 +307,7 @@ CASES = {
     of_activations: ("product", {"no interest"}, "two activations"),
     attention: ("softmax", {"no interest"}, "without a mask"),
     other_activation: ("product", {"no interest", "match"}, ""),
-    gated_result: ("product", {"no interest"}, "a gate behind it"),
+    gated_result: ("product", {"no interest"}, "a gate: another tensor"),
     counted: ("write", {"no interest"}, "count"),
     no_tokens: ("product", {"no interest"}, ""),
     changed_in_slices: ("write", {"no interest"}, "element by element"),
@@ -321,16 +328,20 @@ def test_a_point_has_its_account(step):
     assert all(words in why for _, why in found)
 
 
-#: Program -> the kind of its first point that is meant, its account, words of the reason: points of
-#: no interest, each with one that looks like it.
+#: For each program: the kind of the first point that is tested, its account, and words of the
+#: reason. They are points of no interest, and for each there is one that looks like it.
 PAIRS = {
     heads_for_other_keys: ("product", "no interest", "a product alone"),
-    gate_before_an_mlp: ("product", "no interest", "an activation behind it that no op"),
+    gate_before_an_mlp: (
+        "product",
+        "no interest",
+        "the activation that reads it is one that no op",
+    ),
     gate_in_float32: ("product", "no interest", "a wider dtype"),
     gate_rounded: ("product", "match", "linear_activation"),
     above_a_threshold: ("product", "no interest", "a statistic or an extreme"),
     below_the_largest: ("product", "unaccounted", ""),
-    of_another_length: ("product", "no interest", "a gate behind it"),
+    of_another_length: ("product", "no interest", "a gate: another tensor"),
     of_its_own_length: ("product", "unaccounted", ""),
     recurrence: ("product", "no interest", ""),
     indexed: ("top-k", "no interest", "a sparse indexer"),
@@ -344,7 +355,7 @@ PAIRS = {
     looked_up_matrices: ("product", "unaccounted", ""),
     unread: ("softmax", "no interest", "nothing reads it"),
     read_from_memory: ("softmax", "unaccounted", ""),
-    token_shift: ("write", "no interest", "leaves for the next"),
+    token_shift: ("write", "no interest", "one step leaves for the next"),
     left_by_a_product: ("product", "no interest", "a product alone"),
     put_into_memory: ("product", "unaccounted", ""),
     last_tokens: ("write", "unaccounted", ""),
@@ -366,7 +377,7 @@ def test_many_tokens_are_the_library_s():
 
 
 def turned_heads(m, x):
-    """Halves of heads of 32 columns are read, of weights of 64 rows."""
+    """Halves of heads of 32 columns are read. The weights have 64 rows."""
     q, k, v = (m.square(t).view(-1, 2, 32).transpose(0, 1) for t in (x, x + 1, x + 2))
     q = torch.cat((q[..., 16:], q[..., :16]), -1)
     k = (k.unflatten(-1, (16, 1, 2)) * m.turns).sum(-1).flatten(-2)
@@ -408,7 +419,7 @@ def test_an_unknown_operator_without_a_weight_is_no_point():
 
 
 def test_an_attention_that_no_pattern_reads_is_no_head():
-    """The near miss of what is sampled: another product reads the softmax."""
+    """The near miss of a value from which tokens are sampled: another product reads the softmax."""
 
     def near(m, x):
         return m.square(m.square(x).softmax(-1))
@@ -417,7 +428,8 @@ def test_an_attention_that_no_pattern_reads_is_no_head():
 
 
 def test_a_write_without_an_account_is_told():
-    """The near miss of a count: numbers of a projection, into memory that is no cache."""
+    """The near miss of a count: numbers of a projection are written into memory that is no
+    cache."""
 
     def near(m, x):
         m.cache[0].copy_(m.square(x)[0, :32].float().cos())
@@ -542,4 +554,4 @@ def test_a_projection_in_front_of_a_break_is_not_called_a_head_alone():
 
     points = census(broken).points
     (why,) = {p.why for p in points if (p.kind, p.account) == ("product", "no interest")}
-    assert "a head, or what a graph break parts" in why
+    assert "it is a head, or a graph break separates" in why

@@ -1,5 +1,8 @@
-"""Linears whose weight is a tensor subclass of a quantisation library, compiled as they are loaded:
-by a stand-in for torchao's Int8Tensor. Real ones: `test_prepare.py`."""
+"""Tests linears whose weight is a tensor subclass of a quantisation library, compiled as they are
+loaded.
+
+A stand-in for torchao's Int8Tensor is used here. `test_prepare.py` tests real ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ FUSED = ["qkv_cache", "linear_activation", "linear_residual"]
 
 
 class Int8Tensor(torch.Tensor):
-    """torchao's class, as far as weights alone are quantised; of the field names of its own."""
+    """Stands in for torchao's class with quantised weights alone. It has the names of the class's
+    fields."""
 
     reads_zero = False
     names = ("qdata", "scale", "zero_point", "act_pre_scale")
@@ -90,7 +94,7 @@ ReadsZero.__module__, ReadsZero.__name__ = "torchao.quantization", "Int8Tensor"
 
 
 class Unheard(Int8Tensor):
-    """A class that no table of ours has."""
+    """A class that no table of tilewright has."""
 
 
 Unheard.__module__ = "torchao.prototype.new"
@@ -110,7 +114,7 @@ def linear(rows, columns, seed, **options):
 
 
 class Layer(nn.Module):
-    """Projections with cache writes, and an MLP."""
+    """A layer with projections, cache writes, and an MLP."""
 
     def __init__(self, **options):
         super().__init__()
@@ -135,7 +139,7 @@ def arguments(tokens=3):
 
 
 def exact(layer, args):
-    """Computes the layer of dense weights, with the numbers of its codes in float64."""
+    """Computes the layer with dense weights in float64, which have the numbers of its codes."""
     plain = Layer()
     for name, module in plain.named_children():
         own = getattr(layer, name).weight
@@ -164,7 +168,8 @@ def test_a_model_is_fused_as_it_is_loaded(inner):
 
 
 def test_codes_are_read_where_they_lie():
-    """Inductor hands the op the tensors inside of the weights, and makes nothing of their size."""
+    """Inductor passes the tensors inside the weights to the op, and makes no tensor of their
+    size."""
     layer, args = Layer(), arguments()
     compiled = torch.compile(layer, backend="tilewright")
     _, (code, *_) = run_and_get_code(compiled, *args)
@@ -191,7 +196,7 @@ def test_zero_points_that_the_library_does_not_read_are_not_looked_at():
 
 
 def test_a_library_that_reads_more_of_the_weight_is_told():
-    """A later release, say, which subtracts the zero points."""
+    """A later release of the library could, for example, subtract the zero points."""
     layer, args = Layer(kind=ReadsZero, zero_point=torch.ones(1, dtype=torch.int8)), arguments()
     lowered = lower(layer, args)
     assert not {"qkv_cache", "linear_activation"} & {m.pattern for m in lowered.matches}
@@ -207,7 +212,10 @@ REFUSED = {
         {"act_pre_scale": torch.ones(1).bfloat16()},
         "its activations are scaled before",
     ),
-    "unknown": ({"kind": Unheard}, "a weight that is a torchao.prototype.new.Unheard is not read"),
+    "unknown": (
+        {"kind": Unheard},
+        "does not read weights of the class torchao.prototype.new.Unheard",
+    ),
 }
 
 

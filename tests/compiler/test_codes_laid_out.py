@@ -1,4 +1,5 @@
-"""`prepare` lays codes of GPTQ and AWQ out along K, once, in memory that they have once."""
+"""Tests that `prepare` lays out codes of GPTQ and AWQ along K, once, and that memory holds the
+codes only once."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ CODES = {"gptq": "qweight", "awq": "words"}
 
 @pytest.fixture(params=["gptqmodel", "stand-in"])
 def linear_of(request):
-    """A maker of single linears of a method, by the library or by its stand-ins."""
+    """Returns a function that makes single linears of a method, by the library or by its
+    stand-ins."""
     return partial(one_packed, request.param)
 
 
@@ -48,7 +50,7 @@ def one_packed(source, method, columns=256, rows=64, dtype=torch.float16, **opti
 
 
 def awq_weight(module):
-    """[N, K] in float64, code by code."""
+    """Returns the weight [N, K] in float64, decoded code by code."""
     words, zeros = (t.long() & 0xFFFFFFFF for t in (module.qweight, module.qzeros))
     k, n = torch.arange(module.in_features).view(-1, 1), torch.arange(module.out_features)
     shift = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])[n % 8]
@@ -58,7 +60,7 @@ def awq_weight(module):
 
 @pytest.mark.parametrize(("rows", "columns"), [(8, 8), (64, 24), (1032, 16), (2056, 8)])
 def test_words_that_are_turned_have_the_same_codes(rows, columns):
-    """More rows than are turned at once, and a last part of them that is smaller."""
+    """There are more rows than are transposed at once, and the last part of the rows is smaller."""
     make = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=make).int()
     turned = turned_words(words, AWQ_ORDER)
@@ -90,8 +92,8 @@ def test_linears_of_awq(linear_of, group, bias, dtype):
     ("options", "reason"),
     [
         ({"bits": 8}, "8-bit codes"),
-        ({"columns": 260, "group_size": 52}, "filled up"),
-        ({"columns": 288, "group_size": 64}, "filled up"),
+        ({"columns": 260, "group_size": 52}, "padded"),
+        ({"columns": 288, "group_size": 64}, "padded"),
     ],
 )
 def test_linears_of_awq_that_are_not_read_stay(options, reason):
@@ -109,7 +111,7 @@ def test_words_of_another_order_stay():
     assert "not int32 [K, N / 8]" in prepare(model).left[0].reason
     other = gptq_modules.AwqGEMMLinear(bits=4, group_size=64, in_features=256, out_features=64)
     (left,) = prepare(nn.Sequential(other)).left
-    assert 'load with backend="torch_awq"' in left.reason
+    assert 'load the model with backend="torch_awq"' in left.reason
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -121,7 +123,7 @@ def test_codes_of_a_row_lie_next_to_each_other(method, linear_of):
     along_k = codes.t() if method == "gptq" else codes
     assert along_k.shape == (64, 32)
     assert along_k.is_contiguous()
-    # As every copy of a module has it.
+    # Every copy of a module has it, too.
     assert copy.deepcopy(model)[0].get_buffer(CODES[method]).stride() == codes.stride()
     if method == "gptq":
         assert isinstance(model[0], GptqLinear)
@@ -159,7 +161,7 @@ def test_a_copy_has_codes_of_its_own(method, linear_of):
 @pytest.mark.parametrize("rows", [64, 256])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_state_of_the_library_s_is_loaded(method, rows, linear_of):
-    """Words of both orders have one shape where there are 256 rows and columns."""
+    """With 256 rows and columns, words of both orders have the same shape."""
     model, other = linear_of(method, rows=rows), linear_of(method, rows=rows)
     gptq_modules.fill(other[0], seed=5)
     x = inputs((5, 256), torch.float16)
@@ -201,7 +203,8 @@ def llama(source, method, folder):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("source", ["gptqmodel", "stand-in"])
 def test_linears_of_a_prepared_model_are_dot_products(source, method, tmp_path):
-    """At one token, on an H100; as AWQ is loaded its words are read by another kernel."""
+    """With one token on an H100, these linears are dot products. AWQ's words as loaded are read by
+    another kernel."""
     model = llama(source, method, tmp_path)
     theirs = model(**step_of(model)).logits
     prepared = prepare(model)

@@ -1,5 +1,8 @@
-"""DeepGEMM's operators, which write an argument: by stand-ins with the hub's schemas and
-arithmetic, in modules of transformers as they are recorded on a Hopper and on a Blackwell."""
+"""Tests DeepGEMM's operators, which write an argument.
+
+Stand-ins have the hub's schemas and arithmetic, in modules of transformers as they are recorded on
+a Hopper GPU and on a Blackwell GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tilewright.compiler import lower, reports
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
 
 HIDDEN = 512
-#: Whether the machine is a Blackwell, and how the checkpoint keeps scales.
+#: Whether the machine is a Blackwell GPU, and how the checkpoint stores scales.
 MACHINES = {
     "hopper": (False, "float"),
     "hopper-ue8m0": (False, "ue8m0"),
@@ -37,7 +40,7 @@ MACHINES = {
 
 @pytest.fixture
 def kernel(monkeypatch, request):
-    """The stand-ins are what the hub has loaded."""
+    """Loads the stand-ins in place of the hub's kernels."""
     monkeypatch.setattr(library, "_FINEGRAINED_FP8", finegrained.KERNEL)
     machine = getattr(request.node, "callspec", None)
     machine = machine.params.get("machine", "hopper") if machine else "hopper"
@@ -45,7 +48,8 @@ def kernel(monkeypatch, request):
 
 
 def linear(machine, **options):
-    """Makes a linear of rows and columns, by a seed, with scales as the machine's checkpoint."""
+    """Makes a linear of these rows and columns from a seed, with scales in the form of the
+    machine's checkpoint."""
     return partial(finegrained.linear, scale_fmt=MACHINES[machine][1], **options)
 
 
@@ -54,7 +58,7 @@ def activations(*shape, seed=1):
 
 
 def exactly(module, x):
-    """What a linear of the library computes, without rounding behind the codes."""
+    """Computes the function of a linear of the library, without rounding after the codes."""
     blackwell = library.is_sm100()
     codes, sf = deep_gemm.per_token_cast_to_fp8(
         x.reshape(-1, x.shape[-1]), use_ue8m0=blackwell, use_packed_ue8m0=blackwell
@@ -107,7 +111,7 @@ def test_models_are_fused(kind):
 
 
 def test_rows_in_a_layout_are_told():
-    """Experts whose rows begin at multiples of 128: `grouped_mm`, which is fused, is the hint."""
+    """Rows of experts begin at multiples of 128. The hint names `grouped_mm`, which is fused."""
     torch.manual_seed(0)
     config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     config |= {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -127,7 +131,7 @@ def test_rows_in_a_layout_are_told():
 
 
 class Sums(nn.Module):
-    """What the operator writes is read before, is a view, or is the caller's."""
+    """The tensor that the operator writes is read before, is a view, or belongs to the caller."""
 
     def __init__(self, how):
         super().__init__()
@@ -154,7 +158,7 @@ def test_what_is_written_keeps_its_other_names(how):
 
 
 def test_a_sum_is_another_operation():
-    """c, that the product is added to."""
+    """The operator adds the product to `c`."""
     module = linear("hopper")(256, HIDDEN, 0)
     op = getattr(torch.ops, deep_gemm.LIBRARY).fp8_fp4_gemm_nt
 
@@ -170,7 +174,7 @@ def test_a_sum_is_another_operation():
 
 
 def test_a_tensor_that_two_calls_write():
-    """The first result is read before the second call, which overwrites it."""
+    """The first result is read before the second call overwrites it."""
     gate, up = (linear("hopper")(256, HIDDEN, seed) for seed in (3, 4))
 
     def call(x):

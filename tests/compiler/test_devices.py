@@ -1,4 +1,5 @@
-"""A graph is rewritten for a device that its ops have kernels for; elsewhere it stays as it was."""
+"""Tests that a graph is rewritten for a device for which its ops have kernels, and otherwise stays
+as it was."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture(autouse=True)
 def as_for_users(monkeypatch):
-    """The tests' own setting is taken back."""
+    """Undoes the setting that the tests make for themselves."""
     monkeypatch.delenv("TILEWRIGHT_EVERYWHERE", raising=False)
 
 
 def projection(x, weights, k_cache, v_cache, slots):
-    """x [T, C], weights of 4, 2 and 2 heads of 32, caches [S, 2, 32]."""
+    """Has x [T, C], weights of 4, 2 and 2 heads of 32, and caches [S, 2, 32]."""
     q, k, v = (torch.nn.functional.linear(x, weight) for weight in weights)
     k_cache.index_copy_(0, slots, k.view(-1, 2, 32))
     v_cache.index_copy_(0, slots, v.view(-1, 2, 32))
@@ -151,10 +152,10 @@ def lowering(*device_types, build=None):
 
 
 @pytest.mark.parametrize(("lowerings", "target", "where"), [
-    ((), None, {"cpu", "cuda", "meta", "xpu"}),  # the reference is all there is of it
+    ((), None, {"cpu", "cuda", "meta", "xpu"}),  # the op has only its reference
     ((lowering("cuda", build="a:b"),), "sm90", {"cuda", "meta"}),
     ((lowering("cuda", build="a:b"),), None, {"meta"}),
-    ((lowering("cuda"),), None, {"cuda", "meta"}),  # of a user, for GPUs of any generation
+    ((lowering("cuda"),), None, {"cuda", "meta"}),  # a user's op, for GPUs of any generation
     ((lowering("cuda", build="a:b"), lowering("cpu")), None, {"cpu", "meta"}),
 ])  # fmt: skip
 def test_an_op_is_for_the_devices_of_its_lowerings(lowerings, target, where, monkeypatch):
@@ -218,7 +219,7 @@ def test_numbers_that_a_chip_does_not_have_leave_a_site(target, fused):
 
 
 def test_an_adapter_s_ops_are_asked_too():
-    """They stand before the op that a match names; the writes are then fused by themselves."""
+    """These ops stand before the op that a match names. The writes are then fused by themselves."""
     layer, args = attention_with_adapter()
     found = lower(layer, args, target="sm120")
     whole = matches_of(lower(layer, args, target="sm90"), "qkv")
@@ -229,7 +230,8 @@ def test_an_adapter_s_ops_are_asked_too():
 
 
 def test_a_family_that_the_targets_do_not_list_is_named(monkeypatch):
-    """As for a new op: its kernels are left out for want of one word, which the reason says."""
+    """This can happen for a new op: its kernels are left out because a list lacks one word, and the
+    reason says so."""
     monkeypatch.setattr(fused_op, "FAMILIES", targets.FAMILIES - {"moe"})
     module, args = moe_idioms.build("plain")
     found = lower(module, args, target="sm90")

@@ -1,4 +1,5 @@
-"""A dropout that is off is its input, also to sums in place; one that is on stays."""
+"""Tests that a dropout that is off equals its input, also for in-place sums, and that a dropout
+that is on stays."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_view_changed_in_place_behind_a_dropout_changes_its_input(change):
-    """Fakes give a dropout memory of its own, and a change through a view seemed to reach no other
-    name: the sum behind read the projection as it was before."""
+    """Fake tensors give a dropout memory of its own, so a change through a view seemed to reach no
+    other name. The sum behind it then read the projection as it was before the change."""
     generator = torch.Generator().manual_seed(0)
     x, residual, w = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""Graphs in which a size is zero: no pattern fails, and results are eager's."""
+"""Tests graphs in which a size is zero: no pattern fails, and the results equal eager's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Attention(nn.Module):
-    """x [B, S, 64] projected to heads, K and V written to caches [B, H, 16, 32] and read."""
+    """Projects x [B, S, 64] to heads. K and V are written to caches [B, H, 16, 32], which are
+    read."""
 
     def __init__(self, num_heads):
         super().__init__()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 from collections import Counter
 from contextlib import nullcontext
@@ -623,7 +624,7 @@ def test_what_the_attention_would_not_read_raises(name):
     states, given = torch.zeros(1, 2, 3, 8), {"attention_mask": None, name: torch.zeros(1)}
     with pytest.raises(ValueError, match=f"{name}: expected None"):
         paged_attention.attention(
-            None, states, states, states, cache=cache, tilewright_plan={}, **given
+            None, states, states, states, tilewright_memory=cache, tilewright_plan={}, **given
         )
 
 
@@ -636,7 +637,14 @@ def test_sinks_of_latents_raise(given):
     module, states = type("Attention", (), {"layer_idx": 0}), torch.zeros(1, 4, 3, 24)
     with pytest.raises(ValueError, match="neither s_aux nor softcap"):
         paged_attention.attention(
-            module, states, states, states, None, cache=cache, tilewright_plan={}, **given
+            module,
+            states,
+            states,
+            states,
+            None,
+            tilewright_memory=cache,
+            tilewright_plan={},
+            **given,
         )
 
 
@@ -672,7 +680,7 @@ def test_keys_of_another_size_raise(enabled):
     states = torch.zeros(1, 2, 3, 5)
     with pytest.raises(ValueError, match="expected 2 heads of 8 numbers"):
         paged_attention.attention(
-            module, states, states, states, None, cache=cache, tilewright_plan={}
+            module, states, states, states, None, tilewright_memory=cache, tilewright_plan={}
         )
 
 
@@ -753,6 +761,9 @@ def test_models_whose_memory_is_another_are_told(caplog):
     model = on_meta("DeepseekV3", **latents)
     model.model.layers[0].self_attn.kv_b_proj.to(torch.bfloat16)
     assert "is no plain linear in torch.float32" in told(model, caplog)
+    model = on_meta("DeepseekV3", **latents)
+    model.model.layers[1].self_attn.forward = lambda hidden_states, latents=None: None
+    assert f"has no argument {paged_attention.CACHE}" in told(model, caplog)
     chunks = on_meta("Llama", layer_types=["full_attention", "full_attention"])
     chunks.config.layer_types = ["chunked_attention", "full_attention"]
     assert "Invalid layer type: chunked_attention" in told(chunks, caplog)
@@ -867,6 +878,31 @@ def test_nothing_is_compiled_after_the_warm_up(fresh_dynamo, request, engine):
     assert warm >= fewest
     assert (Replayed.count > 10) == replays
     assert failed_frames() == failed
+
+
+@pytest.mark.skipif(
+    "use_inference_mode"
+    not in inspect.signature(
+        continuous_api.ContinuousBatchingManager._run_generation_loop
+    ).parameters,
+    reason="before transformers 5.24 the engine's thread was never in inference mode",
+)
+@pytest.mark.parametrize("name", ["Llama", "DeepseekV3"])
+def test_in_inference_mode_the_graphs_of_the_warm_up_are_used(fresh_dynamo, enabled, name):
+    config = BatchingConfig(**SMALL, options={"inner": "eager"})
+    with (
+        torch.inference_mode(),
+        enabled(name).continuous_batching_context_manager(
+            generation_config=greedy(), continuous_batching_config=config
+        ) as manager,
+    ):
+        warm = len(reports())
+        names, found = manager.add_requests(prompts(FOUR)), {}
+        while len(found) < len(names):
+            result = manager.get_result(timeout=60)
+            found[result.request_id] = result
+    assert tokens({one: found[one] for one in names}) == generated(name, FOUR)
+    assert len(reports()) == warm > 0
 
 
 def test_a_model_without_kernels_runs_as_before(enabled, monkeypatch, caplog):

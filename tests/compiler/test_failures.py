@@ -1,4 +1,5 @@
-"""What raises in a pattern, an op or a rewrite costs one site; a file shows it by itself."""
+"""Tests that an exception in a pattern, an op or a rewrite costs one site, and that a file
+reproduces it alone."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Broken(ArithmeticError):
-    """Nothing that any code of ours raises."""
+    """An exception that no code of tilewright raises."""
 
 
 def at_first_call(function):
-    """`function`, which raises at its first call."""
+    """Returns `function` changed so that its first call raises."""
     calls = []
 
     def run(*args, **kwargs):
@@ -50,7 +51,7 @@ def fail_match(monkeypatch):
 
 
 def fail_anchors(monkeypatch):
-    """After the anchor of the first layer."""
+    """Makes a pattern's `anchors` raise after the anchor of the first layer."""
     pattern = type(language.registered(["qkv_cache"])[0])
     anchors = pattern.anchors
 
@@ -66,13 +67,14 @@ def fail_legality(monkeypatch):
 
 
 def fail_fake(monkeypatch):
-    """The op's fake, which is what runs when its node is made."""
+    """Makes the op's fake implementation raise, which runs when the op's node is made."""
     real = rewrite._insert
     monkeypatch.setattr(rewrite, "_insert", at_first_call(real))
 
 
 def fail_half_way(monkeypatch):
-    """When users have their new operand and writes are gone: the graph is no good any more."""
+    """Makes a rewrite raise after users have their new operand and writes are gone, so that the
+    graph cannot be used any more."""
     monkeypatch.setattr(rewrite, "check_site", at_first_call(rewrite.check_site))
 
 
@@ -97,7 +99,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_failure_costs_one_site_and_the_next_pattern_may_take_it(where, monkeypatch, caplog):
-    """Two layers: one is fused as ever, of the other the write alone, and numbers are right."""
+    """There are two layers. One is fused as usual, and in the other only the write is fused. The
+    numbers are right."""
     model, args = build("page_offset", num_layers=2)
     injure, doing = FAILURES[where]
     injure(monkeypatch)
@@ -137,7 +140,7 @@ def test_under_strict_a_compilation_raises_and_changes_nothing(monkeypatch):
 
 
 def test_where_every_site_fails_half_way_the_pattern_is_left_out(monkeypatch):
-    """Not a copy of the graph for each of its layers."""
+    """The compiler does not copy the graph for each of its layers."""
     model, args = build("page_offset", num_layers=8)
     real, copied = rewrite.check_site, []
 
@@ -169,7 +172,7 @@ def test_what_a_pattern_owes_is_told_in_its_own_words(monkeypatch):
 
 
 def test_an_op_whose_check_fails_is_a_miss(monkeypatch):
-    """Through the op's own fake implementation, not a stand-in for it."""
+    """The op's own fake implementation fails here, not a stand-in for it."""
     op = contract.get_op("fused_qkv_paged")
     validate = op.validate
 
@@ -189,7 +192,7 @@ def test_an_op_whose_check_fails_is_a_miss(monkeypatch):
 
 
 class OtherActivation(nn.Module):
-    """V projects something else than K, by an einsum."""
+    """V projects another tensor than K does, by an einsum."""
 
     def __init__(self):
         super().__init__()
@@ -229,7 +232,7 @@ def test_adapters_of_no_rows_are_fused_and_planned(name):
 
 @pytest.fixture
 def failing():
-    """The pattern of failing_pattern.py, registered for one test."""
+    """Registers the pattern of failing_pattern.py for one test."""
     module = importlib.import_module("tests.compiler.failing_pattern")
     language.register(module.PATTERN)
     yield module.PATTERN
@@ -237,8 +240,8 @@ def failing():
 
 
 class Summed(nn.Module):
-    """A cumsum among inputs of every kind: aliases, strides, no elements, a constant, a branch, a
-    user's function."""
+    """Has a cumsum among inputs of every kind: aliases, strides, no elements, a constant, a branch,
+    and a user's function."""
 
     def __init__(self):
         super().__init__()
@@ -265,7 +268,7 @@ def run(path):
 
 
 def test_the_repro_file_shows_the_same_error(failing, tmp_path, monkeypatch):
-    """With sizes as symbols; with numbers the file runs in the next test."""
+    """The sizes are symbols here. The next test runs the file with numbers."""
     monkeypatch.setenv("TILEWRIGHT_REPRO", str(tmp_path / "made"))
     lowered = lower(Summed(), summed_arguments(), dynamic=True)
     (miss,) = misses_of(lowered, "fails")
@@ -280,18 +283,20 @@ def test_the_repro_file_shows_the_same_error(failing, tmp_path, monkeypatch):
 
 
 def test_the_repro_file_has_the_inputs_as_they_were(failing, tmp_path, monkeypatch, capsys):
-    """Without the failing pattern it runs to its end: the code and the inputs fit each other. In
-    this process: the last test has one of its own."""
+    """Without the failing pattern, the file runs to its end, so its code and its inputs fit each
+    other. It runs in this process; in the last test it runs in a process of its own."""
     monkeypatch.setenv("TILEWRIGHT_REPRO", str(tmp_path))
     lower(Summed(), summed_arguments())
     assert capsys.readouterr().out == ""
     (path,) = tmp_path.iterdir()
     text = path.read_text()
-    assert text.count("storage_") >= 6  # x, the weight, one for both parts of a tensor, turned
+    assert (
+        text.count("storage_") >= 6
+    )  # x, the weight, one for both parts of a tensor, and the transposed tensor
     lines = [line for line in text.splitlines() if "failing_pattern" not in line]
     path.write_text("\n".join(lines))
     monkeypatch.delitem(language._REGISTRY, failing.name)
-    with torch._dynamo.config.patch(capture_scalar_outputs=False):  # the file sets it
+    with torch._dynamo.config.patch(capture_scalar_outputs=False):  # the file sets this option
         given = runpy.run_path(str(path), run_name="__main__")["inputs"]()
     assert "no error" in capsys.readouterr().out
     tensors = [t for t in given if isinstance(t, torch.Tensor)]

@@ -1,4 +1,5 @@
-"""Views of fake tensors that are made at once are those that FakeTensor makes."""
+"""Tests that views of fake tensors that are made in the quick way equal the views that FakeTensor
+makes."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_a_view_has_the_layout_device_and_storage_that_it_should(name, args, dev
     assert made.stride() == expected.stride()
     assert made.storage_offset() == expected.storage_offset()
     assert _compat.storage_keys(made) == _compat.storage_keys(held)
-    if device != "cuda":  # a sum asks for the device, which may not be here
+    if device != "cuda":  # a sum asks for the device, which this machine may lack
         with MODE:
             assert (made + 1).device == held.device
 

@@ -1,4 +1,4 @@
-"""Zeros like a tensor that the graph computes get its sizes, and read it no more."""
+"""Tests that zeros like a tensor that the graph computes get its sizes and no longer read it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tilewright.compiler.rewrite.fills import make_fills_plain
 
 
 def filled(step, *args, dynamic=False):
-    """(how many became plain, what the step gives, what eager gives)."""
+    """Returns (the number of fills that became plain, the result of the step, the result of
+    eager)."""
     found = []
 
     def backend(gm, inputs):
@@ -27,13 +28,13 @@ def computed(x):
 
 
 def exported(x):
-    """As export spells them."""
+    """Has the fills as export writes them."""
     zeros = torch.ops.aten.zeros_like.default(x.sigmoid(), dtype=torch.bool, pin_memory=False)
     return zeros, torch.ops.aten.ones_like.default(x * 2, pin_memory=False)
 
 
 def of_its_dtype(x):
-    """Sizes in a row and in a list, another dtype, and a number."""
+    """Has sizes as separate arguments and in a list, another dtype, and a number."""
     y = x.double().sigmoid()
     return (
         y.new_full((2, 3), -float("inf")),
@@ -58,7 +59,7 @@ def pinned(x):
 
 
 def inside_of_vmap(x):
-    """Each entry has zeros of its own, that are written to."""
+    """Each entry has zeros of its own, which are written."""
 
     def one(row):
         y = row.sigmoid()
@@ -80,7 +81,7 @@ def test_only_fills_whose_sizes_are_known_change():
 
 
 def test_a_mask_made_like_projected_queries_is_a_mask():
-    """The near miss of scores to which something else that is projected is added."""
+    """The near miss: another projected tensor is added to scores."""
 
     class Attention(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What a graph that cannot be computed in float64 is told."""
+"""Tests what is reported for a graph that cannot be computed in float64."""
 
 from __future__ import annotations
 

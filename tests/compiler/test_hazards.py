@@ -1,7 +1,9 @@
-"""Every reason not to fuse: a tiny model with one edge broken, and the same model with it mended.
+"""Tests every reason not to fuse, by a tiny model with one fault and the same model without the
+fault.
 
-The broken model is missed by `qkv_cache` with the code, the stage and a message that names the
-culprit, and still gives exactly what eager gives, caches included. The mended one is fused.
+For the faulty model, `qkv_cache` must give a miss with the code, the stage and a message that names
+the culprit. The model must still give exactly the results of eager, including caches. The other
+model must be fused.
 """
 
 from __future__ import annotations
@@ -55,8 +57,12 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @dataclass(frozen=True)
 class Hazard:
-    """culprit: what the message has to say. mended: the same step with the edge right. instead: the
-    pattern that still takes the write alone."""
+    """A reason not to fuse.
+
+    culprit: the text that the message must contain.
+    mended: the same step without the fault.
+    instead: the pattern that still takes the write alone.
+    """
 
     code: str
     stage: Stage
@@ -74,7 +80,8 @@ A, X, KP, VP, QP, G, H = list(Stage)[:7]
 
 
 def activation(change):
-    """Steps that change an activation in place: seen by another name, and seen by none."""
+    """Makes steps that change an activation in place. In one step another name sees the change, and
+    in the other none does."""
     return order.activation_changed(change), order.activation_changed(change, seen=False)
 
 
@@ -278,7 +285,7 @@ HAZARDS = {
 
 @pytest.mark.parametrize("name", HAZARDS)
 def test_a_broken_edge_is_named_and_leaves_the_model_as_it_was(name):
-    """cache_store copies what it is given, so even with it nothing may differ by a bit."""
+    """cache_store copies its inputs, so even with it not a single bit may differ."""
     hazard = HAZARDS[name]
     layer = Layer(hazard.broken, **hazard.layer).to(hazard.dtype)
     assert_as_eager(layer, hazard.broken_args, exactly=True)
@@ -292,7 +299,7 @@ def test_a_broken_edge_is_named_and_leaves_the_model_as_it_was(name):
     assert used == ({hazard.instead} if hazard.instead else set())
 
 
-#: One hazard for each mended step, which many have in common: its name.
+#: For each step without a fault, the name of one hazard. Many hazards share such a step.
 MENDED = {(hazard.mended, hazard.mended_args): name for name, hazard in HAZARDS.items()}
 
 
@@ -309,7 +316,7 @@ def test_the_mended_edge_matches(step, make):
 
 @dataclass(frozen=True)
 class Projection:
-    """Takes the first linear of a graph, which the built-in patterns would absorb."""
+    """Matches the first linear of a graph, which the built-in patterns would absorb."""
 
     name: str = "tests_projection"
     op: str = "tilewright_tests::none"
@@ -370,7 +377,8 @@ def test_a_collective_inside_is_named(process_group):
 
 
 def test_a_projection_may_read_what_another_site_made():
-    """The second site's activation is the first one's query, which the rewrite replaces."""
+    """The activation of the second site is the query of the first site, which the rewrite
+    replaces."""
 
     def twice(m, x, k_cache, v_cache, slots):
         q, k, v = m.qkv(x)
@@ -398,13 +406,13 @@ def test_norms_of_one_plus_weight_match():
 
 
 def test_every_code_has_a_test_that_reaches_it():
-    """By name: tests hold what a model misses to the code that they write out."""
+    """The check goes by name: tests write out the code that a model must miss with."""
     tests = Path(__file__).resolve().parents[1]
     texts = [p.read_text() for p in tests.rglob("*.py") if p.parts[-2] != "tools"]
     assert {code for code in CODES if not any(f'"{code}"' in text for text in texts)} == set()
 
 
-#: code -> a plain idiom of tests.models that reaches it (None: the backend's tests do).
+#: For each code, a plain model of tests.models that reaches it (None if the backend's tests do).
 IDIOMS_MISSED = {
     "FUNCTIONAL_WRITE": "out_of_place",
     "OPAQUE_WRITE": "custom_op",

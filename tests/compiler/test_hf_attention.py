@@ -1,7 +1,7 @@
-"""Attention of Hugging Face models over a static cache: behind an encoder, step by step, with masks
-of lowest numbers, and nothing repeated for the heads that share keys.
+"""Tests attention of Hugging Face models over a static cache: behind an encoder, step by step, and
+with masks of lowest numbers. Nothing is repeated for the heads that share keys.
 
-Each model with each kind of mask: `test_hf_models.py`.
+`test_hf_models.py` tests each model with each kind of mask.
 """
 
 import pytest
@@ -27,9 +27,10 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("name", "masks"),
     [
-        # Its position bias and its masks are numbers; attention to the source is masked, too.
+        # The position bias and the masks of this model are numbers. Attention to the source is
+        # masked, too.
         ("t5", ["tensor"] * 4),
-        # Nothing is masked in the source: that attention has nothing to gain.
+        # Nothing is masked in the source, so that attention has nothing to gain.
         ("whisper", ["causal by position"] * 2),
     ],
 )
@@ -49,7 +50,7 @@ def test_decoders_with_an_encoder(name, masks):
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4"])
 def test_several_steps_on_one_cache(name):
-    """Positions advance, and where they are numbers in Python they become symbols."""
+    """Positions advance. If they are Python numbers, they become symbols."""
     ours, eager = (build_hf(name) for _ in range(2))
     compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
     for step in range(4):
@@ -71,7 +72,8 @@ def test_several_steps_on_one_cache(name):
     ],
 )
 def test_lowest_numbers_of_eager_masks_hide(name, mask, phase, graphs_kept):
-    """As `generate()` passes them, or made inside; the second sequence is padded."""
+    """The masks are passed as `generate()` passes them, or made inside the model. The second
+    sequence is padded."""
     ours, eager, exact = (
         with_mask(build_hf(name, phase=phase, attn_implementation="eager"), mask) for _ in range(3)
     )
@@ -107,6 +109,7 @@ def nodes_of(gm, *methods):
 
 
 def keys_of(node):
-    """The length before the last of a tensor of keys; None for one with fewer dimensions."""
+    """Returns the size of the second-to-last dimension of a tensor of keys, or None if it has fewer
+    dimensions."""
     shape = node.meta["example_value"].shape
     return shape[-2] if len(shape) > 3 else None

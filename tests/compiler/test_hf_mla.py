@@ -1,5 +1,8 @@
-"""Hugging Face models with latent attention: every layer fused, and no worse than eager against
-float64, without a cache and with each kind of one."""
+"""Tests Hugging Face models with latent attention: every layer is fused, and no result is less
+accurate than eager's against float64.
+
+The models run without a cache and with each kind of cache.
+"""
 
 import copy
 from collections import Counter
@@ -25,7 +28,7 @@ MLA = {
     "qk_nope_head_dim": 24,
     "v_head_dim": 32,
 }
-# Every expert takes part: which ones a token goes to must not hang on a rounding.
+# Every expert takes part, because a rounding must not decide which experts a token gets.
 EXPERTS = {
     "n_routed_experts": 2,
     "num_experts_per_tok": 2,
@@ -35,7 +38,7 @@ EXPERTS = {
     "topk_group": 1,
     "first_k_dense_replace": 2,
 }
-# One layer proves what it does; that all are fused is asked where several steps are taken.
+# One layer shows what it does. The tests of several steps check that all layers are fused.
 LAYERS, LENGTH, TOKENS = 1, 32, 7
 FIELDS = DIMS | MLA | EXPERTS | {"num_hidden_layers": LAYERS}
 YARN = {
@@ -47,7 +50,7 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 
-#: name -> (config class, fields)
+#: For each name: (config class, fields).
 MODELS = {
     "v2": ("DeepseekV2Config", {}),
     "v2_lite": ("DeepseekV2Config", {"q_lora_rank": None, "rope_parameters": YARN}),
@@ -60,7 +63,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def built(name, cache, phase, **changes):
-    """(model, arguments, keywords, the tensors that the call writes)."""
+    """Returns (model, arguments, keywords, the tensors that the call writes)."""
     config_class, fields = MODELS[name]
     config = getattr(transformers, config_class)(**FIELDS | fields | changes)
     torch.manual_seed(0)
@@ -84,9 +87,9 @@ def built(name, cache, phase, **changes):
 
 
 def in_float64(model, args, kwargs):
-    """(logits, the caches) of the model in float64."""
+    """Returns (logits, caches) of the model in float64."""
     exact = copy.deepcopy(model).to(torch.float64)
-    exact.set_experts_implementation("eager")  # grouped products know no float64
+    exact.set_experts_implementation("eager")  # grouped products do not support float64
     layers = kwargs["past_key_values"].layers if "past_key_values" in kwargs else []
     for layer in layers:
         layer.keys, layer.values = layer.keys.double(), layer.values.double()
@@ -97,7 +100,7 @@ def in_float64(model, args, kwargs):
 CASES = [(name, "static", "prefill", None) for name in MODELS]
 CASES += [(name, "static", "decode", None) for name in ("v2_lite", "v3")]
 CASES += [(name, "none", "prefill", None) for name in ("v2_lite", "v3")]
-# Sizes as symbols: tracing takes three times as long.
+# With sizes as symbols, tracing takes three times as long.
 CASES += [("v2", "static", "prefill", True)]
 
 
@@ -137,7 +140,8 @@ def test_a_growing_cache_is_attended_fused_and_named():
 
 
 def test_padding_is_a_mask_that_is_read():
-    """A padded batch: which keys are padding depends on the data, so the op gets that as it is."""
+    """The batch is padded. The data decide which keys are padding, so the op gets the mask as it
+    is."""
     model, args, _, _ = built("v3", "none", "prefill")
     padding = torch.ones(2, TOKENS, dtype=torch.int64)
     padding[1, :3] = 0
@@ -153,7 +157,7 @@ def test_padding_is_a_mask_that_is_read():
 
 
 def test_several_steps_on_one_cache():
-    """Decoding goes on where the last step wrote; one compile serves all steps."""
+    """Decoding continues where the last step wrote. One compilation serves all steps."""
     ours, eager = (built("v3", "static", "decode", num_hidden_layers=2) for _ in range(2))
     compiled = torch.compile(ours[0], backend="tilewright", options={"inner": "eager"})
     for step in range(4):

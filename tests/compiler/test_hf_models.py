@@ -1,4 +1,5 @@
-"""Hugging Face models, unmodified: every layer fused, and no worse than eager against float64."""
+"""Tests unmodified Hugging Face models: every layer is fused, and no result is less accurate than
+eager's against float64."""
 
 import pytest
 import torch
@@ -17,27 +18,28 @@ LAYERS = 2
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-#: Models whose experts are fused too, in every layer.
+#: Models whose experts are fused, too, in every layer.
 SPARSE = ("gpt_oss", "qwen2_moe", "qwen3_moe", "mixtral")
 
-#: Models whose layers begin with an RMS norm that q, k and v alone read.
+#: Models whose layers begin with an RMS norm that only q, k and v read.
 NORMED = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt_oss", "qwen2_moe",
     "qwen3_moe", "mixtral", "llama4", "granite", "glm4",
 )  # fmt: skip
 
-#: Models whose layers begin with a layer norm that q, k and v alone read.
+#: Models whose layers begin with a layer norm that only q, k and v read.
 LAYER_NORMED = ("gpt_neox", "falcon_40b", "gpt2", "gpt_bigcode", "starcoder2")
 
-#: Models whose second layer is another than the first: a sliding window, no rotation.
+#: Models whose second layer differs from the first, by a sliding window or by having no rotation.
 UNLIKE_LAYERS = ("gemma2", "gemma3", "gpt_oss", "llama4")
 
-#: With sizes as symbols, of one layer: tracing takes three times as long. Norms of rows; windows.
+#: Cases with sizes as symbols. The models have one layer, because tracing takes three times as
+#: long. The cases cover norms of rows, and windows.
 DYNAMIC = ("olmo2", "gemma3")
 
 
-#: Models that are given masks, too; attention of the others is the same. The first four have
-#: windows, sinks or chunks.
+#: Models that also run with masks. The attention of the other models is the same. The first four
+#: have windows, sinks or chunks.
 MASKED = {
     "gemma2": "padding",
     "gemma3": "tensor",
@@ -49,9 +51,12 @@ MASKED = {
 
 
 def cases():
-    """(name, mask, phase, dynamic): every model in one phase without a mask, those of MASKED in the
-    other with one; every mask in both phases. What is in MASKED and in DYNAMIC has static sizes
-    with a mask alone."""
+    """Returns (name, mask, phase, dynamic) of each case.
+
+    Every model runs in one phase without a mask, and the models of MASKED in the other phase with
+    one mask. Every mask occurs in both phases. Models in MASKED and in DYNAMIC have static sizes
+    only with a mask.
+    """
     for number, name in enumerate(MODELS):
         one, other = ("prefill", "decode") if number % 2 else ("decode", "prefill")
         if name not in DYNAMIC or name not in MASKED:
@@ -63,7 +68,8 @@ def cases():
 
 @pytest.mark.parametrize(("name", "mask", "phase", "dynamic"), cases())
 def test_every_layer_is_fused_and_right(name, mask, phase, dynamic, monkeypatch):
-    # Kernels norm one token; a batch here has more, and so the op's reference is seen norming.
+    # Kernels normalise a single token. A batch here has more tokens, so the op's reference computes
+    # the norm.
     monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", 16)
     layers = LAYERS if name in UNLIKE_LAYERS or name == "llama" else 1
     ours, eager, exact = (
@@ -104,7 +110,7 @@ def test_every_layer_is_fused_and_right(name, mask, phase, dynamic, monkeypatch)
     ("name", "kind"), [("gpt_neox", "layer"), ("starcoder2", "layer"), ("cohere", None)]
 )
 def test_a_layer_norm_is_part_of_both_linears_of_one_token(name, kind):
-    """In every layer; but where attention and MLP share one norm, it stays."""
+    """This holds in every layer. If attention and MLP share one norm, the norm stays."""
     ours, eager, exact = (build_hf(name, cache="static", batch=1) for _ in range(3))
     expected, reference = eager.model(*eager.args, **eager.kwargs).logits, in_float64(exact)
     compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
@@ -146,7 +152,8 @@ def test_inductor_gives_the_same_as_eager():
 
 
 def test_several_steps_on_one_cache():
-    """Decoding goes on where the last step wrote: positions advance, one compile serves all."""
+    """Decoding continues where the last step wrote. Positions advance, and one compilation serves
+    all steps."""
     ours, eager = (build_hf("qwen3", cache="static", phase="decode") for _ in range(2))
     compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
     for step in range(4):
@@ -173,7 +180,7 @@ def test_a_cache_made_inside_the_call_is_missed_by_name():
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_a_window_that_is_full_moves_and_is_named(name):
-    """The layer with a sliding window rolls its cache; the one with full attention is fused."""
+    """The layer with a sliding window rolls its cache. The layer with full attention is fused."""
     ours, eager = (build_hf(name, past_tokens=20) for _ in range(2))
     compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
     logits = compiled(*ours.args, **ours.kwargs).logits

@@ -1,5 +1,9 @@
-"""Hugging Face mixtures of experts: router and sparse layer fused, however experts are computed,
-for prompts and decode steps, with token counts as numbers and as symbols, and no less accurate."""
+"""Tests Hugging Face mixtures of experts: router and sparse layer are fused, in whatever way
+experts are computed.
+
+The tests cover prompts and decode steps, and token counts as numbers and as symbols. No result is
+less accurate.
+"""
 
 import copy
 import functools
@@ -28,8 +32,8 @@ DEEPSEEK = BASE | MLA | {
 BEHIND_A_DENSE_LAYER = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
-#: name -> (config class, fields). One sparse layer each, so that what a token is routed by does not
-#: depend on a fused one; GLM's behind a dense layer.
+#: For each name: (config class, fields). Each model has one sparse layer, so that the routing of a
+#: token does not depend on a fused layer. GLM's sparse layer stands behind a dense layer.
 MODELS = {
     "mixtral": ("MixtralConfig", BASE | {"num_local_experts": 4}),
     "qwen2_moe": ("Qwen2MoeConfig", BASE | QWEN | {"shared_expert_intermediate_size": 32}),
@@ -66,8 +70,8 @@ def built(name, experts):
 
 
 def steps(model, call):
-    """Logits of a prompt without a cache and, after the same prompt, of a decode step; `call`
-    computes both, the prompt of the second runs eagerly."""
+    """Returns the logits of a prompt without a cache, and the logits of a decode step after the
+    same prompt. `call` computes both, and the prompt before the decode step runs eagerly."""
     tokens = torch.randint(3, 60, (BATCH, PROMPT + 1), generator=torch.Generator().manual_seed(1))
     cache = transformers.StaticCache(config=model.config, max_cache_len=CACHE)
     with torch.no_grad():
@@ -77,7 +81,8 @@ def steps(model, call):
 
 
 def layer_steps(call, dtype):
-    """The sparse layer's results for the activations of a prompt and of a decode step."""
+    """Returns the results of the sparse layer for the activations of a prompt and of a decode
+    step."""
     torch.manual_seed(1)
     inputs = [torch.randn(BATCH, tokens, BASE["hidden_size"]).bfloat16() for tokens in (PROMPT, 1)]
     results = [call(x.to(dtype)) for x in inputs]
@@ -85,7 +90,7 @@ def layer_steps(call, dtype):
 
 
 def in_float64(model):
-    """A copy that computes expert by expert."""
+    """Returns a copy that computes one expert after the other."""
     exact = copy.deepcopy(model).to(torch.float64)
     exact.set_experts_implementation("eager")
     return exact
@@ -93,14 +98,15 @@ def in_float64(model):
 
 @functools.cache
 def uncompiled(name, experts):
-    """Eager results in bfloat16, and in float64."""
+    """Returns the eager results in bfloat16 and in float64."""
     model = built(name, experts)
     exact = in_float64(model)
     return steps(model, model), steps(exact, exact)
 
 
 def assert_fused(latest, dynamic=False):
-    """In each graph, a prompt's and a decode step's, the sparse layer and its router."""
+    """Checks that the sparse layer and its router are fused in the graph of the prompt and in the
+    graph of the decode step."""
     found = [patterns_in(report, "fused_moe").count("moe") for report in latest]
     assert found == [1, 1], [m for report in latest for m in misses_of(report, "fused_moe")]
     for report in latest:
@@ -117,8 +123,9 @@ def assert_right(name, *results):
         assert_no_worse(fused, eager, exact, f"{name} {what}")
 
 
-#: Models that are traced whole: of softmax and of sigmoid scores, without shared experts and with
-#: them, and behind a dense layer. Of the others, the sparse layer alone.
+#: Models that are traced as a whole. They have softmax and sigmoid scores, are without and with
+#: shared experts, and one stands behind a dense layer. For the other models, only the sparse layer
+#: is traced.
 WHOLE = ("mixtral", "gpt_oss", "glm4_moe")
 
 
@@ -132,10 +139,10 @@ def test_the_sparse_layer_is_fused_and_right(name):
     assert_right(name, logits, *uncompiled(name, "grouped_mm"))
 
 
-# Of the others the router is what differs.
+# The other models differ in the router.
 CASES = [(name, "batched_mm", False) for name in ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")]
 CASES += [(name, "grouped_mm", False) for name in MODELS if name not in WHOLE]
-# With sizes as symbols: each kind of router, and of product.
+# Cases with sizes as symbols, for each kind of router and of product.
 CASES += [(name, "grouped_mm", True) for name in ("qwen2_moe", "gpt_oss", "deepseek_v3")]
 CASES += [("mixtral", "batched_mm", True)]
 
@@ -156,7 +163,8 @@ def test_a_layer_alone_is_fused_and_right(name, experts, dynamic):
 
 
 def test_float16_with_transformers_own_grouped_product_is_fused_too():
-    """torch's grouped_mm takes no float16 under compilation; transformers has an operator then."""
+    """torch's grouped_mm takes no float16 under compilation. transformers has an operator for that
+    case."""
     torch._dynamo.reset()
     model = built("mixtral", "grouped_mm").half()
     exact = in_float64(model)

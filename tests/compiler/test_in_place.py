@@ -1,5 +1,6 @@
-"""Arithmetic in place is what it is out of place where nobody can tell, through views as well; and
-stays where another name, an input or the strides of a result would tell."""
+"""Tests that arithmetic in place becomes arithmetic out of place if no reader can tell the
+difference, also through views. It stays if another name, an input or the strides of a result would
+show a difference."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ found: list[int] = []
 
 
 def compiled(step, dynamic=None):
-    """The step with its arithmetic made new, through eager; how much there was goes to found."""
+    """Returns the step compiled with the eager inner compiler, with its arithmetic made new. The
+    number of changed calls goes to `found`."""
 
     def backend(gm, inputs):
         inline_bodies(gm.graph, modes_of(gm.graph, torch.is_grad_enabled()))
@@ -33,7 +35,7 @@ def compiled(step, dynamic=None):
 
 
 def through_views(x, d):
-    """As Gemma scales its queries."""
+    """Scales queries as Gemma does."""
     q = F.linear(x, W).view(3, 2, 4).transpose(0, 1)
     q.mul_(0.5)
     return q.reshape(2, 12) + 1
@@ -57,7 +59,8 @@ def one_of_three(x, d):
 
 
 def one_of_three_then_the_others(x, d):
-    """A neighbour on the same memory is changed by the result: left alone, though it might be."""
+    """The result changes a neighbour on the same memory. The call is left alone, although it might
+    be changed."""
     q, k, v = F.linear(x, W).split([4, 2, 2], -1)
     q.mul_(2)
     keys = k.view(3, 2, 1)
@@ -72,7 +75,7 @@ def copied(x, d):
 
 
 def all_columns_by_number(x, d):
-    """Padding that a width needs none of: d has 8 columns."""
+    """Pads a width that needs no padding: d has 8 columns."""
     y, z = (torch.empty(3, 8).fill_(0.0) for _ in range(2))
     y[:, :8] = d
     z[..., : d.shape[1]] = x[:, :8]
@@ -137,7 +140,7 @@ def expanded_mask(x, d):
 
 
 def viewed_between_changes(x, d):
-    """The view names what the second change made, and is changed by the third."""
+    """The view names the result of the second change, and the third change changes it."""
     y = F.linear(x, W)
     y.mul_(2)
     y.add_(d)
@@ -173,7 +176,7 @@ def with_lowest(x, d):
 
 
 def in_a_checkpoint(x, d):
-    """The name outside of the body has another fake tensor."""
+    """The name outside the body has another fake tensor."""
     y = checkpoint(F.linear, x, W, use_reentrant=False)
     flat = y.view(-1)
     y.mul_(2)
@@ -246,7 +249,7 @@ def number(x, d):
 
 
 def wider(x, d):
-    """Rounded to the product's dtype, as in place it is."""
+    """The result is rounded to the product's dtype, as it is in place."""
     y = F.linear(x.bfloat16(), W.bfloat16())
     y += d
     return y
@@ -356,7 +359,7 @@ def rows_put_back(x, d):
 
 
 def rows_put_by_name(x, d):
-    """As export spells it, and by keywords."""
+    """Writes the call as export does, and by keywords."""
     out = torch.zeros_like(d)
     torch.ops.aten.index_put_.default(out, [AT], out[AT] + d)
     out.index_put_(indices=(AT,), values=d, accumulate=False)
@@ -389,14 +392,14 @@ def rows_put_of_a_number(x, d):
 
 
 def rows_put_of_more_dims(x, d):
-    """Assignment takes leading dimensions of one off."""
+    """Assignment drops leading dimensions of size one."""
     y = torch.zeros_like(x)
     y[torch.tensor([2, 0])] = x[None, :1]
     return y
 
 
 def filled_by_a_tensor(x, d):
-    """Whether its number overflows is not known when the graph is compiled."""
+    """Whether the number overflows is not known when the graph is compiled."""
     y = F.linear(x, W)
     y[d < 0] = d.sum()
     return y
@@ -463,7 +466,8 @@ def test_a_number_of_rows_that_changes(step, count):
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_what_autograd_records_stays(outside):
-    """A gradient flows past a change that no_grad hides, and through one that it does not."""
+    """A gradient flows past a change that no_grad hides, and through a change that it does not
+    hide."""
     w = W.clone().requires_grad_()
 
     def step(x, w):
@@ -484,7 +488,7 @@ def test_what_autograd_records_stays(outside):
 
 
 def test_later_views_of_what_is_new_and_of_what_is_not_lie_apart():
-    """The result of a part has memory of its own; its neighbours keep theirs."""
+    """The result for a part has memory of its own. Its neighbours keep their memory."""
     seen = []
 
     def backend(gm, inputs):
@@ -507,7 +511,7 @@ def test_later_views_of_what_is_new_and_of_what_is_not_lie_apart():
 
 
 def test_a_tensor_without_memory_of_its_own_is_passed_by():
-    """Sparse tensors have no storage, so what shares memory with them is not known."""
+    """Sparse tensors have no storage, so it is not known which tensors share their memory."""
     graph = torch.fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     x.meta["example_value"] = torch.eye(3).to_sparse()
@@ -521,7 +525,7 @@ def test_a_tensor_without_memory_of_its_own_is_passed_by():
 
 @pytest.mark.parametrize("taken", ["once", "again", "all"])
 def test_a_result_that_is_taken_again_by_another_name_stays_in_place(taken):
-    """Whoever takes it later must find it divided."""
+    """A later reader of the tensor must find it divided."""
     graph = torch.fx.Graph()
     d = graph.placeholder("d")
     d.meta["example_value"] = torch.ones(3, 8)

@@ -1,7 +1,9 @@
-"""K and V of all layers in the rows of one tensor: which of its views are apart, and what follows.
+"""Tests K and V of all layers in the rows of one tensor: which views are disjoint, and what follows
+from that.
 
-`[rows, heads, head_dim]` read as `[blocks, layers, 2, page, heads, head_dim]` is how continuous
-batching keeps the caches of all layers; allocators of other layer types see other blocks in it.
+Continuous batching keeps the caches of all layers in `[rows, heads, head_dim]`, which it reads as
+`[blocks, layers, 2, page, heads, head_dim]`. Allocators of other layer types see other blocks in
+the same tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ ROWS = BLOCKS * LAYERS * 2 * PAGE
 
 
 def random_view(rng, rows):
-    """An effect and the same view of `rows` [n, 2], by random reshapes, slices and selections."""
+    """Returns an effect and the same view of `rows` [n, 2], made by random reshapes, slices and
+    selections."""
     effect, view = effects.identity(rows.shape), rows
     for _ in range(rng.randint(1, 5)):
         dim = rng.randrange(len(view.shape) - 1) if view.dim() > 1 else 0
@@ -66,7 +69,7 @@ def random_view(rng, rows):
 
 
 def test_selections_are_apart_exactly_where_they_share_no_element():
-    """Proofs agree with the elements that random views of one tensor select."""
+    """The proofs agree with the elements that random views of one tensor select."""
     rng = random.Random(0)
     rows = torch.arange(2 * 48).view(48, 2)
     answers = {True: 0, False: 0}
@@ -76,11 +79,11 @@ def test_selections_are_apart_exactly_where_they_share_no_element():
         assert _effects_disjoint(one, other) == apart
         assert _effects_disjoint(other, one) == apart
         answers[apart] += 1
-    assert min(answers.values()) > 200  # both answers were asked for
+    assert min(answers.values()) > 200  # both answers occurred
 
 
 def pages_of(rows, layers, page):
-    """An effect for K and for V of each layer, of rows [rows, Hkv, D]."""
+    """Returns an effect for K and for V of each layer, from rows [rows, Hkv, D]."""
     blocks = rows // (layers * 2 * page)
     pages = effects.reshape(effects.identity((rows, HKV, D)), (blocks, layers, 2, page, HKV, D))
     return [
@@ -111,7 +114,8 @@ def test_windows_that_overlap_by_one_row_are_not_apart(rows, by):
 
 
 def test_views_of_two_allocators_are_apart_only_where_no_block_can_hold_both():
-    """One has two layers a block, the other one: a block of the one may be two of the other."""
+    """One allocator has two layers in a block, and the other has one. A block of the second may be
+    two blocks of the first."""
     full, sliding = pages_of(ROWS, 2, PAGE), pages_of(ROWS, 1, PAGE)
     held = torch.arange(ROWS * HKV * D).view(ROWS, HKV, D)
     tensors = [
@@ -153,8 +157,11 @@ def test_windows_of_an_op_interleave_but_do_not_share_a_row():
 
 
 class Layers(nn.Module):
-    """Attention layers of one graph, with their caches in one tensor. write: given that tensor
-    [rows, Hkv, D], page and offset of each token, and k and v of every layer."""
+    """Attention layers of one graph, with their caches in one tensor.
+
+    `write` gets that tensor [rows, Hkv, D], the page and offset of each token, and k and v of every
+    layer.
+    """
 
     def __init__(self, write, layers=LAYERS):
         super().__init__()
@@ -174,7 +181,7 @@ def given(dtype=torch.float32):
 
 
 def part(rows, layer, kv, layers=LAYERS):
-    """K (0) or V (1) of a layer, [blocks, page, Hkv, D]."""
+    """Returns K (0) or V (1) of a layer, [blocks, page, Hkv, D]."""
     return rows.view(-1, layers, 2, PAGE, HKV, D)[:, layer, kv]
 
 
@@ -197,7 +204,8 @@ def index_put(rows, page, offset, k, v):
 
 
 def two_allocators(rows, page, offset, k, v):
-    """Each sees blocks of its own size; the last writes what the first may have written."""
+    """Each allocator sees blocks of its own size. The last write may overwrite what the first has
+    written."""
     for i, layers in enumerate((LAYERS, 1)):
         part(rows, 0, 0, layers)[page, offset] = k[i]
         part(rows, 0, 1, layers)[page, offset] = v[i]
@@ -218,7 +226,7 @@ def old_values_read_between(rows, page, offset, k, v):
 
 
 def beside(rows, page, offset, k, v):
-    """K, and V a page of rows further on."""
+    """V lies one page of rows behind K."""
     further_on(PAGE, rows, page, offset, k, v)
 
 
@@ -247,7 +255,7 @@ def test_they_are_in_16_bits(dtype):
 
 @pytest.mark.parametrize("spelling", ["view", "unflatten"])
 def test_a_symbolic_number_of_rows_is_fused_and_compiled_once(spelling):
-    """The view says that the rows are whole blocks, which the symbols do not."""
+    """The view says that the rows are whole blocks. The symbols do not say so."""
 
     def write(rows, page, offset, k, v):
         for i in range(LAYERS):
@@ -264,7 +272,7 @@ def test_a_symbolic_number_of_rows_is_fused_and_compiled_once(spelling):
         x, rows, slots = given()
         rows = torch.cat((rows, rows[: more * 2 * LAYERS * PAGE]))
         torch._dynamo.mark_dynamic(rows, 0)
-        before, slots = rows.clone(), slots + more * PAGE  # into the rows that were added
+        before, slots = rows.clone(), slots + more * PAGE  # writes into the rows that were added
         expected, actual = layers(x, before, slots), fused(x, rows, slots)
         torch.testing.assert_close((actual, rows), (expected, before), rtol=1e-4, atol=1e-5)
     assert [patterns_in(report, "qkv") for report in reports()] == [["qkv_cache"] * LAYERS]
@@ -274,7 +282,7 @@ def test_a_symbolic_number_of_rows_is_fused_and_compiled_once(spelling):
 
 
 def one_row_over(rows, page, offset, k, v):
-    """K, and V one row less than a page further on."""
+    """V lies one row less than a page behind K."""
     further_on(PAGE - 1, rows, page, offset, k, v)
 
 
@@ -314,7 +322,7 @@ def test_what_may_meet_is_not_moved(write):
 
 
 def test_rows_that_share_memory_are_not_apart():
-    """Different rows may be the same elements where rows overlap in memory."""
+    """If rows overlap in memory, different rows may have the same elements."""
     x, rows, slots = given()
     layers = Layers(by_layer)
 
@@ -331,7 +339,7 @@ def test_rows_that_share_memory_are_not_apart():
 
 
 def squashed_keys(rows, page, offset, k, v):
-    """No projection alone makes these keys: the pair is stored."""
+    """No projection alone computes these keys, so the pair is stored."""
     by_layer(rows, page, offset, [x.tanh() for x in k], v)
 
 
@@ -342,7 +350,7 @@ def keys_alone(rows, page, offset, k, v):
 
 
 def index_copies_of_shifted_rows(rows, page, offset, k, v):
-    """As transformers writes: one number a token, into rows that start a page apart."""
+    """Writes as transformers does: each token has one number, and the rows start a page apart."""
     row = page * (LAYERS * 2 * PAGE) + offset
     for i in range(LAYERS):
         rows[2 * i * PAGE :].index_copy_(0, row, k[i])
@@ -359,9 +367,9 @@ def other_slots_for_values(rows, page, offset, k, v):
     part(rows, 0, 1)[page.flip(0), offset.flip(0)] = v[0]
 
 
-PATTERNS = ["qkv_cache", "cache_store"]  # the linears of float32 are not asked about
+PATTERNS = ["qkv_cache", "cache_store"]  # no pattern looks at linears of float32
 
-#: How many ops write what is missed.
+#: For each write that is missed, the number of ops that perform it.
 STORED = {
     squashed_keys: 2, keys_alone: 1, index_copies_of_shifted_rows: 4, other_slots_for_values: 2,
     one_row_over: 2, keys_read_for_values: 2,
@@ -370,7 +378,8 @@ STORED = {
 
 @pytest.mark.parametrize("write", STORED, ids=lambda write: write.__name__)
 def test_a_missed_write_copies_no_part_of_the_cache(write):
-    """The smallest view that is written, of one layer's keys, has 256 KiB; the rest has 32 at most.
+    """The smallest view that is written, the view of one layer's keys, has 256 KiB. Other tensors
+    have at most 32 KiB.
 
     Inductor compiles the rewritten graph, in which `paged_kv_store` takes the tensor of all layers.
     """
@@ -386,7 +395,7 @@ def test_a_missed_write_copies_no_part_of_the_cache(write):
 
 @pytest.mark.parametrize("write", [by_layer, squashed_keys], ids=lambda write: write.__name__)
 def test_stock_inductor_copies_parts_of_the_cache(write):
-    """The bounds of the test above do see a copy."""
+    """The control: the bounds of the test above do detect a copy."""
     x, rows, slots = given()
     many = rows.repeat(256 * 1024 // (BLOCKS * PAGE * HKV * D * 4), 1, 1)
     code = generated_code(torch.compile(Layers(write), backend="inductor"), x, many, slots)

@@ -1,4 +1,5 @@
-"""Work on a graph grows with its nodes: calls are counted, for seconds depend on the machine."""
+"""Tests that the work on a graph grows only with the number of its nodes. The tests count calls,
+because seconds depend on the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ SMALL, LARGE = 24, 96
 
 
 def calls(structure, pieces):
-    """Python calls of `fuse` for each node of a graph."""
+    """Returns the number of Python calls of `fuse` for each node of a graph."""
     found = []
 
     def backend(gm, inputs):
@@ -39,13 +40,13 @@ def calls(structure, pieces):
 @pytest.mark.parametrize("name", ["unbind", "setitems_fresh", "adapters_masked"])
 def test_a_node_of_a_large_graph_takes_no_more_calls(name):
     structure = STRUCTURES[name].make
-    calls(structure, 2)  # what is done once
+    calls(structure, 2)  # work that is done only once
     assert calls(structure, LARGE) < 1.25 * calls(structure, SMALL)
 
 
 def layers_of_attention(x, weight, caches, slots):
-    """A layer for each pair of caches [slots, 1, 16]; none is rotated, so that queries are told by
-    what they meet."""
+    """Has a layer for each pair of caches [slots, 1, 16]. No layer rotates, so that queries are
+    recognised by the caches that they meet."""
     for k_cache, v_cache in caches:
         q, k, v = (F.linear(x, w)[:, None] for w in weight)
         k_cache[slots] = k
@@ -56,7 +57,7 @@ def layers_of_attention(x, weight, caches, slots):
 
 
 def calls_for_queries(layers):
-    """Python calls of `qkv_cache` for each layer."""
+    """Returns the number of Python calls of `qkv_cache` for each layer."""
     found = []
 
     def backend(gm, inputs):
@@ -78,5 +79,5 @@ def calls_for_queries(layers):
 
 
 def test_a_query_is_found_in_its_own_layer():
-    calls_for_queries(2)  # what is done once
+    calls_for_queries(2)  # work that is done only once
     assert calls_for_queries(24) < 1.2 * calls_for_queries(4)

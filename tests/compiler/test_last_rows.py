@@ -1,4 +1,5 @@
-"""A selection of a product's rows is made before it, where nothing else reads the product."""
+"""Tests that a selection of a product's rows is made before the product, if no other node reads the
+product."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ found: list[tuple[int, list[tuple]]] = []
 
 
 def compiled(step, inner="eager"):
-    """The step with its rows taken first; how many selections moved, and the shapes of what the
-    graph's products give, go to found."""
+    """Returns the step compiled with its rows selected first. The number of moved selections, and
+    the shapes of the results of the graph's products, go to `found`."""
 
     def backend(gm, inputs):
         moved = through(take_rows_first, gm)
@@ -36,7 +37,7 @@ def compiled(step, inner="eager"):
 
 
 def with_symbols(x):
-    """The same tensor, of any number of sequences and tokens."""
+    """Returns the same tensor with a symbolic number of sequences and tokens."""
     for dim in (0, 1):
         torch._dynamo.mark_dynamic(x, dim)
     return x
@@ -95,13 +96,13 @@ def of_one_sequence(x):
 
 
 def as_float(x):
-    """As transformers casts logits, and Gemma caps them."""
+    """Casts logits as transformers does, and caps them as Gemma does."""
     logits = head(x).float()
     return (torch.tanh(logits / 30.0) * 30.0)[:, -1, :]
 
 
 def changed_behind(x):
-    """What is written to is the selection's own memory in both."""
+    """In both cases the write goes to the selection's own memory."""
     logits = head(x)[:, -1]
     logits[:, 3] = -1.0
     return logits.argmax(-1), logits
@@ -203,7 +204,7 @@ def all_of_it(x):
 
 
 def behind_a_softmax_of_rows(x):
-    """Each number depends on those of other tokens."""
+    """Each number depends on the numbers of other tokens."""
     return head(x).softmax(1)[:, -1]
 
 
@@ -218,7 +219,7 @@ def written_before(x):
 
 
 def of_a_vector(x):
-    """Its last dimension is the tokens'."""
+    """The last dimension of the result is that of the tokens."""
     return F.linear(x, W[0].to(x.dtype))[:, -1]
 
 
@@ -231,7 +232,7 @@ def with_a_bias_of_each_row(x):
 
 
 def into_a_given_tensor(x):
-    """What is written there is returned besides."""
+    """The tensor that is written is also returned."""
     room = x.new_zeros(TOKENS, 40)
     found = torch.matmul(x[0], W.to(x.dtype).t(), out=room)[-1:]
     return found, room
@@ -293,7 +294,7 @@ def test_one_token_stays_as_it_is():
 
 
 def test_under_autocast_it_has_that_dtype():
-    """The product's dtype is not what its operands say."""
+    """The dtype of the product is not the one that its operands imply."""
 
     def step(x):
         with torch.autocast("cpu", torch.bfloat16):

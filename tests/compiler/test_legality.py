@@ -1,4 +1,5 @@
-"""Whether different indices of a tensor certainly mean different elements, by sizes and strides."""
+"""Tests whether different indices of a tensor certainly mean different elements, by sizes and
+strides."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def symbols(*hints):
 
 
 def test_symbols_that_lie_side_by_side():
-    """Each stride is all that lies inside it; what is further apart is not known to be apart."""
+    """Each stride is the product of all sizes inside it. If a dimension lies further apart, nothing
+    is known about it."""
     pages, size, width = symbols(5, 7, 11)
     shape = (pages, size, width)
     assert _has_its_own_elements(memory(shape, (size * width, width, 1)))

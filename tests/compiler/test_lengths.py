@@ -1,4 +1,5 @@
-"""Lengths that a cache's layers count for themselves advance together, where no one can tell."""
+"""Tests that the lengths that a cache's layers count advance together, if no reader can tell the
+difference."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ HEADS, D, SLOTS = 2, 16, 12
 
 
 class CountingLayer(nn.Module):
-    """Projects x, and writes k and v behind the tokens that a length says are there."""
+    """Projects x, and writes k and v behind the tokens that are present according to a length."""
 
     def __init__(self, then) -> None:
         super().__init__()
@@ -98,8 +99,8 @@ def seen_through_another_name(length, positions, num_tokens, view):
 
 @dataclass(frozen=True)
 class Seen:
-    """What the rewritten graph does: how many lengths advance at its end, and how many positions it
-    still computes."""
+    """Facts about the rewritten graph: how many lengths advance at its end, and how many positions
+    it still computes."""
 
     advances: int
     sums: int
@@ -169,7 +170,7 @@ def test_a_length_with_another_name_stays_where_it_advances():
     ],
 )
 def test_an_arange_that_is_written_to_is_no_zero(write):
-    """The position is two further than the length."""
+    """The position is the length plus two."""
 
     class Later(CountingLayer):
         def forward(self, x, k_cache, v_cache, length):
@@ -188,8 +189,8 @@ def test_an_arange_that_is_written_to_is_no_zero(write):
 
 
 def test_steps_of_a_static_cache_write_behind_each_other():
-    """Three tokens, one after another, through Hugging Face's own cache of two layers. One through
-    Inductor is in test_hf_models.py."""
+    """Three tokens are written, one after another, through a Hugging Face cache of two layers.
+    test_hf_models.py runs a cache through Inductor."""
     case = build_hf("llama", batch=1, past_tokens=4, dtype=torch.float32)
     cache, ids = case.kwargs["past_key_values"], torch.arange(7)[None] + 3
     wanted = case.model(ids, use_cache=False).logits[:, 4:]

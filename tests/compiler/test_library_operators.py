@@ -1,5 +1,7 @@
-"""Operators of quantisation libraries, which are declared by default: by stand-ins with the hub's
-schemas and arithmetic, in modules of transformers."""
+"""Tests operators of quantisation libraries, which are declared by default.
+
+Stand-ins have the hub's schemas and arithmetic, in modules of transformers.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ HIDDEN = 256
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The stand-ins are what the hub has loaded; nothing stays declared."""
+    """Loads the stand-ins in place of the hub's kernels. No declaration stays afterwards."""
     monkeypatch.setattr(library, "_FINEGRAINED_FP8", finegrained.KERNEL)
     yield
     declared._DECLARED.clear()
@@ -75,7 +77,7 @@ def attention(form):
 
 
 def exactly(module, x):
-    """What a linear of the library computes, without rounding behind the codes."""
+    """Computes the function of a linear of the library, without rounding after the codes."""
     by_block = [module.block_size] if module.block_size else []
     scale = module.activation_scale
     arguments = (x, module.weight, module.weight_scale_inv, *([] if scale is None else [scale]))
@@ -109,7 +111,7 @@ def test_an_mlp_for_few_tokens_is_fused_and_no_worse(tokens):
 
 
 def test_the_last_block_of_rows_may_be_a_part_of_one():
-    """192 rows have two scales, of 128 and of 64 rows."""
+    """192 rows have two scales, one for 128 rows and one for 64 rows."""
     model = Mlp(finegrained.linear, HIDDEN, 512)
     model.gate, model.up = (finegrained.linear(192, HIDDEN, seed) for seed in (3, 4))
     model.forward = lambda x: F.silu(model.gate(x)) * model.up(x)
@@ -168,7 +170,7 @@ def routes(tokens=6, chosen=2):
 
 
 def exact_experts(module, x, ids, weights):
-    """Expert by expert in float64."""
+    """Computes one expert after the other in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     up, down = (
         finegrained.decoded(getattr(module, n), getattr(module, f"{n}_scale_inv"))
@@ -195,7 +197,8 @@ def test_experts_are_fused_with_activations_rounded_by_blocks(experts, scale_fmt
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 def test_routes_to_experts_on_other_devices_are_as_they_are(experts):
-    """Ids from E on: the operator leaves their rows undefined, and the model fills them."""
+    """Some ids are E or more. The operator leaves their rows undefined, and the model fills
+    them."""
     module = mixture(experts).model.layers[0].mlp.experts
     module._is_expert_parallel = True
     x, ids, weights = routes()
@@ -222,7 +225,7 @@ def test_latents_of_codes_are_fused(experts):
 
 
 def test_a_call_whose_last_view_a_match_absorbs_is_put_back():
-    """The query's product runs as it was, and its result is rotated by the op."""
+    """The query's product runs as it was, and the op rotates its result."""
     model = mixture("grouped_mm", DEEPSEEK, "DeepseekV3Config")
     tokens = torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(1))
     torch._dynamo.reset()
@@ -255,7 +258,7 @@ by_rows.register_fake(lambda XQ, WQ, *scales: XQ.new_empty(len(XQ), len(WQ), dty
 
 
 class OfCodes(Attention):
-    """The activation is rounded once, for all three."""
+    """The activation is rounded once, for all three projections."""
 
     def forward(self, x, slots, k_cache, v_cache):
         scale = x.float().abs().amax(-1).clamp(1e-4) / 448
@@ -360,7 +363,7 @@ def test_what_a_user_declares_comes_first():
 
 
 def test_a_divisor_held_to_a_number_that_matters_is_another_rounding():
-    """Smaller scales would multiply as themselves, and divide as the bound."""
+    """Scales below the bound would be multiplied as they are, but divided by the bound."""
 
     def grouped(A, B, Bs, offsets, tokens_per_expert, block_size, output_dtype=None):
         blocks = A.float().unflatten(-1, (-1, 128))

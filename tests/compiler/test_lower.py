@@ -1,4 +1,4 @@
-"""lower shows everything and changes nothing."""
+"""Tests that `lower` shows everything and changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_lower_writes_nothing_and_changes_nothing(name):
     assert patterns_in(lowered, "qkv") == ["qkv_cache"]
     assert same_bits(args, before)
     assert same_bits(model.state_dict().values(), state.values())
-    assert not torch.is_grad_enabled()  # the fixture's, as it was
+    assert not torch.is_grad_enabled()  # the fixture's setting has not changed
     with torch.enable_grad():
         lower(model, args)
         assert torch.is_grad_enabled()
@@ -47,7 +47,8 @@ def test_lower_works_on_meta_tensors():
 
 
 def test_a_model_that_asks_for_autocast_on_its_device_is_lowered_on_meta():
-    """torch knows no autocast there and raises; on other devices it answers as ever."""
+    """torch knows no autocast on the meta device and raises an error. On other devices it answers
+    as usual."""
     said = []
 
     def model(x):
@@ -64,7 +65,8 @@ def test_a_model_that_asks_for_autocast_on_its_device_is_lowered_on_meta():
 
 
 def test_a_tensor_made_of_a_number_on_meta_is_traced():
-    """torch makes it a plain one there, under fake tensors too, and refuses to compute with it."""
+    """On the meta device, torch makes a plain tensor even under fake tensors, and then refuses to
+    compute with it."""
 
     def model(mask):
         return torch.where(mask, torch.tensor(0.0, device=mask.device, dtype=torch.half), -1.0)

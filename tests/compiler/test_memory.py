@@ -1,7 +1,9 @@
-"""The dataflow view makes memory explicit: reads, writes, aliases, and what each write is.
+"""Tests that the dataflow view makes memory explicit: reads, writes, aliases, and the meaning of
+each write.
 
-Each graph is also replayed on real tensors (see flow_check): every node must hold what its view
-selects of the value it names, every value what its operation makes of its operands.
+Each graph is also replayed on real tensors (see flow_check). Every node must hold the elements that
+its view selects from the value that it names. Every value must equal the result of its operation on
+its operands.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ CACHE = numbers(4, 2, 6)  # [P, S, D]
 
 
 def test_a_node_that_cannot_be_read_may_have_written_any_memory(monkeypatch):
-    """Not its arguments alone: the call may know the cache's memory by another name."""
+    """The call may write more than its arguments, because it may know the cache's memory by another
+    name."""
     real = _Builder._call
 
     def call(self, node, name, result):
@@ -80,7 +83,7 @@ def test_a_copy_keeps_what_it_copied():
 
 
 def test_detaching_in_place_changes_nothing():
-    """Export spells `torch.tensor([...])` as a copy that is detached in place."""
+    """Export writes `torch.tensor([...])` as a copy that is detached in place."""
 
     def step(table):
         fresh = torch.ops.aten.lift_fresh_copy.default(table)
@@ -193,7 +196,7 @@ def test_new_empty_filled_through_narrow_and_copy_reads_as_a_concatenation():
         return k * 2
 
     (k,) = returned(step, X, X + 1).value.operands
-    assert k.value.op in ("aten.cat", "store")  # one slice lost a dimension
+    assert k.value.op in ("aten.cat", "store")  # one slice has lost a dimension
 
 
 PARTIAL = {
@@ -222,7 +225,7 @@ def test_slices_that_do_not_tile_are_no_concatenation(name):
 def test_what_was_written_as_another_dtype_is_not_known_to_be_the_source():
     def step(cache, x):
         seen = cache.view(torch.int32)
-        seen.copy_(x)  # converts: the cache does not hold x
+        seen.copy_(x)  # converts, so the cache does not hold x
         return cache * 2, seen * 2
 
     flow = flow_of(step, X.clone(), X + 1)
@@ -243,7 +246,9 @@ def test_inputs_on_one_storage_do_not_hide_writes_from_each_other():
 
     flow = flow_of(step, pool, pool[2:4])
     (read,) = flow.outputs[0].value.operands
-    assert read.value.op == "opaque:memory"  # known to have changed, not known to what
+    assert (
+        read.value.op == "opaque:memory"
+    )  # it is known to have changed, but its new value is not known
     whole, part = (flow.memory_of[n] for n in flow.memory_of if n.op == "placeholder")
     assert whole.storage == part.storage
     assert {whole.offset, part.offset} == {0, 12}
@@ -335,8 +340,9 @@ def setitem(cache, at, k):
     cache[at] = k
 
 
-# write(cache, k), the cache, the target's shape, the indexed dimensions, the source's shape
-SET = (PAGES, (8, 3, 4), [0], (3, 3, 4))  # all slots in one dimension
+# write(cache, k), the cache, the shape of the target, the indexed dimensions, the shape of the
+# source
+SET = (PAGES, (8, 3, 4), [0], (3, 3, 4))  # all slots are in one dimension
 WRITES = {
     "setitem on a view": (lambda c, k: setitem(flat(c), SLOTS, k), *SET),
     "index_put_": (lambda c, k: flat(c).index_put_((SLOTS,), k), *SET),

@@ -1,4 +1,4 @@
-"""Nothing that was compiled or called stays in memory once its user has dropped it.
+"""Tests that no compiled object or call stays in memory once its user has dropped it.
 
 `benchmarks/soak.py` does the same for 100,000 calls and 200 models, and measures the process.
 """
@@ -24,13 +24,14 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture(autouse=True)
 def newly():
-    """What was there before the test is neither looked at nor collected."""
+    """Objects that existed before the test are neither searched nor collected."""
     gc.collect()
     gc.freeze()
 
 
 def reached(things) -> list:
-    """Everything that is alive because of `things`, without what modules and classes hold."""
+    """Returns every object that is alive because of `things`, without the contents of modules and
+    classes."""
     found, open_ = {}, list(things)
     while open_:
         thing = open_.pop()
@@ -48,7 +49,7 @@ def alive(kind) -> int:
 
 @pytest.mark.parametrize("step", [normed, read_between])
 def test_a_kept_report_holds_no_part_of_the_graph(step):
-    """A match, and a miss with its culprits."""
+    """The report has a match, and a miss with its culprits."""
     compiled(Layer(step))(*make_args())
     (report,) = reports()
     assert report.matches or report.misses
@@ -74,7 +75,7 @@ def test_the_graph_of_a_kept_report_is_asked_for_elsewhere():
 
 
 def test_models_that_are_dropped_are_freed():
-    """Their weights, and every graph that was made of them."""
+    """Their weights are freed, and so is every graph that was made of them."""
 
     def cycle():
         model = Layer(plain)
@@ -87,7 +88,7 @@ def test_models_that_are_dropped_are_freed():
         gc.collect()
         assert weight() is None
 
-    cycle()  # what is made once stays
+    cycle()  # objects that are made once stay
     graphs, tensors = alive(fx.GraphModule), alive(torch.Tensor)
     for _ in range(3):
         cycle()
@@ -96,7 +97,7 @@ def test_models_that_are_dropped_are_freed():
 
 
 def test_what_torch_was_asked_is_not_kept_for_ever(monkeypatch):
-    """Operations that are in no table of spellings, each with another number."""
+    """Each operation is in no table of spellings, and has another number."""
     monkeypatch.setattr(access, "MAX_REMEMBERED", 3)
     monkeypatch.setattr(operations, "_ASKED", {})
 
@@ -110,7 +111,7 @@ def test_what_torch_was_asked_is_not_kept_for_ever(monkeypatch):
 
 
 def test_calls_leave_nothing_behind():
-    """New addresses at every call, and another number of tokens."""
+    """Every call has new addresses and another number of tokens."""
     model = Layer(plain)
 
     def step(m, x, k_cache, v_cache, slots):

@@ -1,4 +1,5 @@
-"""`load_modelopt`: checkpoints of ModelOpt compute what their codes stand for, and are fused."""
+"""Tests `load_modelopt`: checkpoints of ModelOpt compute the numbers that their codes stand for,
+and are fused."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tilewright.tools.paged_cache import PagedCache, kv_scales
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 EVERYTHING = {"qkv_cache": 2, "cache_attention": 2, "linear_activation": 2, "linear_residual": 4}
-#: Formats whose activations stay as they are.
+#: Formats that do not round activations.
 WEIGHT_ONLY = ("fp8_pb_wo", "W4A16_NVFP4")
 PATH = "model.layers.0.self_attn.k_proj"
 
@@ -35,13 +36,13 @@ def tensors_of(state, path):
 
 
 def nearest(x, numbers):
-    """The nearest of these magnitudes, with x's sign."""
+    """Returns the nearest of these magnitudes, with the sign of x."""
     near = (x.abs().unsqueeze(-1) - numbers).abs().argmin(-1)
     return numbers[near] * x.sign()
 
 
 def rounded(x, stored):
-    """Activations as a format has them, in float64."""
+    """Returns activations in float64 as a format rounds them."""
     x = x.double()
     if "weight_scale_2" in stored and "input_scale" in stored:
         groups, factor = x.unflatten(-1, (-1, 16)), stored["input_scale"].double()
@@ -67,7 +68,8 @@ def test_linears_compute_what_their_codes_stand_for(algorithm, tmp_path):
         x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(1))
         exact = rounded(x, stored) @ weight.t()
         assert relative_error(linear(x), exact) < 2.0**-18
-        # In bfloat16 some lie in the middle of two codes, and become either.
+        # In bfloat16, some activations lie in the middle between two codes and may become either
+        # code.
         half = x.bfloat16()
         assert relative_error(linear(half), rounded(half, stored) @ weight.t()) < 2.0**-6
         assert linear(x[:0]).shape == (0, weight.shape[0])
@@ -76,7 +78,7 @@ def test_linears_compute_what_their_codes_stand_for(algorithm, tmp_path):
 
 
 def as_decoded(kind, state):
-    """The dense model in float64 with the weights that the codes stand for."""
+    """Returns the dense model in float64, with the weights that the codes stand for."""
     model = dense(kind).double()
     for name, parameter in model.named_parameters():
         path = name.removesuffix(".weight")
@@ -100,7 +102,8 @@ def test_fused_logits_are_no_further_from_float64(algorithm, tmp_path):
     assert ours <= theirs + ALLOWANCE[torch.bfloat16]
 
 
-# Of activations that are rounded, one kind by tensor and one by group: another is told alike.
+# Among formats that round activations, one is by tensor and one by group. Another one is reported
+# in the same way.
 @pytest.mark.parametrize("algorithm", [*WEIGHT_ONLY, "FP8", "NVFP4", "mixed"])
 def test_experts_are_fused_or_told(algorithm, tmp_path):
     modelopt.write(dense("qwen3_moe"), tmp_path, algorithm)
@@ -159,7 +162,7 @@ def test_files_are_read_as_they_are_exported(where, shards, tmp_path):
     assert linear.weight.dtype == torch.uint8
     assert linear.weight_scale.dtype == E4M3
     assert linear.weight_scale_2.dtype == linear.input_scale.dtype == torch.float32
-    if where == "config.json":  # what is made of all three is the same
+    if where == "config.json":  # all three cases give the same result
         lowered = lower(model, (), step_of(model))
         assert dict(Counter(patterns_in(lowered, *EVERYTHING))) == EVERYTHING
 
@@ -182,7 +185,7 @@ def test_activations_are_scaled_before_they_are_rounded(tmp_path):
 
 
 def test_scales_of_keys_and_values_are_handed_on(tmp_path):
-    """From the file to `generate()` with pages of 8-bit floats."""
+    """The scales go from the file to `generate()` with pages of 8-bit floats."""
     modelopt.write(dense("llama"), tmp_path, "FP8", kv_scales=True)
     model = load_modelopt(tmp_path)
     scales = kv_scales(model)

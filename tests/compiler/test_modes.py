@@ -1,4 +1,5 @@
-"""Grad mode, transforms, autocast and graphs inside of the graph: beside eager, with gradients."""
+"""Compares grad mode, transforms, autocast and graphs inside the graph with eager, including
+gradients."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def attend(q, k, v):
-    """Attention of q [B, H, S, D] to k and v [B, H // 2, K, D], spelled out."""
+    """Computes the attention of q [B, H, S, D] to k and v [B, H // 2, K, D] in basic operations."""
     k, v = (t.repeat_interleave(2, 1) for t in (k, v))
     return torch.softmax(q @ k.mT * 0.25, -1) @ v
 
 
 class Recorded(torch.autograd.Function):
-    """A gradient of its own, which is not that of what it computes."""
+    """Has a gradient of its own, which differs from the gradient of the function that it
+    computes."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -89,7 +91,7 @@ def inference(q, k, v):
 
 
 def no_inference(q, k, v):
-    with torch.inference_mode(False):  # which turns grad mode on
+    with torch.inference_mode(False):  # this turns grad mode on
         return attend(q, k, v)
 
 
@@ -118,7 +120,7 @@ def of_scale(transform, sum_of=lambda y: y):
 
 
 FUSED, GRADIENT, TRANSFORM = "cache_attention", "GRADIENT", "TRANSFORM"
-#: What is computed, with how many sites of it are fused and the codes of the others.
+#: The steps, each with the number of its sites that are fused and the codes of the other sites.
 CASES = {
     "enable_grad": (with_grad(attend), 0, {GRADIENT}),
     "half": (half, 1, {GRADIENT}),
@@ -156,7 +158,7 @@ def arguments():
 
 
 def outcome(function):
-    """The result and what the arguments' gradients are after it."""
+    """Returns the result and the gradients of the arguments after it."""
     given = arguments()
     with torch.no_grad():
         result = function(*given)
@@ -191,7 +193,7 @@ def test_gradients_are_eagers_through_inductor(case):
 
 
 def test_a_model_without_gradient_inside_is_fused_where_grad_mode_is_on():
-    """Its parameters need grad, but nothing is recorded."""
+    """The parameters of the model need grad, but autograd records nothing."""
     q, k, v = arguments()
     frozen = compiled(torch.no_grad()(attend), inner="eager")
     with torch.enable_grad():
@@ -209,7 +211,7 @@ def test_lower_tells_of_a_gradient_inside():
 
 
 class Steps(nn.Module):
-    """Projects in one mode and writes the cache in another."""
+    """Projects in one mode and writes the cache in another mode."""
 
     def __init__(self, projected, written):
         super().__init__()
@@ -231,7 +233,7 @@ class Steps(nn.Module):
     [
         (torch.no_grad, torch.no_grad, "qkv_cache"),
         (torch.enable_grad, torch.no_grad, "cache_store"),
-        # Where the write stands, the op would read weights that need grad.
+        # At the place of the write, the op would read weights that need grad.
         (torch.no_grad, torch.enable_grad, "cache_store"),
         (torch.enable_grad, torch.enable_grad, ""),
     ],

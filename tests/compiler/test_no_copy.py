@@ -1,7 +1,8 @@
-"""A step touches only the slots it writes: through Inductor nothing of a cache's size is made.
+"""Tests that a step touches only the slots that it writes, and that Inductor makes no buffer of a
+cache's size.
 
-Two layers share one compilation, the first with caches of 1 MiB, the second of 16 MiB. Held
-against the generated code (what it allocates, who gets the caches) and against the allocator.
+Two layers share one compilation. The first has caches of 1 MiB and the second of 16 MiB. The tests
+look at the generated code (its allocations, and which calls get the caches) and at the allocator.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def rotate(x, cos, sin):
 
 
 class Model(nn.Module):
-    """Two layers: projection, rotation, `layout.write`, and a read of what was written."""
+    """Has two layers: projection, rotation, `layout.write`, and a read of the written keys and
+    values."""
 
     def __init__(self, layout):
         super().__init__()
@@ -66,12 +68,12 @@ HEADS = {"q": HQ, "k": HKV, "v": HKV, "o": HQ}
 
 
 class Layout:
-    """caches(): the tensors of all layers. step(): writes k and v [T, Hkv, D], returns what is
-    read back, of the same shape."""
+    """A layout of caches. `caches()` returns the tensors of all layers. `step()` writes k and v [T,
+    Hkv, D], and returns the values that it reads back, in the same shape."""
 
     #: whether q and k are normalised before they are rotated
     normed = False
-    #: a rounding of the cache's dtype may fall the other way
+    #: whether rounding to the cache's dtype may give a different last bit
     rounding = 5e-2
 
 
@@ -96,7 +98,7 @@ class PageAndOffset(SetitemOnView):
 
 
 class StaticCache(Layout):
-    """[B, H, L, D] with B = 2, as transformers has it."""
+    """Caches [B, H, L, D] with B = 2, as in transformers."""
 
     def caches(self):
         return [
@@ -115,7 +117,7 @@ class StaticCache(Layout):
 
 
 class OneTensor(Layout):
-    """[2, P, S, H, D]."""
+    """Caches [2, P, S, H, D]."""
 
     def caches(self):
         return [torch.stack((zeros(size, S, HKV, D),) * 2) for size in SIZES]
@@ -128,7 +130,7 @@ class OneTensor(Layout):
 
 
 class OnePool(Layout):
-    """[P, 2, L, S, H, D]: all layers in one tensor of `size`."""
+    """Caches [P, 2, L, S, H, D], with all layers in one tensor of `size`."""
 
     def __init__(self, size, normed=False):
         self.size, self.normed = size, normed
@@ -145,14 +147,14 @@ class OnePool(Layout):
 
 
 class SideBySide(PageAndOffset):
-    """[P, 2, S, H, D] taken apart outside of the graph: two inputs that interleave."""
+    """Caches [P, 2, S, H, D] that are taken apart outside the graph: two inputs that interleave."""
 
     def caches(self):
         return [half for size in SIZES for half in zeros(2 * size, 2, S, HKV, D).unbind(1)]
 
 
 class Slices(Layout):
-    """[B, L, H, D], written from a position on."""
+    """Caches [B, L, H, D], written from a position on."""
 
     def caches(self):
         return [
@@ -169,7 +171,7 @@ class Slices(Layout):
 
 
 class EightBits(SetitemOnView):
-    """Caches of float8, scaled, read back as bytes."""
+    """Caches of scaled float8, which are read back as bytes."""
 
     rounding = 2**-3
 
@@ -186,7 +188,7 @@ class EightBits(SetitemOnView):
 
 
 def zeros(size, *page):
-    """A cache of `size` bytes, [pages, *page]."""
+    """Returns a cache of `size` bytes, [pages, *page]."""
     return torch.zeros(size // (2 * math.prod(page)), *page, dtype=torch.bfloat16)
 
 
@@ -215,7 +217,7 @@ def make(layout):
 
 
 def allocations(code):
-    """Bytes of every buffer that generated code allocates."""
+    """Returns the bytes of every buffer that the generated code allocates."""
     found = re.findall(r"empty_strided\w*\(\s*\(([^()]*)\),\s*\([^()]*\),\s*torch\.(\w+)", code)
     return [
         math.prod(int(n) for n in shape.split(",") if n.strip()) * ITEM_BYTES[dtype]
@@ -224,14 +226,15 @@ def allocations(code):
 
 
 def loops(code):
-    """How often the loops of generated kernels go round, each on its own."""
+    """Returns the number of iterations of each loop in generated kernels."""
     return [
         int(n) for n in re.findall(r"for\s*\([^;]*;[^;<]*<\s*static_cast<int64_t>\((\d+)L", code)
     ]
 
 
 def largest_allocation(function, *args):
-    """Bytes of the largest piece of memory that a call asks the CPU allocator for."""
+    """Returns the bytes of the largest piece of memory that a call requests from the CPU
+    allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function(*args)
     events = profiled.profiler.kineto_results.events()
@@ -239,7 +242,7 @@ def largest_allocation(function, *args):
 
 
 def compiled(model):
-    # Without the linears Inductor has no buffer left to allocate.
+    # Without the linears, Inductor has no buffer to allocate.
     options = {"patterns": ["-linear_residual"]}
     return torch.compile(model, backend="tilewright", options=options)
 
@@ -251,7 +254,7 @@ def test_generated_code_makes_nothing_of_a_caches_size(name):
     code = generated_code(compiled(model), *args, *layout.caches())
     assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"] * 2
     assert code.count("torch.ops.tilewright.fused_qkv_paged.default(") == 2
-    assert allocations(code)  # the expression still reads what this torch generates
+    assert allocations(code)  # the expression still matches the code of this torch
     assert max(allocations(code)) < MIB // 8
     assert max(loops(code)) < MIB // SLOT_BYTES
     assert "copy_(" not in code
@@ -264,7 +267,7 @@ def test_a_call_makes_nothing_of_a_caches_size(name):
     eager, ours = layout.caches(), layout.caches()
     expected = model(*args, *eager)
     scratch = largest_allocation(model, *args, *layout.caches())
-    assert scratch < MIB // 4  # the smallest window: K of one layer in a pool of 1 MiB
+    assert scratch < MIB // 4  # the smallest window is K of one layer in a pool of 1 MiB
     run = compiled(model)
     actual = run(*args, *ours)
     near = {"rtol": layout.rounding, "atol": layout.rounding}
@@ -277,7 +280,8 @@ def test_a_call_makes_nothing_of_a_caches_size(name):
 
 
 def test_the_checks_see_stock_inductor_copy_the_cache():
-    """Two halves of one tensor, written through views of it, are put together anew."""
+    """Two halves of one tensor are written through views of it, and stock Inductor joins them in
+    new memory."""
     layout = LAYOUTS["one_tensor"]
     model, *args = make(layout)
     caches = layout.caches()
@@ -290,7 +294,7 @@ def test_the_checks_see_stock_inductor_copy_the_cache():
 
 
 class Reader(nn.Module):
-    """Attention to caches of 8-bit floats, with the scales of a checkpoint."""
+    """Computes attention to caches of 8-bit floats, with the scales of a checkpoint."""
 
     def __init__(self):
         super().__init__()

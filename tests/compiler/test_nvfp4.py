@@ -1,6 +1,8 @@
-"""Linears of transformers' own NVFP4, with stand-ins for the hub's kernels: `prepare` keeps both
-of their functions, of activations as they are and of rounded ones; without it their operators are
-fused or told."""
+"""Tests linears of transformers' own NVFP4, with stand-ins for the hub's kernels.
+
+`prepare` keeps both of their functions: for activations as they are, and for rounded activations.
+Without `prepare`, their operators are fused or reported.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def attention():
     ),
 )
 def test_a_prepared_linear_is_the_librarys(shape, dtype):
-    """But for a rounding: the library scales its sums, and PyTorch the codes, in bfloat16."""
+    """The results agree up to a rounding: the library scales its sums, and PyTorch scales the
+    codes, in bfloat16."""
     model = nn.Sequential(nvfp4.linear(64, HIDDEN, 0))
     x = activations(*shape).to(dtype)
     theirs = model(x)
@@ -61,7 +64,7 @@ def test_a_prepared_linear_is_the_librarys(shape, dtype):
 
 
 def test_a_large_row_changes_how_the_others_are_rounded():
-    """The factor is that of all rows, not of each."""
+    """All rows share the factor; no row has a factor of its own."""
     model = nn.Sequential(nvfp4.linear(64, HIDDEN, 0))
     prepare(model)
     x = activations(3, HIDDEN)
@@ -92,7 +95,7 @@ def test_prepared_projections_are_fused(tokens):
     ids=["attention", "mlp"],
 )
 def test_no_step_computes_a_factor(build, arguments, fused):
-    """The reciprocals are stored, those of q, k and v in one tensor, which the op reads."""
+    """The reciprocals are stored. Those of q, k and v are in one tensor, which the op reads."""
     model = prepare(build(), copy=True).model
     (graph,) = lower(model, arguments(activations(1, HIDDEN))).graphs
     assert fused in [match.op for match in graph.matches]
@@ -139,7 +142,7 @@ def test_rows_that_an_operator_rounds_are_told_and_run_as_before():
 
 
 def test_a_factor_for_each_row_is_not_the_formats():
-    """Weights of several matrices in one, as the operator takes them."""
+    """The operator takes the weights of several matrices in one."""
     module, op = nvfp4.linear(64, HIDDEN, 0), getattr(torch.ops, nvfp4.LIBRARY).nvfp4_gemv
 
     def call(x, alpha):

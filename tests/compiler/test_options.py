@@ -1,4 +1,4 @@
-"""Every option: what it does, and what a bad one is told."""
+"""Tests every option: what it does, and which error a bad value causes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_only_rewrites_the_sites_named():
 
 
 def test_a_module_has_the_same_path_where_the_forward_of_the_model_is_decorated(monkeypatch):
-    """transformers 5.24 decorates every forward: in the graph, `self` is then `args[0]`."""
+    """transformers 5.24 decorates every forward. In the graph, `self` is then `args[0]`."""
     model, args = build("page_offset", num_layers=2)
     forward = type(model).forward
 
@@ -139,7 +139,7 @@ def test_a_bad_setting_of_inductor_is_named(given, expected):
 
 
 def test_settings_of_inductor_need_inductor():
-    with pytest.raises(ValueError, match=r'inner="inductor" beside it'):
+    with pytest.raises(ValueError, match=r'inner="inductor" together with it'):
         Options.of({"inner": "eager", "inner_options": {"max_autotune": True}})
 
 

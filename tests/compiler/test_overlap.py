@@ -1,4 +1,4 @@
-"""The watch over calls finds inputs that share memory whenever two of them do."""
+"""Tests that the watch over calls finds inputs that share memory whenever two of them do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ INPUTS, WRITTEN = 7, 3
 
 
 def some_view(pool: torch.Tensor, draw: random.Random) -> torch.Tensor:
-    """A few elements of a pool: a run of them, each second one, or columns of a matrix."""
+    """Returns a few elements of a pool: a run of elements, every second element, or columns of a
+    matrix."""
     start, length = draw.randrange(200), draw.randrange(0, 24)
     columns = draw.randrange(5)
     run = pool[start : start + length]
@@ -28,7 +29,7 @@ def elements(tensor: torch.Tensor) -> set[int]:
 
 
 def share(inputs, together) -> bool:
-    """Of any two inputs, one of them written, whether they have an element in common."""
+    """Whether two inputs have an element in common, and at least one of them is written."""
     held = [elements(tensor) for tensor in inputs]
     return any(
         held[i] & held[j]

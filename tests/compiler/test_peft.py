@@ -1,6 +1,7 @@
-"""Llama with adapters of PEFT: fused, and no worse than PEFT against float64.
+"""Tests Llama with adapters of PEFT: the model is fused, and its results are no less accurate than
+PEFT's against float64.
 
-Of one layer, but for one test: that every layer is fused.
+The models have one layer, except in one test, which checks that every layer is fused.
 """
 
 import pytest
@@ -34,7 +35,8 @@ def adapted(
     layers=LAYERS,
     **config,
 ):
-    """A model with random adapters on `targets`; in_fp32: PEFT's default for half precision."""
+    """Returns a model with random adapters on `targets`. `in_fp32` is PEFT's default for half
+    precision."""
     case = build_hf(name, cache=cache, phase=phase, dtype=dtype, num_hidden_layers=layers)
     torch.manual_seed(1)
     lora = peft.LoraConfig(
@@ -45,7 +47,7 @@ def adapted(
 
 
 def assert_fused_and_no_worse(cases, patterns, **options):
-    """Compiles the first of three equal cases and compares it with eager and float64."""
+    """Compiles the first of three equal cases, and compares it with eager and float64."""
     ours, eager, exact = cases
     before = [tuple(t.clone() for t in pair) for pair in ours.caches]
     expected = eager.model(*eager.args, **eager.kwargs).logits
@@ -71,8 +73,8 @@ def assert_fused_and_no_worse(cases, patterns, **options):
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_projection_adapters_and_cache_write_are_one_op(phase):
-    """Adapters in fp32; those in bfloat16: of a prompt, `test_sizes_as_symbols`, of a decode step,
-    `test_ranks_and_factors_may_differ`."""
+    """The adapters are in fp32. `test_sizes_as_symbols` tests adapters in bfloat16 for a prompt,
+    and `test_ranks_and_factors_may_differ` for a decode step."""
     cases = [adapted(phase=phase) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
     assert misses_of(found, "lora", "qkv") == []
@@ -114,7 +116,7 @@ def test_ranks_and_factors_may_differ():
 
 
 def test_a_packed_projection_has_one_adapter_for_all():
-    """Phi-3: one linear for q, k and v, and one adapter."""
+    """In Phi-3, q, k and v have one linear and one adapter."""
     cases = [adapted(name="phi3", targets=("qkv_proj",), in_fp32=False) for _ in range(3)]
     assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
 
@@ -144,8 +146,8 @@ def test_a_growing_cache_leaves_the_adapters_to_be_fused():
 
 
 def test_every_linear_with_an_adapter_is_fused():
-    """What reads another activation than q, k and v (the output projection, the MLP) has sites of
-    its own."""
+    """The linears that read another activation than q, k and v (the output projection, the MLP)
+    have sites of their own."""
     targets = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
     cases = [adapted(targets=targets, in_fp32=False) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS + ["lora_qkv"] * 4 * LAYERS)
@@ -172,7 +174,7 @@ def test_adapters_in_fp32_without_a_cache_are_missed_by_dtype():
 
 
 def several(active, in_fp32=False, **options):
-    """Two adapters of different rank; `active` ones are summed."""
+    """Makes two adapters of different rank. The `active` ones are summed."""
     case = adapted(in_fp32=in_fp32, **options)
     lora = peft.LoraConfig(r=6, lora_alpha=3, target_modules=[*QKV], init_lora_weights=False)
     torch.manual_seed(2)
@@ -183,7 +185,8 @@ def several(active, in_fp32=False, **options):
 
 
 def differences(a, b):
-    """Runs two equal cases, the first compiled; its report and how far logits and caches differ."""
+    """Runs two equal cases, the first of them compiled. Returns the report, and the differences of
+    logits and caches."""
     compiled = torch.compile(a.model, backend="tilewright", options={"inner": "eager"})
     ours, eager = compiled(*a.args, **a.kwargs).logits, b.model(*b.args, **b.kwargs).logits
     pairs = [(ours, eager)]
@@ -207,7 +210,7 @@ def test_several_active_adapters_of_some_projections_each():
 
 @pytest.mark.parametrize("names", [["default"], ["default", "second"]])
 def test_adapters_without_kernels_are_added_by_the_cache_write(names, monkeypatch):
-    """PEFT's default on a GPU: adapters in fp32, which the graph goes on computing."""
+    """By default on a GPU, PEFT keeps adapters in fp32. The graph still computes them."""
     monkeypatch.setattr(qkv_cache, "has_kernels", lambda delta: False)
     cases = [several(names, in_fp32=True) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
@@ -223,7 +226,7 @@ def test_one_active_adapter_of_two_is_fused_with_the_cache_write():
 
 
 def test_a_batch_of_several_adapters_is_missed_by_name():
-    """PEFT adds the delta of each adapter in place, to the rows that a Python list names."""
+    """PEFT adds the delta of each adapter in place to the rows that a Python list names."""
     cases = [several("default") for _ in range(2)]
     for case in cases:
         case.kwargs["adapter_names"] = ["default", "second"]

@@ -1,4 +1,5 @@
-"""`prepare`: models as quantisation libraries load them compute what they did, and are fused."""
+"""Tests that `prepare` keeps the function of models that quantisation libraries load, and that the
+models are fused."""
 
 from __future__ import annotations
 
@@ -22,21 +23,23 @@ from tilewright.tools.paged_cache import PagedCache, kv_scales
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 EVERYTHING = {"qkv_cache": 2, "cache_attention": 2, "linear_activation": 2, "linear_residual": 4}
-#: Formats that stay as the library loads them, and why.
+#: Formats that stay as the library loads them, with the reason.
 LEFT = {
     "torchao-int8-dynamic": "its activations are int8, which no fused op takes",
 }
-#: Formats whose activations are floats of four bits: a rounding on the way moves some to the next.
+#: Formats whose activations are floats of four bits. An earlier rounding moves some activations to
+#: the next code.
 FLIPS = ("ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4")
-#: What is fused as it is loaded; `prepare` reads it too.
+#: Formats that are fused as they are loaded. `prepare` reads them, too.
 READ = ("torchao-int8", "torchao-fp8", "torchao-intx", "quanto-int8", "quanto-fp8")
-#: What `prepare` alone reads, of a library whose other weights are read as they are loaded.
+#: Formats that only `prepare` reads, although other weights of the library are read as they are
+#: loaded.
 READ_ONCE = {
     "torchao-int4": "makes its codes unsigned",
     "torchao-int4-tiled": "unpacks its tiles",
     "torchao-nvfp4": "puts its scales in order",
 }
-#: What needs no preparation.
+#: Formats that need no preparation.
 PLAIN = ("hqq-int8", "modelopt-fp8", "modelopt-nvfp4")
 
 
@@ -48,7 +51,7 @@ def load(name, kind, folder):
 
 
 def named(items):
-    """How many there are of each pattern, but for roundings of activations before a linear."""
+    """Counts the sites of each pattern, except roundings of activations before a linear."""
     return dict(Counter(item.pattern for item in items if item.pattern != "round_rows"))
 
 
@@ -63,11 +66,11 @@ def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind
     assert prepared.left == []
     assert len(prepared.replaced) == (0 if name in PLAIN else 14)
     logits = model(**step_of(model)).logits
-    # One rounding: quanto and int4 multiply in other kernels, and activations of eight bits
-    # are decoded.
+    # The results differ by one rounding: quanto and int4 multiply in other kernels, and activations
+    # of eight bits are decoded.
     rounded = "quanto" in name or name == "bitsandbytes-int8" or name.startswith("torchao-int4")
-    # AWQ's weight has the same numbers in another order of memory, which another sum of the CPU's
-    # library reads.
+    # AWQ's weight has the same numbers in another memory order, for which the CPU's library sums in
+    # another order.
     allowed = 0.02 if rounded else 0.002 if name == "awq" else 0
     torch.testing.assert_close(logits, theirs, rtol=0, atol=allowed)
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
@@ -95,7 +98,7 @@ def test_subclasses_are_fused_as_they_are_loaded(name, kind, tmp_path):
 
 
 def latent_step_of(model):
-    """A prompt of a model whose caches hold latents."""
+    """Runs a prompt of a model whose caches hold latents."""
     return {"input_ids": torch.arange(1, 7)[None], "use_cache": False}
 
 
@@ -108,10 +111,11 @@ def test_what_prepare_alone_reads_is_told_with_it(name, tmp_path):
     assert all("tilewright.compiler.prepare(model)" in miss.hint for miss in misses)
 
 
-#: What transformers 5.23 does not load with experts, and what it decodes without the factor that
-#: all of an expert's scales have.
+#: Formats with experts that transformers 5.23 does not load, or decodes without the factor that all
+#: scales of an expert share.
 WITHOUT_EXPERTS, WITHOUT_FACTOR = ("ct-w8a8",), ("ct-nvfp4", "ct-nvfp4a16")
-# Of ModelOpt the experts stay codes, with activations that are no `moe`'s (`test_modelopt.py`).
+# In ModelOpt's format, the experts stay codes, and `moe` does not take their activations
+# (`test_modelopt.py`).
 OF_CODES = ("modelopt-fp8", "modelopt-nvfp4")
 OF_MIXTURE = {"qkv_cache": 2, "cache_attention": 2, "moe": 2, "moe_router": 2, "linear_residual": 2}
 
@@ -120,7 +124,7 @@ OF_MIXTURE = {"qkv_cache": 2, "cache_attention": 2, "moe": 2, "moe_router": 2, "
     "name", [n for n in SHIPPED if n not in (*LEFT, *WITHOUT_EXPERTS, *OF_CODES)]
 )
 def test_a_prepared_model_of_mixtures_is_fused(name, tmp_path):
-    """The experts that transformers decodes are nearly those from before they were quantised."""
+    """The experts that transformers decodes nearly equal the experts before quantisation."""
     model = load(name, "qwen3_moe", tmp_path)
     assert prepare(model).left == []
     lowered = lower(model, (), step_of(model))
@@ -144,9 +148,9 @@ def test_gpt_oss_is_fused_as_transformers_loads_it(name, replaced, weights, tmp_
     assert {m.shapes["weights"] for m in lowered.matches if m.pattern == "moe"} == {weights}
 
 
-#: The fused sites that a model has, by pattern.
+#: The fused sites of a model, by pattern.
 SITES = {pattern: count for pattern, count in EVERYTHING.items() if pattern != "cache_attention"}
-#: What is to be done where a library breaks the graph, by the first word of a format's name.
+#: The hints for a library that breaks the graph, by the first word of the format's name.
 BREAKS = dict.fromkeys(("ct", "gptq", "bitsandbytes"), "tilewright.compiler.prepare(model)")
 
 
@@ -251,7 +255,7 @@ def test_a_subclass_that_is_not_known_is_named():
     linear.weight = nn.Parameter(torch.zeros(4, 4).as_subclass(Wrapped), requires_grad=False)
     prepared = prepare(nn.Sequential(linear))
     assert [one.name for one in prepared.left] == ["0"]
-    assert "Wrapped is not read" in prepared.left[0].reason
+    assert "test_prepare.Wrapped" in prepared.left[0].reason
     assert "module.weight.dequantize()" in prepared.left[0].reason
     assert "1 x Linear stays:" in str(prepared)
 
@@ -271,7 +275,7 @@ def rounds_keys_and_values(folder):
 
 
 def test_keys_and_values_are_rounded_as_compressed_tensors_does(tmp_path):
-    """By a hook of the library, which breaks the graph as it is."""
+    """A hook of the library rounds them. Without `prepare`, it breaks the graph."""
     theirs = rounds_keys_and_values(tmp_path / "a")
     model = rounds_keys_and_values(tmp_path / "b")
     hooks = [list(layer.self_attn._forward_pre_hooks.values()) for layer in model.model.layers]

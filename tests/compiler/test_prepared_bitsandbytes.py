@@ -1,4 +1,5 @@
-"""Single linears of bitsandbytes, of four bits and of eight, and what `prepare` makes of them."""
+"""Tests single linears of bitsandbytes, of four bits and of eight, and the modules that `prepare`
+makes of them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def four_bits(
     columns=256, rows=64, bias=True, dtype=torch.bfloat16, compute_dtype=None, nested=True,
     quant_type="nf4", **options,
 ):  # fmt: skip
-    """A linear of bitsandbytes, quantised, as it computes where a CPU has no kernel of its own."""
+    """Returns a quantised linear of bitsandbytes, which computes as it does on a CPU without a
+    kernel of its own."""
     nn4 = pytest.importorskip("bitsandbytes.nn")
     model = one_linear(columns, rows, bias, dtype)
     module = nn4.Linear4bit(
@@ -36,7 +38,7 @@ def four_bits(
 
 
 def table_weight(module):
-    """[N, K] in float64, code by code."""
+    """Returns the weight [N, K] in float64, decoded code by code."""
     state, table = module.weight.quant_state, module.weight.quant_state.code.double()
     absmax = state.absmax
     if state.nested:
@@ -85,7 +87,8 @@ def test_linears_of_bitsandbytes_are_the_librarys_to_the_bit(
     ids=["blocks of two rows", "blocks across rows", "stored as bfloat16"],
 )
 def test_other_shapes_of_bitsandbytes(options):
-    """Held to the codes: the library's kernel for CPUs begins a block with each row."""
+    """The results are compared with the codes, because the library's kernel for CPUs begins a block
+    with each row."""
     model = four_bits(compute_dtype=torch.bfloat16, **options)
     weight, bias = table_weight(model[0]), model[0].bias.double()
     assert len(prepare(model).replaced) == 1
@@ -95,7 +98,8 @@ def test_other_shapes_of_bitsandbytes(options):
 
 
 class Linear4bit(nn.Linear):
-    """The library's module as `prepare` knows it, for where the library is not installed."""
+    """The library's module as `prepare` knows it, for machines on which the library is not
+    installed."""
 
     __module__ = "bitsandbytes.nn.modules"
 
@@ -148,7 +152,7 @@ def other_blocks_of_scales(module):
     ("change", "reason"),
     [
         (other_table, "its table is not that of nf4"),
-        (packed_for_this_cpu, "a forward pass came before `prepare`"),
+        (packed_for_this_cpu, "the model ran before `prepare`"),
         (not_quantised, "not quantised yet"),
         (of_other_orientation, "its weight is [256, 64], not [64, 256]"),
         (other_blocks_of_scales, "its second-level scales cover 128 scales each, not 256"),
@@ -186,13 +190,14 @@ def test_linears_of_bytes_of_bitsandbytes_are_the_librarys_to_the_bit(dtype, bia
     assert len(prepare(model).replaced) == 1
     for shape in SHAPES:
         x = inputs(shape, dtype)
-        if len(shape) > 3:  # which the library's own module does not take
+        if len(shape) > 3:  # the library's own module does not take such an x
             continue
         torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0, msg=f"{shape}")
 
 
 def with_outliers(shape, dtype):
-    """Magnitudes of 6 and more in three columns, in one row each, and one just below."""
+    """Returns x with magnitudes of 6 and more in three columns, each in one row, and with one
+    magnitude just below 6."""
     x = inputs(shape, dtype).clamp(-5, 5)
     rows = x.view(-1, x.shape[-1])
     for column, number in ((3, 20.0), (100, -6.0), (200, 7.5), (17, 5.96875)):

@@ -1,4 +1,5 @@
-"""gpt-oss's mixtures in MXFP4: `prepare` makes of the hub's objects what patterns read."""
+"""Tests gpt-oss's mixtures in MXFP4: `prepare` converts the hub's objects to modules that patterns
+can read."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ FIELDS = {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}
 
 @pytest.fixture
 def load(monkeypatch):
-    """(layout, fields of the config) -> a case of `hf` with transformers' modules for the hub."""
+    """Returns a function from (layout, fields of the config) to a case of `hf` with transformers'
+    modules for the hub."""
     monkeypatch.setattr(mxfp4, "triton_kernels_hub", None, raising=False)
 
     def case(layout, **changes):
@@ -82,7 +84,7 @@ def test_it_is_fused(layout, load):
 
 
 def test_the_tensors_are_those_of_the_file(load):
-    """The hub's bytes where it has them in the file's order."""
+    """They are the hub's bytes, if the hub stores them in the file's order."""
     model = load(StridedLayout).model
     before = mixtures(model)[0].experts
     prepare(model)
@@ -97,7 +99,7 @@ def test_the_tensors_are_those_of_the_file(load):
 
 
 def test_modules_that_hold_the_files_own_tensors(load):
-    """As transformers 4.55 has them before it converts them for the hub."""
+    """transformers 4.55 has such modules before it converts them for the hub."""
     model = load(StridedLayout).model
     x, experts = tokens(), mixtures(model)[0].experts
     for name in gpt_oss_hub.PROJECTIONS:
@@ -142,10 +144,10 @@ def of_other_sizes(experts):
 @pytest.mark.parametrize(
     ("layout", "change", "reason"),
     [
-        (UnknownLayout, None, "the layout UnknownLayout is not read"),
-        (WrongLayout, None, "HopperMXValueLayout does not undo its own order"),
+        (UnknownLayout, None, "does not read the layout UnknownLayout"),
+        (WrongLayout, None, "HopperMXValueLayout cannot undo its own order"),
         (StridedLayout, unloaded, "down_proj holds no weight yet"),
-        (StridedLayout, of_ranks, "shared among ranks"),
+        (StridedLayout, of_ranks, "spread over ranks"),
         (StridedLayout, unclamped, "not clamped"),
         (StridedLayout, of_other_sizes, r"down_proj has codes [4, 64, 64] and scales [4, 64, 3]"),
         (HopperMXValueLayout, on_meta, "on the meta device"),
@@ -193,7 +195,7 @@ def test_it_is_undone(load):
 
 
 class Mixture(nn.Module):
-    """The prepared module's experts with a router, and what a test changes in them."""
+    """Has the experts of the prepared module with a router, and the changes that a test makes."""
 
     def __init__(self, dtype=torch.bfloat16, **methods):
         super().__init__()
@@ -219,7 +221,7 @@ class Mixture(nn.Module):
 
 
 def times_a_factor(self, name):
-    """Numbers that bfloat16 does not have."""
+    """Returns numbers that bfloat16 does not have."""
     return 1.1 * Mxfp4Experts.weight_of_codes(self, name)
 
 
@@ -228,7 +230,7 @@ def not_rounded(self, both, dtype):
 
 
 def of_groups(self, name):
-    """Scales that are no powers of two."""
+    """Returns scales that are no powers of two."""
     codes, scales = self.get_buffer(f"{name}_blocks"), self.get_buffer(f"{name}_scales")
     nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).to(torch.int8) - 8
     return (nibbles.float() * scales.float().unsqueeze(-1)).flatten(-2).transpose(1, 2)

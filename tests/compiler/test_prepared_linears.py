@@ -1,4 +1,5 @@
-"""Single linears as quantisation libraries have them, and what `prepare` puts in their place."""
+"""Tests single linears of quantisation libraries, and the modules that `prepare` puts in their
+place."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tilewright.compiler.quantised.gptqmodel import GptqLinear
 
 
 def compressed(preset, model=None, **weights):
-    """A linear as compressed-tensors stores it. weights: fields of the scheme's `weights`."""
+    """Returns a linear as compressed-tensors stores it. `weights` are fields of the scheme's
+    `weights`."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors import compressors, quantization
 
@@ -63,7 +65,7 @@ SCHEMES = {
 }
 
 
-# The library decodes these to bfloat16, whatever it multiplies by them.
+# The library decodes these weights to bfloat16, whatever the dtype of x is.
 BFLOAT16 = ("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4")
 CALLS = [(preset, torch.bfloat16) for preset in SCHEMES]
 CALLS += [(preset, torch.float16) for preset in SCHEMES if preset not in BFLOAT16]
@@ -79,14 +81,15 @@ def test_linears_of_compressed_tensors_are_the_librarys_to_the_bit(preset, dtype
         torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0, msg=f"{preset} {shape}")
 
 
-#: A divisor of scales of which one product with the reciprocal rounds to another bfloat16.
+#: A divisor of scales. One product with its reciprocal is rounded to another bfloat16 than the
+#: quotient.
 ROUNDS_OTHERWISE = 1402.5213623046875
 
 
 @pytest.mark.parametrize("divisor", [3.0, ROUNDS_OTHERWISE])
 def test_a_divisor_of_scales_is_that_of_the_last_file(divisor):
-    """The reciprocal that a linear holds follows `load_state_dict`; where products with it are not
-    the library's to the bit, scales are divided."""
+    """The reciprocal that a linear holds follows `load_state_dict`. If products with the reciprocal
+    differ from the library's in a bit, scales are divided."""
     model = compressed("NVFP4A16")
     state = model.state_dict() | {"0.weight_global_scale": torch.tensor([divisor])}
     state = {name: tensor.clone() for name, tensor in state.items()}
@@ -103,7 +106,8 @@ def test_a_divisor_of_scales_is_that_of_the_last_file(divisor):
 
 
 def test_factors_of_one_parent_lie_together():
-    """A loaded divisor changes its own linear's factor in the tensor of all."""
+    """A loaded divisor changes only the factor of its own linear, in the tensor that holds all
+    factors."""
 
     def attention():
         names = ("q", "k", "v")
@@ -149,7 +153,8 @@ def test_zeros_are_subtracted_whatever_shares_them(preset, weights):
     ("strategy", "shape"), [("group", (6, 4)), ("channel", (6, 1)), ("block", (3, 4))]
 )
 def test_zeros_and_scales_are_those_of_each_weight(strategy, shape):
-    """Without the library: a weight [6, 32], its scale and zero taken one by one."""
+    """The test does not need the library. It decodes a weight [6, 32] with each scale and zero one
+    by one."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-8, 8, (6, 32), generator=generator).to(torch.int8)
     zeros = torch.randint(-8, 8, shape, generator=generator).to(torch.int8)
@@ -166,7 +171,8 @@ def test_zeros_and_scales_are_those_of_each_weight(strategy, shape):
 
 
 def test_a_last_word_that_is_not_full():
-    """252 columns are 32 words but for four codes, and zeros of 60 rows 8 words but for four."""
+    """252 columns need 32 words and leave four codes unused. The zeros of 60 rows need 8 words and
+    leave four codes unused."""
     small = {"strategy": "channel", "group_size": None}
     model = compressed("W4A16_ASYM", one_linear(252, 60), **small)
     theirs = decompressed(model)
@@ -185,7 +191,7 @@ def test_schemes_that_are_not_read_stay(preset):
 def test_a_linear_that_is_decompressed_already_is_told():
     prepared = prepare(decompressed(compressed("W4A16")))
     assert prepared.replaced == []
-    assert "a forward pass came before `prepare`" in str(prepared)
+    assert "the model ran before `prepare`" in str(prepared)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -204,13 +210,14 @@ def test_linears_of_torchao(config, dtype):
     assert len(prepare(model).replaced) == 1
     for shape in SHAPES:
         x = inputs(shape, dtype)
-        # torchao rounds float8 products before it adds the bias, a linear of PyTorch after that.
+        # torchao rounds float8 products before it adds the bias, and a linear of PyTorch rounds
+        # after that.
         rounding = torch.finfo(dtype).eps if config.startswith("Float8") else 0
         torch.testing.assert_close(model(x), theirs(x), rtol=rounding, atol=rounding)
 
 
 def int4_linear(tiled, rows=20, columns=192, **fields):
-    """A linear as torchao has it, and its weight in float64."""
+    """Returns a linear as torchao has it, and its weight in float64."""
     pytest.importorskip("torchao.quantization")
     from tests.models import torchao_int4
 
@@ -235,7 +242,7 @@ def int4_linear(tiled, rows=20, columns=192, **fields):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_int4_linears_of_torchao(tiled, dtype):
-    """20 rows and 192 columns: tiles of 8 rows and 1024 columns are not full."""
+    """With 20 rows and 192 columns, the last tiles of 8 rows and 1024 columns are not full."""
     model, exact = int4_linear(tiled)
     theirs = copy.deepcopy(model)
     prepared = prepare(model)
@@ -257,7 +264,11 @@ def test_int4_linears_of_torchao(tiled, dtype):
         (False, {"act_pre_scale": torch.ones(192)}, "its activations are scaled before"),
         (True, {"act_pre_scale": torch.ones(192)}, "its activations are scaled before"),
         (True, {"block_size": [1, 256]}, "its columns do not fill groups of 256"),
-        (True, {"qdata": torch.zeros(3, 16, 64, 2, dtype=torch.int32)}, "its words are not those"),
+        (
+            True,
+            {"qdata": torch.zeros(3, 16, 64, 2, dtype=torch.int32)},
+            "its words do not form tiles",
+        ),
     ],
 )
 def test_int4_weights_that_stay(tiled, fields, why):
@@ -268,7 +279,7 @@ def test_int4_weights_that_stay(tiled, fields, why):
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("factor", [None, 0.0125])
 def test_nvfp4_linears_of_torchao(swizzled, factor):
-    """140 rows of 16 groups: the last block of the layout is not full."""
+    """With 140 rows of 16 groups, the last block of the layout is not full."""
     formats = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     model = one_linear(256, 140)
     made = formats.NVFP4Tensor.to_nvfp4(
@@ -294,13 +305,16 @@ def test_linears_of_quanto(weights, dtype):
         quanto.freeze(one)
     weight = theirs[0].weight._data.double() * theirs[0].weight._scale.double()
     assert len(prepare(model).replaced) == 1
-    # The library's kernel for int8 on a CPU scales behind the sum.
+    # On a CPU, the library's kernel for int8 scales after the sum.
     assert_no_further(model, theirs, weight, dtype)
 
 
 def marlin_words(codes):
-    """Bytes [K, N] as words [K / 16, 4 N] in the order of the Marlin kernel's operands: tiles of 16
-    rows and 64 columns, in each of which a thread reads two pairs of rows of two columns."""
+    """Returns bytes [K, N] as words [K / 16, 4 N], in the order of the Marlin kernel's operands.
+
+    The tiles have 16 rows and 64 columns. In each tile, a thread reads two pairs of rows of two
+    columns.
+    """
     tile = [
         16 * row + lane // 4 + 8 * half + 256 * j
         for lane in range(32)
@@ -316,7 +330,7 @@ def marlin_words(codes):
 
 @pytest.fixture
 def marlin(monkeypatch):
-    """A maker of quanto's weight of such words, on any device."""
+    """Returns a function that makes quanto's weight of such words, on any device."""
     pytest.importorskip("optimum.quanto")
     from optimum.quanto.tensor.qtype import qfloat8_e4m3fn
     from optimum.quanto.tensor.weights.marlin.fp8 import MarlinF8QBytesTensor, packed
@@ -339,7 +353,7 @@ def marlin(monkeypatch):
 
 @pytest.mark.parametrize(("rows", "columns"), [(128, 64), (64, 128), (256, 192)])
 def test_linears_of_quanto_in_the_order_of_a_gpu_s_kernel(rows, columns, marlin):
-    """The library makes these of float8 weights on a GPU."""
+    """On a GPU, the library makes these weights from float8 weights."""
     from optimum.quanto.tensor.weights.marlin.fp8.packed import get_scale_perms
 
     make = torch.Generator().manual_seed(0)
@@ -357,14 +371,14 @@ def test_linears_of_quanto_in_the_order_of_a_gpu_s_kernel(rows, columns, marlin)
     assert torch.equal(model[0].weight_of_codes(torch.bfloat16), wanted)
 
     (left,) = prepare(biased).left
-    assert "leaves the bias out" in left.reason
+    assert "ignores the bias" in left.reason
     with FakeTensorMode() as mode:
         fake = marlin(*map(mode.from_tensor, parts), rows, columns)
         told = tensor_subclasses.obstacle(fake)
     assert told == ("`prepare` puts its codes in order, once", True)
 
 
-#: Linears of gptqmodel's own, or stand-ins that run where it is not installed.
+#: The linears of gptqmodel, or stand-ins that run if it is not installed.
 SOURCES = pytest.mark.parametrize("source", ["gptqmodel", "stand-in"])
 
 
@@ -382,7 +396,7 @@ def gptq_linear(source, columns=256, rows=64, dtype=torch.float16, order=None, *
 
 
 def gptq_weight(module):
-    """[N, K] in float64, code by code."""
+    """Returns the weight [N, K] in float64, decoded code by code."""
     columns, rows = module.in_features, module.out_features
     words, zeros = (t.long() & 0xFFFFFFFF for t in (module.qweight, module.qzeros))
     k, n = torch.arange(columns).view(-1, 1), torch.arange(rows).view(1, -1)
@@ -399,7 +413,7 @@ def test_linears_of_gptq(source, bias, dtype):
     theirs = copy.deepcopy(model)
     (one,) = prepare(model).replaced
     assert isinstance(one.module, GptqLinear)
-    # The library rounds before it adds a bias, and a linear of PyTorch after that.
+    # The library rounds before it adds a bias, and a linear of PyTorch rounds after that.
     assert_no_further(model, theirs, gptq_weight(theirs[0]), dtype)
 
 
@@ -408,7 +422,7 @@ def test_linears_of_gptq(source, bias, dtype):
     [
         ({"order": torch.arange(255, -1, -1) // 64, "desc_act": True}, "desc_act"),
         ({"bits": 8}, "8-bit codes"),
-        ({"columns": 264}, "filled up"),
+        ({"columns": 264}, "padded"),
     ],
 )
 @SOURCES
@@ -432,7 +446,7 @@ def test_linears_of_hqq(bias, dtype):
     (one,) = prepare(model).replaced
     weight = theirs[0].dequantize()
     assert torch.equal(one.module.weight_of_codes(dtype), weight)
-    # The library rounds before it adds a bias, and a linear of PyTorch after that.
+    # The library rounds before it adds a bias, and a linear of PyTorch rounds after that.
     assert_no_further(model, theirs, weight.double(), dtype)
 
 
@@ -453,7 +467,7 @@ def test_gptq_zeros_stored_less_one_stay(source):
 
 
 def test_tensors_on_the_meta_device():
-    """A model is read where that needs no numbers."""
+    """Modules on the meta device are prepared if that needs no numbers."""
     assert "meta" in prepare(gptq_linear("stand-in").to("meta")).left[0].reason
     model = compressed("FP8_DYNAMIC").to("meta")
     assert len(prepare(model).replaced) == 1

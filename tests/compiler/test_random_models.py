@@ -1,6 +1,7 @@
-"""Random attention steps, with reads, writes and in-place changes strewn in: always eager's answer.
+"""Runs random attention steps with additional reads, writes and in-place changes. The result must
+always be eager's.
 
-Whether a step is fused, stored or missed is not asked here, only that nothing differs.
+These tests do not check whether a step is fused, stored or missed, only that no number differs.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ WRITES = (
 
 
 def source(seed: int) -> str:
-    """A step: one or two layers, and what is strewn between their statements."""
+    """Returns the source of a step: one or two layers, with random operations between their
+    statements."""
     draw = random.Random(seed)
     lines = []
 
@@ -103,7 +105,8 @@ def numbers_in(items):
 
 
 def run(seed: int) -> set[str]:
-    """Which patterns took part of the step with this seed, which must give eager's numbers."""
+    """Returns the patterns that took part in the step with this seed. The step must give eager's
+    numbers."""
     layer = layer_of(seed)
     eager = (*steps.make_args(), torch.linspace(0.5, 1.5, steps.D))
     ours = copies(eager)

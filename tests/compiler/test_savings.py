@@ -1,5 +1,8 @@
-"""Savings of weights as codes: bytes against the tensors of the model, times against the step of
-the same model with weights in bfloat16."""
+"""Tests the savings of weights as codes.
+
+The bytes are compared with the tensors of the model, and the times with those of the same step with
+weights in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ H200 = get_target("sm90")
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-#: Format -> in words, and its buffers that are scales and zeros, as far as a step reads them.
+#: For each format, its name in words, and its buffers that are scales and zeros, as far as a step
+#: reads them.
 FORMATS = {
     "int8": ("int8 codes with a scale for each row", ("scale",), ()),
     "awq": ("int4 codes in groups of 16", ("scale",), ("zeros",)),
@@ -35,14 +39,14 @@ FORMATS = {
 
 @functools.cache
 def lowered(name, *formats):
-    """(model, report), of which each test only reads."""
+    """Returns (model, report). The tests only read them."""
     case = build_coded(name, list(formats))
     torch._dynamo.reset()
     return case.model, lower(case.model, case.args, case.kwargs, target="sm90")
 
 
 def held(model, names):
-    """The bytes of buffers of the linears with codes."""
+    """Returns the bytes of the named buffers of the linears with codes."""
     linears = [one for one in model.modules() if isinstance(one, QuantizedLinear)]
     tensors = [one.get_buffer(name) for one in linears for name in names]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -114,10 +118,11 @@ def test_what_is_dense_in_a_model_with_codes_is_named():
     model, report = lowered("llama", "awq", "bf16")
     savings = savings_of(report)
     found = {one.scope: one for one in savings.unread}
-    assert found["lm_head"].reason == "stored in bfloat16: the model holds no codes of it"
+    assert found["lm_head"].reason == "stored in bfloat16: the model holds no codes for it"
     assert not found["lm_head"].has_codes
     assert found["model.layers.*.mlp"].count == 2  # gate and up of one layer
-    assert len(found) == 4  # of the layer projections and two products behind, and the head
+    # Those of the layer, the projections and two products after it, and the head.
+    assert len(found) == 4
     head = model.lm_head.weight
     assert found["lm_head"].bytes == head.numel() * head.element_size()
 
@@ -145,7 +150,8 @@ def test_codes_that_are_decoded_are_named_with_the_miss():
     assert (one.scope, one.count, one.has_codes) == ("down", 1, True)
     (miss,) = (miss for miss in report.misses if miss.scope == "down")
     assert one.reason == f"{miss.code}: {miss.message}"
-    # In bfloat16 nothing is decoded: the step has the product's weight, and no kernel for it.
+    # In bfloat16 the graph decodes nothing. The step reads the weight of the product, and has no
+    # kernel for decoding.
     assert savings.times.bfloat16_modelled_us < savings.times.modelled_us
     assert savings.read.bfloat16 == near.read.bfloat16 - 2 * 64 * 128
     assert savings.times.bfloat16_floor_us == pytest.approx(near.times.bfloat16_floor_us)

@@ -1,5 +1,8 @@
-"""Models that several processes share: every layer is fused on each rank, and no further from the
-unsharded model in float64 than the sharded one as it was written."""
+"""Tests models that several processes share.
+
+Every layer is fused on each rank. The result is no further from the unsharded model in float64 than
+the result of the sharded model as it was written.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,17 @@ from tests.compiler import engine_ranks, sharded, sharded_parts
 from tilewright.compiler.safety import ranks as agreed
 
 _ROOT = Path(__file__).resolve().parents[2]
-# On a machine with much other work; alone it takes one or two minutes.
+# The time on a machine with much other work. Alone, the run takes one or two minutes.
 _SECONDS = 900
-# For what no rank may wait for longer, on a machine with other work.
+# The longest wait for steps for which no rank may wait longer, on a machine with other work.
 _PATIENCE_S = 30
 _CASES = [(ranks, name) for ranks, cases in sharded.WORLDS.items() for name in cases]
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """What each rank of each world found. Workers of pytest that share this module's tests among
-    them start the ranks once."""
+    """Returns the findings of each rank of each world. pytest's workers that share the tests of
+    this module start the ranks only once."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sharded"
     ended = folder / "ended"
@@ -43,7 +46,7 @@ def worlds(tmp_path_factory):
             ended.write_text(_run(folder))
     log = folder / "log.txt"
     said = log.read_text() if log.exists() else ""
-    # The ranks' tracebacks last: of a long message, its end is what is kept.
+    # The tracebacks of the ranks come last, because only the end of a long message is kept.
     said += "".join(path.read_text() for path in sorted(folder.glob("raised-*.txt")))
     assert ended.read_text() == "0", f"{said}\nended with {ended.read_text()}"
     found: dict = {"example": (folder / "example").read_text()}
@@ -58,9 +61,9 @@ def worlds(tmp_path_factory):
 
 
 def _run(folder):
-    """How the processes end; all are ended where they take too long."""
+    """Returns the exit codes of the processes. Ends all processes if they take too long."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost"}
-    environment |= {"PYTHONFAULTHANDLER": "1"}  # where a signal met a rank
+    environment |= {"PYTHONFAULTHANDLER": "1"}  # shows where a signal met a rank
     with (folder / "log.txt").open("w") as log:
         running = subprocess.Popen(
             [sys.executable, "-m", "tests.compiler.sharded", str(folder)],
@@ -68,7 +71,7 @@ def _run(folder):
             env=environment,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # its ranks are ended with it
+            start_new_session=True,  # its ranks are ended together with it
         )
     try:
         return str(running.wait(timeout=_SECONDS))
@@ -95,8 +98,8 @@ def test_it_is_no_worse_than_the_model_as_written(worlds, ranks, name):
 
 @pytest.mark.parametrize(("ranks", "name"), _CASES)
 def test_what_is_said_to_be_lost_is_lost(worlds, ranks, name):
-    """FSDP2's hooks break the graph at each layer; nothing else is told, and no router that is
-    fused counts as missed."""
+    """FSDP2's hooks break the graph at each layer. Nothing else is reported, and no fused router
+    counts as missed."""
     lost = ["capture GRAPH_BREAK"] if "weights" in name else []
     for found in worlds[ranks]:
         assert found[name]["lost"] == lost
@@ -107,7 +110,8 @@ def test_what_is_said_to_be_lost_is_lost(worlds, ranks, name):
     ("ranks", "name"), [(n, name) for n, names in sharded_parts.RANKS.items() for name in names]
 )
 def test_parts_shared_by_hand_are_fused_or_say_why(worlds, ranks, name):
-    """Experts that tokens are sent to, sequence parallel, stages of a pipeline."""
+    """The parts are experts to which tokens are sent, sequence parallelism, and the stages of a
+    pipeline."""
     fused, lost, advice = sharded_parts.WANTED[name]
     for found in worlds[ranks]:
         assert (found[name]["fused"], found[name]["lost"]) == (fused, lost)
@@ -119,7 +123,7 @@ def test_parts_shared_by_hand_are_fused_or_say_why(worlds, ranks, name):
 
 @pytest.mark.parametrize("name", sharded.REFUSED)
 def test_what_cannot_be_shared_ends_with_what_eager_says(worlds, name):
-    """Each rank is told, and none waits for the other."""
+    """Each rank gets the error, and no rank waits for the other."""
     _, said = sharded.REFUSED[name]
     for found in worlds[2]:
         eager, ours, seconds = found[name]
@@ -130,7 +134,7 @@ def test_what_cannot_be_shared_ends_with_what_eager_says(worlds, name):
 
 @pytest.mark.parametrize("name", sharded.DIFFERING)
 def test_ranks_fuse_the_same_sums_or_none(worlds, name):
-    """One that cannot does not leave the other waiting for its kernel."""
+    """A rank that cannot fuse does not let the other rank wait for its kernel."""
     one, other = (found[name] for found in worlds[2])
     fused = ["all_reduce_residual_norm"] if name in sharded.TOGETHER else []
     assert one["fused"] == other["fused"] == fused
@@ -141,14 +145,15 @@ def test_ranks_fuse_the_same_sums_or_none(worlds, name):
 
 @pytest.mark.parametrize("compiling", [True, False])
 def test_a_rank_that_is_killed_ends_the_others(worlds, compiling):
-    """In the library's collective, with its error: one that compiled no more is not waited for."""
+    """The other rank gets an error in the library's collective. No rank waits for a rank that no
+    longer compiles."""
     found = worlds["killed"][compiling]
     assert "Connection closed by peer" in found["said"] or "Connection reset" in found["said"]
     assert found["seconds"] < _PATIENCE_S
 
 
 def test_a_rank_that_waits_for_a_killed_one_is_aborted(worlds):
-    """The numbers of a process as all ranks have them from each other."""
+    """The message has the process id and rank that all ranks have received from each other."""
     assert f"rank 1 (pid {worlds['watched']}) ended, and this rank waits for it" in worlds["log"]
 
 
@@ -167,7 +172,7 @@ def _summed_in(group):
 
 
 def test_another_group_of_the_name_begins_anew(tmp_path):
-    """What ranks compiled in a group that is gone is nothing that a new rank knows."""
+    """A new rank knows nothing that ranks compiled in a group that no longer exists."""
     graph = _summed_in("0")
     for life in (1, 2):
         where = f"file://{tmp_path}/{life}"
@@ -180,7 +185,8 @@ def test_another_group_of_the_name_begins_anew(tmp_path):
 
 
 def test_a_group_made_anew_does_not_hear_what_the_last_one_said(tmp_path):
-    """In one store: other names for the same ranks, and the name again."""
+    """All groups use one store. One group has another name for the same ranks, and one has the
+    first name again."""
 
     store, names, places = dist.FileStore(f"{tmp_path}/store", 1), [], []
     for _ in range(2):
@@ -195,7 +201,7 @@ def test_a_group_made_anew_does_not_hear_what_the_last_one_said(tmp_path):
 
 
 def test_ranks_that_compiled_the_same_hear_that_at_once(monkeypatch):
-    """The last rank to say what it compiled needs to wait for none."""
+    """The last rank that reports its result does not have to wait for any other."""
     store, sums = dist.HashStore(), agreed.RankSums("group", "place", None, 1)
     monkeypatch.setattr(agreed._compat, "store", lambda: store)
     monkeypatch.setattr(agreed.dist, "get_rank", lambda: 1)

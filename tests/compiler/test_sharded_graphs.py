@@ -1,7 +1,8 @@
-"""What collectives and DTensors between a projection and its cache writes do to a match.
+"""Tests how collectives and DTensors between a projection and its cache writes affect a match.
 
-Two ranks, one of them here: torch's fake process group moves nothing, so where a step calls no
-collective it must compute what eager computes, and where it does only the report is asked.
+There are two ranks, and one of them is this process. torch's fake process group moves nothing. A
+step without a collective must therefore compute what eager computes. For a step with a collective,
+the tests only look at the report.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def wrapped(tensor, placement=None):
 
 
 def projected(m, name, x, placement=None):
-    """By columns of the weight, or of `placement`; a DTensor."""
+    """Projects x as a DTensor. The weight is sharded by columns, or by `placement`."""
     weight = getattr(m, f"{name}_proj").weight
     return F.linear(wrapped(x), wrapped(weight, placement or Shard(0)))
 
@@ -50,7 +51,7 @@ def by_columns(m, x, k_cache, v_cache, slots):
 
 
 def placements_that_differ(m, x, k_cache, v_cache, slots):
-    """K's weight is whole on each rank, Q's and V's are not."""
+    """Each rank has the whole weight of K, but only a part of the weights of Q and V."""
     placements = (Shard(0), Replicate(), Shard(0))
     parts = zip("qkv", placements, strict=True)
     q, k, v = (heads(projected(m, name, x, p).to_local()) for name, p in parts)
@@ -128,14 +129,15 @@ def cache_written_between(m, x, k_cache, v_cache, slots):
 
 
 def replicated_cache(m, x, k_cache, v_cache, slots):
-    """The caches are whole on each rank, the heads are not: DTensor decides what is written."""
+    """Each rank has whole caches, but only a part of the heads. DTensor decides which elements are
+    written."""
     q, k, v = (heads(projected(m, name, x).to_local()) for name in "qkv")
     for cache, given in ((k_cache, k), (v_cache, v)):
         wrapped(cache).view(-1, HKV, D)[wrapped(slots)] = wrapped(given)
     return q
 
 
-#: What is not fused, and the code of the miss.
+#: The steps that are not fused, and the code of each miss.
 REFUSED = {
     activation_changed_between: "Q_PATH",
     weight_changed_behind: "INPUT_MUTATED",
@@ -183,7 +185,7 @@ def activation_sent_between(m, x, k_cache, v_cache, slots):
     return q
 
 
-#: What is not fused where a collective is called.
+#: The steps with a collective that are not fused.
 COLLECTIVES = {
     gathered: {"COLLECTIVE"},
     made_whole: {"COLLECTIVE"},
@@ -269,7 +271,7 @@ def test_a_linear_whose_parts_are_summed_says_why_its_residual_is_apart():
 
 
 def test_what_one_call_writes_is_not_said_of_another_placement():
-    """A lookup in rows of two ranks is masked in place when it is summed; the sum of a linear's
+    """A lookup in the rows of two ranks is masked in place when it is summed. The sum of a linear's
     parts, a DTensor of the same shape, is not."""
 
     def step(ids, table, x, weight):
@@ -284,7 +286,7 @@ def test_what_one_call_writes_is_not_said_of_another_placement():
 
 
 def test_pieces_that_are_joined_again_are_the_whole():
-    """As transformers' plan for latents: a split, and its parts put together again."""
+    """transformers' plan for latents does this: it splits a tensor and joins its parts again."""
 
     def step(order):
         def run(m, x, k_cache, v_cache, slots):

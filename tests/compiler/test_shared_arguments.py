@@ -1,4 +1,4 @@
-"""What two rewrites of one graph share: only what is the same at both places."""
+"""Tests what two rewrites of one graph share: only values that are equal at both places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def run(model, args):
-    """Eager's results and arguments after the call, and the backend's."""
+    """Returns eager's results and arguments after the call, and the backend's."""
     eager, ours = cloned(args), cloned(args)
     expected, actual = model(*eager), compiled(model)(*ours)
     for a, b in zip((*flat(actual), *ours), (*flat(expected), *eager), strict=True):
@@ -26,7 +26,7 @@ def flat(result):
 
 
 def written_three_times(m, x, k_cache, v_cache, slots):
-    """K, V and K again, into one cache at the same slots: the last write counts."""
+    """Writes K, V and K again into one cache at the same slots. The last write counts."""
     q, k, v = m.qkv(x)
     k, v = k.sin(), v.cos()
     store(k_cache, slots, k)
@@ -41,7 +41,7 @@ def test_equal_writes_are_each_carried_out():
 
 
 class TwoProducts(nn.Module):
-    """Two grouped products with one coded weight; `change` stands between them."""
+    """Has two grouped products with one weight of codes. `change` stands between them."""
 
     def __init__(self, change) -> None:
         super().__init__()

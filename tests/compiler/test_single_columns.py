@@ -1,4 +1,4 @@
-"""A product over a single column is an elementwise product, behind the patterns."""
+"""Tests that a product over a single column becomes an elementwise product after matching."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ found: list[tuple[int, list[str]]] = []
 
 
 def compiled(step):
-    """The step with its products rewritten; how many were, and the names of the products in the
-    graph afterwards, go to found."""
+    """Returns the step compiled with its products rewritten. The number of rewritten products, and
+    the names of the products in the graph afterwards, go to `found`."""
 
     def backend(gm, inputs):
         count = through(multiply_single_columns, gm)
@@ -75,7 +75,7 @@ def of_more_stacks(a, b):
 
 
 def of_expanded_frequencies(a, b):
-    """As transformers computes the angles of a rotary embedding."""
+    """Computes the angles of a rotary embedding as transformers does."""
     frequencies = a[:1].expand(BATCH, -1, 1)
     return torch.cat(((frequencies @ b).transpose(1, 2),) * 2, -1).cos()
 
@@ -116,7 +116,8 @@ def test_bits_dtype_and_strides_stay(step, dtype):
 
 @pytest.mark.parametrize("step", TAKEN, ids=lambda step: step.__name__)
 def test_sizes_that_are_symbols_stay_symbols(step):
-    """One graph serves all numbers of sequences, rows and tokens, as without the rewrite."""
+    """One graph serves all numbers of sequences, rows and tokens, as it does without the
+    rewrite."""
     forward = compiled(step)
     for rows, columns in ((8, 5), (3, 9), (6, 6)):
         a, b = torch.randn(BATCH, rows, 1), torch.randn(BATCH, 1, columns)
@@ -165,7 +166,7 @@ def test_other_products_stay(step):
 
 
 def test_a_result_with_other_strides_stays():
-    """The elementwise product of stacks that are not in order has the order of its factors."""
+    """If the stacks are not in order, their elementwise product has the order of its factors."""
     a = torch.randn(3, BATCH, ROWS, 1).transpose(0, 1)
     b = torch.randn(3, BATCH, 1, COLUMNS).transpose(0, 1)
     ours = compiled(by_operator)(a, b)
@@ -185,7 +186,7 @@ def test_a_number_of_rows_that_data_decide_stays():
 
 
 class OldRotaryEmbedding(nn.Module):
-    """The rotary embedding of transformers 5.17: a product of matrices."""
+    """The rotary embedding of transformers 5.17, which is a product of matrices."""
 
     def __init__(self, own: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Every spelling of an operation or a view gets its one canonical form.
+"""Tests that every way to write an operation or a view gets its one canonical form.
 
-Each graph is also replayed on real tensors, see flow_check.
+Each graph is also replayed on real tensors (see flow_check).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_scaled_addmm_is_not_a_linear(scale):
 
 
 HEADS = numbers(2, 3, 12)
-# name -> (one spelling, another): both must select the same of the input
+# For each name: (one spelling, another). Both must select the same elements of the input.
 PAIRS = {
     "split by int": (lambda x: x.split(4, dim=-1)[1], lambda x: x[..., 4:8]),
     "split by list": (lambda x: torch.split(x, [4, 8], -1)[1], lambda x: x.narrow(-1, 4, 8)),
@@ -122,7 +122,7 @@ PAIRS = {
 }
 
 
-#: Calls that are in no table, and what they select in words that are.
+#: Calls that are in no table, each with the call from a table that selects the same elements.
 UNLISTED = {
     "numpy_T": (torch.ops.aten.numpy_T, lambda x: x.permute(2, 1, 0)),
     "aten.mT": (torch.ops.aten.mT, lambda x: x.transpose(1, 2)),
@@ -169,12 +169,13 @@ def test_a_call_in_no_table_is_a_view_of_symbolic_sizes_too(name):
 @pytest.mark.parametrize(
     ("function", "given"),
     [
-        (torch.fliplr, HEADS),  # backwards: no chain of views
+        (torch.fliplr, HEADS),  # it goes backwards: no chain of views does
         (lambda x: x.diagonal(), HEADS),
-        (lambda x: x.as_strided((2, 2), (1, 2)), HEADS),  # of the memory, not of the tensor
+        # It selects from the memory, not from the tensor.
+        (lambda x: x.as_strided((2, 2), (1, 2)), HEADS),
         (torch.linalg.norm, HEADS),
-        (torch.ops.aten.matrix_H, torch.randn(3, 4, dtype=torch.complex64)),  # conjugated
-        (lambda x: torch.ops.aten.view.dtype(x, torch.int32), HEADS),  # other numbers
+        (torch.ops.aten.matrix_H, torch.randn(3, 4, dtype=torch.complex64)),  # it is conjugated
+        (lambda x: torch.ops.aten.view.dtype(x, torch.int32), HEADS),  # it returns other numbers
     ],
 )
 def test_a_call_in_no_table_that_does_more_than_select_is_no_view(function, given):
@@ -185,7 +186,7 @@ def test_a_call_in_no_table_that_does_more_than_select_is_no_view(function, give
 @pytest.mark.parametrize("name", PAIRS)
 def test_spellings_of_a_view_select_the_same(name):
     one, other = PAIRS[name]
-    # A sum keeps Dynamo from returning the input itself.
+    # The sum keeps Dynamo from returning the input itself.
     first, second = (flow_of(lambda x, f=f: f(x) + 1, HEADS) for f in (one, other))
     views = [flow.outputs[0].value.args[0] for flow in (first, second)]
     assert [v.value.op for v in views] == ["input", "input"]
@@ -267,7 +268,8 @@ def test_a_call_in_no_table_that_keeps_a_symbolic_size_is_read():
 
 
 def test_a_dimension_that_is_an_argument_of_the_graph_is_read():
-    """Dynamo makes a number of a call's a symbol where it has changed, as after a graph break."""
+    """Dynamo makes a symbol of a number in a call if the number has changed, for example after a
+    graph break."""
 
     def step(x, dim):
         return torch.unsqueeze(x, dim).movedim(dim, 0).transpose(0, dim) * 2
@@ -279,7 +281,8 @@ def test_a_dimension_that_is_an_argument_of_the_graph_is_read():
 
 @pytest.mark.parametrize("dim", [0, -1])
 def test_a_concatenation_has_pieces_of_one_rank(dim):
-    """torch.cat leaves out tensors of shape [0], as a cache of transformers that holds nothing."""
+    """torch.cat leaves out tensors of shape [0]. An empty cache of transformers is such a
+    tensor."""
     x = torch.randn(4, 3, 2)
     joined = returned(lambda x: torch.cat((torch.tensor([]), x, x), dim), x).value
     assert joined.op == "aten.cat"
@@ -297,7 +300,8 @@ def test_a_concatenation_of_nothing_has_pieces_of_one_rank(shape, dim):
 
 @pytest.mark.parametrize(("first", "dim"), [((0,), 0), ((4, 0), 1)])
 def test_hstack_joins_along_the_dimension_that_its_first_tensor_has(first, dim):
-    """torch asks the first alone: one of rank one makes rows, whatever the rank of the others."""
+    """torch looks only at the first tensor. If that tensor is of rank one, the call makes rows,
+    whatever the rank of the others is."""
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     empty = torch.empty(first)
     joined = returned(lambda x, y: torch.hstack((empty, x, y)), x, y).value

@@ -1,4 +1,4 @@
-"""Statements in graphs that fuse: see :mod:`tests.compiler.statements`."""
+"""Tests statements in graphs that fuse: see :mod:`tests.compiler.statements`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.compiler.statement_programs import FORMS, turn_of, turns
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-# Two fifths of the turns: as the step divides neither their number nor that of the families, each
-# statement is in the graphs of several.
+# Two fifths of the turns. The step divides neither the number of turns nor the number of families,
+# so each statement occurs in the graphs of several families.
 FIRST, STEP = 100_800, 5
 SEEDS = range(FIRST, FIRST + 2 * len(turns()), STEP)
 
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """Programs that the dice did not make valid are talked about by torch."""
+    """Silences torch's warnings about programs that are not valid."""
     logging.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -33,8 +33,9 @@ def quiet():
 
 
 def test_a_graph_with_statements_computes_what_it_did():
-    """Each kind of statement in each spelling, in graphs of some families. In processes of their
-    own: torch may take one down, whose programs are then left out."""
+    """Each kind of statement in each spelling occurs in graphs of some families. The programs run
+    in separate processes, because torch may crash a process; the programs of that process are then
+    left out."""
     command = [sys.executable, "-m", "tests.compiler.statements"]
     done = subprocess.run(
         [*command, "--seeds", f"{SEEDS.start}:{SEEDS.stop}:{STEP}"],
@@ -51,7 +52,8 @@ def test_a_graph_with_statements_computes_what_it_did():
 
 
 def test_the_seeds_here_have_every_statement_and_family():
-    """Every kind in every spelling, and most kinds and spellings in each family's graph."""
+    """The seeds contain every kind in every spelling, and most kinds and spellings in the graph of
+    each family."""
     here = {turn_of(seed) for seed in SEEDS}
     assert {turn[1:] for turn in here} == {turn[1:] for turn in turns()}
     for other, least in ((1, 0.95), (2, 0.9)):
@@ -71,7 +73,7 @@ def test_turns_are_all_that_a_statement_can_be():
 
 
 def test_the_operators_are_those_that_torch_registers():
-    """New ones of a newer torch are drawn too; there are hundreds of each kind."""
+    """New operators of a newer torch are drawn, too. There are hundreds of each kind."""
     counts = {
         kind: len(statement_programs.overloads(kind)) for kind in ("writes", "out", "aliases")
     }
@@ -88,7 +90,7 @@ def test_every_family_fuses_as_it_is():
 
 
 def test_a_wrong_rewrite_is_seen(monkeypatch):
-    """With the rules of legality switched off, statements make wrong results."""
+    """If the rules of legality are switched off, statements give wrong results."""
     monkeypatch.setattr("tilewright.compiler.fuse.check_legality", lambda match, flow: None)
     outcomes = map(statements.tried, range(60))
     assert any(outcome is not None and outcome.wrong for outcome in outcomes)

@@ -1,4 +1,5 @@
-"""The bytes of a step against sums made by hand, and the floor that a benchmark kept."""
+"""Compares the bytes of a step with sums that were computed by hand, and the floor with a stored
+benchmark."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def on_meta(build):
-    """A model without memory."""
+    """Returns a model on the meta device."""
     with torch.device("meta"):
         return build().requires_grad_(False)
 
@@ -40,7 +41,7 @@ def lowered(model, *args, **options):
 
 
 class Tiny(nn.Module):
-    """Two products with a bias, and something between them."""
+    """Has two products with a bias, and an operation between them."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +66,7 @@ def test_every_byte_of_a_small_model():
     assert total.floor_us == pytest.approx(1e6 * total.weights / H200.hbm_bytes_per_s)
     started = 3e6 * (H200.launch_s + times.FILL_S)
     assert total.starts_us == pytest.approx(started)
-    # So little is moved that nearly all of it is the starts of kernels.
+    # The step moves so few bytes that nearly all of its time is the starts of kernels.
     assert started < total.modelled_us < started + 0.01
     assert total.bound == "starts of kernels"
     assert step.left_share == 1.0
@@ -86,7 +87,7 @@ def test_products_of_activations_are_no_floor():
 
 
 def test_what_stands_on_both_sides_of_a_product_is_two_kernels():
-    """The residual is written before it and read behind it."""
+    """The residual is written before the product and read after it."""
 
     class Residual(nn.Module):
         def __init__(self):
@@ -100,7 +101,8 @@ def test_what_stands_on_both_sides_of_a_product_is_two_kernels():
     step = step_of(lowered(on_meta(Residual), (2, 8)))
     rows = 2 * 8 * F32
     assert [p.kind for p in step.parts] == [INDUCTOR, LIBRARY, INDUCTOR]
-    # x in, both results out; product in and out; both operands in, the sum out.
+    # The first part reads x and writes two results, the product reads and writes one, and the last
+    # part reads two operands and writes the sum.
     assert [p.amounts.activations for p in step.parts] == [3 * rows, 2 * rows, 3 * rows]
 
 
@@ -193,7 +195,8 @@ def write_what_it_made(cache, rows, at):
 @pytest.mark.parametrize(
     ("write", "read", "moved"),
     [
-        # What is read of the cache; the rows given, their places, the rows written.
+        # The bytes of the cache that are read; then the bytes of the given rows, of their places
+        # and of the written rows.
         (put_rows, 0, 2 * ROW + 16 + 2 * ROW),
         (set_rows, 0, 2 * ROW + 16 + 2 * ROW),
         (set_slice, 0, 2 * ROW + 2 * ROW),
@@ -228,7 +231,7 @@ def test_sizes_that_are_symbols_are_named_and_not_guessed():
     assert len(step.symbols) == 1
     assert step.total.activations == 0
     assert step.total.weights == (8 * 16 + 16 + 16 * 4) * F32
-    torch._dynamo.reset()  # it remembers what was dynamic
+    torch._dynamo.reset()  # it remembers which sizes were dynamic
     assert step_of(lowered(on_meta(Tiny), (2, 8))).symbols == ()
 
 
@@ -246,7 +249,7 @@ def test_tokens_present_up_to_what_fits_or_a_window():
 
 
 def test_attention_multiplies_what_a_query_sees():
-    """The last 3 of 5 tokens present are new, and see 3, 4 and 5 tokens."""
+    """The last 3 of 5 tokens present are new. They see 3, 4 and 5 tokens."""
     k, v = torch.empty(2, 16, 2, 8), torch.empty(2, 16, 2, 4)
     read = cache_read(AttentionArguments(torch.empty(6, 4, 8), k, v, scale=1.0))
     assert (read.sequences, read.queries) == (2, 3)
@@ -269,8 +272,8 @@ def latent_work(tokens, keys):
 
 
 def test_few_queries_of_latents_make_no_keys():
-    """The products are of each query with the up-projection, and latents count as far as they are
-    present; of many queries keys are made of every latent, written and read."""
+    """With few queries, each query is multiplied by the up-projection, and latents count as far as
+    they are present. With many queries, keys are computed from every latent, written and read."""
     heads, nope, rope, v_dim, rank = 16, 128, 64, 128, 512
     few = latent_work(1, 2048)
     assert few.flops == 2 * 2 * heads * rank * (nope + v_dim)
@@ -285,7 +288,7 @@ def test_few_queries_of_latents_make_no_keys():
 
 
 def test_a_view_between_two_operations_hands_nothing_on():
-    """What is read through a view inside one kernel is not written."""
+    """A value that is read through a view inside one kernel is not written."""
 
     class Viewed(nn.Module):
         def forward(self, x):
@@ -320,7 +323,8 @@ def test_dot_products_read_an_expert_once_for_each_token():
 
 
 class Leftover(nn.Module):
-    """A product beside a buffer that is written; `reads`: whether the result depends on it."""
+    """Has a product and a buffer that is written. `reads` says whether the result depends on the
+    buffer."""
 
     def __init__(self, reads):
         super().__init__()
@@ -350,8 +354,8 @@ def llama():
 
 
 def test_llama_has_the_floor_that_was_kept(llama):
-    """The benchmark counts the weights of the model itself, and the copy rate of its run. Its 8
-    layers are the last two of these, which are alike, times as many as are missing."""
+    """The benchmark counts the weights of the model itself, and uses the copy rate of its run. The
+    times of its 8 layers are computed from the last two layers here, which are equal."""
     rows = json.loads((RESULTS / "llama3_8b_end_to_end.json").read_text("utf-8"))["rows"]
     (kept,) = [r for r in rows if (r["batch"], r["tokens"], r["kind"]) == (1, 1, "mask")]
     assert kept["layers"] == 8
@@ -359,9 +363,7 @@ def test_llama_has_the_floor_that_was_kept(llama):
     (alike,) = [layer for layer in step.layers if len(layer.scopes) > 1]
     total = step.total + alike.total.times(8 - LAYERS)
     per_layer = 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336 + 2 * 4096
-    others = (
-        128256 * 4096 + 4096 + 4096 + 128
-    )  # of the head, a norm, one token, frequencies as fp32
+    others = 128256 * 4096 + 4096 + 4096 + 128  # the head, a norm, one token, frequencies as fp32
     assert total.weights == 2 * (8 * per_layer + others)
     assert abs(total.caches - 8 * 2 * 1001 * 1024 * 2) < 1000  # and counters
     assert total.floor_us == pytest.approx(kept["floor"], rel=0.02)
@@ -384,7 +386,7 @@ def test_equal_layers_are_one_and_kinds_add_up(llama):
     of_kinds = [step.of(kind) for kind in KINDS]
     assert sum(a.bytes for a in of_kinds) == step.total.bytes
     assert sum(a.modelled_us for a in of_kinds) == pytest.approx(step.total.modelled_us)
-    assert step.of(LIBRARY).weights == 128256 * 4096 * 2  # of the head
+    assert step.of(LIBRARY).weights == 128256 * 4096 * 2  # the weight of the head
     assert step.left_share == pytest.approx(1 - step.of(FUSED).modelled_us / step.total.modelled_us)
     nodes = {site.node for site in llama.matches}
     assert {p.node for p in step.parts if p.kind == FUSED} <= nodes

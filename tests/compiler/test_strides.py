@@ -1,4 +1,5 @@
-"""Results that are written in place: whether a view or a copy is written goes by their strides."""
+"""Tests results that are written in place. Their strides decide whether the write goes to a view or
+to a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def flattened_then_written(y):
-    """`flatten` of a transposed result is a copy, which the write does not reach; `y` is."""
+    """`flatten` of a transposed result is a copy, which the write to `y` does not reach."""
     row, flat = y[0], y.flatten(1)
     row.mul_(0.5)
     return flat.view(y.shape) + y
@@ -42,14 +43,15 @@ def test_a_result_that_lies_otherwise_is_not_written(after, fused):
 
 
 def rows_then_flattened(y):
-    """A copy, as `y` lies by columns first; writing to it leaves `y` as it is."""
+    """The result is a copy, because `y` has columns first in memory. Writing to the copy does not
+    change `y`."""
     flat = y.flatten()
     flat[3] = 7
     return y, flat
 
 
 def doubled_then_flattened(y):
-    """What is computed element by element lies as `y` does."""
+    """The result of an elementwise operation has the memory layout of `y`."""
     return rows_then_flattened(y * 2)
 
 
@@ -65,7 +67,8 @@ def doubled_and_viewed(y):
     "after", [rows_then_flattened, doubled_then_flattened, read_by_strides, doubled_and_viewed]
 )
 def test_a_result_that_the_graph_reads_by_its_strides(after):
-    """A residual whose first two dimensions are transposed, as its sum with a linear is then."""
+    """The first two dimensions of the residual are transposed, and so are those of its sum with a
+    linear."""
 
     def model(x, weight, residual):
         return after(residual.transpose(0, 1) + F.linear(x, weight))
@@ -80,7 +83,8 @@ def test_a_result_that_the_graph_reads_by_its_strides(after):
 
 
 def test_a_result_that_is_returned_lies_as_eager_s():
-    """Here in memory of its own, [B, H, S, D], where the op's lies by tokens."""
+    """Here the result lies in memory of its own, [B, H, S, D]. The op's result is ordered by
+    tokens."""
 
     def attend(q, k, v):
         k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))

@@ -1,4 +1,5 @@
-"""The time of a part by its bytes and products, and the error bars by kept measurements."""
+"""Compares the time of a part with its bytes and products, and the error bars with stored
+measurements."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_bytes_between_parts_come_from_the_l2_cache_as_far_as_they_fit():
 
 
 def test_bytes_and_products_overlap_but_not_wholly():
-    """The time lies between the longer of both and their sum, and its parts add up to it."""
+    """The time lies between the longer of the two times and their sum. Its parts add up to it."""
     both = replace(EMPTY, weights=10**9, flops=10**11)
     bytes_us, products_us = (
         us(replace(EMPTY, **one)) - START for one in ({"weights": 10**9}, {"flops": 10**11})
@@ -87,7 +88,7 @@ def test_codes_that_stand_for_floats_take_longer_to_decode():
     plain = replace(EMPTY, kind="fused", weights=10**7, flops=2 * 16 * 2 * 10**7)
     int4, nvfp4 = (us(replace(plain, codes=name)) for name in ("int4_k", "nvfp4"))
     assert us(plain) < int4 < nvfp4
-    # One token is multiplied by other kernels, which decode faster.
+    # Other kernels, which decode faster, multiply a single token.
     alone = replace(plain, codes="nvfp4", flops=2 * 2 * 10**7)
     assert us(alone) < nvfp4
     # Kernels of mixtures have a share of their own.
@@ -126,7 +127,7 @@ def test_nine_of_ten_are_within():
     assert percent_of([1.0] * 9 + [2.0]) == 0
     assert percent_of([1.0] * 8 + [1.5, 2.0]) == 50
     assert percent_of([1.011]) == 2
-    # Few rows do not make a narrow bar, many do.
+    # A bar is narrow only if there are many rows.
     assert (held_percent([1.02] * 9), held_percent([1.02] * 10)) == (10, 2)
 
 
@@ -144,7 +145,7 @@ def test_bars_are_those_of_the_held_out_rows():
 
 
 def test_constants_were_fitted_to_rows_that_are_not_held_out():
-    """Nine of ten rows that the constants were fitted to are modelled within 15 %."""
+    """Nine of ten rows to which the constants were fitted are modelled within 15 %."""
     kept = json.loads((RESULTS / "predictions.json").read_text("utf-8"))["rows"]
     fitted = [row["ratio"] for row in kept if not row["held_out"]]
     assert len(fitted) > 20
@@ -158,7 +159,7 @@ def test_a_chip_that_was_not_measured_has_a_wider_bar_and_says_why():
     assert own.around(100.0) == pytest.approx((100 - own.percent, 100 + own.percent))
     other = bar_of("decode, dense", B200)
     assert other.percent > own.percent
-    assert "no kernel of ours ran on sm100" in other.why
+    assert "no kernel of tilewright ran on sm100" in other.why
     for target in gpu_targets():
         bar = bar_of("decode, dense", target)
         assert bar.percent >= (own.percent if target.measured else bars.PUBLISHED["sm100"])

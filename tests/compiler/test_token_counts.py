@@ -1,7 +1,8 @@
-"""One compiled model serves any number of tokens, in CUDA graphs too, and waits for nothing.
+"""Tests that one compiled model serves any number of tokens, also in CUDA graphs, and waits for
+nothing.
 
-The model is a small Llama with a paged cache. Without a GPU, only recompilation and what Inductor
-is told are tested.
+The model is a small Llama with a paged cache. Without a GPU, the tests cover only recompilation and
+the facts that Inductor gets.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def rotate(x, cos, sin):
 
 
 class Llama(nn.Module):
-    """x [T, K] of one sequence; context [CONTEXT]: the slot of every position."""
+    """Has x [T, K] of one sequence. context [CONTEXT] is the slot of every position."""
 
     def __init__(self, device, dtype):
         super().__init__()
@@ -78,7 +79,7 @@ class Llama(nn.Module):
 
 
 class Session:
-    """A model with caches of its own; feeds it as many tokens at a time as asked."""
+    """A model with caches of its own. It is fed the requested number of tokens at a time."""
 
     def __init__(self, device, dtype, seed=0):
         torch.manual_seed(seed)
@@ -101,7 +102,7 @@ class Session:
 
 
 def assert_near(actual, expected, dtype):
-    """Of bf16 results the difference is rounding, compared in the norm."""
+    """Compares bf16 results in the norm, because they differ by rounding."""
     assert actual.isfinite().all()
     limit = 1e-5 if dtype == torch.float32 else 1e-2
     assert (actual.double() - expected.double()).norm() < limit * expected.double().norm()
@@ -111,7 +112,7 @@ def assert_caches_near(ours, eager, untouched, dtype):
     for a, b, before in zip(ours, eager, untouched, strict=True):
         assert_near(a, b, dtype)
         same = (b == before).flatten(2).all(-1)
-        assert torch.equal(a[same], before[same])  # slots nobody named keep their bits
+        assert torch.equal(a[same], before[same])  # slots that are not named keep their bits
         assert not same.all()
 
 
@@ -132,7 +133,8 @@ def test_any_token_count_after_two_compilations(where):
 
 
 def static_inputs(compile_):
-    """Positions of the inputs that Inductor is told to stay where they are; its graph as text."""
+    """Returns the positions of the inputs that Inductor is told are static, and its graph as
+    text."""
 
     found = []
 
@@ -157,7 +159,8 @@ def static_inputs(compile_):
 
 
 def test_weights_and_marked_caches_stay_where_they_are(monkeypatch):
-    """Else Inductor's CUDA graphs would copy the weights at each step, and refuse the caches."""
+    """Otherwise Inductor's CUDA graphs would copy the weights at each step, and refuse the
+    caches."""
 
     def stock(model, compiler):
         return torch.compile(model, backend=lambda gm, inputs: compiler(gm, inputs))
@@ -175,13 +178,13 @@ def test_weights_and_marked_caches_stay_where_they_are(monkeypatch):
 
 @pytest.fixture
 def gpu():
-    """Model and session on the GPU, and the model compiled."""
+    """Returns the model and the session on the GPU, and the compiled model."""
     model, session = Llama("cuda", torch.bfloat16), Session("cuda", torch.bfloat16)
     return model, session, torch.compile(model, backend="tilewright")
 
 
 def captured(run, buffers, caches):
-    """A CUDA graph of one step over `buffers`, and its output."""
+    """Returns a CUDA graph of one step over `buffers`, and its output."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -203,7 +206,7 @@ def fill(buffers, step):
 class TestGraphs:
     @pytest.fixture(autouse=True)
     def split_k(self, monkeypatch):
-        """Few tokens take split-K kernels here, whatever the plan would have."""
+        """Makes few tokens take split-K kernels, whatever the plan says."""
         planned = lowering.planned_lowering
 
         def chosen(call, target):
@@ -224,7 +227,7 @@ class TestGraphs:
         buffers = [t.clone() for t in session.step(0, count)]
         graph, output = captured(run, buffers, ours)
         for cache, kept in zip(ours, untouched, strict=True):
-            cache.copy_(kept)  # what the warm-up wrote
+            cache.copy_(kept)  # undoes the writes of the warm-up
         for number in range(4):
             step = session.step(number * count, count)
             fill(buffers, step)
@@ -264,7 +267,8 @@ class TestGraphs:
 
     def test_inductors_own_cuda_graphs(self, gpu):
         model, session, _ = gpu
-        kernel_launch._slabs.clear()  # made anew during the warm-up, in its memory pool or not
+        # They are made again in the warm-up, in its memory pool or not.
+        kernel_launch._slabs.clear()
         kernel_launch._counters.clear()
         run = torch.compile(
             model,
@@ -299,6 +303,6 @@ class TestGraphs:
             for _ in range(3):
                 run(*step, *caches)
             with pytest.raises(RuntimeError, match="synchroniz"):
-                step[0].sum().item()  # the mode would have noticed
+                step[0].sum().item()  # the mode would have raised an error
         finally:
             torch.cuda.set_sync_debug_mode("default")

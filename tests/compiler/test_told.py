@@ -1,5 +1,8 @@
-"""What a user is told without asking: one line for each graph that lost something, and why an
-option, a variable or a mode kept sites from being fused."""
+"""Tests what a user is told without asking.
+
+Each graph that lost a fusion gives one line, and a note says why an option, a variable or a mode
+kept sites from being fused.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Growing(nn.Module):
-    """A layer whose cache [B, H, S, D] grows by cat, with repeated heads of keys."""
+    """A layer whose cache [B, H, S, D] grows by cat, with repeated key heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +45,8 @@ def warnings(caplog) -> list[str]:
 
 
 def test_what_a_graph_lost_is_one_line_beside_what_was_fused(caplog):
-    """Once: a graph that is compiled anew for other sizes says the same again, until a reset."""
+    """The line appears once. A graph that is compiled again for other sizes has the same line,
+    which is not repeated until a reset."""
     model, args = growing()
     with caplog.at_level(logging.WARNING, "tilewright"):
         for length in (3, 5):
@@ -117,7 +121,7 @@ def test_a_model_in_train_mode_is_told_to_be_in_eval(caplog):
     ("given", "level"), [("inf", None), ("info", logging.INFO), ("10", 10), ("", None)]
 )
 def test_a_level_that_there_is_not_is_named_and_nothing_else(given, level, monkeypatch, caplog):
-    """It was an error of torch.compile, which imports the backend."""
+    """torch.compile, which imports the backend, raised an error here before."""
     before = logging.getLogger("tilewright").level
     try:
         backend._set_level(given)
@@ -133,7 +137,8 @@ def test_a_level_that_there_is_not_is_named_and_nothing_else(given, level, monke
 
 
 def test_attention_in_float64_is_not_counted_as_fused():
-    """No chip has a kernel for it; the same in bfloat16 is the control."""
+    """No chip has a kernel for attention in float64. The same attention in bfloat16 is the
+    control."""
     model, args = build("page_offset")
     found = {}
     for dtype in (torch.float64, torch.bfloat16):
@@ -148,7 +153,7 @@ def test_attention_in_float64_is_not_counted_as_fused():
 
 
 def test_a_number_of_a_tensor_is_not_answered_by_a_setting_of_dynamo():
-    """`capture_scalar_outputs`, which Dynamo names, fails in Dynamo at a slice of a cache."""
+    """Dynamo's hint names `capture_scalar_outputs`. With it, Dynamo fails at a slice of a cache."""
 
     def write(cache, k, position):
         cache[:, position.item() : position.item() + 1] = k

@@ -1,4 +1,5 @@
-"""What other tools see of a compilation: artifacts in torch's trace, provenance on the nodes."""
+"""Tests what other tools see of a compilation: artifacts in torch's trace, and the origin of each
+node."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ RUN = SCRIPT + 'torch.compile(step, backend="tilewright", options={"inner": "eag
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """Name to payload, of a run under TORCH_TRACE."""
+    """Returns the payload of each artifact by name, from a run under TORCH_TRACE."""
     folder = tmp_path_factory.mktemp("trace")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCH")}
     environment["TORCH_TRACE"] = str(folder)

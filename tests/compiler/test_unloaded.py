@@ -1,4 +1,5 @@
-"""Models of codes made of a configuration alone: what they fuse is what the loaded ones do."""
+"""Tests models of codes that are built from a configuration alone: the same sites are fused as in
+the loaded models."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dty
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 GROUPS = "int4 codes in groups of 64"
 NVFP4 = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
-#: The model, what its config.json says, the format in words, and the bytes for a number of a
+#: The model, the contents of its config.json, the format in words, and the bytes for a number of a
 #: weight: of its code, and of scales and zeros.
 STATED = {
     "fp8": ("llama", FP8, "fp8 codes in blocks of 128 x 128", 1.0, 4 / 128**2),
@@ -50,7 +51,7 @@ def model_of(kind, dtype=torch.bfloat16):
 
 
 def step(model):
-    """A decode step of one sequence on the meta device."""
+    """Runs a decode step of one sequence on the meta device."""
     config = model.config
     with torch.device("meta"):
         cache = transformers.StaticCache(config=config, max_cache_len=32)
@@ -70,20 +71,20 @@ def test_a_configuration_alone_tells_what_is_fused_and_read(form):
     torch._dynamo.reset()
     dense = step(model_of(kind))
     fused = [Counter(site.pattern for site in one.matches) for one in (report, dense)]
-    del fused[0]["round_rows"]  # dense models round no activations
+    del fused[0]["round_rows"]  # dense models do not round activations
     assert fused[0] == fused[1]
     assert not [miss for miss in report.misses if miss.is_lost]
     savings = savings_of(report)
     assert savings.forms == (words,)
     numbers = savings.read.bfloat16 / 2
     assert savings.read.codes == of_codes * numbers
-    # One factor for each weight of NVFP4 is beside the scales.
+    # In addition to the scales, each weight in NVFP4 has one factor.
     assert savings.read.scales + savings.read.zeros == pytest.approx(beside * numbers, rel=2e-3)
     assert not any(one.has_codes for one in savings.unread)
 
 
 def layout(linear):
-    """The tensors of a linear that its product reads, as they lie."""
+    """Returns the tensors of a linear that its product reads, with their layouts."""
     held = linear.state_dict()
     held.pop("g_idx", None)
     return {name: (tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in held.items()}
@@ -114,7 +115,8 @@ def test_groups_without_a_size_are_as_transformers_makes_them(config):
 
 
 def test_it_is_what_the_loaded_model_reads(tmp_path):
-    """ModelOpt's checkpoint, loaded, beside its configuration alone."""
+    """A loaded checkpoint of ModelOpt is compared with the model built from its configuration
+    alone."""
     loaded = shipped.SHIPPED["modelopt-nvfp4"].load("llama", tmp_path)
     report = lower(loaded, (), shipped.step_of(loaded), target="sm90")
     torch._dynamo.reset()
@@ -210,7 +212,7 @@ def test_a_library_lays_out_its_own_modules(library):
     model = model_of("llama")
     put_codes(model, STATED_BY_LIBRARIES[library])
     savings = savings_of(step(model))
-    assert sum(row.count for row in savings.rows) == 8  # of two layers
+    assert sum(row.count for row in savings.rows) == 8  # those of two layers
     assert {one.scope for one in savings.unread} == {"lm_head"}
 
 
@@ -218,5 +220,5 @@ def test_a_library_lays_out_its_own_modules(library):
 def test_without_its_library_a_format_is_named(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     method = STATED_BY_LIBRARIES[library]["quant_method"]
-    with pytest.raises(ValueError, match=f"{method}: the library lays out"):
+    with pytest.raises(ValueError, match=f"{method}: the library itself must build"):
         put_codes(model_of("llama"), STATED_BY_LIBRARIES[library])

@@ -1,4 +1,4 @@
-"""verify: a right rewrite passes, a wrong one gives way to the original."""
+"""Tests `verify`: a right rewrite passes, and a wrong one is replaced by the original."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def wrong(monkeypatch, change, name="fused_qkv_paged"):
-    """The op's reference, with `change(arguments, result)` after it. Every lowering uses it."""
+    """Makes the op's reference call `change(arguments, result)` at its end. Every lowering uses the
+    reference."""
     op = contract.get_op(name)
     right = op.reference
 
@@ -47,7 +48,7 @@ def wrong_q(arguments, q):
 
 
 def wrong_slot(arguments, q):
-    """One of the ten tokens' V is off, in a cache with room for many more."""
+    """Changes V of one of the ten tokens, in a cache with room for many more."""
     slot = int(arguments.slot_mapping[-1])
     arguments.v_cache.view(-1, *arguments.v_cache.shape[2:])[slot] += 1
     return q
@@ -74,14 +75,16 @@ def test_verification_forgives_garbage_in_a_fresh_cache(caplog):
 
 
 def attend(q, k, v, mask):
-    """Two heads of q [B, 4, S, D] to one of k and v: what a mask hides is zero times a value."""
+    """Two heads of q [B, 4, S, D] share one head of k and v. A key that the mask hides contributes
+    zero times its value."""
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     logits = (q @ k.mT * 0.25).masked_fill(~mask, float("-inf"))
     return logits.softmax(-1) @ v
 
 
 def attention_of_garbage():
-    """Of the second of three sequences, keys that nobody sees have values NaN, inf and -inf."""
+    """In the second of three sequences, keys that no query sees have the values NaN, inf and
+    -inf."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 4, 2, 16), torch.randn(3, 2, 24, 16), torch.randn(3, 2, 24, 16)
     mask = (torch.arange(24) < 9).expand(3, 1, 2, 24).contiguous()
@@ -99,12 +102,14 @@ def test_what_is_nan_in_the_original_is_judged_on_inputs_without_nan(caplog):
     assert caplog.records == []
     assert patterns_used("cache_attention") == ["cache_attention"]
     (note,) = reports()[-1].notes
-    assert "output 0, on inputs without NaN, 128 of 128 elements that are NaN in the orig" in note
+    assert (
+        "output 0, on inputs without NaN, at 128 of 128 elements that are NaN in the orig" in note
+    )
     assert note in str(reports()[-1])
 
 
 def test_a_wrong_rewrite_does_not_hide_behind_nan(monkeypatch, caplog):
-    """It is right wherever the original is a number."""
+    """The rewrite is right wherever the original is a number."""
     args = attention_of_garbage()
 
     def change(arguments, out):
@@ -121,7 +126,7 @@ def test_a_wrong_rewrite_does_not_hide_behind_nan(monkeypatch, caplog):
 
 
 def test_what_is_nan_on_all_inputs_is_judged_nowhere():
-    """A query that sees no key is NaN in the original, and zeros in ours."""
+    """A query that sees no key is NaN in the original, and zero in the fused op."""
     args = attention_of_garbage()
     args[3][1, :, 0] = False
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""What is lost and what is advice; one site has one miss; writes of what a graph is given."""
+"""Tests which misses are lost and which are advice, that one site has one miss, and writes to
+inputs of the graph."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from tilewright.patterns.language import CODES, WEIGHTS, Miss, Stage, reject
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-#: Where a whole report is looked at: what is logged, printed, written.
+#: For tests that look at a whole report: the log, the printed text and written files.
 OWN = ["tests_doubts"]
 
 
 @dataclass(frozen=True)
 class Doubts:
-    """A pattern that misses every linear, with a weight of its own."""
+    """A pattern that misses every linear, and has a weight of its own."""
 
     weight: str | None
     name: str = "tests_doubts"
@@ -117,7 +118,7 @@ def test_strict_takes_names_of_patterns(doubts):
 
 
 class Mixture(nn.Module):
-    """T tokens, the weights of each one's experts gathered."""
+    """A mixture for T tokens. The weights of each token's experts are gathered."""
 
     def __init__(self, top_k, hidden=16, inner=24, experts=4):
         super().__init__()
@@ -141,7 +142,7 @@ class Mixture(nn.Module):
 
 
 class Bent(Mixture):
-    """No activation that the op knows, and a near miss."""
+    """The mixture has an activation that the op does not know, which is a near miss."""
 
     def between(self, inner):
         return inner.cumsum(-1)
@@ -245,8 +246,8 @@ def test_a_store_of_given_heads_passes_strict_as_ever():
     ("package", "what", "why", "hint"),
     [
         ("torchao.quantization", "torchao's quantised weight", "another Int8Tensor", "dequantize"),
-        ("optimum.quanto.tensor", "quanto's quantised weight", "is not read", "dequantize()"),
-        ("torch.distributed.tensor", "a part of a tensor that ranks share", "", "to_local()"),
+        ("optimum.quanto.tensor", "quanto's quantised weight", "does not read", "dequantize()"),
+        ("torch.distributed.tensor", "a tensor that is spread over ranks", "", "to_local()"),
         ("torchaox", "a class that wraps other tensors", "", "plain tensors inside"),
     ],
 )

@@ -26,7 +26,7 @@ def scatter_add_meaning(out, index, src):
 def int8_linear(
     x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K], codes int8 [N, K], scale [N, 1]."""
+    """Computes a linear for x [..., K], int8 codes [N, K] and scale [N, 1]."""
     y = (x.float() @ (codes.float() * scale.float()).T).to(x.dtype)
     return y if bias is None else y + bias
 
@@ -37,7 +37,8 @@ def int8_linear_meaning(x, codes, scale, bias):
 
 @torch.library.custom_op(f"{LIBRARY}::tiled_linear", mutates_args=())
 def tiled_linear(x: torch.Tensor, tiles: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x [..., K], int8 tiles [N / 16, K / 16, 16, 16] of codes [N, K], scale [N, 1]."""
+    """Computes a linear for x [..., K], int8 tiles [N / 16, K / 16, 16, 16] of codes [N, K], and
+    scale [N, 1]."""
     codes = tiles.transpose(1, 2).reshape(len(scale), x.shape[-1])
     return (x.float() @ (codes.float() * scale.float()).T).to(x.dtype)
 
@@ -62,8 +63,8 @@ def store_meaning(k, v, k_cache, v_cache, slots, workspace):
 def halves(
     out: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the sines of x's halves [T, W / 2] and two copies of x, in new memory; writes x to
-    out [T, W]."""
+    """Returns the sines of the halves of x, [T, W / 2], and two copies of x, in new memory. Writes
+    x to out [T, W]."""
     out.copy_(x)
     one, two = x.sin().chunk(2, dim=-1)
     return one.clone(), two.t().contiguous().t(), x.clone(), x.clone()

@@ -25,7 +25,8 @@ NAME = "scaled_store"
 
 @dataclass(frozen=True)
 class ScaledStoreArguments:
-    """x: [R, W]. scale: [W]. table: [N, W], written at rows [R]. All are float32."""
+    """The arguments of `scaled_store`: x [R, W], scale [W], and table [N, W], which is written at
+    rows [R]. All are float32."""
 
     x: torch.Tensor
     scale: torch.Tensor
@@ -72,7 +73,7 @@ language.register_code("SCALED_STORE_SOURCE", "what is written is not a product 
 
 @dataclass(frozen=True)
 class ScaledStore:
-    """A write of whole rows into an input of rank two."""
+    """Matches a write of whole rows into an input of rank two."""
 
     name: str = NAME
     op: str = OP.qualified_name

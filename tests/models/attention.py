@@ -25,12 +25,16 @@ ROPES = {
 
 @dataclass(frozen=True)
 class Axes:
-    """The variants of a model that patterns must match, and its dims, which are tiny.
+    """The variants of a model that patterns must match, and the model's dims, which are tiny.
 
-    projection: one of `projections.FORMS`. projected_kv_heads: the number of projected kv heads, if
-    the cache has more. clip: the bound of forms that clamp. norm: one of `norms.head_norm`. rope:
-    one of ROPES, or "none". rotary_dim counts for rope="partial" only. query_scale: multiplies the
-    rotated query. parallel_mlp: the MLP reads the attention's input.
+    projection: one of `projections.FORMS`.
+    projected_kv_heads: the number of projected kv heads, if the cache has more.
+    clip: the bound in forms that clamp.
+    norm: one of the forms of `norms.head_norm`.
+    rope: one of ROPES, or "none".
+    rotary_dim: the width of the rotated part; it counts only for rope="partial".
+    query_scale: a factor of the rotated query.
+    parallel_mlp: whether the MLP reads the attention's input.
     """
 
     projection: str = "three_linears"
@@ -59,7 +63,8 @@ class Axes:
 
 
 class Rope(nn.Module):
-    """Rotates [..., H, D] by positions [...]. `heads_first` for [B, H, S, D] as HF has it."""
+    """Rotates [..., H, D] by positions [...]. `heads_first` is for [B, H, S, D], the layout in
+    Hugging Face models."""
 
     def __init__(self, axes: Axes, max_positions: int = 64, heads_first: bool = False) -> None:
         super().__init__()
@@ -101,7 +106,8 @@ class GatedMLP(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers of norm, attention, norm, MLP. `attention(layer_index)` makes each attention."""
+    """Has layers of norm, attention, norm and MLP. `attention(layer_index)` makes each
+    attention."""
 
     def __init__(self, axes: Axes, attention) -> None:
         super().__init__()

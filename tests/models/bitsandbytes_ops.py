@@ -1,5 +1,7 @@
-"""Linears that call bitsandbytes' operators, and their results in float64. If the library is not
-installed, stand-ins have its schemas and its default arithmetic."""
+"""Linears that call bitsandbytes' operators, and their results in float64.
+
+If the library is not installed, stand-ins have its schemas and its default arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,11 @@ def decoded(codes, absmax, shape, blocksize, quant_type, dtype=torch.float64):
 
 
 class Linear(nn.Module):
-    """Makes the call of the library's `Linear4bit`. storage: the dtype that holds the codes.
-    nested: whether scales are codes too."""
+    """Makes the call that the library's `Linear4bit` makes.
+
+    storage: the dtype that holds the codes.
+    nested: whether scales are codes, too.
+    """
 
     def __init__(
         self, rows, columns, seed, blocksize=64, quant_type="nf4", bias=False, nested=False,
@@ -99,14 +104,15 @@ class Linear(nn.Module):
         )
 
     def exactly(self, x):
-        """What it computes, in float64."""
+        """Computes the result in float64."""
         weight = decoded(self.codes, self.absmax, self.shape, self.blocksize, self.quant_type)
         bias = None if self.bias is None else self.bias.double()
         return F.linear(x.double(), weight, bias)
 
 
 class ByteLinear(bitsandbytes.ByteLinear):
-    """Computes what `prepare` makes of a `Linear8bitLt`, with random codes."""
+    """Computes the function of the module that `prepare` makes of a `Linear8bitLt`, with random
+    codes."""
 
     def __init__(self, rows, columns, seed, bias=False):
         generator = torch.Generator().manual_seed(seed)
@@ -116,7 +122,7 @@ class ByteLinear(bitsandbytes.ByteLinear):
         super().__init__(columns, rows, {"codes": codes, "scale": scale, "bias": own})
 
     def exactly(self, x):
-        """What it computes, in float64."""
+        """Computes the result in float64."""
         codes, largest, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(x.half())
         rows = codes.double() * largest.double()[:, None] / 127
         weight = self.codes.double() * self.scale.double()[:, None] / 127

@@ -1,8 +1,8 @@
-"""Every way that real code writes new keys and values into a cache, and reads them back.
+"""Every way in which real code writes new keys and values into a cache, and reads them back.
 
-A form is three plain functions. `caches(axes)` makes the tensors the graph gets as inputs.
-`write(caches, layer, k, v, step)` stores k and v; a form that writes out of place returns the new
-caches. `gather(caches, layer, step)` reads every token's own sequence, keys and values each
+A form consists of three plain functions. `caches(axes)` makes the tensors that the graph gets as
+inputs. `write(caches, layer, k, v, step)` stores k and v; a form that writes out of place returns
+the new caches. `gather(caches, layer, step)` reads every token's own sequence, keys and values each
 [T, W * page_size, Hkv, D], as attention over a block table does.
 """
 
@@ -16,8 +16,8 @@ import torch
 
 
 class Step(NamedTuple):
-    """The places of the tokens of one step: positions, seq, page, offset, slots [T] and the block
-    table [sequences, W]."""
+    """The places of the tokens of one step: positions, seq, page, offset and slots [T], and the
+    block table [sequences, W]."""
 
     positions: torch.Tensor
     seq: torch.Tensor
@@ -82,31 +82,31 @@ def pair_of_pages(axes):
 
 
 def max_blocks(axes):
-    """One pool for all layers: [P, 2, L, S, H, D]."""
+    """Makes one pool for all layers: [P, 2, L, S, H, D]."""
     shape = (axes.num_pages, 2, axes.num_layers + 1, *page_major(axes)[1:])
     return [old_tokens(*shape, dtype=axes.dtype)]
 
 
 def layers_in_pages(axes):
-    """One pool for all layers: [P, L, 2, S, H, D]."""
+    """Makes one pool for all layers: [P, L, 2, S, H, D]."""
     shape = (axes.num_pages, axes.num_layers + 1, 2, *page_major(axes)[1:])
     return [old_tokens(*shape, dtype=axes.dtype)]
 
 
 def joined_heads(axes):
-    """The heads of K, then those of V: [P, S, 2 * H, D]."""
+    """Makes one tensor with the heads of K followed by the heads of V: [P, S, 2 * H, D]."""
     return (axes.num_pages, axes.page_size, 2 * axes.num_kv_heads, axes.head_dim)
 
 
 def layered_slots(axes):
-    """One K and one V tensor for all layers: [L, slots, H, D]."""
+    """Makes one K tensor and one V tensor for all layers: [L, slots, H, D]."""
     slots = axes.num_pages * axes.page_size
     shape = (axes.num_layers + 1, slots, axes.num_kv_heads, axes.head_dim)
     return [old_tokens(*shape, dtype=axes.dtype) for _ in range(2)]
 
 
 def vllm_v1_split(axes, x=8):
-    """K [P, H, D / x, S, x] and V [P, H, D, S]."""
+    """Makes K [P, H, D / x, S, x] and V [P, H, D, S]."""
     pages, heads, size = axes.num_pages, axes.num_kv_heads, axes.page_size
     k_shape = (pages, heads, axes.head_dim // x, size, x)
     v_shape = (pages, heads, axes.head_dim, size)
@@ -385,21 +385,21 @@ PAGED = {
 
 
 def write_static_cache(k_cache, v_cache, k, v, positions):
-    """Hugging Face's StaticCache: caches [B, H, L, D]."""
+    """Writes as Hugging Face's StaticCache does. Caches are [B, H, L, D]."""
     k_cache.index_copy_(2, positions, k)
     v_cache.index_copy_(2, positions, v)
     return k_cache, v_cache
 
 
 def write_gpt_fast(k_cache, v_cache, k, v, positions):
-    """Caches [B, H, L, D]."""
+    """Writes caches [B, H, L, D]."""
     k_cache[:, :, positions] = k
     v_cache[:, :, positions] = v
     return k_cache, v_cache
 
 
 def write_llama_reference(k_cache, v_cache, k, v, start):
-    """Caches [max_batch, L, H, D]; start is a Python int."""
+    """Writes caches [max_batch, L, H, D]. `start` is a Python int."""
     batch, _, length, _ = k.shape
     k_cache[:batch, start : start + length] = k.transpose(1, 2)
     v_cache[:batch, start : start + length] = v.transpose(1, 2)
@@ -408,7 +408,7 @@ def write_llama_reference(k_cache, v_cache, k, v, start):
 
 
 def write_narrow(k_cache, v_cache, k, v, start):
-    """Caches [B, H, L, D]; start is a Python int."""
+    """Writes caches [B, H, L, D]. `start` is a Python int."""
     length = k.shape[2]
     k_cache.narrow(2, start, length).copy_(k)
     v_cache.narrow(2, start, length).copy_(v)

@@ -177,7 +177,8 @@ def local_chunks(q, k, v, keys, values, start):
 
 
 def rolled_ring(q, k, v, keys, values, positions):
-    """Shifts a full window: removes the oldest key and appends the newest. For one token."""
+    """Shifts a full window: removes the oldest key and appends the newest. This style is for one
+    token."""
     q, k, v = heads_first(q, k, v)
     new = []
     for cache, token in ((keys, k), (values, v)):
@@ -223,7 +224,8 @@ def scattered_ring(q, k, v, keys, values, positions):
     return merged(F.scaled_dot_product_attention(q, expanded(k), expanded(v), attn_mask=seen))
 
 
-#: Style -> (the cache's dimensions, the way in which new tokens are placed, its phases).
+#: For each style: (the dimensions of the cache, the way in which new tokens are placed, its
+#: phases).
 BY_HEAD, BY_TOKEN = (BATCH, KV_HEADS, LENGTH, WIDTH), (BATCH + 1, LENGTH, KV_HEADS, WIDTH)
 BOTH, DECODE = ("prefill", "decode"), ("decode",)
 STYLES = {
@@ -243,7 +245,7 @@ STYLES = {
 
 
 class Layer(nn.Module):
-    """Projection, a style, projection; x [B, S, K]."""
+    """Computes a projection, a style and a projection for x [B, S, K]."""
 
     def __init__(self, style) -> None:
         super().__init__()
@@ -258,7 +260,8 @@ class Layer(nn.Module):
 
 
 def build(style, phase="decode", dtype=torch.bfloat16):
-    """Returns (layer, its arguments), seeded, so that equal calls return equal numbers."""
+    """Returns (layer, arguments). The numbers are seeded, so that equal calls return equal
+    numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

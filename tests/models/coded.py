@@ -23,16 +23,17 @@ from tests.models.quantized import QuantizedLinear
 
 _LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
 
-#: Fields that differ from those of `hf`: codes have blocks of 32, and an op's linear 64 columns.
+#: Fields that differ from those of `hf`: codes have blocks of 32 columns, and an op's linear has 64
+#: columns.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},  # heads share keys, a rotation right behind the projection
+    "llama": {},  # heads share keys, and the rotation follows the projection
     "qwen2": {},  # biases
     "qwen3": {},  # norms of heads
-    "phi": {},  # a part of a head is rotated, layer norms
+    "phi": {},  # rotates a part of each head, and has layer norms
     "gpt_neox": {},  # one weight for q, k and v, head by head
     "gpt2": {},  # no rotation, weights [K, N]
-    "gemma": {},  # one head of keys
-    "deepseek_v3": {},  # latent attention, a dense layer, then shared experts
+    "gemma": {},  # one key head
+    "deepseek_v3": {},  # has latent attention, a dense first layer, and shared experts
     "mixtral": {},
     "qwen3_moe": {"moe_intermediate_size": 64},
     "gpt_oss": {},
@@ -41,8 +42,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Format:
-    """A format. linear: a form of `quantized`, or None for bfloat16. experts: (format, spelling) of
-    `moe_dequant`, or None."""
+    """A format.
+
+    linear: a form of `quantized`, or None for bfloat16.
+    experts: (format, spelling) of `moe_dequant`, or None.
+    """
 
     linear: Callable[..., Any] | None
     experts: tuple[str, Callable[..., Any]] | None = None

@@ -1,6 +1,7 @@
 """Stand-ins for the hub's deep-gemm, with its names, schemas and arithmetic.
 
-If the result is float64, the operators sum the same codes in float64, and do not round afterwards.
+If a float64 result is requested, the operators sum the same codes in float64 and do not round
+afterwards.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ ALIGNMENT = 128
 
 
 def scales(sf: torch.Tensor) -> torch.Tensor:
-    """Returns scales in float64, also if they are packed as bytes of UE8M0."""
+    """Returns scales in float64. They may be packed as bytes of UE8M0."""
     if sf.dtype == torch.int32:
         return _dense(sf).view(torch.uint8).view(torch.float8_e8m0fnu).double()
     return sf.double()
 
 
 def _dense(sf: torch.Tensor) -> torch.Tensor:
-    # A column of one is contiguous with any stride.
+    # A column of size one is contiguous with any stride.
     return sf.clone(memory_format=torch.contiguous_format)
 
 
@@ -57,8 +58,8 @@ def gemm_nt(a_data, a_sf, b_data, b_sf, d, c, *recipes):
 
 @torch.library.impl(f"{LIBRARY}::m_grouped_fp8_fp4_gemm_nt_contiguous", "CPU")
 def grouped_nt(a_data, a_sf, b_data, b_sf, d, grouped_layout, *options):
-    """Computes the grouped product. Rows of no expert are not written in the library; here they
-    become NaN."""
+    """Computes the grouped product. The library does not write rows of no expert; here they become
+    NaN."""
     rows, weight = decoded(a_data, a_sf), decoded(b_data, b_sf)
     d.fill_(torch.nan)
     use_psum_layout = options[-3]
@@ -79,7 +80,7 @@ for _name in ("fp8_fp4_gemm_nt", "m_grouped_fp8_fp4_gemm_nt_contiguous"):
 def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns codes [M, K] and scales [M, K / gran_k], computed by the same calls as in the hub's
+    """Returns codes [M, K] and scales [M, K / gran_k]. The calls are those of the hub's
     function."""
     rows, columns = x.shape
     whole = -(-columns // gran_k) * gran_k

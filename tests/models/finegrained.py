@@ -13,6 +13,8 @@ import transformers
 from torch import nn
 from transformers.integrations import finegrained_fp8 as library
 
+from tilewright.ops.formats.fp8_block import quantize_blocks
+
 LIBRARY = "_finegrained_fp8_cuda_abc1234"
 BLOCK = [128, 128]
 
@@ -34,7 +36,7 @@ def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def product(x, weight, dtype):
-    """Computes a product, summed in float32 as by the library, or in float64 for a float64
+    """Computes a product. It is summed in float32, as in the library, or in float64 for a float64
     result."""
     within = torch.float64 if dtype == torch.float64 else torch.float32
     return (x.to(within) @ weight.to(within).transpose(-2, -1)).to(dtype)
@@ -163,12 +165,30 @@ def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float")
         if isinstance(module, (library.FP8Linear, library.FP8Experts)):
             for own in [o for o in module._parameters if f"{name}.{o}" in dense]:
                 whole = f"{name}.{own}"
-                for made, tensor in convert._quantize_one(whole, dense[whole]).items():
+                codes = convert._quantize_one(whole, dense[whole])
+                if len(codes) == 1 and own == "weight":
+                    codes = with_cut_blocks(whole, dense[whole], scale_fmt)
+                for made, tensor in codes.items():
                     parameter = nn.Parameter(tensor, requires_grad=False)
                     module._parameters[made[len(name) + 1 :]] = parameter
     if any(isinstance(module, library.FP8Experts) for module in model.modules()):
         model.set_experts_implementation(experts)
     return model.eval().requires_grad_(False)
+
+
+def with_cut_blocks(name: str, weight: torch.Tensor, scale_fmt: str) -> dict[str, torch.Tensor]:
+    """Returns the codes and scales of a weight whose last blocks are cut off, by name.
+
+    DeepSeek-V3's checkpoint has such weights; transformers loads them, but does not make them.
+    """
+    scale = quantize_blocks(weight)[1]
+    if scale_fmt == "ue8m0":
+        scale = scale.log2().ceil().exp2()
+    rows, columns = weight.shape
+    spread = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    codes = (weight.float() / spread).to(torch.float8_e4m3fn)
+    stored = torch.float8_e8m0fnu if scale_fmt == "ue8m0" else torch.float32
+    return {name: codes, f"{name}_scale_inv": scale.to(stored)}
 
 
 def linear(

@@ -1,4 +1,5 @@
-"""Caches of eight-bit floats: every way that keys and values are scaled, rounded and written.
+"""Caches of eight-bit floats, with every way in which keys and values are scaled, rounded and
+written.
 
 The forms have the functions of cache_writes. They cast with `to(cache.dtype)`, so that a float64
 run with float64 caches rounds nothing.
@@ -38,7 +39,7 @@ def e5m2_pages(axes):
 
 
 def read(cache, step):
-    """Reads pages as bytes, since not every device can index 8-bit floats by tensors."""
+    """Reads pages as bytes, because some devices cannot index 8-bit floats by tensors."""
     return gather_pages(cache.view(torch.uint8), step).view(cache.dtype).to(torch.float32)
 
 
@@ -82,7 +83,7 @@ def write_divided(caches, layer, k, v, step):
 
 
 def write_multiplied(caches, layer, k, v, step):
-    """Scales and clamps in float32 and writes bytes, as quantised serving does."""
+    """Scales and clamps in float32, and writes bytes, as quantised serving does."""
     k_cache, v_cache = kv(caches, layer)
     k = (k.float() * K_INVERSE).clamp(-LARGEST, LARGEST).to(k_cache.dtype)
     v = (V_INVERSE * v.float()).clamp(min=-LARGEST, max=LARGEST).to(v_cache.dtype)

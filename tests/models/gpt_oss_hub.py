@@ -74,8 +74,11 @@ class Tensor:
 
 
 def hub(value_layout: Callable[..., Any], compute: torch.dtype = torch.float32) -> SimpleNamespace:
-    """Returns the stand-in for the hub's module. value_layout: the layout of codes of a shape.
-    compute: the dtype of its arithmetic."""
+    """Returns the stand-in for the hub's module.
+
+    `value_layout` is the layout of codes of a shape. `compute` is the dtype of the module's
+    arithmetic.
+    """
 
     def convert_layout(tensor, layout, **options):
         made = layout(tensor.storage.data.shape)
@@ -109,7 +112,8 @@ def hub(value_layout: Callable[..., Any], compute: torch.dtype = torch.float32) 
 
 
 def routing(logits, k):
-    """Returns (experts [T, S] with their weights), and two placeholders for the orders of rows."""
+    """Returns the chosen experts [T, S] with their weights, and two placeholders for the orders of
+    rows."""
     top, index = logits.topk(k, -1)
     return SimpleNamespace(index=index, gate_scal=top.softmax(-1)), None, None
 
@@ -129,8 +133,8 @@ def matmul_ogs(
     compute, x, weight, bias, routes, precision_config, gammas, gather_indx=None,
     scatter_indx=None, fused_activation=None,
 ):  # fmt: skip
-    """Computes the product in fp32 and rounds it once to x's dtype, as the kernel does. With
-    compute float64, the result is not rounded."""
+    """Computes the product in fp32 and rounds it once to x's dtype, as the kernel does. If
+    `compute` is float64, the result is not rounded."""
     dtype = torch.promote_types(x.dtype, compute) if compute == torch.float64 else x.dtype
     w, expert = decoded(weight, precision_config).to(compute), routes.index.flatten()
     slots = routes.index.shape[1]
@@ -158,7 +162,8 @@ def load(model: nn.Module, layout: Callable[[Any], Any], seed: int = 0) -> None:
         made = torch.Generator(torch.get_default_device()).manual_seed(seed)
         for own in PROJECTIONS:
             codes, scales, _ = moe_dequant.stored("mxfp4", seed, _shape(experts, own))
-            # An index is needed: in a build for GPUs, "cpu" alone would stand for the missing GPU.
+            # An index is needed, because in a build for GPUs "cpu" alone would stand for the
+            # missing GPU.
             mxfp4.swizzle_mxfp4_convertops(
                 codes.unflatten(-1, (-1, 16)), scales, experts, own, f"{codes.device.type}:0",
                 mxfp4.triton_kernels_hub,

@@ -19,7 +19,7 @@ AWQ_REVERSE_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def _codes(words: torch.Tensor) -> torch.Tensor:
-    """[R, W] words -> [R, 8 W] codes, the lowest bits first."""
+    """Unpacks words [R, W] to codes [R, 8 W]. The lowest bits come first."""
     shifts = torch.arange(0, 32, 4, device=words.device)
     return (words.unsqueeze(-1) >> shifts).flatten(-2) & 15
 
@@ -51,7 +51,7 @@ class _PackedLinear(nn.Module):
         raise NotImplementedError
 
     def _weight(self) -> torch.Tensor:
-        """[K, N], in the dtype of the scales."""
+        """Returns the weight [K, N] in the dtype of the scales."""
         raise NotImplementedError
 
     def post_init(self) -> None:

@@ -1,4 +1,5 @@
-"""Tiny Hugging Face models with the structure of the real ones: two layers, seeded random weights.
+"""Tiny Hugging Face models with the structure of real models. They have two layers and seeded
+random weights.
 
 case = build_hf("qwen3", cache="static", phase="decode")
 logits = case.model(*case.args, **case.kwargs).logits
@@ -31,7 +32,7 @@ _EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size":
 _LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 _WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
-#: name -> (config class, fields that differ from DIMS)
+#: For each name: (config class, fields that differ from DIMS).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
     "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": None}),
@@ -85,7 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiConfig", {}),
 }
 
-#: More models, for tests of other weights.
+#: More models, for tests that need other weights.
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 16, "num_key_value_heads": 1}),
     "deepseek_v3": (
@@ -97,7 +98,8 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-#: Encoders with decoders: name -> (model class, config class, fields, a batch for the encoder).
+#: Encoder-decoder models. For each name: (model class, config class, fields, a batch for the
+#: encoder).
 ENCODER_DECODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor]]] = {
     "t5": (
         "T5ForConditionalGeneration",
@@ -138,10 +140,12 @@ def build_hf(
     prepare: Callable[[Any], None] = lambda model: None,
     **changes: Any,
 ) -> HfCase:
-    """Returns a case of one of MODELS or MORE. With phase="decode", the cache already holds
-    `past_tokens` tokens per sequence, and one more token follows. With "prefill", the cache is
-    empty, and `past_tokens` tokens follow. prepare: a function that changes the new model. changes:
-    fields of the config."""
+    """Returns a case of one of MODELS or MORE.
+
+    With phase="decode", the cache already holds `past_tokens` tokens per sequence, and one more
+    token follows. With "prefill", the cache is empty, and `past_tokens` tokens follow. `prepare` is
+    a function that changes the new model. `changes` are fields of the config.
+    """
     import transformers
 
     class_name, fields = (MODELS | MORE)[name]
@@ -183,8 +187,8 @@ def make_cache(transformers, config, cache):
 
 
 def build_encoder_decoder(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> HfCase:
-    """Returns a decode step of one of ENCODER_DECODERS with static caches; T5's second source is
-    padded. The weights have the values of bfloat16 in every dtype."""
+    """Returns a decode step of one of ENCODER_DECODERS with static caches. T5's second source is
+    padded. The weights have values of bfloat16 in every dtype."""
     import transformers
 
     class_name, config_name, fields, batch = ENCODER_DECODERS[name]
@@ -216,9 +220,10 @@ def build_encoder_decoder(name: str, dtype: torch.dtype = torch.bfloat16, seed: 
 
 def with_mask(case: HfCase, kind: str) -> HfCase:
     """Returns the case with an attention mask, in which the second sequence is padded on the left.
-    "tensor" is a 4-D mask, as `generate()` makes it before the call, one for each kind of layer if
-    the model has several. "padding" is a 2-D mask, from which the model makes the 4-D mask inside.
-    "none" is no mask.
+
+    "tensor" is a 4-D mask, as `generate()` makes it before the call. If the model has several kinds
+    of layers, there is one for each kind. "padding" is a 2-D mask, from which the model makes the
+    4-D mask inside. "none" stands for no mask.
     """
     from transformers.masking_utils import create_masks_for_generate
 

@@ -1,4 +1,5 @@
-"""Structures that real graphs repeat many times: pieces of a split, writes, experts, layers.
+"""Structures that real graphs repeat many times, such as pieces of a split, writes, experts and
+layers.
 
 function, args = STRUCTURES["unbind"].make(512)
 """
@@ -21,8 +22,11 @@ Made = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Structure:
-    """A repeated structure. nodes: the number of graph nodes of one piece. make: returns the
-    structure with n pieces."""
+    """A repeated structure.
+
+    nodes: the number of graph nodes in one piece.
+    make: a function that returns the structure with n pieces.
+    """
 
     nodes: int
     make: Callable[[int], Made]
@@ -308,7 +312,8 @@ def _put_back(x: Tensor, dim: int, step: int) -> Tensor:
     return made
 
 
-#: Functions that split a tensor along a dimension into pieces of a length, and join them again.
+#: Functions that split a tensor along a dimension into pieces of a given length, and join the
+#: pieces again.
 RESTATED: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "as it is": lambda x, dim, step: x,
     "split": lambda x, dim, step: torch.cat(x.split(step, dim), dim),
@@ -329,7 +334,8 @@ RESTATED: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 class Restated(torch.nn.Module):
     """A layer whose weights, activations and keys are each split and joined again.
 
-    chosen: for each of "w", "x", "k", "v" and "up", a name of RESTATED, a dimension and a length.
+    `chosen` has a name of RESTATED, a dimension and a length for each of "w", "x", "k", "v" and
+    "up".
     """
 
     def __init__(self, chosen: dict[str, tuple[str, int, int]], width: int = 64) -> None:

@@ -1,4 +1,5 @@
-"""Models that are almost adapters of q, k and v. What each changes must not be fused.
+"""Models that are almost adapters of q, k and v. The part that each model changes must not be
+fused.
 
 module, args, expected = build_bent("scaled_columns")
 """
@@ -42,7 +43,8 @@ def bent(sites, *codes):
 
 @bent(2)
 def another_activation(m, x, index):
-    """k's adapter reads another tensor than those of q and v, so it needs a shrink of its own."""
+    """The adapter of k reads another tensor than the adapters of q and v, so it needs a shrink of
+    its own."""
     xs = {"q": x, "k": x.sin(), "v": x}
     return tuple(base(m, x, n) + delta(m, xs[n], index, n) for n in WIDTHS)
 
@@ -92,7 +94,7 @@ def scaled_twice(m, x, index, n):
 @bent(0, "EXPERT_ACTIVATION", "LORA_FORM")
 @each
 def scaled_before_and_after(m, x, index, n):
-    """Applies the adapter's factor twice: between A and B, and on the delta."""
+    """Applies the adapter's factor twice: between A and B, and to the delta."""
     scale = m.scales[index][:, None]
     s = torch.einsum("th,trh->tr", x, m.a[n][index]) * scale
     return torch.einsum("tr,twr->tw", s, m.b[n][index]) * scale
@@ -121,7 +123,7 @@ def shifted(m, x, index, n):
 
 @bent(0)
 def after_rotation(m, x, index):
-    """Adds the delta after the rotation; it is still fused, with q and k as their own bases."""
+    """Adds the delta after the rotation. It is still fused, with q and k as their own bases."""
     return tuple(base(m, x, n).sin() * torch.tanh(delta(m, x, index, n)) for n in WIDTHS)
 
 
@@ -180,7 +182,8 @@ def added_with_alpha(m, x, index):
 
 @bent(0)
 def wide(m, x, index):
-    """A rank as large as the outer sizes: a product of two matrices, not an adapter."""
+    """Has a rank as large as the outer sizes, which makes a product of two matrices and not an
+    adapter."""
     inner = F.linear(x, m.base["q"])
     return base(m, x, "k") + F.linear(inner, m.base["k"])
 
@@ -205,7 +208,7 @@ def other_value_where_masked(m, x, index):
 
 @bent(0, "LORA_FORM")
 def square_transposed(m, x, index):
-    """A square B, with the dimensions of the result exchanged."""
+    """Has a square B, and exchanges the dimensions of the result."""
     rows, at = x.repeat(11, 1)[:64], index.repeat(11)[:64]
     return base(m, rows, "q") + delta(m, rows, at, "q").T
 

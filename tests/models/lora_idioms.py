@@ -16,7 +16,7 @@ SOME = torch.tensor([2, -1, 3, 3, -1, 0])  # rows without an adapter
 
 
 class Layer(nn.Module):
-    """A layer with base weights of q, k and v, A [G, R, H], B [G, W, R] and a factor for each
+    """A layer with base weights of q, k and v, A [G, R, H], B [G, W, R], and a factor for each
     adapter. `step` computes it."""
 
     def __init__(self, step, dtype=torch.bfloat16):
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 def each(delta):
-    """Returns the model whose q, k and v are each base + delta(layer, x, index, name)."""
+    """Returns the model in which each of q, k and v is base + delta(layer, x, index, name)."""
 
     def step(m, x, index):
         return tuple(F.linear(x, m.base[n]) + delta(m, x, index, n).to(x.dtype) for n in WIDTHS)
@@ -304,7 +304,7 @@ ROWS_ONCE = (T, H)
 SEQUENCES = (3, 4, H)
 BY_SEQUENCE = torch.tensor([2, 0, 3])
 
-#: name -> (step, shape of x, index)
+#: For each name: (step, shape of x, index).
 IDIOMS = {
     step.__name__: (step, ROWS_ONCE, ROWS)
     for step in (

@@ -1,9 +1,9 @@
 """Absorbed latent attention in the spellings of engines: the up-projection is multiplied into the
 query and the result, and attention runs over the latents themselves.
 
-Each of SPELLINGS takes (model, q_nope [B, S, H, N], q_rope [B, S, H, R], entries [B, K, L + R],
-seen [S, K]) and gives [B, S, H, V]. A model's arguments are x [B, S, hidden], entries and the
-queries' positions [S].
+Each function in SPELLINGS takes (model, q_nope [B, S, H, N], q_rope [B, S, H, R], entries [B, K, L
++ R], seen [S, K]) and returns [B, S, H, V]. The arguments of a model are x [B, S, hidden], the
+entries, and the positions [S] of the queries.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ HIDDEN = float("-inf")
 
 @dataclass(frozen=True)
 class Axes:
-    """The variants. weight: "joined" (rows of one parameter), "apart", or "fp8" (codes with scales
-    by block)."""
+    """The variants of a model.
+
+    weight: "joined" (rows of one parameter), "apart" (two parameters), or "fp8" (codes with scales
+    by block).
+    """
 
     batch: int = 2
     queries: int = 3
@@ -125,7 +128,7 @@ SPELLINGS = {f.__name__: f for f in (einsum, matmul, bmm, sdpa, wide_values, in_
 
 
 class Model(nn.Module):
-    """Each step is an attribute, so that a test can bend one."""
+    """The model. Each step is an attribute, so that a test can replace one."""
 
     def __init__(self, axes: Axes, spelling: str) -> None:
         super().__init__()
@@ -167,7 +170,7 @@ class Model(nn.Module):
 
 
 def build(spelling: str, **changes):
-    """Returns (model, args) of a spelling, with any fields of Axes changed."""
+    """Returns (model, args) of a spelling. `changes` are fields of Axes."""
     axes = Axes(**changes)
     model = Model(axes, spelling)
     generator = torch.Generator().manual_seed(0)

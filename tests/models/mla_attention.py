@@ -1,7 +1,7 @@
 """Attention of expanded latent keys and values, in the spellings of engines.
 
-Each takes q [T, H, n + r], keys [K, H, n + r], values [K, H, v], positions [T] and a scale, and
-gives [T, H, v]. Query t sees the keys up to its position.
+Each function takes q [T, H, n + r], keys [K, H, n + r], values [K, H, v], positions [T] and a
+scale, and returns [T, H, v]. Query t sees the keys up to its position.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def causal(q, keys, values, positions, scale):
 
 
 def causal_later(q, keys, values, positions, scale):
-    """Attends to the last keys, which are those of the new tokens."""
+    """Attends to the last keys, which are the keys of the new tokens."""
     return causal(q, keys[-len(q) :], values[-len(q) :], positions, scale)
 
 
@@ -70,7 +70,7 @@ def einsum(q, keys, values, positions, scale):
 
 
 def apart(q, keys, values, positions, scale):
-    """Computes the two parts of the logits by separate products; `keys` holds the parts."""
+    """Computes the two parts of the logits by separate products. `keys` holds the two parts."""
     k_nope, rope_key = keys
     width = k_nope.shape[-1]
     scores = torch.einsum("thd,khd->htk", q[..., :width], k_nope)

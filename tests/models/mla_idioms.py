@@ -3,9 +3,9 @@
     module, args = build("sdpa")                       # one of IDIOMS
     module, args = build("sdpa", concat="new_empty")     # any MlaAxes field changed
 
-One sequence: `context` tokens lie in the paged latent cache, `num_tokens` follow. Args are
-(x, positions [T], slots [T], every token's slot [C + T], block table [1, W], caches...); calling
-the module writes the caches. The same name and axes give the same numbers.
+There is one sequence. `context` tokens lie in the paged latent cache, and `num_tokens` tokens
+follow. The arguments are (x, positions [T], slots [T], every token's slot [C + T], block table [1,
+W], caches...); calling the module writes the caches. The same name and axes give the same numbers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,15 @@ ROPES = {
 
 @dataclass(frozen=True)
 class MlaAxes:
-    """write, gather: keys of WRITES, GATHERS. kv_a: "alone", or "with_q" (one linear for both
-    down-projections). kv_b: a key of `mla_weights.FORMS`. concat: a key of CONCATS. attention: a
-    key of `mla_attention.ATTENTIONS`, "absorbed" or "chunked". norm: "eager" or "fused"."""
+    """The variants of a model.
+
+    write, gather: keys of WRITES and of GATHERS.
+    kv_a: "alone", or "with_q" (one linear for both down-projections).
+    kv_b: a key of `mla_weights.FORMS`.
+    concat: a key of CONCATS.
+    attention: a key of `mla_attention.ATTENTIONS`, "absorbed" or "chunked".
+    norm: "eager" or "fused".
+    """
 
     write: str = "joined"
     gather: str = "getitem"
@@ -105,7 +111,7 @@ def two_caches(caches, latent, rope_key, slots, page_size):
 
 
 def with_head(caches, latent, rope_key, slots, page_size):
-    """Writes into a cache that has a dimension for its one head."""
+    """Writes into a cache that has a dimension for its single head."""
     (cache,) = caches
     rows = torch.cat((latent, rope_key), dim=-1)
     cache.view(-1, 1, cache.shape[-1])[slots] = rows.unsqueeze(1)
@@ -204,7 +210,7 @@ class RmsNorm(nn.Module):
 
 
 class Mla(nn.Module):
-    """Each step is an attribute, so that a test can bend one."""
+    """The model. Each step is an attribute, so that a test can replace one."""
 
     def __init__(self, axes: MlaAxes) -> None:
         super().__init__()
@@ -236,7 +242,7 @@ class Mla(nn.Module):
         self.scale = axes.scale
 
     def projected(self, x):
-        """Returns (q [T, H, n + r], latent [T, L], rope key [T, r]), neither normed nor rotated."""
+        """Returns (q [T, H, n + r], latent [T, L], rope key [T, r]), without norm and rotation."""
         axes = self.axes
         widths = [axes.kv_rank, axes.rotated]
         if axes.kv_a == "with_q":
@@ -283,7 +289,7 @@ def tables(positions, axes: MlaAxes):
     return angles.cos().to(axes.dtype), angles.sin().to(axes.dtype)
 
 
-#: name -> fields of MlaAxes that differ
+#: For each name, the fields of MlaAxes that differ.
 IDIOMS: dict[str, dict[str, Any]] = {"plain": {}}
 IDIOMS |= {f"write_{name}": {"write": name} for name in WRITES}
 IDIOMS |= {f"gather_{name}": {"gather": name} for name in GATHERS}
@@ -323,7 +329,7 @@ def build(name: str, **changes: Any):
     total = axes.context + axes.num_tokens
     x = torch.randn(axes.num_tokens, axes.hidden, generator=generator).to(axes.dtype)
     pages = -(-total // axes.page_size)
-    # The sequence's pages lie scattered and in no order.
+    # The pages of the sequence are scattered and in no order.
     block_table = ((torch.arange(pages) * 3 + 1) % axes.num_pages)[None]
     where = torch.arange(total)
     slots = block_table[0][where // axes.page_size] * axes.page_size + where % axes.page_size

@@ -15,7 +15,7 @@ class Dense(nn.Linear):
 
 
 class Separate(nn.Module):
-    """K's and V's rows as weights of their own."""
+    """Has separate weights for the rows of K and of V."""
 
     def __init__(self, axes) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Separate(nn.Module):
 
 
 class Einsum(nn.Module):
-    """A weight [H, n + v, L]."""
+    """Has a weight [H, n + v, L]."""
 
     def __init__(self, axes) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Einsum(nn.Module):
 
 
 class Fp8Block(nn.Module):
-    """Codes with a scale per block of 128 x 128, dequantised in the graph."""
+    """Has codes with a scale for each block of 128 x 128, which the graph dequantises."""
 
     def __init__(self, axes) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Fp8Block(nn.Module):
 
 
 class Fp8Product(Fp8Block):
-    """Latents are quantised by token, the weight by row, and codes multiplied."""
+    """Quantises latents by token and the weight by row, and multiplies the codes."""
 
     def __init__(self, axes) -> None:
         super().__init__(axes)
@@ -78,7 +78,7 @@ class Fp8Product(Fp8Block):
         rows = latents.to(torch.float32 if self.out != torch.float64 else self.out)
         scale = rows.abs().amax(dim=-1, keepdim=True) / 448
         codes = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        if self.out == torch.float64:  # not one of the sums that codes make
+        if self.out == torch.float64:  # codes cannot make such a sum
             return (codes.to(self.out) * scale) @ (self.weight.to(self.out) * self.scale).t()
         return torch._scaled_mm(
             codes, self.weight.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=self.out
@@ -86,7 +86,7 @@ class Fp8Product(Fp8Block):
 
 
 class Int8Behind(nn.Module):
-    """int8 codes; the sums are scaled by row, as in torchao."""
+    """Has int8 codes. The sums are scaled by row, as in torchao."""
 
     def __init__(self, axes) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Checkpoints as NVIDIA's ModelOpt exports them, written from a dense model without it."""
+"""Checkpoints in the form in which NVIDIA's ModelOpt exports them. They are written from a dense
+model without ModelOpt."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import nn
 E4M3 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LARGEST_ACTIVATION = 4.0
-#: The cache scales of layer 0. Those of each further layer are larger by a half.
+#: The cache scales of layer 0. The scales of each further layer are larger by a half.
 K_SCALE, V_SCALE = 0.02, 0.035
 
 
@@ -47,7 +48,7 @@ def nvfp4(weight: torch.Tensor, largest: torch.Tensor | None = None) -> dict[str
 def nvfp4_weights(
     weight: torch.Tensor, largest: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Quantises to NVFP4. largest: the largest number of the weights that share weight_scale_2;
+    """Quantises to NVFP4. `largest` is the largest number of the weights that share weight_scale_2;
     None for this weight alone."""
     factor = (weight.abs().amax() if largest is None else largest) / (6 * 448)
     groups = weight.unflatten(1, (-1, 16))
@@ -95,9 +96,13 @@ def write(
     skipped: tuple[str, ...] = ("lm_head", "mlp.gate"),
     changes: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint and returns its tensors. algorithm: a name in ALGORITHMS, or "mixed":
-    attention in FP8, the rest in NVFP4. stated: whether config.json has it, too. shards: files.
-    changes: tensors of other contents; None leaves one out."""
+    """Writes a checkpoint and returns its tensors.
+
+    algorithm: a name in ALGORITHMS, or "mixed" (attention in FP8, the rest in NVFP4).
+    stated: whether config.json has the algorithm, too.
+    shards: the number of files.
+    changes: tensors with other contents; None leaves a tensor out.
+    """
     state = experts_apart({name: t.clone() for name, t in model.state_dict().items()})
     dense, layers = dict(state), cast(dict[str, Any], {})
     linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
@@ -136,7 +141,7 @@ def write(
 
 
 def _largest_of_both(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Returns the largest weight of gate and up, since ModelOpt gives both one factor."""
+    """Returns the largest weight of gate and up, because ModelOpt gives both one factor."""
     path = name.rpartition(".")[0]
     pair = (state[f"{path}.{own}.weight"].float().abs().amax() for own in ("gate_proj", "up_proj"))
     return torch.stack(list(pair)).amax()

@@ -26,7 +26,7 @@ def divided(x):
 
 
 def bounded(x):
-    """Quantises as DeepSeek does: no scale of a block is zero, and there is no clamp, since no
+    """Quantises as DeepSeek does. No scale of a block is zero, and nothing is clamped, because no
     number exceeds 448."""
     blocks = x.view(-1, BLOCK).float()
     scale = blocks.abs().amax(1, keepdim=True).clamp(1e-4) / 448.0
@@ -113,8 +113,11 @@ NEAR_MISSES = (
 
 
 class CodedMoe(nn.Module):
-    """A mixture. rows, hidden: functions that quantise the rows of the two GEMMs. first: whether
-    tokens are quantised before they are gathered."""
+    """A mixture.
+
+    rows, hidden: the functions that quantise the rows of the two GEMMs.
+    first: whether tokens are quantised before they are gathered.
+    """
 
     def __init__(self, rows, hidden, *, first=False, dense=False) -> None:
         super().__init__()
@@ -169,8 +172,8 @@ def tokens(seed=1):
 
 
 class SeparateMoe(CodedMoe):
-    """A mixture with gate and up as two GEMMs. rows, up_rows: functions that quantise the rows of
-    each."""
+    """A mixture with gate and up as two GEMMs. `rows` and `up_rows` are the functions that quantise
+    the rows of each."""
 
     def __init__(self, rows, up_rows, hidden) -> None:
         super().__init__(rows, hidden)
@@ -205,7 +208,8 @@ def _(rows, weight, scale, offsets):
 
 
 class KernelMoe(CodedMoe):
-    """`fp8_grouped_mm_experts_forward` of transformers' integrations/finegrained_fp8.py."""
+    """Computes like `fp8_grouped_mm_experts_forward` of transformers'
+    integrations/finegrained_fp8.py."""
 
     def __init__(self) -> None:
         super().__init__(None, None)

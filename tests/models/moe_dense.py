@@ -13,7 +13,7 @@ T, E, S, H, INNER = 12, 4, 2, 64, 32
 
 
 class Dense(nn.Module):
-    """Weights gate_up [E, H, 2I], down [E, I, H]; `step` is the model."""
+    """Has weights gate_up [E, H, 2I] and down [E, I, H]. `step` is the model."""
 
     def __init__(self, step, num_slots):
         super().__init__()
@@ -41,7 +41,7 @@ def act(both):
 
 
 def experts(m, x):
-    """Computes all experts of x [T, H]: [E, T, H]."""
+    """Computes all experts for x [T, H]. Returns [E, T, H]."""
     return torch.bmm(act(torch.bmm(x.expand(E, -1, -1), m.gate_up)), m.down)
 
 
@@ -94,7 +94,7 @@ def llama4_shared(m, x, logits, weights, ids):
     return out
 
 
-#: name -> (step, slots)
+#: For each name: (step, slots).
 SPELLINGS = {
     f.__name__: (f, S)
     for f in (
@@ -207,7 +207,7 @@ def read_elsewhere(m, x, logits, weights, ids):
 
 
 def llama4_with_bias(m, x, logits, weights, ids):
-    """Multiplies the input by the score; because of the bias, a score of zero does not make the
+    """Multiplies the input by the score. Because of the bias, a score of zero does not make the
     result zero."""
     top, ids = torch.topk(logits, m.num_slots, dim=1)
     scores = torch.full_like(logits, float("-inf")).scatter_(1, ids, top).sigmoid()
@@ -221,7 +221,7 @@ def weights_by_a_list(m, x, logits, weights, ids):
     return (y * scattered(x, weights, ids).T[..., None]).sum(0).to(x.dtype)
 
 
-#: function -> (code, slots)
+#: For each function: (code, slots).
 NEAR_MISSES = {
     soft: ("EXPERT_SCORES", S),
     not_from_zero: ("EXPERT_SCORES", S),

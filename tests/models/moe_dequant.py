@@ -1,7 +1,7 @@
 """Stacked expert weights [E, N, K] dequantised in plain PyTorch, spelling by spelling.
 
-SPELLINGS[name] = (format, function); the function takes (codes, scales, factor [E]) as `stored`
-makes them and gives the weight in bfloat16.
+SPELLINGS[name] is (format, function). The function takes (codes, scales, factor [E]) as `stored`
+makes them, and returns the weight in bfloat16.
 """
 
 from __future__ import annotations

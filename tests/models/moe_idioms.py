@@ -3,7 +3,8 @@
     module, args = build("histc")                          # one of IDIOMS
     module, args = build("histc", layout="interleaved")    # any MoeAxes field changed
 
-Args are (x [T, H],); the router is a linear inside. The same name gives the same numbers.
+The arguments are (x [T, H],). The router is a linear inside the model. The same name gives the same
+numbers.
 """
 
 from __future__ import annotations
@@ -21,14 +22,21 @@ from tilewright.ops.formats.expert_weight import ExpertWeight
 
 @dataclass(frozen=True)
 class MoeAxes:
-    """The variants of a model. gemm: "grouped" sorts routes by expert; "batched" gathers a weight
-    for each route, and "einsum" one for each token and slot, without sorting. ends, rows, order,
-    combine: keys of ENDS, ROWS, ORDERS, COMBINES. layout: "halves", "interleaved" or "separate".
-    stored: "NK" [E, N, K] or "KN" [E, K, N]. weigh: "sorted" (rows times expert_weights[order]) or
-    "tokens" (after the way back). quantised, quantised_down: a spelling of moe_dequant.SPELLINGS
-    for the experts' weights, or "" for dense ones. elsewhere: the number of experts on other
-    devices, which the router may choose too. Their numbers begin at num_experts, and their rows are
-    masked, as in Hugging Face's expert parallelism."""
+    """The variants of a model.
+
+    gemm: "grouped" sorts routes by expert; "batched" gathers a weight for each route, and "einsum"
+        gathers one for each token and slot, both without sorting.
+    ends, rows, order, combine: keys of ENDS, ROWS, ORDERS and COMBINES.
+    layout: "halves", "interleaved" or "separate".
+    stored: "NK" for [E, N, K], or "KN" for [E, K, N].
+    weigh: "sorted" (rows times expert_weights[order]) or "tokens" (after the rows are back in
+        order).
+    quantised, quantised_down: a spelling in moe_dequant.SPELLINGS for the experts' weights, or ""
+        for dense weights.
+    elsewhere: the number of experts on other devices, which the router may choose, too. Their
+        numbers begin at num_experts, and their rows are masked, as in Hugging Face's expert
+        parallelism.
+    """
 
     ends: str = "histc"
     rows: str = "divide"
@@ -183,7 +191,7 @@ SPLITS = {
 
 
 class Coded(nn.Module):
-    """A weight [E, N, K] of codes, dequantised at each call."""
+    """A weight [E, N, K] of codes, which is dequantised in each call."""
 
     def __init__(self, spelling: str, shape: tuple[int, ...], seed: int) -> None:
         super().__init__()
@@ -209,7 +217,7 @@ class Moe(nn.Module):
     def __init__(self, axes: MoeAxes) -> None:
         super().__init__()
         self.axes = axes
-        # Each step is a function of its own, so that a test can replace one.
+        # Each step is a separate function, so that a test can replace one.
         self.ends_of = self.weight_of = self.rows_of = lambda x: x
         self.weights_of = lambda weights, order: weights[order]
         self.activation = ACTIVATIONS[axes.activation]
@@ -375,7 +383,7 @@ ENDS |= {f.__name__: f for f in (bincount, bincount_cut)}
 
 
 def build(name, **changes):
-    """Returns (module, args) of an idiom, with any fields of MoeAxes changed."""
+    """Returns (module, args) of an idiom. `changes` are fields of MoeAxes."""
     axes = replace(MoeAxes(), **{**IDIOMS[name], **changes})
     module = Moe(axes)
     generator = torch.Generator().manual_seed(0)
@@ -390,11 +398,11 @@ def build(name, **changes):
 
 
 def exact(module, x):
-    """Computes the module's result in float64, expert by expert."""
+    """Computes the module's result in float64, one expert after the other."""
     axes = module.axes
     wide = {name: p.double() for name, p in module.named_parameters()}
     wide |= {n: m.exact() for n, m in module.named_children() if isinstance(m, Coded)}
-    # The experts are those that the module chooses, since the choice is discrete.
+    # The experts are the ones that the module itself chooses, because the choice is discrete.
     weights, ids = module.router(x).float().softmax(-1).topk(axes.num_slots, -1)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t in range(x.shape[0]):

@@ -35,7 +35,7 @@ class MoeLoop(nn.Module):
 
 
 def one_hot_nonzero(m, x, weights, ids):
-    """Loops over experts like transformers with experts_implementation="eager"."""
+    """Loops over experts as transformers does with experts_implementation="eager"."""
     out = torch.zeros_like(x)
     expert_mask = F.one_hot(ids, E).permute(2, 1, 0)
     expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
@@ -67,7 +67,7 @@ def sorted_lists(m, x, weights, ids):
     return torch.zeros_like(x).index_add(0, order // S, y)
 
 
-#: Name -> the function that computes the mixture.
+#: For each name, the function that computes the mixture.
 LOOPS = {
     "one_hot_nonzero": one_hot_nonzero,
     "where_each": where_each,

@@ -1,4 +1,4 @@
-"""Norms of attention heads [..., H, D], and of rows [..., K], as models spell them."""
+"""Norms of attention heads [..., H, D] and of rows [..., K], as models write them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wide(x):
 
 
 class SpelledRMSNorm(nn.Module):
-    """RMSNorm as Hugging Face models spell it, cast to fp32 and back."""
+    """RMSNorm as Hugging Face models write it, with a cast to fp32 and back."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class RowRMSNorm(SpelledRMSNorm):
 
 
 class LayerNormByHead(nn.Module):
-    """LayerNorm of each head with a weight of its own (Cohere)."""
+    """LayerNorm of each head, where each head has a separate weight (Cohere)."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class LayerNormByHead(nn.Module):
 
 
 class WeightlessNorm(nn.Module):
-    """RMS norm without a weight, which Llama 4 calls its L2 norm."""
+    """RMS norm without a weight. Llama 4 calls it its L2 norm."""
 
     def forward(self, x):
         y = wide(x)
@@ -98,7 +98,8 @@ def head_norm(form: str, num_heads: int, head_dim: int, is_key: bool) -> nn.Modu
 
 
 class HeadNorms(nn.Module):
-    """Norms q and k, or leaves them as they are, before (`after=False`) or after the rotation."""
+    """Normalises q and k before the rotation, or after it (`after=True`), or leaves them as they
+    are."""
 
     def __init__(
         self, form: str, heads: tuple[int, int], head_dim: int, after: bool = False
@@ -115,14 +116,14 @@ class HeadNorms(nn.Module):
 
 
 def hf_row_norm(x, weight, eps=1e-5):
-    """Norms a row as most models of transformers do."""
+    """Normalises a row as most models of transformers do."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def gemma_row_norm(x, weight, eps=1e-5):
-    """Norms a row as Gemma does: with 1 + weight, and one rounding."""
+    """Normalises a row as Gemma does, with 1 + weight and one rounding."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (1.0 + weight.float())).to(x.dtype)

@@ -1,6 +1,7 @@
-"""Every way that real code projects an activation to q, k and v.
+"""Every way in which real code projects an activation to q, k and v.
 
-A form is a module: x [..., K] -> q [..., Hq, D], k and v [..., Hkv, D]. `FORMS` has them by name.
+A form is a module from x [..., K] to q [..., Hq, D] and k and v [..., Hkv, D]. `FORMS` has the
+forms by name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import nn
 
 
 class Form(nn.Module):
-    """Sizes of a projection. `groups` is the number of kv heads that are projected."""
+    """The sizes of a projection. `groups` is the number of kv heads that are projected."""
 
     def __init__(self, axes) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Clamped(ThreeLinears):
 
 
 class ScaledQuery(ThreeLinears):
-    """OPT: the query is scaled where it is projected."""
+    """Projects as OPT does: the query is scaled right after its projection."""
 
     def forward(self, x):
         parts = (self.q_proj(x) * self.head_dim**-0.5, self.k_proj(x), self.v_proj(x))
@@ -79,7 +80,7 @@ class Slices(Packed):
 
 
 class ClampedPacked(Packed):
-    """DBRX, MPT: all three are clamped at once."""
+    """Projects as DBRX and MPT do: q, k and v are clamped together."""
 
     def parts(self, packed):
         return packed.clamp(min=-self.clip, max=self.clip).split(self.widths, dim=-1)
@@ -96,7 +97,7 @@ class HeadSplit(Packed):
 
 
 class PerHead(Packed):
-    """GPT-NeoX: q, k and v of each head lie side by side."""
+    """Projects as GPT-NeoX does: q, k and v of each head lie side by side."""
 
     def forward(self, x):
         by_head = self.qkv_proj(x).view(*x.shape[:-1], self.heads[0], 3 * self.head_dim)
@@ -104,7 +105,8 @@ class PerHead(Packed):
 
 
 class ListIndex(Form):
-    """Falcon-7B: one kv head, picked by a list; a weight that is multiplied from the right."""
+    """Projects as Falcon-7B does: one kv head is picked by a list, and the weight is multiplied
+    from the right."""
 
     def build(self, axes):
         self.query_key_value = self.weight(sum(self.widths), axes.hidden)
@@ -116,7 +118,7 @@ class ListIndex(Form):
 
 
 class Grouped(Packed):
-    """InternLM2: [kv heads, q heads of each + 2, D]."""
+    """Projects as InternLM2 does, with a result [kv heads, q heads of each + 2, D]."""
 
     def forward(self, x):
         fused = self.qkv_proj(x).view(*x.shape[:-1], self.groups, -1, self.head_dim)
@@ -124,7 +126,8 @@ class Grouped(Packed):
 
 
 class GroupedBroadcast(Packed):
-    """Falcon-40B: grouped, and every q head gets a copy of its k and v, in the cache too."""
+    """Projects as Falcon-40B does: heads are grouped, and every q head gets a copy of its k and v,
+    also in the cache."""
 
     def forward(self, x):
         fused = self.qkv_proj(x).view(*x.shape[:-1], self.groups, -1, self.head_dim)
@@ -134,7 +137,7 @@ class GroupedBroadcast(Packed):
 
 
 class RepeatedHeads(ThreeLinears):
-    """Keys and values repeated to more heads before they are cached."""
+    """Repeats keys and values to more heads before they are cached."""
 
     def forward(self, x):
         q, k, v = super().forward(x)
@@ -143,7 +146,8 @@ class RepeatedHeads(ThreeLinears):
 
 
 class Conv1D(Form):
-    """GPT-2: the weight is [K, N], and keys and values are viewed before queries."""
+    """Projects as GPT-2 does: the weight is [K, N], and keys and values are viewed before
+    queries."""
 
     def build(self, axes):
         self.c_attn = self.weight(axes.hidden, sum(self.widths))
@@ -157,7 +161,8 @@ class Conv1D(Form):
 
 
 class Unsqueezed(Packed):
-    """GPT-BigCode: one kv head, split from a tensor that has a head dimension already."""
+    """Projects as GPT-BigCode does: one kv head is split from a tensor that already has a head
+    dimension."""
 
     def forward(self, x):
         q, k, v = self.qkv_proj(x).unsqueeze(-2).split(self.widths, dim=-1)
@@ -174,7 +179,7 @@ class QueryAndPackedKv(Form):
 
 
 class Einsum(Form):
-    """Weights [H, D, K]."""
+    """Has weights [H, D, K]."""
 
     equation = "...k,hdk->...hd"
 
@@ -189,7 +194,7 @@ class Einsum(Form):
 
 
 class EinsumHiddenFirst(Einsum):
-    """Weights [K, H, D]."""
+    """Has weights [K, H, D]."""
 
     equation = "...k,khd->...hd"
 
@@ -198,7 +203,7 @@ class EinsumHiddenFirst(Einsum):
 
 
 class EinsumPacked(Form):
-    """One weight [K, all heads, D], split by head."""
+    """Has one weight [K, all heads, D], and splits the result by head."""
 
     def build(self, axes):
         self.qkv = self.weight(axes.hidden, sum(self.heads), axes.head_dim)
@@ -208,7 +213,7 @@ class EinsumPacked(Form):
 
 
 class FromTheRight(Einsum):
-    """x @ W, with weights [K, H * D]."""
+    """Computes x @ W, with weights [K, H * D]."""
 
     def shape(self, heads):
         return self.hidden, heads * self.head_dim
@@ -218,7 +223,7 @@ class FromTheRight(Einsum):
 
 
 class MatmulByHead(Einsum):
-    """A product for each head: x [..., 1, T, K] @ W [H, K, D]."""
+    """Computes a product for each head: x [..., 1, T, K] @ W [H, K, D]."""
 
     def shape(self, heads):
         return heads, self.hidden, self.head_dim
@@ -229,7 +234,7 @@ class MatmulByHead(Einsum):
 
 
 class BmmOfOne(FromTheRight):
-    """Batched products whose batch is one, or shares its weight."""
+    """Computes batched products whose batch is one, or shares its weight."""
 
     def forward(self, x):
         batch = x if x.dim() == 3 else x[None]
@@ -240,7 +245,7 @@ class BmmOfOne(FromTheRight):
 
 
 class JoinedWeights(Form):
-    """Three weights, joined at every call."""
+    """Joins three weights in every call."""
 
     def build(self, axes):
         self.weights = nn.ParameterList(self.weight(width, axes.hidden) for width in self.widths)
@@ -252,7 +257,7 @@ class JoinedWeights(Form):
 
 
 class BiasApart(Packed):
-    """The bias is added to the packed product."""
+    """Adds the bias to the packed product."""
 
     def build(self, axes):
         super().build(axes)
@@ -263,7 +268,7 @@ class BiasApart(Packed):
 
 
 class BiasByHead(Einsum):
-    """Each of the three gets a bias [H, D] of its own."""
+    """Adds a separate bias [H, D] to each of q, k and v."""
 
     def build(self, axes):
         super().build(axes)
@@ -274,7 +279,7 @@ class BiasByHead(Einsum):
 
 
 class BiasOfParts(Packed):
-    """Each part of one packed product gets a bias of its own."""
+    """Adds a separate bias to each part of one packed product."""
 
     def build(self, axes):
         super().build(axes)

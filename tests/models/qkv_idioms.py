@@ -3,7 +3,8 @@
     module, args = build("page_offset")                       # one of IDIOMS
     module, args = build("index_copy", rope="interleaved")    # any Axes field changed
 
-Args hold the caches; calling the module writes them. The same name and axes give the same numbers.
+The arguments hold the caches, and calling the module writes them. The same name and axes give the
+same numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ PAGED = cache_writes.PAGED | fp8_writes.PAGED
 
 
 class PagedAttention(nn.Module):
-    """Ragged tokens x [T, K]; every token attends to its own sequence through the block table."""
+    """Processes ragged tokens x [T, K]. Every token attends to its own sequence through the block
+    table."""
 
     def __init__(self, axes: Axes, form, layer: int) -> None:
         super().__init__()
@@ -55,7 +57,8 @@ class PagedAttention(nn.Module):
 
 
 class BatchedAttention(nn.Module):
-    """A batch x [B, S, K] against one cache row per sequence, as Hugging Face models have it."""
+    """Processes a batch x [B, S, K] with one cache row for each sequence, as Hugging Face models
+    do."""
 
     def __init__(self, axes: Axes, write, layer: int) -> None:
         super().__init__()
@@ -88,7 +91,8 @@ def head_norms(axes, after):
 
 
 def finish(module, axes):
-    """Seeded weights in the axes' dtype, no gradients; rope tables stay as they were made."""
+    """Gives a module seeded weights in the dtype of the axes, without gradients. Rope tables stay
+    as they were made."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -102,7 +106,7 @@ def finish(module, axes):
 def paged(form_name, axes):
     form = PAGED[form_name]
     module = Decoder(axes, lambda layer: PagedAttention(axes, form, layer))
-    # Three sequences that already have tokens, in pages that are not adjacent.
+    # There are three sequences that already have tokens, in pages that are not adjacent.
     tokens = torch.arange(axes.num_tokens)
     seq = torch.minimum(tokens // 4, torch.tensor(2))
     positions = tokens - 4 * seq + torch.tensor([3, 6, 0])[seq]
@@ -161,7 +165,7 @@ VARIANTS = {
     "two_layers": {"num_layers": 2},
 }
 
-#: Forms of the projection: with a rotation, and those whose query is recognised without one.
+#: Forms of the projection: with a rotation, and forms whose query is recognised without one.
 PROJECTIONS = {
     "clamped": {},
     "scaled_query": NO_ROPE,
@@ -199,18 +203,19 @@ VARIANTS |= {
     "packed_parallel_mlp_no_rope": {"projection": "packed_split", "parallel_mlp": True, **NO_ROPE},
 }
 
-#: name -> (write form, Axes changes). Every write form, then the other axes on two of them.
+#: For each name: (write form, changes of Axes). Every write form occurs, and then the other axes on
+#: two of these forms.
 IDIOMS = {name: (name, {}) for name in (*PAGED, *BATCHED)}
 IDIOMS |= {f"{axis}_paged": ("page_offset", changes) for axis, changes in VARIANTS.items()}
 IDIOMS |= {f"{axis}_static": ("static_cache", changes) for axis, changes in VARIANTS.items()}
 
 
 def axes_of(name, **changes):
-    """Returns the Axes of an idiom, with any fields changed."""
+    """Returns the Axes of an idiom. `changes` are fields of Axes."""
     return replace(Axes(), **{**IDIOMS[name][1], **changes})
 
 
 def build(name, **changes):
-    """Returns (module, args) of an idiom, with any fields of Axes changed."""
+    """Returns (module, args) of an idiom. `changes` are fields of Axes."""
     form_name = IDIOMS[name][0]
     return (paged if form_name in PAGED else batched)(form_name, axes_of(name, **changes))

@@ -1,7 +1,7 @@
-"""Linear layers with quantised weights, as checkpoints and their loaders spell them.
+"""Linear layers with quantised weights, as checkpoints and their loaders write them.
 
 A form is a function `(layer, dtype) -> weight [N, K]` that computes the weight from the layer's
-buffers; `QuantizedLinear` makes buffers that suit it, with random codes.
+buffers. `QuantizedLinear` makes buffers with random codes that suit the form.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 class QuantizedLinear(nn.Module):
-    """x [..., K] -> [..., N]. buffers: what `form` needs, by its `STORED` entry, or, where it is a
-    test's own, by its attribute `stored`."""
+    """A linear from x [..., K] to [..., N]. It has the buffers that `form` needs, by its entry in
+    `STORED`, or, for a form that a test defines, by its attribute `stored`."""
 
     def __init__(self, form, hidden: int, width: int, seed: int = 0, bias: bool = False) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def of_table(layer, dtype, numbers, first=4):
-    """Decodes codes by a table. first: the lowest bit of a byte's first code."""
+    """Decodes codes by a table. `first` is the lowest bit of a byte's first code."""
     table = torch.tensor(numbers, device=layer.packed.device)
     pair = (layer.packed >> first, layer.packed >> (4 - first))
     codes = torch.stack([part & 0xF for part in pair], dim=-1).view(-1, GROUP)
@@ -117,17 +117,19 @@ def of_table(layer, dtype, numbers, first=4):
 
 
 def nf4(layer, dtype):
-    """Sixteen numbers of a normal distribution, the first in the high nibble."""
+    """Decodes codes by sixteen numbers of a normal distribution. The first code is in the high
+    nibble."""
     return of_table(layer, dtype, formats.TABLES["nf4"])
 
 
 def fp4(layer, dtype):
-    """Decodes bitsandbytes' FP4 codes, an index into a table of 16 numbers each."""
+    """Decodes bitsandbytes' FP4 codes, each of which is an index into a table of 16 numbers."""
     return of_table(layer, dtype, formats.TABLES["fp4"])
 
 
 def nf4_of_the_next_block(layer, dtype):
-    """Each block has the scale that is stored for its neighbour, which the graph computes."""
+    """Uses for each block the scale of the next block. The graph computes this order of the
+    scales."""
     table = torch.tensor(formats.TABLES["nf4"], device=layer.packed.device)
     codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).flatten(-2)
     blocks = table[codes.int()].unflatten(-1, (-1, GROUP))
@@ -157,7 +159,8 @@ def nf4_rounded(layer, dtype):
 
 
 def nvfp4(layer, dtype):
-    """Floats of four bits, with a scale of eight for every 16 and one for all."""
+    """Decodes floats of four bits, with an 8-bit scale for every 16 of them and one factor for
+    all."""
     table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
@@ -165,8 +168,8 @@ def nvfp4(layer, dtype):
 
 
 def nvfp4_divided(layer, dtype):
-    """As compressed-tensors decodes it: a table of magnitudes, the scale in bfloat16, the factor a
-    divisor."""
+    """Decodes as compressed-tensors does: with a table of magnitudes, the scale in bfloat16, and
+    the factor as a divisor."""
     codes = torch.stack((layer.packed & 0xF, (layer.packed & 0xF0) >> 4), dim=-1).flatten(-2)
     table = torch.tensor(E2M1, device=codes.device)
     signs = torch.where((codes & 8).to(torch.bool), -1.0, 1.0)
@@ -177,7 +180,7 @@ def nvfp4_divided(layer, dtype):
 
 
 def nvfp4_unscaled(layer, dtype):
-    """No factor for all: the scale is read as it is stored."""
+    """Has no common factor, and reads the scale as it is stored."""
     table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
@@ -193,7 +196,7 @@ def nvfp4_high_first(layer, dtype):
 
 
 def mxfp4(layer, dtype):
-    """Floats of four bits, with a power of two for every 32."""
+    """Decodes floats of four bits, with a power of two for every 32."""
     table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     values = table.to(dtype)[codes.int()].view(layer.width, -1, BLOCK)
@@ -202,7 +205,7 @@ def mxfp4(layer, dtype):
 
 
 def mxfp4_power(layer, dtype):
-    """As compressed-tensors decodes it."""
+    """Decodes as compressed-tensors does."""
     table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     values = table[codes.int()].to(torch.bfloat16).view(layer.width, -1, BLOCK)
@@ -235,14 +238,15 @@ def awq_buffers(rows, hidden, generator):
 
 
 def spread(packed):
-    """[R, C] words -> [R, 8 C] numbers, not yet masked."""
+    """Spreads words [R, C] to numbers [R, 8 C], which are not masked yet."""
     shifts = torch.arange(0, 32, 4, device=packed.device)
     wide = torch.bitwise_right_shift(packed[:, :, None], shifts[None, None, :]).to(torch.int8)
     return wide.view(packed.shape[0], -1)
 
 
 def awq(layer, dtype):
-    """Columns come in AWQ's order, and are put right by an index that the graph computes."""
+    """Decodes columns that are in AWQ's order. An index that the graph computes puts them in
+    order."""
     codes, zeros = spread(layer.packed), spread(layer.zeros)
     order = torch.arange(codes.shape[-1], dtype=torch.int32, device=codes.device)
     order = order.view(-1, 8)[:, AWQ_ORDER].view(-1)
@@ -271,7 +275,7 @@ def awq_listed(layer, dtype):
 
 
 def awq_other_zeros(layer, dtype):
-    """Unpacks zeros in another order than codes; the op must use the order of the graph."""
+    """Unpacks zeros in another order than codes. The op must use the order of the graph."""
     shifts = torch.tensor(AWQ_ORDER, device=layer.packed.device) * 4
     codes = ((layer.packed.unsqueeze(-1) >> shifts) & 15).flatten(-2).view(-1, GROUP, layer.width)
     zeros = spread(layer.zeros) & 15
@@ -295,7 +299,7 @@ def gptq_codes(layer):
 
 
 def gptq(layer, dtype):
-    """Groups are neighbours; zeros are stored less one."""
+    """Has groups that are neighbours. Zeros are stored minus one."""
     codes, zeros = gptq_codes(layer)
     codes = codes.view(-1, GROUP, layer.width) - zeros[:, None]
     return (layer.scale[:, None].to(dtype) * codes.to(dtype)).view(layer.hidden, layer.width).t()
@@ -309,7 +313,7 @@ def gptq_indexed(layer, dtype):
 
 
 def gptq_act_order(layer, dtype):
-    """Looks up groups by indices in a buffer, which may be any."""
+    """Looks up groups by indices in a buffer, which may have any values."""
     codes, zeros = gptq_codes(layer)
     return (layer.scale[layer.g_idx].to(dtype) * (codes - zeros[layer.g_idx]).to(dtype)).t()
 
@@ -333,7 +337,7 @@ def int8_with_zeros(layer, dtype):
 
 
 def int8_after(layer, x):
-    """The sums are scaled, not the weight."""
+    """Scales the sums, not the weight."""
     out = F.linear(x, layer.codes.to(x.dtype)) * layer.scale.to(x.dtype)
     return out if layer.bias is None else out + layer.bias
 
@@ -345,7 +349,7 @@ def int8_after_in_float32(layer, x):
 
 
 def byte_buffers(rows, hidden, generator):
-    """Unsigned codes, and the same as words of four."""
+    """Makes buffers with unsigned codes, and with the same codes as words of four."""
     codes = torch.randint(0, 256, (rows, hidden), generator=generator).to(torch.uint8)
     zeros = 128 + 20 * torch.randn(rows, hidden // GROUP, generator=generator).bfloat16()
     words, scale = codes.view(torch.int32), scales(generator, rows, hidden // GROUP) / 8
@@ -358,17 +362,17 @@ def int8_unsigned(layer, dtype):
 
 
 def int8_in_words(layer, dtype):
-    """Four codes in a word, seen as bytes (compressed-tensors)."""
+    """Decodes four codes in a word, which is seen as bytes (compressed-tensors)."""
     return grouped(layer, layer.packed.view(torch.uint8), dtype, zero=128)
 
 
 def int8_unsigned_with_zeros(layer, dtype):
-    """With a float zero for each group (HQQ)."""
+    """Decodes with a float zero for each group (HQQ)."""
     return grouped(layer, layer.codes, dtype, zero=layer.zeros[:, :, None].to(dtype))
 
 
 def nibbles_of_words(layer, dtype):
-    """Eight codes in a word, seen as bytes of two (compressed-tensors)."""
+    """Decodes eight codes in a word, which is seen as bytes of two codes (compressed-tensors)."""
     words = layer.packed.view(torch.uint8)
     codes = torch.stack((words & 0xF, words >> 4), dim=-1).flatten(-2)
     return grouped(layer, codes.view(torch.int8) - 8, dtype, zero=0)
@@ -407,7 +411,7 @@ def fp8_channel(layer, dtype):
 
 
 def fp8_blocks_repeated(layer, dtype):
-    """The last block of rows or columns may be a part of one."""
+    """Repeats scales by blocks. The last block of rows or columns may be incomplete."""
     scale = layer.scale.repeat_interleave(BLOCK, dim=0).repeat_interleave(BLOCK, dim=1)
     scale = scale[: layer.width, : layer.hidden]
     return (layer.codes.to(layer.scale.dtype) * scale).to(dtype)
@@ -425,7 +429,8 @@ def fp8_blocks_expanded(layer, dtype):
 
 
 def quantized_product(codes, weight, scale_a, scale_b, bias, dtype):
-    """`_scaled_mm`, or what it means where the codes have been made wider."""
+    """Computes `_scaled_mm`, or the same product if the codes have been converted to a wider
+    dtype."""
     if codes.dtype == weight.dtype == torch.float8_e4m3fn:
         return torch._scaled_mm(
             codes, weight.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype
@@ -435,7 +440,7 @@ def quantized_product(codes, weight, scale_a, scale_b, bias, dtype):
 
 
 def scaled_mm_tensor(layer, x):
-    """The activation is quantised with one scale for all."""
+    """Quantises the activation with one scale for all."""
     rows = x.reshape(-1, layer.hidden)
     scale = rows.abs().amax().to(layer.scale.dtype) / 448
     codes = (rows.to(layer.scale.dtype) / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -444,7 +449,7 @@ def scaled_mm_tensor(layer, x):
 
 
 def scaled_mm_token(layer, x):
-    """A scale for every token, and one for every output feature."""
+    """Has a scale for every token, and one for every output feature."""
     rows = x.reshape(-1, layer.hidden).to(layer.scale.dtype)
     scale = rows.abs().amax(dim=-1, keepdim=True) / 448
     codes = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -454,7 +459,7 @@ def scaled_mm_token(layer, x):
 
 @torch.library.custom_op("quantized_tests::linear", mutates_args=())
 def linear_operator(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A library's operator: what it computes is not in the graph."""
+    """Stands for a library's operator. The graph does not show what it computes."""
     return F.linear(x, (codes.to(scale.dtype) * scale[:, None]).to(x.dtype))
 
 
@@ -481,7 +486,7 @@ def by_operator_in_place(layer, x):
 
 
 def scaled_mm_v2_token(layer, x):
-    """`F.scaled_mm`, by row on both sides."""
+    """Calls `F.scaled_mm`, with scales by row on both sides."""
     rows = x.reshape(-1, layer.hidden).to(layer.scale.dtype)
     scale = rows.abs().amax(dim=-1, keepdim=True) / 448
     codes = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -503,7 +508,7 @@ def dense_buffers(rows, hidden, generator):
     return {"dense": (torch.randn(rows, hidden, generator=generator) / 8).bfloat16()}
 
 
-#: Layers that have tests of their own: form -> its buffers.
+#: For each layer that has tests of its own, its buffers.
 OTHER_LAYERS = {
     by_operator: int8_buffers,
     by_operator_in_place: int8_buffers,
@@ -512,7 +517,7 @@ OTHER_LAYERS = {
     nf4_of_a_buffer: table_buffers,
 }
 
-#: Form -> its buffers. Random programs draw from these forms.
+#: For each form, its buffers. Random programs draw from these forms.
 STORED = MappingProxyType(
     {
         nibbles_low_first: nibble_buffers,

@@ -1,6 +1,7 @@
 """Rotary position embedding in the spellings of models and engines.
 
-Each takes heads x [..., D] and cos, sin that broadcast to it, [..., D / 2] wide, and rotates.
+Each function rotates heads x [..., D]. Its arguments cos and sin are [..., D / 2] and broadcast to
+x.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def half_wide(x, cos, sin):
 
 
 def half_sine_signed(x, cos, sin):
-    """Puts the sign into the table of sines, so that halves are only exchanged."""
+    """Puts the sign into the table of sines, so that the halves are only exchanged."""
     a, b = x.chunk(2, dim=-1)
     return x * twice(cos) + torch.cat((b, a), dim=-1) * torch.cat((-sin, sin), dim=-1)
 
@@ -130,25 +131,25 @@ def to_halves_strided(x, cos, sin):
 
 
 def partial(x, cos, sin):
-    """Rotates half of the head; the other half is unchanged."""
+    """Rotates half of the head. The other half stays unchanged."""
     x, rest = x.chunk(2, dim=-1)
     width = cos.shape[-1] // 2
     return torch.cat((half(x, cos[..., :width], sin[..., :width]), rest), dim=-1)
 
 
 def leading(x, cos, sin):
-    """Rotates as many elements as the table has; the others are unchanged."""
+    """Rotates as many elements as the table has. The other elements stay unchanged."""
     width = 2 * cos.shape[-1]
     return torch.cat((half(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 
 
 def with_empty_rest(x, cos, sin):
-    """As Phi-3: the unchanged part has no elements."""
+    """Rotates as Phi-3 does, with an unchanged part that has no elements."""
     width = x.shape[-1]
     return torch.cat((half(x[..., :width], cos, sin), x[..., width:]), dim=-1)
 
 
-#: form -> style
+#: For each form, its style.
 SPELLINGS = {
     half: "half",
     half_chunk: "half",

@@ -42,13 +42,13 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 128,
 }
-#: Modules that compressed-tensors' checkpoints leave in bfloat16. Then experts, which stay in
-#: bfloat16 for schemes whose codes transformers cannot join.
+#: Modules that compressed-tensors' checkpoints leave in bfloat16. The second list adds the experts,
+#: which stay in bfloat16 in schemes whose codes transformers cannot join.
 LEFT_DENSE = ["lm_head", "re:.*mlp.gate$"]
 DENSE_EXPERTS = {"FP8_BLOCK": ["re:.*mlp.experts.*"]}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
 LATENTS = {"kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 64, "v_head_dim": 64}
-#: Model -> its config and the fields that differ from SIZES.
+#: For each model, its config and the fields that differ from SIZES.
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "qwen3": (Qwen3Config, {}),
@@ -68,9 +68,13 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Shipped:
-    """A format. library: the library that must be installed. load: (model, empty folder) -> the
-    loaded model. models: the keys of CONFIGS that exist in the format; if empty, all but gpt_oss,
-    which exists only in MXFP4."""
+    """A format.
+
+    library: the library that must be installed.
+    load: a function from (model, empty folder) to the loaded model.
+    models: the keys of CONFIGS that exist in the format. If it is empty, these are all models but
+        gpt_oss, which exists only in MXFP4.
+    """
 
     library: str
     load: Callable[[str, Path], nn.Module]
@@ -130,7 +134,7 @@ def _by_config(kind: str, folder: Path, config: str, **options: Any) -> nn.Modul
 
 
 def _hqq(kind: str, folder: Path, bits: int) -> nn.Module:
-    """Returns a model that HQQ itself quantises, since transformers does not load this format."""
+    """Returns a model that HQQ itself quantises, because transformers does not load this format."""
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
     model: Any = dense(kind)
@@ -149,7 +153,7 @@ def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
     model: Any = _by_config(kind, folder, "BitsAndBytesConfig", **options)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # The kernel that some CPUs have rounds scales to bfloat16, which GPUs do not.
+            # The kernel that some CPUs have rounds scales to bfloat16, and GPUs do not.
             module.support_avx512bf16_for_cpu = False
     return model
 
@@ -157,9 +161,11 @@ def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
 def compressed(
     kind: str, folder: Path, scheme: str, kv_scales: tuple[float, float] | None = None
 ) -> nn.Module:
-    """Writes a checkpoint in which each expert has its own linears; transformers decodes and joins
-    them while it loads the model. kv_scales: scales of keys and values; with them, keys and values
-    are rounded to float8."""
+    """Writes a checkpoint in which each expert has its own linears. transformers decodes and joins
+    them while it loads the model.
+
+    `kv_scales` are the scales of keys and values. With them, keys and values are rounded to float8.
+    """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -196,8 +202,8 @@ def compressed(
 
 
 def _one_expert(gate_up: torch.Tensor, down: torch.Tensor) -> nn.Module:
-    """Returns the linears of an expert, as checkpoints have them, from stacked weights [2 I, H] and
-    [H, I]."""
+    """Returns the linears of an expert in the form of checkpoints, from stacked weights [2 I, H]
+    and [H, I]."""
     made = nn.Module()
     gate, up = gate_up.chunk(2)
     for name, weight in {"gate_proj": gate, "up_proj": up, "down_proj": down}.items():
@@ -208,8 +214,11 @@ def _one_expert(gate_up: torch.Tensor, down: torch.Tensor) -> nn.Module:
 
 
 def calibrate(module: Any) -> None:
-    """Sets the scales and zeros of a compressed-tensors linear's weight by its smallest and largest
-    elements, and a static scale of its activations."""
+    """Calibrates a linear of compressed-tensors.
+
+    Sets the scales and zeros of the weight by its smallest and largest elements, and a static scale
+    of the activations.
+    """
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     args = module.quantization_scheme.weights
@@ -317,8 +326,8 @@ def _words(
 
 
 def _modelopt(kind: str, folder: Path, algorithm: str) -> nn.Module:
-    """Returns a ModelOpt model. The file is written without ModelOpt, and loaded by
-    `load_modelopt`, since transformers does not read its format."""
+    """Returns a ModelOpt model. The file is written without ModelOpt, and `load_modelopt` loads it,
+    because transformers does not read its format."""
     from tilewright.compiler import load_modelopt
 
     modelopt.write(dense(kind), folder, algorithm)

@@ -1,4 +1,4 @@
-"""Single linears that tests compare with those of a library, and their inputs."""
+"""Single linears that tests compare with linears of a library, and their inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def inputs(shape, dtype):
 
 
 def assert_no_further(model, theirs, weight, dtype):
-    """Checks that a model is no further from float64 than its library, but for one rounding.
+    """Asserts that a model is as close to float64 as its library, up to one rounding.
 
-    weight: the decoded weight of both, [N, K] in float64."""
+    `weight` is the decoded weight of both, [N, K] in float64.
+    """
     bias = None if theirs[0].bias is None else theirs[0].bias.double()
     for shape in [shape for shape in SHAPES if 0 not in shape]:
         x = inputs(shape, dtype)

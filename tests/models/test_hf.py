@@ -1,4 +1,4 @@
-"""The tiny Hugging Face models: deterministic, and their caches are what is written."""
+"""Tests the tiny Hugging Face models: they are deterministic, and a call writes their caches."""
 
 from __future__ import annotations
 

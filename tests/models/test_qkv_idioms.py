@@ -1,4 +1,4 @@
-"""The idioms are what they claim: they agree with each other, and only new slots change."""
+"""Tests that the idioms agree with each other, and that a call changes only new slots."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 from tests.models.cache_writes import BATCHED, PAGED
 from tests.models.qkv_idioms import IDIOMS, axes_of, build
 
-# A form of the projection says nothing new of the cache.
+# The form of the projection does not matter for the cache.
 OWN = {name for name in IDIOMS if not name.startswith("p_")}
 EXACT = sorted(PAGED.keys() - {"masked", "where"})
 
 
 def caches_of(args):
-    """All floating inputs but the activations, which come first."""
+    """Returns all floating-point inputs except the activations, which come first."""
     return [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()][1:]
 
 
 def answer(name):
-    """What two layers compute from caches that hold the same number everywhere."""
+    """Returns the result of two layers, computed from caches that hold the same number
+    everywhere."""
     module, args = build(name, dtype=torch.float32, num_layers=2)
     for cache in caches_of(args):
         cache.fill_(0.25)
@@ -88,7 +89,7 @@ def test_out_of_place_leaves_its_inputs():
 
 @pytest.mark.parametrize("name", ["custom_op", "out_of_place"])
 def test_an_idiom_that_is_not_fused_is_one_graph(name):
-    """So are those that are fused, see tests/patterns/running.py."""
+    """tests/patterns/running.py checks the same for idioms that are fused."""
     torch._dynamo.reset()
     module, args = build(name)
     eager_module, eager_args = build(name)

@@ -1,6 +1,8 @@
-"""Weights of torchao's two int4 classes, and stand-ins on a CPU for the kernels that multiply them:
-the words of `_weight_int4pack_mm` as PyTorch's `native/cuda/int4mm.cu` packs them, and
-`mslk::bf16i4bf16_rowwise` by its formula."""
+"""Weights of torchao's two int4 classes, and stand-ins on a CPU for the kernels that multiply them.
+
+The words of `_weight_int4pack_mm` are packed as in PyTorch's `native/cuda/int4mm.cu`, and
+`mslk::bf16i4bf16_rowwise` follows its formula.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ _PADDED = 1024
 
 
 def _word_places(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the row of each word of tiles [N / 8, K / 128, 32, 4], and the four bytes, of two
-    columns each, that the word holds, [4, ..]. The CUDA kernel computes both for its thread t."""
+    """Returns the row of each word of tiles [N / 8, K / 128, 32, 4], and the four bytes of the
+    word, [4, ..], each of two columns. The CUDA kernel computes both for its thread t."""
     n_tile, outer, t, inner = torch.meshgrid(
         torch.arange(rows // 8),
         torch.arange(columns // 128),
@@ -40,7 +42,7 @@ def pack_tiles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_tiles(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_tiles`."""
+    """Undoes `pack_tiles`."""
     codes = torch.zeros(words.shape[0] * 8, words.shape[1] * 128, dtype=torch.int64)
     rows, byte = _word_places(*codes.shape)
     for i in range(4):
@@ -50,7 +52,8 @@ def unpack_tiles(words: torch.Tensor) -> torch.Tensor:
 
 
 def _weight(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """codes [N, K] from -8 to 7, scale and zero [K / group, N] -> [N, K] rounded to bfloat16."""
+    """Decodes codes [N, K] from -8 to 7, with scale and zero [K / group, N], to [N, K] rounded to
+    bfloat16."""
     blocks = codes.double().unflatten(-1, (scale.shape[0], -1))
     scale, zero = (part.t().double().unsqueeze(-1) for part in (scale, zero))
     return (blocks * scale + zero).flatten(-2).to(torch.bfloat16)
@@ -86,8 +89,8 @@ _KERNELS = _install()
 
 
 def quantised(weight: torch.Tensor, tiled: bool) -> torch.Tensor:
-    """Quantises a weight [N, K] of bfloat16 as torchao does. The tiled class pads it to whole
-    tiles, and K to a multiple of 1024."""
+    """Quantises a weight [N, K] of bfloat16 as torchao does. The tiled class pads the weight to
+    whole tiles, and K to a multiple of 1024."""
     from torchao.quantization import Int4Tensor, Int4TilePackedTo4dTensor
     from torchao.quantization import quant_primitives as library
     from torchao.quantization.utils import pack_tinygemm_scales_and_zeros

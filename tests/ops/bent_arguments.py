@@ -39,9 +39,10 @@ from torch._subclasses import FakeTensorMode
 import tilewright.ops as functions
 from tilewright.ops import ArgumentError, CacheWindow, contract
 
-#: The address space that a call may use in addition to that of the process before the first call.
+#: The address space that a call may use in addition to the address space that the process used
+#: before the first call.
 MEMORY = 512 * 2**20
-#: The longest a call may take; the samples are small.
+#: The longest time that a call may take. The samples are small.
 SECONDS = 10.0
 
 ENTRIES = ("torch.ops", "function", "fake")
@@ -79,7 +80,8 @@ def string_bends(value: Any) -> Iterator[Bend]:
 
 
 def dtype_bends(value: Any) -> Iterator[Bend]:
-    # No number that is no dtype: PyTorch's dispatcher looks it up past the end of its table.
+    # A number that is no dtype is not tried, because PyTorch's dispatcher would look it up past the
+    # end of its table.
     for bent in (*DTYPES, None, 5, "text"):
         yield repr(bent), lambda bent=bent: bent
 
@@ -133,8 +135,8 @@ def axis_bends(given: torch.Tensor, axis: int) -> Iterator[Bend]:
 
 
 def content_bends(given: torch.Tensor) -> Iterator[Bend]:
-    """Yields tensors of the same shape with other numbers; for indices, numbers that are no valid
-    place."""
+    """Yields tensors of the same shape with other numbers. For indices, yields numbers that are no
+    valid place."""
     if given.dtype in (torch.int32, torch.int64, torch.uint32):
         top = torch.iinfo(given.dtype).max
         for number in (0, 1, top) if given.dtype == torch.uint32 else (0, 1, -1, top, -top - 1):
@@ -153,7 +155,7 @@ def as_dtype(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bytes_cat(tensors: list[torch.Tensor], axis: int) -> torch.Tensor:
-    """torch.cat for every dtype: the CPU cannot join all of them."""
+    """Computes torch.cat for every dtype. The CPU cannot join tensors of all dtypes."""
     dtype = tensors[0].dtype
     if dtype.itemsize == 1 and dtype.is_floating_point:
         return torch.cat([t.view(torch.uint8) for t in tensors], axis).view(dtype)
@@ -208,7 +210,7 @@ class Bent:
 
 
 def given_arguments(op: contract.FusedOp, arguments: Any, entry: str) -> dict[str, Any]:
-    """A sample as keyword arguments of an entry."""
+    """Returns a sample as keyword arguments of an entry."""
     values = {f.name: getattr(arguments, f.name) for f in fields(arguments)}
     if entry != "function":
         return values
@@ -222,7 +224,7 @@ def given_arguments(op: contract.FusedOp, arguments: Any, entry: str) -> dict[st
 
 
 def function_of(op: contract.FusedOp) -> Callable[..., Any] | None:
-    """Returns the function that calls the op by hand; None if only graphs call the op."""
+    """Returns the function by which users call the op. Returns None if only graphs call the op."""
     return getattr(functions, op.name.removesuffix("_dense"), None)
 
 
@@ -291,7 +293,8 @@ def writable(op: contract.FusedOp, values: dict[str, Any]) -> dict[int, torch.Te
         if name == "blocks":
             view[:, :, values["layer_idx"]] = 1
         for window in windows_on(name, values):
-            if window is None:  # a function may leave the window out, which means the whole cache
+            # A function may leave the window out, which stands for the whole cache.
+            if window is None:
                 view.fill_(1)
             else:
                 window.view(view).fill_(1)
@@ -302,7 +305,7 @@ def writable(op: contract.FusedOp, values: dict[str, Any]) -> dict[int, torch.Te
 
 
 def windows_on(name: str, values: dict[str, Any]) -> Iterator[CacheWindow | None]:
-    """The windows of a call that lie on the cache called `name`."""
+    """Yields the windows of a call that lie on the cache called `name`."""
     pairs = {"k_cache": ("k", "v", "v_cache"), "latent_cache": ("latent", "rope", "rope_cache")}
     if name in pairs:
         first, second, other = pairs[name]
@@ -313,12 +316,12 @@ def windows_on(name: str, values: dict[str, Any]) -> Iterator[CacheWindow | None
         window = values.get(f"{letter}_window")
         if window is None or isinstance(window, CacheWindow):
             yield window
-        elif len(window) == 9:  # another is not read, or refused
+        elif len(window) == 9:  # a window of another length is not read, or is refused
             yield CacheWindow(*window)
 
 
 class TooSlow(BaseException):
-    """The call did not end in SECONDS."""
+    """Raised if a call did not end within SECONDS."""
 
 
 def alarmed(signum: int, frame: Any) -> None:
@@ -352,14 +355,14 @@ def attempt(call: Callable[[], Any]) -> Outcome:
 
 
 def no_tensors(error: BaseException | None) -> bool:
-    """Whether all tensors are None, so that PyTorch's dispatcher has no device to choose a kernel
-    by."""
+    """Whether all tensors are None, so that PyTorch's dispatcher has no device by which to choose a
+    kernel."""
     return isinstance(error, NotImplementedError) and "no tensor arguments" in str(error)
 
 
 def unclear(bent: Bent, outcome: Outcome, names: set[str]) -> str | None:
-    """Returns None for an error that names the op, the argument, what was expected and what was
-    given."""
+    """Returns what an error does not name: the op, the argument, the expected value or the given
+    value. Returns None if it names them all."""
     error = outcome.error
     text = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, ArgumentError):
@@ -367,7 +370,7 @@ def unclear(bent: Bent, outcome: Outcome, names: set[str]) -> str | None:
         if error.op not in ours and bent.op.name not in error.op:
             return f"names another op: {text}"
         return None if error.argument in names else f"names no argument: {text}"
-    # By hand an op is called by a function of its own, or as its record.
+    # Users call an op by a function of its own, or as its record.
     wrappers = (getattr(function_of(bent.op), "__name__", None), "__call__")
     inside = any(
         "/ops/" in frame.filename and "/tests/" not in frame.filename and frame.name not in wrappers
@@ -388,7 +391,7 @@ def unclear(bent: Bent, outcome: Outcome, names: set[str]) -> str | None:
 
 @dataclass
 class Tally:
-    """Counts and failures of a run."""
+    """The counts and failures of a run."""
 
     calls: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -486,7 +489,7 @@ def compare(
 
 
 def first_line(error: BaseException | None) -> str:
-    """Returns the first line of an error, since PyTorch's errors continue with the value itself."""
+    """Returns the first line of an error. PyTorch's errors continue with the value itself."""
     return str(error).splitlines()[0] if str(error) else ""
 
 
@@ -497,8 +500,11 @@ def results(outcome: Outcome) -> tuple[torch.Tensor, ...]:
 
 
 def chosen(calls: int | None, seed: int, only: str) -> Iterator[tuple[Any, list[Bent]]]:
-    """Yields samples with the calls to make of each. calls: the number of calls for all ops, drawn
-    from as many cases as there are calls of an op; None for every call of every case."""
+    """Yields samples with the calls to make for each.
+
+    `calls` is the number of calls for all ops, drawn from as many cases as an op has calls. None
+    stands for every call of every case.
+    """
     ops = [op for op in contract.all_ops() if op.namespace == "tilewright" and only in op.name]
     for op in ops:
         share = len(op.cases) if calls is None else -(-calls // len(ops))
@@ -524,7 +530,7 @@ def run(calls: int | None, seed: int, only: str = "") -> Tally:
     signal.signal(signal.SIGALRM, alarmed)
     tally = Tally()
     with torch.no_grad():
-        # A first correct call, so that its imports do not count for a bent call.
+        # A correct call comes first, so that its imports do not count for a bent call.
         faked_once(contract.get_op("paged_kv_store"))
         limit_memory()
         for arguments, bents in chosen(calls, seed, only):

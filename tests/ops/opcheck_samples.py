@@ -3,11 +3,10 @@
     python tests/ops/opcheck_samples.py [--only NAME]
 
 Two parts of opcheck are replaced. test_schema compares arguments before and after a call by
-`torch.allclose`, which multiplies, but PyTorch has no product of 8-bit floats on the CPU. Here such
-tensors are compared byte by byte, which is stricter. And opcheck copies its arguments by a function
-that asks for a negative number of elements for a tensor without elements whose rows are further
-apart than they are wide. Here such tensors are made contiguous. Nothing else of opcheck or of the
-checked op is changed.
+`torch.allclose`, which multiplies, and PyTorch has no product of 8-bit floats on the CPU. Therefore
+such tensors are compared byte by byte, which is stricter. opcheck also copies its arguments by a
+function that fails for a tensor without elements whose rows are further apart than they are wide.
+Therefore such tensors are made contiguous. Nothing else in opcheck or in the checked op is changed.
 """
 
 from __future__ import annotations

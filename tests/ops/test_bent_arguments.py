@@ -1,4 +1,5 @@
-"""No argument can be bent so that an op fails without saying why, or writes before it does."""
+"""Tests that an op with a bent argument never fails without saying why, and never writes before it
+fails."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ CALLS = 350
 
 
 def test_bent_calls_are_refused_clearly_or_work():
-    """In a process of its own: a call that takes too much memory must not take this one down."""
+    """The calls run in a separate process, because a call that takes too much memory must not end
+    this process."""
     command = [sys.executable, str(SCRIPT), "--calls", str(CALLS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,7 +54,7 @@ def test_every_argument_of_every_op_is_bent_at_every_entry():
     ],
 )
 def test_the_judge_sees_what_is_wrong(monkeypatch, name, result, kind):
-    """An op that fails in each of these ways does not pass."""
+    """An op that fails in one of these ways does not pass."""
     op = contract.get_op("paged_kv_store")
     case = op.cases[0]
     arguments = op.sample_inputs(case)

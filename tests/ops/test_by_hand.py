@@ -1,4 +1,5 @@
-"""Ops are attributes of `tilewright.ops`, found where they lie; their records have defaults."""
+"""Tests that ops are attributes of `tilewright.ops`, found in their own files, and that their
+records have defaults."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_results_are_like_the_first_argument(returns, count):
 
 @pytest.mark.parametrize("emits", [True, False])
 def test_a_chip_is_asked_about_emitted_kernels_alone(emits):
-    """A lowering that emits none runs what the chip's library has."""
+    """A lowering that emits no kernels runs what the chip's library has."""
     lowering = emitted_kernel("a:b")
     op = record(lowerings=(lowering if emits else replace(lowering, build=None, entry=print),))
     a = Arguments(torch.empty(1, dtype=torch.float8_e4m3fn), torch.empty(1))

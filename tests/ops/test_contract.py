@@ -1,4 +1,4 @@
-"""What holds for every registered op, ours or a user's."""
+"""Tests that hold for every registered op, including users' ops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def as_double(arguments):
         **{
             name: value.double()
             for name, value in tensors.items()
-            # Codes of eight bits are what they are.
+            # Codes of eight bits stay as they are.
             if isinstance(value, torch.Tensor)
             and value.is_floating_point()
             and value.element_size() > 1
@@ -87,7 +87,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 def test_error_against_float64_stays_within_the_declared_tolerance(op, case, device, chosen):
     exact_arguments = op.sample_inputs(case)
     if any(dtype.is_floating_point for dtype in op.tolerances):
-        # Whole numbers are exact; and they may say what a dtype's lowest number is.
+        # Whole numbers are exact, and they may depend on the lowest number of a dtype.
         exact_arguments = as_double(exact_arguments)
     exact = outputs(op, exact_arguments, op.reference(exact_arguments))
     arguments = op.sample_inputs(case, device)
@@ -103,15 +103,16 @@ def test_error_against_float64_stays_within_the_declared_tolerance(op, case, dev
         if narrow:
             tolerance = replace(tolerance, of_rms=tolerance.of_rms + EIGHT_BIT_SUMS)
         if decoded:
-            tolerance = replace(tolerance, of_rms=2 * tolerance.of_rms)  # the weight is rounded too
+            # The weight is rounded, too.
+            tolerance = replace(tolerance, of_rms=2 * tolerance.of_rms)
         problem = tolerance.problem(tensor, exact[name])
         assert problem is None, f"{name}: {problem}"
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_what_a_call_promises_of_its_results(op, case):
-    """Only declared arguments change, results are fresh memory, the same call gives the same bits,
-    and fake results have the metadata of the real ones."""
+    """Only declared arguments change, results are new memory, the same call gives the same bits,
+    and fake results have the metadata of real ones."""
     arguments = op.sample_inputs(case)
     before = clone(arguments)
     results = results_of(op.call(arguments))
@@ -142,13 +143,13 @@ INDEX_DTYPES = (torch.uint32, torch.int32, torch.int64)
 
 
 def indices_of(op):
-    """(arguments, name) of each tensor of indices, from the first sample that has it."""
+    """Yields (arguments, name) of each index tensor, from the first sample that has it."""
     found = {}
     for case in op.cases:
         a = op.sample_inputs(case)
         for name, value in vars(a).items():
             indices = getattr(value, "dtype", None) in INDEX_DTYPES and name not in op.mutated
-            # -1, for no place at all, has no form in uint32.
+            # uint32 cannot represent -1, which stands for no place.
             if indices and not bool((value.to(torch.int64) < 0).any()):
                 found.setdefault(name, (a, name))
     return found.values()
@@ -156,7 +157,7 @@ def indices_of(op):
 
 @contextmanager
 def suppress_dtype_of(name):
-    """An error that says that an argument's dtype is none of the op's."""
+    """Ignores an error that says that an argument's dtype is none of the op's."""
     try:
         yield
     except ArgumentError as error:
@@ -166,7 +167,7 @@ def suppress_dtype_of(name):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_indices_mean_the_same_in_every_dtype_that_is_taken(op):
-    """PyTorch neither compares nor adds uint32, which MAX's ops have."""
+    """PyTorch can neither compare nor add uint32, which MAX's ops have."""
     for a, name in indices_of(op):
         before = clone(a)
         expected = outputs(op, before, op.call(before))
@@ -179,7 +180,7 @@ def test_indices_mean_the_same_in_every_dtype_that_is_taken(op):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_torch_opcheck(op):
-    """One sample, and one with 8-bit floats; `opcheck_samples.py` runs all."""
+    """One sample is tested, and one with 8-bit floats. `opcheck_samples.py` tests all samples."""
     narrow = [c for c in op.cases if any(map(eight_bits, vars(op.sample_inputs(c)).values()))]
     chosen = random.Random(op.name)
     wide = [case for case in op.cases if case not in narrow]
@@ -244,7 +245,7 @@ def test_a_gradient_is_refused_not_lost(op):
 
 
 def test_an_op_that_may_write_nothing_names_one_that_never_does():
-    """Functionalisation has no form for a call whose written arguments are all None."""
+    """Functionalisation cannot represent a call whose written arguments are all None."""
     for op in OPS.values():
         schema = torch._C.parse_schema(op.declaration)
         given = {a.name: a for a in schema.arguments if a.name in op.mutated}
@@ -257,7 +258,7 @@ def test_an_op_that_may_write_nothing_names_one_that_never_does():
 
 
 def test_a_call_that_writes_nothing_is_functionalised():
-    """As torch.export and AOTInductor do."""
+    """torch.export and AOTInductor do this."""
     op = OPS["mla_prefill"]
     arguments = next(a for a in map(op.sample_inputs, op.cases) if a.latent_cache is None)
     values = {f.name: getattr(arguments, f.name) for f in fields(arguments)}
@@ -348,7 +349,7 @@ def test_tolerance_names_the_worst_element():
 
 
 def test_a_lowering_that_fails_gives_way_to_the_reference(monkeypatch, caplog):
-    """Neither a kernel that cannot be built nor one that cannot be launched takes a model down."""
+    """A kernel that cannot be built or launched must not stop a model."""
     calls = []
 
     def broken(*args, **kwargs):

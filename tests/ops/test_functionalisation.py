@@ -1,4 +1,5 @@
-"""Through AOT and Inductor: no cache is copied, and no dynamic size is specialised."""
+"""Tests ops through AOTAutograd and Inductor: no cache is copied, and no dynamic size is
+specialised."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tilewright.ops.qkv.samples import AttentionCase
 
 QKV = get_op("fused_qkv_paged")
 STORE = get_op("paged_kv_store")
-# A cache larger than everything else in the step, so that a copy of it stands out.
+# The cache is larger than everything else in the step, so that a copy of it is easy to see.
 BIG = {
     "num_pages": 64,
     "page_size": 16,
@@ -36,8 +37,9 @@ def fresh_dynamo():
 
 
 def layers(op, count):
-    """A function of the op's arguments that runs `count` layers on the same caches, as a model
-    has them: each reads the caches after its write, and the next one's input follows from that."""
+    """Returns a function of the op's arguments that runs `count` layers on the same caches, as in a
+    model. Each layer reads the caches after its write, and the input of the next layer depends on
+    that read."""
 
     def run(args, kwargs):
         sources = 1 if op is QKV else 2
@@ -58,7 +60,7 @@ def op_call(op):
 
 
 def allocated_elements(code):
-    """Sizes of every buffer that generated code allocates."""
+    """Returns the size of every buffer that the generated code allocates."""
     shapes = re.findall(r"empty_strided\w*\(\s*\(([^()]*)\)", code)
     sizes = []
     for shape in shapes:
@@ -78,14 +80,14 @@ def allocated_elements(code):
     ],
 )
 def test_inductor_allocates_nothing_of_the_caches_size(op, case, v2):
-    """All pairs of an op, a kind of cache and a version of auto_functionalized."""
+    """The cases are all pairs of an op, a kind of cache and a version of auto_functionalized."""
     config = torch._inductor.config.patch(enable_auto_functionalized_v2=v2)
     with config, torch.no_grad():
         compiled = torch.compile(layers(op, 2), fullgraph=True)
         code = generated_code(compiled, *op.split(op.sample_inputs(case)))
     sizes = allocated_elements(code)
     assert code.count(f"torch.ops.tilewright.{op.name}.default(") == 2
-    assert sizes  # the pattern still reads what this torch generates
+    assert sizes  # the pattern still matches the code of this torch
     window_elements = case.num_pages * case.page_size * case.num_kv_heads * case.head_dim
     assert max(sizes) < window_elements // 8
     assert "clone" not in code
@@ -105,7 +107,7 @@ def test_inductor_gives_what_eager_gives(v2):
 
 
 def test_the_measure_sees_a_copy():
-    """The control: one tensor as two mutated arguments is copied whole under v1."""
+    """The control: one tensor as two mutated arguments is copied as a whole under v1."""
     arguments = STORE.sample_inputs(TWO_BASES)
     library = torch.library.Library("functionalisation_control", "FRAGMENT")
     library.define("write(Tensor k, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()")
@@ -127,7 +129,8 @@ def test_the_measure_sees_a_copy():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("op", [QKV, STORE], ids=lambda op: op.name)
 def test_the_number_of_tokens_stays_dynamic(op, backend):
-    """One graph serves every T: a check that specialised it would recompile or raise."""
+    """One graph serves every T. If a check specialised T, the graph would recompile or raise an
+    error."""
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(layers(op, 1), fullgraph=True, backend=counter)
     for tokens in (5, 7, 12):
@@ -163,7 +166,8 @@ def test_the_number_of_pages_stays_dynamic():
 
 
 def test_a_mismatch_symbols_cannot_see_is_caught_when_it_runs():
-    """x and slot_mapping have symbols of their own; their lengths meet only at run time."""
+    """The sizes of x and slot_mapping are different symbols. Their lengths are compared only at run
+    time."""
     a = STORE.sample_inputs(replace(TWO_BASES, rope_style="none", rotary_dim=0))
     args, kwargs = STORE.split(a)
     compiled = torch.compile(op_call(STORE), fullgraph=True, backend="aot_eager", dynamic=True)

@@ -1,4 +1,5 @@
-"""Groups of arguments: what an op's record shows of them, and declarations that say nothing."""
+"""Tests groups of arguments: what an op's record shows of them, and declarations that mean
+nothing."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_a_group_without_its_first_argument_is_none():
 
 
 def test_a_group_is_of_the_record_it_is_read_from():
-    """Not of the first that was read."""
+    """It must not belong to the first record that was read."""
     assert GIVEN.gate.data is WEIGHT
     assert replace(GIVEN, weight=UP).gate.data is UP
 

@@ -1,4 +1,5 @@
-"""Whoever asks an op for a derivative or a batching rule is told that it has none."""
+"""Tests that a request for the derivative or the batching rule of an op gets the error that it has
+none."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from torch.autograd import forward_ad
 from tilewright.ops import ArgumentError, contract
 from tilewright.ops.schema import ordered_fields
 
-# A hessian starts with a matrix of as many rows and columns.
+# A hessian starts with a matrix that has equal numbers of rows and columns.
 MOST_ELEMENTS = 2048
 OPS = {op.name: op for op in contract.all_ops() if op.namespace == "tilewright"}
 
 
 def wide_float(op):
-    """A sample, and the name of its smallest argument that could be differentiated."""
+    """Returns a sample, and the name of its smallest argument that could be differentiated."""
     for case in op.cases:
         arguments = op.sample_inputs(case)
         held = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
@@ -35,7 +36,8 @@ FLOATING = {name: op for name, op in OPS.items() if wide_float(op)}
 
 
 def of_one(op, arguments, name):
-    """The op as a function of one argument, with a number as its result; and that argument."""
+    """Returns the op as a function of one argument with a single number as its result, and that
+    argument."""
 
     def function(value):
         result = op.call(replace(arguments, **{name: value}))
@@ -86,8 +88,8 @@ def test_vmap_is_refused(op):
 
 
 def test_what_a_transform_does_not_differentiate_goes_through():
-    """torch.func wraps every argument of a function; those without a derivative are as they were,
-    a cache's writes included."""
+    """torch.func wraps every argument of a function. Arguments without a derivative work as usual,
+    including writes into a cache."""
     op = OPS["paged_kv_store"]
     given, expected = (op.sample_inputs(op.cases[0]) for _ in range(2))
     op.call(expected)
@@ -114,7 +116,7 @@ def test_inference_mode_records_nothing_whatever_the_grad_mode():
 
 
 def test_a_compiled_graph_loses_no_gradient():
-    """A backward pass through a compiled op gave nothing, and no error."""
+    """Before, a backward pass through a compiled op gave no gradient and no error."""
     torch._dynamo.reset()
     op = OPS["fused_moe"]
     arguments, name = wide_float(op)

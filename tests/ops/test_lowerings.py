@@ -1,4 +1,5 @@
-"""Every op's lowering: what is read off its steps, and what they compute on the interpreter."""
+"""Tests the lowering of every op: the facts that are read from its steps, and the results of the
+steps on the interpreter."""
 
 from __future__ import annotations
 
@@ -16,23 +17,23 @@ from tilewright.ops.runtime.program import Launch, Library, Planner, drive
 
 TARGETS = (SM90, SM100)
 SMS = 3
-# The interpreter runs programs one by one, some 500 in a second; tests of the families take larger
-# tiles where these are too many.
+# The interpreter runs programs one by one, some 500 in a second. If there are too many programs,
+# the tests of the family take larger tiles.
 MOST_PROGRAMS = 150
-# Each case on one of the targets, in turn.
+# Each case runs on one of the targets, in turn.
 CASES = [
     pytest.param(op, case, TARGETS[number % 2], id=f"{op.name}-{case.name}")
     for op in all_ops()
     if op.namespace == "tilewright" and any(lowering.build for lowering in op.lowerings)
     for number, case in enumerate(op.cases)
 ]
-# Where a library's GEMM has a part, it rounds before the kernel after it, as the graph does that
-# the op stands for; and so does a kernel that norms x, before the product.
+# If a library's GEMM takes part, it rounds before the kernel after it, as the replaced graph does.
+# A kernel that computes the norm of x also rounds, before the product.
 ROUND_BETWEEN = ("fused_qkv_paged", "fused_qkv_matmul_kv_cache_paged_ragged")
 
 
 def allowed(op, program, dtype):
-    """Of two results that are both rounded."""
+    """Returns the difference that two rounded results may have."""
     tolerance = op.tolerances[dtype]
     by_library = any(
         isinstance(step, Library) and step.function is not torch.Tensor.zero_
@@ -41,7 +42,7 @@ def allowed(op, program, dtype):
     constants = [dict(spec.constants) for spec in program.specs]
     norms_x = any(spec.kernel == "norm_x" for spec in program.specs)
     norms_x |= any("INPUT_NORM_EPS" in given for given in constants)
-    # Numbers of a table are rounded to 16 bits, as a library rounds the weights made of them.
+    # Numbers of a table are rounded to 16 bits, as a library rounds weights that are made of them.
     rounds_numbers = any(isinstance(given.get("NUMBER"), tuple) for given in constants)
     if (by_library or norms_x or rounds_numbers) and op.name in ROUND_BETWEEN:
         tolerance = replace(tolerance, of_rms=4 * min(tolerance.relative, 2.0**-8))
@@ -53,14 +54,14 @@ def results_of(result):
 
 
 def programs_of(op, a, target):
-    """How many programs the launches of a call have."""
+    """Returns how many programs the launches of a call have."""
     planner = Planner(replace(target, num_sms=SMS))
     steps = drive(steps_of(op, a, planner.target), planner, keep=True).steps
     return sum(prod(step.grid) for step, _ in steps if isinstance(step, Launch))
 
 
 def has_gluon(op, a, target):
-    """Whether a kernel of a call is written in Gluon, which Triton does not interpret."""
+    """Whether a kernel of a call is written in Gluon. Triton cannot interpret Gluon."""
     specs = drive(steps_of(op, a, target), Planner(target), keep=True).specs
     modules = {spec: source.Library().load(spec.module) for spec in specs}
     return any(
@@ -76,7 +77,7 @@ def skip_where_a_gpu_has_no_kernel(op, a, target):
 
 @pytest.mark.parametrize(("op", "case", "target"), CASES)
 def test_the_steps_of_a_call_compute_what_the_op_means(op, case, target):
-    """Results and what is written, on memory that holds NaN before."""
+    """Compares the results and the written memory. Memory holds NaN before."""
     given, expected = op.sample_inputs(case), op.sample_inputs(case)
     skip_where_a_gpu_has_no_kernel(op, given, target)
     if programs_of(op, given, target) > MOST_PROGRAMS:
@@ -97,7 +98,7 @@ def test_the_steps_of_a_call_compute_what_the_op_means(op, case, target):
 
 @pytest.mark.parametrize(("op", "case", "target"), CASES)
 def test_a_plan_has_the_kernels_of_a_call(op, case, target):
-    """Planned without memory, and performed but for the kernels."""
+    """The call is planned without memory, and then performed without running the kernels."""
     a = op.sample_inputs(case)
     skip_where_a_gpu_has_no_kernel(op, a, target)
     report = op.plan_for(a, target.name)

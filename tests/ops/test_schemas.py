@@ -1,4 +1,5 @@
-"""What a dataclass of arguments says as a schema. docs/op-reference.md keeps the ops' schemas."""
+"""Tests the schema that a dataclass of arguments gives. docs/op-reference.md has the schemas of the
+ops."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class _Inheriting(_Shared):
 
 
 def test_inherited_keywords_come_after_the_positional_ones_and_before_the_others():
-    """As the constructor takes them, and as an op splits them."""
+    """The constructor takes them in this order, and an op splits them in this order."""
     assert schema_of(_Inheriting, "()") == (
         '(Tensor x, *, float eps, int rows=1, str style="none") -> ()'
     )

@@ -1,5 +1,5 @@
-"""Offsets, lengths, ids and positions may be every other element of a tensor: a call means the
-same."""
+"""Tests that offsets, lengths, ids and positions may be every other element of a tensor, without a
+change in the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPS = [
 
 
 def vectors_of(a):
-    """The integer vectors of a call, by name."""
+    """Returns the integer vectors of a call, by name."""
     named = {field.name: getattr(a, field.name) for field in fields(a)}
     return {
         name: t
@@ -32,14 +32,14 @@ def vectors_of(a):
 
 
 def apart(vector):
-    """The same numbers, others between them."""
+    """Returns the same numbers with others between them."""
     held = torch.full((len(vector), 3), 7).to(vector.dtype)
     held[:, 0] = vector
     return held[:, 0]
 
 
 def cases(op):
-    """As many cases of the op as make each of its vectors strided once."""
+    """Returns enough cases of the op so that each of its vectors is strided once."""
     left: set[str] = set()
     for case in op.cases:
         a = op.sample_inputs(case)
@@ -76,7 +76,8 @@ def check(op, case):
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_vectors_may_have_any_stride(op):
-    """Taken as they are, copied, or refused by name: never read as if they followed each other."""
+    """The op takes such vectors as they are, copies them, or refuses them by name. It never reads
+    them as if their elements were adjacent."""
     for case in cases(op):
         check(op, case)
 

@@ -1,4 +1,4 @@
-"""Runs a model beside eager and beside float64."""
+"""Runs a model and compares it with eager and with float64."""
 
 from __future__ import annotations
 

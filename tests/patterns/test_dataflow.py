@@ -1,4 +1,4 @@
-"""What a view's last dimension is in memory."""
+"""Tests where the elements of a view's last dimension lie in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow
 
-#: A tensor and what of it is viewed -> whether the last dimension's elements are neighbours.
+#: For each tensor and view of it, whether the elements of the last dimension are neighbours.
 ROWS = {
     "whole": (torch.empty(4, 6), lambda e: e, True),
     "turned": (torch.empty(4, 6), lambda e: effects.permute(e, (1, 0)), False),

@@ -1,6 +1,6 @@
-"""Effects say the same as PyTorch's views, for random chains of views.
+"""Compares effects with PyTorch's views, for random chains of views.
 
-The oracle evaluates an effect by plain index arithmetic; PyTorch evaluates the chain itself.
+The oracle evaluates an effect by plain index arithmetic. PyTorch evaluates the chain itself.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 
 
 def evaluate(effect: Effect, base: torch.Tensor) -> torch.Tensor:
-    """What `effect` selects of `base`, element by element."""
+    """Returns the elements that `effect` selects from `base`, one by one."""
     shape = effect.shape
     out = torch.empty(shape, dtype=base.dtype)
     for index in itertools.product(*(range(n) for n in shape)):
@@ -31,7 +31,7 @@ def evaluate(effect: Effect, base: torch.Tensor) -> torch.Tensor:
 
 
 def random_view(tensor: torch.Tensor, effect: Effect, rng: random.Random):
-    """One random view operation on both sides."""
+    """Applies one random view operation on both sides."""
     rank = tensor.dim()
     kind = rng.choice(["permute", "reshape", "narrow", "select", "unsqueeze", "expand", "squeeze"])
     dim = rng.randrange(rank)
@@ -70,7 +70,8 @@ def random_view(tensor: torch.Tensor, effect: Effect, rng: random.Random):
 
 
 def chain(seed: int):
-    """A random chain of views: (base, the view, its effect, inexpressible steps skipped)."""
+    """Makes a random chain of views. Returns (base, the view, its effect), without inexpressible
+    steps."""
     rng, shape = random.Random(seed), (2, 6, 12)
     base = torch.arange(torch.Size(shape).numel()).view(shape)
     tensor, effect, skipped = base, effects.identity(shape), 0
@@ -135,7 +136,8 @@ def test_a_split_that_does_not_divide_is_refused():
 
 
 def test_sizes_known_to_be_as_many_are_regrouped_as_others():
-    """Where sizes are numbers, regroup answers as reshape does, or more: a split is exact."""
+    """If sizes are numbers, regroup answers as reshape does or accepts more, because a split is
+    exact."""
     rng = random.Random(3)
     for _ in range(300):
         base = torch.arange(48).view(rng.choice([(48,), (2, 24), (4, 3, 4), (6, 8)]))
@@ -156,7 +158,7 @@ def test_sizes_known_to_be_as_many_are_regrouped_as_others():
 
 
 def test_a_symbol_is_split_where_the_sizes_are_known_to_be_as_many():
-    """A view of rows as blocks of 24 says that their number is a multiple of 24."""
+    """A view of rows as blocks of 24 shows that their number is a multiple of 24."""
     rows = sympy.Symbol("s0", positive=True, integer=True)
     blocks = sympy.Function("FloorDiv")(rows, 24)
     whole = effects.identity((rows, 5))
@@ -168,7 +170,7 @@ def test_a_symbol_is_split_where_the_sizes_are_known_to_be_as_many():
 
 
 def test_symbols_that_must_all_be_one_are_not_regrouped():
-    """Only data say that both are one; no size is left for the second."""
+    """Only data show that both symbols are one. No size is left for the second symbol."""
     one, other = (sympy.Symbol(name, integer=True) for name in ("u0", "u1"))
     with pytest.raises(InexpressibleError, match="cannot view"):
         effects.regroup(effects.identity((one, other)), (1,))
@@ -181,7 +183,7 @@ def test_a_slice_across_a_merged_dimension_is_refused():
 
 
 def test_every_second_of_a_merged_dimension():
-    """How a nibble is picked: of [4, 6, 2] read as [4, 12], the odd ones."""
+    """A nibble is picked in this way: the odd elements of [4, 6, 2] read as [4, 12]."""
     merged = effects.reshape(effects.identity((4, 6, 2)), (4, 12))
     odd = effects.select(effects.reshape(effects.identity((4, 12)), (4, 6, 2)), 2, 1)
     assert effects.compose(odd, merged) == effects.select(effects.identity((4, 6, 2)), 2, 1)

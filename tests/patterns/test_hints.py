@@ -1,4 +1,4 @@
-"""Every miss says what to do: by a hint of its own, else by that of its code."""
+"""Tests that every miss has a hint, either its own or that of its code."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_autocast_is_named_where_it_makes_the_dtypes_differ(where):
 
 
 def test_autocast_is_not_named_for_integers_or_for_sources_that_are_no_tensors():
-    """It casts floating-point tensors alone."""
+    """Autocast casts only floating-point tensors."""
     graph = torch.fx.Graph()
     codes, unread = graph.placeholder("codes"), graph.placeholder("unread")
     codes.meta["example_value"] = torch.ones(2, 2, dtype=torch.int8)

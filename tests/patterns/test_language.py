@@ -1,4 +1,4 @@
-"""What an attempt answers where a pattern gives up."""
+"""Tests the result of an attempt in which a pattern gives up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tilewright.patterns.language import (
 
 @dataclass(frozen=True)
 class GivesUp:
-    """A pattern that refuses every anchor: by a code, or since no view says what it needs."""
+    """A pattern that refuses every anchor, either with a code or because no view expresses what it
+    needs."""
 
     expressible: bool
     advice: bool
@@ -105,7 +106,7 @@ def test_codes_and_weights_that_are_not_known_are_refused():
 
 @dataclass(frozen=True)
 class Answers(GivesUp):
-    """A pattern that answers what it is given."""
+    """A pattern that returns a given answer."""
 
     answer: object = None
 

@@ -1,5 +1,5 @@
-"""Patterns are asked in an order that they say themselves, and say once what holds for all their
-answers."""
+"""Tests the order in which patterns are tried, which the patterns state themselves, and the
+properties that they state for all their answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from tilewright.patterns import effects, language
 from tilewright.patterns.language import Match, Reject, Result, Stage, miss_at
 
-#: Each would take some anchors of those behind it, or is said more of by them.
+#: Each pattern would take some anchors of the patterns behind it, or those give more information
+#: about it.
 ORDER = (
     "cache_absent", "mla_latent_store", "qkv_cache", "mla_decode", "lora_qkv", "cache_store",
     "mla_prefill", "cache_attention", "moe", "moe_dense", "moe_router", "all_reduce_residual_norm",
@@ -22,7 +23,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A pattern that answers what it is given."""
+    """A pattern that returns a given answer."""
 
     name: str
     asked_before: tuple[str, ...] = ()
@@ -75,7 +76,7 @@ def test_what_holds_for_all_answers_of_a_pattern(optional):
 
 @dataclass(frozen=True)
 class Shaped:
-    """What is looked at of a value that an output replaces."""
+    """The facts that are checked about a value that an output replaces."""
 
     shape: tuple[int, ...]
 

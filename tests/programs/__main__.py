@@ -45,7 +45,7 @@ def kept() -> list[dict]:
 
 
 def done(family: str) -> int:
-    """Returns the first seed of a family that no kept run has."""
+    """Returns the first seed of a family that is in no stored run."""
     return max((r["seeds"][1] for r in kept() if r["family"] == family), default=0)
 
 
@@ -63,7 +63,7 @@ def environment() -> dict:
 
 def keep(family: str, first: int, stop: int, tally: Tally, facts: dict) -> None:
     """Adds counts to the entry that ends at the first of these seeds, if it has equal facts
-    (commit, versions), or as a new entry."""
+    (commit, versions). Otherwise makes a new entry."""
     runs = kept()
     total = Tally()
     for known in runs:
@@ -89,7 +89,7 @@ def line(family: str, tally: Tally) -> str:
     return f"{family:12} {tally.programs:6} programs  {tally.fused:6} fused  {counts}"
 
 
-#: Verdicts that the table has columns for.
+#: The verdicts that are columns of the table.
 COLUMNS = (
     "same", "nothing fused", "unstable", "undefined", "unseen", "tied", "both raise", "torch's",
     "lost, told", "refused", "raised", "wrong",
@@ -97,7 +97,7 @@ COLUMNS = (
 
 
 def table() -> str:
-    """Returns the kept counts of each family and their sums as a Markdown table."""
+    """Returns the stored counts of each family and their sums as a Markdown table."""
     totals: dict[str, Tally] = {}
     for run in kept():
         totals.setdefault(run["family"], Tally()).add(Tally.of(run))
@@ -124,7 +124,7 @@ Task = tuple[str, int, int]
 
 def pieces(family: str, seeds: str, more: int) -> list[Task]:
     """Returns the tasks for the seeds "first:stop" of a family, or for a number of seeds after the
-    kept ones."""
+    stored ones."""
     first, stop = map(int, seeds.split(":")) if seeds else (done(family), done(family) + more)
     step = PER_TASK if family in FAMILIES else PER_OTHER
     return [(family, start, min(start + step, stop)) for start in range(first, stop, step)]
@@ -143,10 +143,10 @@ def pool_of(jobs: int) -> ProcessPoolExecutor:
 def outcomes(
     tasks: Sequence[Task], jobs: int, dynamo_every: int
 ) -> Iterator[tuple[Task, Tally | BaseException]]:
-    """Yields each task in order, with its tally or with what it raised.
+    """Yields each task in order, with its tally or with the exception that it raised.
 
-    A process that dies takes the pool and every task in it along. The tasks that may have run in it
-    then run again, each in a process of its own, and the others in a new pool.
+    If a process dies, the pool and every task in it end. The tasks that may have run in the process
+    then run again, each in a separate process, and the other tasks run in a new pool.
     """
 
     def alone(task: Task) -> Tally | BaseException:

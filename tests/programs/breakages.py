@@ -47,7 +47,8 @@ def held(node: fx.Node) -> Any:
 
 
 def tensors(graph: fx.Graph, *kinds: str) -> list[fx.Node]:
-    """Returns the nodes whose value is a tensor. kinds: only nodes of these `op`s."""
+    """Returns the nodes whose value is a tensor. `kinds` limits them to nodes with these values of
+    `op`."""
     return [
         n
         for n in graph.nodes
@@ -60,13 +61,13 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def like(a: fx.Node, b: fx.Node) -> bool:
-    """Whether one node may replace the other: equal shapes, dtypes and devices."""
+    """Whether one node may replace the other: both must have equal shapes, dtypes and devices."""
     x, y = held(a), held(b)
     return x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
 
 
 def before(node: fx.Node) -> Iterator[fx.Node]:
-    """Returns the nodes that come earlier in the program."""
+    """Yields the nodes that come earlier in the program."""
     for other in node.graph.nodes:
         if other is node:
             return
@@ -200,8 +201,8 @@ def operands_swapped(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def operand(draw: random.Random, graph: fx.Graph) -> str | None:
-    """Replaces an operand by another tensor of its shape and dtype: V for K, sin for cos, another
-    layer's weight."""
+    """Replaces an operand by another tensor of its shape and dtype, such as V for K, sin for cos,
+    or another layer's weight."""
     node = draw.choice(calls(graph))
     at = [
         place
@@ -290,7 +291,7 @@ def _roll(graph, x, dim):
 
 
 def _exchanged(graph, x, dim):
-    """Exchanges two dimensions of one size."""
+    """Exchanges two dimensions of equal size."""
     shape = held(x).shape
     same = [d for d in range(len(shape)) if d != dim and shape[d] == shape[dim]]
     return new_call(graph, "transpose", x, dim, same[0])
@@ -303,7 +304,7 @@ def _two_halves(graph, x, dim):
 
 
 def _part(graph, x, dim):
-    """Replaces the second half by the first."""
+    """Replaces the second half by the first half."""
     half = new_call(graph, "narrow", x, dim, 0, max(1, held(x).shape[dim] // 2))
     return new_call(graph, torch.cat, [half, half], dim=dim)
 

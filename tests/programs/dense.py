@@ -1,5 +1,5 @@
-"""Dense layers built from independent parts: a norm, gate and up with their activation, a down
-projection, a sum, and the readers of the result."""
+"""Dense layers that are built from independent parts: a norm, gate and up with their activation, a
+down projection, a sum, and the readers of the result."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from tests.models.norms import gemma_row_norm, hf_row_norm
 
 @dataclass(frozen=True)
 class DenseAxes:
-    """The variants of a layer. norm, post: the norms before the linears and before the sum. form:
-    how gate and up are stored. sum: how the residual is added. head: the reader of the last tokens.
-    tokens: the tokens of each of two sequences."""
+    """The variants of a layer.
+
+    norm, post: the norms before the linears and before the sum.
+    form: the way in which gate and up are stored.
+    sum: the way in which the residual is added.
+    head: the reader of the last tokens.
+    tokens: the number of tokens of each of two sequences.
+    """
 
     norm: str = "none"
     form: str = "separate"

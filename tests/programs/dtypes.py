@@ -39,7 +39,8 @@ SPREAD = 3.0
 
 
 def converted(graph: fx.Graph, x: fx.Node, dtype: torch.dtype, plain: bool) -> fx.Node:
-    """Returns x in another dtype. plain: only cast, which makes most numbers True or 0."""
+    """Returns x in another dtype. With `plain`, only casts x, which makes most numbers True or
+    0."""
     if not plain and held(x).dtype.is_floating_point and not dtype.is_floating_point:
         if dtype == torch.bool:
             return new_call(graph, "gt", x, 0)
@@ -83,8 +84,8 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-#: Calls that accept a tensor instead of a number. For other calls Dynamo would read its value
-#: first.
+#: Calls that accept a tensor instead of a number. For other calls, Dynamo would first read the
+#: value of the tensor.
 _ARITHMETIC = {
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "eq", "ne", "lt", "le",
     "gt", "ge", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div", "div_", "clamp",
@@ -187,7 +188,8 @@ BREAKAGES: tuple[Callable[[random.Random, fx.Graph], str | None], ...] = (
 B, HEADS, KV_HEADS, S, K, D = 2, 4, 2, 3, 12, 16
 HIDDEN = float("-inf")
 
-#: mask [.., S, K] of the positions of queries [S], keys' places [K], padding [B, K] and numbers.
+#: mask [.., S, K] from the positions of queries [S], the places of keys [K], padding [B, K] and
+#: numbers.
 MASKS: dict[str, Callable[..., torch.Tensor]] = {
     "given": lambda m, p, j, pad: m,
     "turned": lambda m, p, j, pad: ~m,
@@ -238,8 +240,10 @@ APPLIED: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class Scores(nn.Module):
-    """Attention as separate operations, with a function applied to its scores. m: [B, 1, S, K].
-    positions: [S]. padding: [B, K]."""
+    """Attention in separate operations, with a function applied to its scores.
+
+    m is [B, 1, S, K], positions are [S], and padding is [B, K].
+    """
 
     def __init__(self, **drawn: Any) -> None:
         super().__init__()
@@ -308,7 +312,7 @@ def scores(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
 
 
 class Coded(nn.Module):
-    """K and V by linears with coded weights, written to a cache."""
+    """Computes K and V by linears with coded weights, and writes them to a cache."""
 
     def __init__(self, form: Callable[..., Any], bias: bool) -> None:
         super().__init__()

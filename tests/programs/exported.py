@@ -26,12 +26,13 @@ from tests.programs.run import Captured, Program, capture, compared
 from tests.programs.tally import JUDGED, Outcome, Tally
 from tilewright.compiler.verify import clone_inputs
 
-#: Export turns a table that the model makes in its forward pass into a buffer, whose numbers the
-#: graph does not show. A weight that is decoded by such a table is like any computed weight.
+#: Export turns a table that the model makes in its forward pass into a buffer. The graph does not
+#: show the numbers of a buffer. A weight that is decoded by such a table is like any computed
+#: weight.
 TABLES = ("WEIGHT_FORMAT", "LATENT_WEIGHT", "LINEAR_FORM")
-#: Lists of positions become buffers too. Evenly spaced positions in a list are read as a slice, but
-#: not those in a buffer: a projection is not recognised through them, and rows are gathered where
-#: those of a slice would be changed in place.
+#: Lists of positions become buffers, too. Evenly spaced positions in a list are read as a slice,
+#: but evenly spaced positions in a buffer are not. A projection is not recognised through such a
+#: buffer, and rows are gathered where rows of a slice would be changed in place.
 LISTS = ("K_PATH", "V_PATH")
 #: The census may find a point to be of no interest in one spelling but not in the other. This is
 #: counted as "unrecognised", and is not a difference of matches.
@@ -49,7 +50,7 @@ def run(family: str, seeds: Iterable[int]) -> Tally:
 
 
 def run_all(seeds: Iterable[int]) -> Tally:
-    """`run` of each family in turn: seed by seed."""
+    """Calls `run` for each family in turn, seed by seed."""
     tally, names = Tally(), list(FAMILIES)
     with torch.no_grad():
         for seed in seeds:
@@ -63,7 +64,7 @@ def _count(tally: Tally, family: str, seed: int) -> None:
     try:
         module, args, drawn = FAMILIES[family](draw)
         here = _outcome(capture(module, args, drawn))
-    except Exception:  # eager refuses what was drawn
+    except Exception:  # eager refuses the drawn program
         return
     tally.models += 1
     try:
@@ -81,11 +82,11 @@ def spelled(module: torch.nn.Module, args: Sequence[Any]) -> Callable[..., Any]:
     """Returns the exported module, called with the leaves of its arguments, without input
     checks."""
     found = torch.export.export(module, tuple(clone_inputs(args))).module(check_guards=False)
-    found.graph.eliminate_dead_code()  # Dynamo takes no question for a dtype
+    found.graph.eliminate_dead_code()  # Dynamo cannot trace a question for a dtype
     found.graph.set_codegen(torch.fx.graph.CodeGen())
     found.recompile()
     graph = torch.fx.GraphModule(found, found.graph)
-    return lambda *leaves: graph(*leaves)  # Dynamo does not take a graph module whole
+    return lambda *leaves: graph(*leaves)  # Dynamo does not take a graph module as a whole
 
 
 def _outcome(model: Captured) -> Outcome:
@@ -110,10 +111,12 @@ def _has_no_elements(args: Sequence[Any]) -> bool:
 
 
 def difference(plain: Outcome, exported: Outcome, lists: bool = False, empty: bool = False) -> str:
-    """Describes the differences between a model and the exported one; "" if there are none.
+    """Describes the differences between a model and the exported model. Returns "" if there are
+    none.
 
-    lists: whether positions that Dynamo knows are tensors in the exported model, which may then
-    have more matches. empty: whether an input has no elements; then only numbers are compared.
+    `lists` says whether positions that Dynamo knows are tensors in the exported model, which may
+    then have more matches. `empty` says whether an input has no elements; then only numbers are
+    compared.
     """
     if exported.verdict in JUDGED:
         return f"{exported.verdict}: {exported.why}"
@@ -139,7 +142,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:20", help="first:stop")
     given = parser.parse_args()
     failed = 0
-    logging.disable(logging.ERROR)  # what fake tensors say of models drawn again
+    logging.disable(logging.ERROR)  # fake tensors warn about models that are drawn again
     for family in given.family:
         tally = run(family, range(*map(int, given.seeds.split(":"))))
         print(f"{family:12} {tally.models} models  {tally.fused} fused  {dict(tally.verdicts)}")

@@ -45,7 +45,8 @@ def few(draw: random.Random, *counts: int) -> int:
 
 
 def attention(draw: random.Random) -> Drawn:
-    """Projection, norm, rotation, write, attention; paged or batched, eight-bit caches too."""
+    """Draws projection, norm, rotation, write and attention. The cache is paged or batched, and may
+    have eight bits."""
     form = draw.choice((*qkv_idioms.PAGED, *BATCHED))
     variant = draw.choice(("", *qkv_idioms.VARIANTS))
     changes = {**qkv_idioms.VARIANTS.get(variant, {}), "num_layers": 1, "parallel_mlp": False}
@@ -103,7 +104,7 @@ CHANGES: dict[str, Callable[..., Any]] = {
 
 
 def cache_store(draw: random.Random) -> Drawn:
-    """Writes of keys and values whose projection cannot be part of the write."""
+    """Draws writes of keys and values whose projection cannot be part of the write."""
     form, change = draw.choice(tuple(qkv_idioms.PAGED)), draw.choice(tuple(CHANGES))
     axes = qkv_idioms.Axes(
         hidden=draw.choice((16, 32)),
@@ -119,7 +120,7 @@ def cache_store(draw: random.Random) -> Drawn:
 
 
 def moe(draw: random.Random) -> Drawn:
-    """Routed or dense mixtures, dense or quantised weights."""
+    """Draws routed or dense mixtures, with dense or quantised weights."""
     if draw.random() < 0.15:
         step = draw.choice([*(s for s, _ in moe_dense.SPELLINGS.values()), *moe_dense.NEAR_MISSES])
         module, args = moe_dense.build(step, draw.choice((1, 2)))
@@ -152,7 +153,7 @@ def moe(draw: random.Random) -> Drawn:
 
 
 def adapters(draw: random.Random) -> Drawn:
-    """LoRA on q, k and v."""
+    """Draws LoRA on q, k and v."""
     dtype = draw.choice(DTYPES)
     known = draw.random()
     if known < 0.15:
@@ -182,7 +183,7 @@ def adapters(draw: random.Random) -> Drawn:
 
 
 def mla(draw: random.Random) -> Drawn:
-    """Multi-head latent attention."""
+    """Draws multi-head latent attention."""
     attend = draw.choice((*mla_attention.ATTENTIONS, "absorbed", "chunked"))
     forms = tuple(f for f in mla_weights.FORMS if f == "dense" or attend != "absorbed")
     axes = {
@@ -211,7 +212,7 @@ def mla(draw: random.Random) -> Drawn:
 
 
 def mlp(draw: random.Random) -> Drawn:
-    """A dense MLP with norm, residual sum and what reads its last tokens."""
+    """Draws a dense MLP with norm, residual sum, and readers of its last tokens."""
     axes = dense.DenseAxes(
         norm=draw.choice(tuple(dense.NORMS)),
         form=draw.choice(dense.FORMS),
@@ -230,12 +231,12 @@ def mlp(draw: random.Random) -> Drawn:
 
 
 def wild(draw: random.Random) -> Drawn:
-    """Attention, mixtures, latents and adapters as public code bases write them."""
+    """Draws attention, mixtures, latents and adapters as public code bases write them."""
     return styles.build(draw, draw.choice(DTYPES))
 
 
 class CodedStep(nn.Module):
-    """A step of an unmodified model of transformers whose weights are codes."""
+    """Runs a step of an unmodified model of transformers whose weights are codes."""
 
     def __init__(self, model: str, formats: tuple[str, ...], phase: str, seed: int) -> None:
         super().__init__()
@@ -247,7 +248,8 @@ class CodedStep(nn.Module):
 
 
 def coded(draw: random.Random) -> Drawn:
-    """Models of transformers, each layer's weights in a format of quantised checkpoints."""
+    """Draws models of transformers. The weights of each layer have a format of quantised
+    checkpoints."""
     model, phase = draw.choice(tuple(MODELS)), draw.choice(("decode", "decode", "prefill"))
     formats = tuple(draw.sample(tuple(FORMATS), draw.choice((1, 2))))
     step = CodedStep(model, formats, phase, draw.randrange(100))
@@ -255,7 +257,7 @@ def coded(draw: random.Random) -> Drawn:
 
 
 class Repeated(nn.Module):
-    """A structure of many pieces."""
+    """Has a structure of many pieces."""
 
     def __init__(self, name: str, pieces: int) -> None:
         super().__init__()
@@ -266,7 +268,8 @@ class Repeated(nn.Module):
 
 
 def large(draw: random.Random) -> Drawn:
-    """Structures of many pieces: a layer whose tensors are taken apart, or one of STRUCTURES."""
+    """Draws structures of many pieces: a layer whose tensors are taken apart, or one of
+    STRUCTURES."""
     if draw.random() < 0.25:
         name, pieces = draw.choice(tuple(STRUCTURES)), draw.choice((8, 16, 33, 64))
         made = Repeated(name, pieces)
@@ -287,8 +290,8 @@ def large(draw: random.Random) -> Drawn:
 
 
 def dtypes(draw: random.Random) -> Drawn:
-    """Models whose operands get other dtypes: scores with masks, weights of codes, or models of any
-    other family."""
+    """Draws models whose operands get other dtypes: scores with masks, weights of codes, or models
+    of any other family."""
     kind = draw.random()
     if kind < 0.65:
         return of_dtypes.scores(draw) if kind < 0.5 else of_dtypes.coded(draw)

@@ -84,7 +84,7 @@ def _may_write(node: fx.Node, graph: fx.Graph) -> bool:
     if any(stride == 0 and size > 1 for size, stride in zip(one.shape, one.stride(), strict=True)):
         return False
     if one.stride() != made.stride() and any(user.op == "output" for user in node.users):
-        return False  # its reader could see the difference
+        return False  # the reader could see the difference
     storage = set(_compat.storages_of(base))
     names = [n for n in graph.nodes if storage & set(_compat.storages_of(n))]
     behind = (user for name in names for user in name.users if node < user)
@@ -94,8 +94,8 @@ def _may_write(node: fx.Node, graph: fx.Graph) -> bool:
 
 @dataclass(frozen=True)
 class Both:
-    """A model with in-place arithmetic: its outcome, the patterns that match in it and in the
-    original, the rewritten nodes, and the codes of misses that only it has."""
+    """A model with in-place arithmetic. It has the outcome, the patterns that match in the model
+    and in the original, the rewritten nodes, and the codes of misses that only this model has."""
 
     outcome: Outcome
     found: tuple[str, ...]
@@ -109,7 +109,7 @@ class Both:
 
 
 def beside(family: str, number: int, model: Captured, share: float = 1.0) -> Both | None:
-    """Runs both forms of a model; returns None if eager refuses its values."""
+    """Runs both forms of a model. Returns None if eager refuses its values."""
     draw = random.Random(f"{family} in place {number}")
     try:
         model.module.forward(*clone_inputs(model.inputs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 FOREACH = "a foreach op's write was not seen"
 OUT = "the write of `out=` was not seen"
 
-#: (family, seed) -> the fault that this seed found.
+#: For each (family, seed), the fault that this seed found.
 MENDED = {
     ("lora", 209): "of two equal writes to one cache the second was left out",
     ("mla", 310): "a result written in place through as_strided had other strides",

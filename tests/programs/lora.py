@@ -1,5 +1,5 @@
-"""Adapters of q, k and v with independent choices of how they are stored, selected, multiplied,
-scaled, masked and added."""
+"""Adapters of q, k and v. The ways in which they are stored, selected, multiplied, scaled, masked
+and added are chosen independently."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from tests.models.cache_writes import old_tokens
 
 @dataclass(frozen=True)
 class LoraAxes:
-    """The variants of a model. take: the way to select each row's adapter. product: the kind of
-    product. stored: A of q, k and v "apart", or in one tensor by "rows" or "planes". scale: the
-    place of the scale, "before" or "after" B, or "" for none. masked: the way to leave rows without
-    an adapter unchanged. base: "separate" or "packed" projections. cache: whether K and V are then
-    written into a cache."""
+    """The variants of a model.
+
+    take: the way to select each row's adapter.
+    product: the kind of product.
+    stored: whether A of q, k and v are "apart", or in one tensor by "rows" or "planes".
+    scale: the place of the scale, "before" or "after" B, or "" for none.
+    masked: the way to leave rows without an adapter unchanged.
+    base: "separate" or "packed" projections.
+    cache: whether K and V are then written into a cache.
+    """
 
     take: str = "getitem"
     product: str = "einsum"

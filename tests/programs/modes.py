@@ -29,13 +29,14 @@ from tilewright.compiler import reports
 from tilewright.compiler.verify import relative_error
 
 WIDTH, TOKENS, HEADS = 64, 3, 2
-#: How many roundings, in the narrowest dtype of autocast, two results may differ by.
+#: The number of roundings, in the narrowest dtype of autocast, by which two results may differ.
 ROUNDINGS = 16
 Part = Callable[..., Any]
 
 
 class Layer(nn.Module):
-    """Weights for every part, and a cache [slots, heads, width of a head] for each of K and V."""
+    """Has weights for every part, and a cache [slots, heads, width of a head] for each of K and
+    V."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ def residual(m: Layer, x: torch.Tensor) -> torch.Tensor:
 
 
 def stored(m: Layer, x: torch.Tensor) -> torch.Tensor:
-    """Writes keys and values of the first tokens, and reads all."""
+    """Writes the keys and values of the first tokens, and reads all keys and values."""
     rows = x.flatten(0, -2)[:4]
     q, k, v = (F.linear(rows, w).view(-1, HEADS, WIDTH // HEADS) for w in (m.q, m.k, m.v))
     slots = torch.arange(rows.shape[0]) + 1
@@ -132,7 +133,7 @@ def asked_for(part: Part) -> Part:
     return run
 
 
-#: Functions that wrap a part. Those of grad mode are more frequent.
+#: Functions that wrap a part. Functions of grad mode occur more often.
 WRAPPERS: dict[str, Callable[[Part], Part]] = {
     "enable_grad": partial(within, torch.enable_grad),
     "enable_grad again": partial(within, torch.enable_grad),
@@ -164,7 +165,11 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @dataclass
 class Program:
-    """A program. chain: the wrapped parts. needing: the tensors of the model that require grad."""
+    """A program.
+
+    chain: the wrapped parts.
+    needing: the tensors of the model that require grad.
+    """
 
     chain: list[Part]
     entry: str
@@ -276,7 +281,7 @@ def run(seeds: Iterable[int]) -> Tally:
 
 
 def main() -> None:
-    """Runs the seeds first:stop that the command line names."""
+    """Runs the seeds first:stop from the command line."""
     torch.set_num_threads(1)
     first, stop = map(int, sys.argv[1].split(":"))
     tally = run(range(first, stop))

@@ -43,7 +43,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 class Mixture(nn.Module):
-    """Experts by `lookup`: a key of LOOKUPS, or of ENDS for rows that are sorted."""
+    """Has experts that are chosen by `lookup`, a key of LOOKUPS, or of ENDS for sorted rows."""
 
     def __init__(self, lookup: str, bias: bool, masked: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Mixture(nn.Module):
         return y[order.argsort()].view(*ids.shape, -1).sum(1)
 
     def defined(self, x, ids, weights):
-        """Returns the tokens without rows after the last end of a group, since such rows are
+        """Returns the tokens without rows after the last end of a group, because such rows are
         undefined."""
         if self.lookup in LOOKUPS:
             return torch.ones(len(x), dtype=torch.bool)
@@ -115,7 +115,7 @@ def _by_number(table, ids):
 
 
 class Adapted(nn.Module):
-    """A projection with an adapter for each row."""
+    """Has a projection with an adapter for each row."""
 
     def __init__(self, take: str, scaled: bool) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Adapted(nn.Module):
 
 
 class Written(nn.Module):
-    """Keys and values that a statement puts into a cache."""
+    """Has a statement that puts keys and values into a cache."""
 
     def __init__(self, write: str) -> None:
         super().__init__()
@@ -207,10 +207,10 @@ def written(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
 
 
 class Ended(nn.Module):
-    """A product of rows with one weight for each group, whose ends the caller gives.
+    """A product of rows with one weight for each group. The caller gives the ends of the groups.
 
-    decode: one of SPELLINGS of tests/models/moe_dequant.py, for codes and scales of any bytes; None
-    for dense weights.
+    `decode` is one of SPELLINGS of tests/models/moe_dequant.py, for codes and scales of any bytes;
+    None for dense weights.
     """
 
     def __init__(self, decode: str | None, rows: str) -> None:
@@ -247,7 +247,7 @@ ROWS: dict[str, Callable[..., Any]] = {
 
 
 class Router(nn.Module):
-    """The weights of a token's experts, and the experts."""
+    """Returns the weights of a token's experts, and the experts."""
 
     def __init__(self, choose: str, slots: int) -> None:
         super().__init__()
@@ -259,8 +259,8 @@ class Router(nn.Module):
         return self.choose(F.linear(x, self.weight, self.bias), self.slots)
 
     def defined(self, x):
-        """Returns all weights, and the experts of tokens without equal scores, since eager may
-        choose any of equal ones."""
+        """Returns all weights, and the experts of tokens without equal scores. Among experts with
+        equal scores, eager may choose any."""
         top = self.choose(F.linear(x, self.weight, self.bias), EXPERTS * 2, True)
         apart = top.diff(dim=1).abs() > 1e-5
         return torch.ones(len(x), dtype=torch.bool), apart[:, : self.slots].all(1)
@@ -294,7 +294,7 @@ ROUTERS: dict[str, Callable[..., Any]] = {
 
 
 class Paged(nn.Module):
-    """Attention over the pages of a table, under a mask."""
+    """Computes attention over the pages of a table, under a mask."""
 
     def __init__(self, take: str) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Paged(nn.Module):
 
 
 class CodedProjections(nn.Module):
-    """Keys and values by weights of codes, written into a cache."""
+    """Computes keys and values by weights of codes, and writes them into a cache."""
 
     def __init__(self, form: Callable[..., Any]) -> None:
         super().__init__()
@@ -443,13 +443,13 @@ def judged(module: nn.Module, args: Any, drawn: str) -> str:
         return "both raise" if same else "wrong: written before the error"
     if isinstance(ours, Exception):
         return f"wrong: raises {ours}"
-    # Captured inputs come in the graph's order: the caches are those that eager changed.
+    # Captured inputs have the order of the graph. The caches are those that eager changed.
     results = list(zip(_tuple(ours), _tuple(expected), strict=False))
     if isinstance(module, (Mixture, Ended, Router)):
         known = _tuple(module.defined(*args))
         results = [(a[rows], b[rows]) for (a, b), rows in zip(results, known, strict=True)]
     if isinstance(module, (Ended, CodedProjections)):
-        # A sum of infinities is infinite or NaN, depending on the order.
+        # A sum of infinities is infinite or NaN, depending on the order of the summands.
         results = [(_one_nan(a), _one_nan(b)) for a, b in results]
     changed = [(b, a) for b, a in zip(after, args, strict=True) if not torch.equal(b, a)]
     for new, old in changed:

@@ -43,19 +43,20 @@ PER_MODEL = 20
 SEEDS_OF_MODEL = {"dtypes": 4, "coded": 10, "large": 4, "quantised": 8, "products": 8}
 HOW_MANY = (0, 1, 1, 1, 2, 2, 3, 3)
 OPTIONS = Options(inner="eager", target="sm100", everywhere=True)
-#: A result is called unstable if eager's own result changes by this fraction of the difference, or
-#: more, when its inputs are changed by a rounding. TRIALS: how often the inputs are changed, first,
-#: and before a program is called wrong.
+#: A result is called unstable if a change of eager's inputs by a rounding changes eager's own
+#: result by this fraction of the difference, or more. TRIALS gives the number of such changes,
+#: first, and before a program is called wrong.
 AMPLIFIED, TRIALS = 8.0, (6, 60)
-#: Calls that return memory which nothing has written.
+#: Calls that return memory that nothing has written.
 FRESH = ("new_empty", "empty", "empty_like", "empty_strided", "new_empty_strided")
-#: How far fused may be from eager if an operator of the program does not support float64.
+#: The largest difference of the fused result from eager's, if an operator of the program does not
+#: support float64.
 ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A model's graph as Dynamo passes it to a backend, and its inputs."""
+    """The graph of a model as Dynamo passes it to a backend, and its inputs."""
 
     module: fx.GraphModule
     inputs: tuple[Any, ...]
@@ -77,7 +78,7 @@ class _GotIt(Exception):
 
 
 def capture(module: Any, args: Sequence[Any], drawn: str) -> Captured:
-    """Returns the single graph of a model. Raises what Dynamo raises."""
+    """Returns the single graph of a model. Passes on Dynamo's exceptions."""
     found: list[Captured] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
@@ -104,7 +105,7 @@ def captured(family: str, number: int) -> Captured:
             found = capture(module, args, drawn)
             found.module.forward(*clone_inputs(found.inputs))
             return found
-        except Exception:  # sizes, or dtypes, that do not go together
+        except Exception:  # sizes or dtypes that do not go together
             continue
 
 
@@ -137,7 +138,7 @@ def program(family: str, seed: int, model: Captured) -> tuple[Program, Any, list
             inputs = dtypes.given_as_told(graph, model.inputs)
             ours = clone_inputs(inputs)
             result = module.forward(*ours)
-        except Exception:  # no valid program: another one is drawn
+        except Exception:  # it is no valid program: another one is drawn
             continue
         found = Program(module, inputs, model.drawn, tuple(done))
         return found, result, ours
@@ -162,8 +163,8 @@ def compared(program: Program, result: Any, after: list[Any]) -> Outcome:
 
 
 def _unaccounted(report: GraphReport) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the unaccounted points of a graph's census: those that no miss names, and those that
-    a miss says no pattern recognises."""
+    """Returns the unaccounted points of a graph's census in two groups: points that no miss names,
+    and points for which a miss says that no pattern recognises them."""
     named = {node.name for m in report.misses if m.pattern == CENSUS for node in m.nodes}
     left = [point for point in report.points if point.account == "unaccounted"]
     silent, told = ([p for p in left if (p.node in named) is is_told] for is_told in (False, True))
@@ -259,8 +260,8 @@ def judged(
 
 
 def _without_rows_of_no_key(fused: torch.Tensor, eager: torch.Tensor) -> torch.Tensor:
-    """Returns eager's result with zero where its softmax over no key at all is NaN and the op gives
-    zero, as PyTorch's own attention does."""
+    """Returns eager's result in which zero replaces NaN, if the NaN comes from a softmax over no
+    key and the op gives zero, as PyTorch's own attention does."""
     nan = eager.double().isnan()
     if not nan.any() or not bool((fused.double()[nan] == 0).all()):
         return eager
@@ -275,8 +276,8 @@ def _attends(program: Program) -> bool:
 def _nan_in_eager_alone(fused: torch.Tensor, eager: torch.Tensor) -> bool:
     """Whether the tensors differ only where eager is NaN.
 
-    In eager's products, a key or value that is NaN makes also queries NaN that do not see it. In
-    the op it does so only if the kernel reads it.
+    In eager's products, a key or value that is NaN also makes results NaN for queries that do not
+    see it. In the op this happens only if the kernel reads that key or value.
     """
     if not eager.is_floating_point() or bool(fused[~eager.isnan()].isnan().any()):
         return False
@@ -294,28 +295,31 @@ def _in_float64(program: Program) -> list[torch.Tensor] | None:
 def _worse(
     fused: torch.Tensor, eager: torch.Tensor, seen: torch.Tensor, exact: torch.Tensor | None
 ) -> bool:
-    """Whether fused is further from float64 than eager, by more than `SLACK` and a rounding.
+    """Whether the fused result is further from float64 than eager's, by more than `SLACK` and a
+    rounding.
 
-    seen: eager's result without the rows that see no key, which are not compared. Without a float64
-    result: whether fused differs from eager by more than a few roundings.
+    `seen` is eager's result without the rows that see no key, which are not compared. Without a
+    float64 result, returns whether the fused result differs from eager's by more than a few
+    roundings.
     """
     if not eager.dtype.is_floating_point:
         return True
     rounding = ALLOWANCE.get(eager.dtype, 0.0)
-    if exact is None or exact.shape != eager.shape:  # bits read as floats of another width
+    if exact is None or exact.shape != eager.shape:  # bits are read as floats of another width
         return not _error(fused, seen) <= ROUNDINGS * rounding
     exact = exact.masked_fill(eager.double().isnan() & ~seen.double().isnan(), 0)
     ours, theirs = (_error(t, exact) for t in (fused, seen))
     if math.isnan(theirs):
-        theirs = math.inf  # eager overflowed, where float64 has a number
+        theirs = math.inf  # eager overflowed where float64 has a number
     return not ours <= SLACK * theirs + rounding
 
 
 def _moved_by_roundings(
     program: Program, eager: list[torch.Tensor], trials: int
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Returns how far eager's own results move when every input moves by about one rounding, and
-    where their elements become NaN then: a number next to zero is divided by zero, say."""
+    """Returns how far eager's own results move if every input moves by about one rounding. Also
+    returns where their elements then become NaN, for example because zero is divided by a number
+    that becomes zero."""
     generator = torch.Generator().manual_seed(0)
     moved = [0.0] * len(eager)
     without = [tensor.double().isnan() for tensor in eager]
@@ -331,7 +335,7 @@ def _moved_by_roundings(
         inputs = clone_inputs(program.inputs, nudged)
         try:
             others = _numbers(program.module.forward(*inputs), inputs)
-        except Exception:  # an index that a rounding drove out of range
+        except Exception:  # a rounding moved an index out of range
             return [math.inf] * len(eager), lost
         for i, (a, b) in enumerate(zip(others, eager, strict=True)):
             if a.shape != b.shape:
@@ -361,10 +365,10 @@ def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Filled(fx.Interpreter):
-    """Runs a graph with random numbers in uninitialised memory (one number for all integers).
+    """Runs a graph with random numbers in uninitialised memory. All integers get the same number.
 
-    If all of a key were one number, it would add the same to the scores of all keys, and change
-    nothing.
+    If all elements of a key were one number, they would add the same to the scores of all keys, and
+    change nothing.
     """
 
     def __init__(self, module: fx.GraphModule, number: int) -> None:
@@ -389,15 +393,17 @@ def _defined(program: Program) -> bool:
         inputs = clone_inputs(program.inputs)
         try:
             found.append(_numbers(_Filled(program.module, number).run(*inputs), inputs))
-        except Exception:  # an index that nothing wrote
+        except Exception:  # nothing has written an index
             return False
     return all(bool(same_elements(a, b).all()) for a, b in zip(*found, strict=True))
 
 
 def same_through_dynamo(program: Program, outcome: Outcome) -> str | None:
-    """Returns "" if torch.compile of the program's own code finds the same matches and misses, and
-    gives the graph's results; otherwise the difference. Returns None if Dynamo cannot trace the
-    program."""
+    """Compares the program's own code through torch.compile.
+
+    Returns "" if it gives the same matches and misses, and the graph's results; otherwise returns
+    the difference. Returns None if Dynamo cannot trace the program.
+    """
     found: list[GraphReport] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Any:
@@ -411,7 +417,7 @@ def same_through_dynamo(program: Program, outcome: Outcome) -> str | None:
         fused = _numbers(compiled(*ours), ours)
     except ArgumentError:
         return "" if outcome.verdict == "refused" else "refused through Dynamo alone"
-    except Unsupported:  # a breakage that Dynamo does not take, such as `out=` of some views
+    except Unsupported:  # Dynamo does not take the breakage, such as `out=` of some views
         return None
     eager = _numbers(program.module.forward(*theirs), theirs)
     patterns = tuple(sorted(m.pattern for report in found for m in report.matches))
@@ -444,7 +450,7 @@ def _parameters_again(program: Program) -> list[Any]:
 
 
 def run(family: str, seeds: Iterable[int], dynamo_every: int = 0) -> Tally:
-    """Runs the seeds of a family. dynamo_every: every such seed is also run through
+    """Runs the seeds of a family. Every `dynamo_every`-th seed is also run through
     torch.compile."""
     tally, model, number = Tally(), None, None
     with torch.no_grad():
@@ -466,7 +472,8 @@ def run(family: str, seeds: Iterable[int], dynamo_every: int = 0) -> Tally:
 
 
 def task(family: str, first: int, stop: int, dynamo_every: int) -> Tally:
-    """`run` in a process of its own."""
-    logging.disable(logging.ERROR)  # what Dynamo and fake tensors say of programs drawn again
+    """Calls `run` in a separate process."""
+    # Dynamo and fake tensors warn about programs that are drawn again.
+    logging.disable(logging.ERROR)
     torch.set_num_threads(1)
     return run(family, range(first, stop), dynamo_every)

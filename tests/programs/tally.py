@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-#: Verdicts whose programs a tally keeps.
+#: Verdicts whose programs a tally stores.
 JUDGED = ("wrong", "raised", "refused")
 
 
@@ -14,13 +14,21 @@ JUDGED = ("wrong", "raised", "refused")
 class Outcome:
     """The outcome of a program.
 
-    verdict: "same", "nothing fused", "unstable" (a rounding of the inputs changes eager's own
-    result as much), "undefined" (memory is read that nothing wrote), "tied" (right, except that
-    topk takes another one of equal numbers, which PyTorch allows), "lost, told" (right, and a miss
-    says why less is fused than in another spelling), "refused" (the fused op refuses a value that
-    eager takes), "raised" (tilewright raised) or "wrong".
-    silent: points of the census that nothing accounts for and no miss names. unrecognised: those
-    that a miss says no pattern recognises."""
+    verdict: one of these:
+    "same";
+    "nothing fused";
+    "unstable": a rounding of the inputs changes eager's own result as much;
+    "undefined": the program reads memory that nothing wrote;
+    "tied": the result is right, except that topk takes another one of equal numbers, which PyTorch
+    allows;
+    "lost, told": the result is right, and a miss says why less is fused than in another spelling;
+    "refused": the fused op refuses a value that eager takes;
+    "raised": tilewright raised;
+    "wrong".
+
+    silent: the points of the census that nothing accounts for and no miss names.
+    unrecognised: the points for which a miss says that no pattern recognises them.
+    """
 
     verdict: str
     patterns: tuple[str, ...] = ()
@@ -34,13 +42,17 @@ class Outcome:
 class Tally:
     """Counts over programs.
 
-    broken: how many had at least one breakage. patterns, misses: programs with at least one.
-    through_dynamo: the numbers of programs that were also compiled by torch.compile, and of those
-    that differed. found: seeds that were wrong, raised or refused, and why. silent: programs with
-    points of the census that nothing accounts for and no miss names, of models broken and as
-    written. unrecognised: programs with points that a miss says no pattern recognises. unaccounted:
-    the seeds of both, and the points. Runs before 2026-11-24 count both as silent: there was no
-    such miss.
+    broken: the number of programs with at least one breakage.
+    patterns, misses: the numbers of programs with at least one of each.
+    through_dynamo: the number of programs that were also compiled by torch.compile, and the number
+        of these that differed.
+    found: the seeds that were wrong, raised or refused, with the reasons.
+    silent: the number of programs, changed or as written, with points of the census that nothing
+        accounts for and no miss names.
+    unrecognised: the number of programs with points for which a miss says that no pattern
+        recognises them.
+    unaccounted: the seeds of both, and the points. Runs before 2026-11-24 count both as silent,
+        because that miss did not exist.
     """
 
     programs: int = 0
@@ -58,7 +70,7 @@ class Tally:
 
     @classmethod
     def of(cls, counts: dict[str, Any]) -> Tally:
-        """Returns the tally that was kept as JSON."""
+        """Returns the tally that was stored as JSON."""
         tally = cls()
         for part in fields(cls):
             if part.name in counts:
@@ -67,7 +79,7 @@ class Tally:
         return tally
 
     def count(self, seed: Any, outcome: Outcome, drawn: str = "", broken: bool = False) -> None:
-        """Adds one program. drawn: its description, which is kept if it was wrong."""
+        """Adds one program. `drawn` is its description, which is kept if the result was wrong."""
         self.programs += 1
         self.broken += broken
         self.fused += bool(outcome.patterns)

@@ -1,4 +1,4 @@
-"""A piece of a run of random programs, as a process of its own runs it."""
+"""A piece of a run of random programs, which runs in a separate process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.programs.families import FAMILIES
 from tests.programs.run import task
 from tests.programs.tally import Tally
 
-#: Families whose programs are not randomly changed models, and which have their own judges.
+#: Families whose programs are not randomly changed models. They have judges of their own.
 OTHERS: dict[str, Callable[[Iterable[int]], Tally]] = {
     "outside": outside.run,
     "exported": exported.run_all,
@@ -22,7 +22,7 @@ OTHERS: dict[str, Callable[[Iterable[int]], Tally]] = {
 
 
 def run_task(family: str, first: int, stop: int, dynamo_every: int) -> Tally:
-    """Runs the seeds of a family in a process of its own."""
+    """Runs the seeds of a family in a separate process."""
     if family in FAMILIES:
         return task(family, first, stop, dynamo_every)
     logging.disable(logging.ERROR)

@@ -1,4 +1,5 @@
-"""Some random programs of modes; `python -m tests.programs.modes 0:1000` runs more of them."""
+"""Tests some random programs of modes. `python -m tests.programs.modes 0:1000` runs more of
+them."""
 
 from __future__ import annotations
 

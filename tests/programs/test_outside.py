@@ -1,5 +1,5 @@
-"""Some programs of numbers from outside their range, and some models as export spells them; the
-modules run more of them."""
+"""Tests some programs with numbers outside their usual range, and some models as export writes
+them. The modules run more of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.programs import exported, outside
 from tests.programs.run import OPTIONS, capture
 from tilewright.compiler.fuse import fuse
 
-#: Of each kind, a few seeds of which one raises where that kind can.
+#: A few seeds of each kind. One of them raises an error, if programs of that kind can.
 SEEDS = {"mixture": (6, 11), "adapted": (10, 15), "written": (6, 10)}
 LOOKED_UP = ("mixture", "adapted", "written", "paged")
 
@@ -25,8 +25,8 @@ def test_numbers_from_outside_do_what_they_do_in_eager(kind):
 
 @pytest.mark.parametrize("lookup", outside.LOOKUPS)
 def test_experts_looked_up_are_fused_or_told_why_not(lookup):
-    """By one pattern: another that reads the same products as a dense mixture has nothing to say
-    where they are fused, and the true reason where they are not."""
+    """One pattern takes them. Another pattern, which would read the same products as a dense
+    mixture, must report nothing if they are fused, and the true reason if they are not."""
     module = outside.Mixture(lookup, False, False)
     ids = torch.randint(outside.EXPERTS, (outside.TOKENS, outside.SLOTS))
     args = (outside.normal(outside.TOKENS, outside.HIDDEN), ids, outside.normal(*ids.shape))

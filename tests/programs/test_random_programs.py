@@ -1,6 +1,6 @@
-"""Some random programs of every family; `python -m tests.programs` runs more of them.
+"""Tests some random programs of every family. `python -m tests.programs` runs more of them.
 
-The seeds here are none of the kept runs'.
+None of the seeds here is in the stored runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tilewright.patterns.quantised import experts, scales
 
 FIRST = 10_000_000
 SEEDS = [FIRST + PER_MODEL * model + i for model in range(4) for i in range(8)]
-#: What at least one of the seeds below has to be.
+#: The verdicts of which at least one of the seeds below must have one.
 SOUGHT = {
     "attention": {"qkv_cache"},
     "cache_store": {"cache_store"},
@@ -60,7 +60,8 @@ SOUGHT = {
     "quantised": {"qkv_cache", "mla_prefill", "linear_activation", "grouped_gemm"},
     "products": {"linear_activation", "linear_residual"},
 }
-#: How many seeds a family has here, eight of a model: as many as it takes to fuse what is sought.
+#: The number of seeds of each family, eight for each model. There are as many as are needed to fuse
+#: the patterns that are sought.
 COUNTS = dict.fromkeys(FAMILIES, 8) | {"moe": 24, "mlp": 32, "quantised": 32, "coded": 4}
 COUNTS |= dict.fromkeys(("large", "products"), 16)
 
@@ -77,10 +78,10 @@ def test_broken_models_give_what_eager_gives(family):
     assert tally.through_dynamo == Counter(same=sum(s % every == 0 for s in seeds))
 
 
-#: Two models of a family: where one of its first four is fused otherwise as changes in place stay,
-#: such a one is among them.
+#: Two models of each family. If one of the first four models of a family is fused differently with
+#: in-place changes, such a model is among the two.
 IN_PLACE = dict.fromkeys(FAMILIES, (1, 2)) | dict.fromkeys(("mla", "mlp", "dtypes"), (2, 3))
-#: How many nodes of them there are to spell in place.
+#: The number of their nodes that can be written in place.
 LEAST_IN_PLACE = 3
 
 
@@ -99,7 +100,7 @@ def test_a_seed_that_was_wrong_once_is_right(family, seed):
 
 
 def test_a_rule_that_is_left_out_is_found(monkeypatch):
-    """Without the rules of order and memory, wrong programs come out, and are told."""
+    """Without the rules of order and memory, wrong programs occur, and the run reports them."""
     monkeypatch.setattr(fuse, "check_legality", lambda match, flow: None)
     tally = run("attention", SEEDS[:16])
     assert tally.verdicts["wrong"] >= 2, tally
@@ -115,7 +116,7 @@ TWO_SWAPPED = Floats("nf4, two swapped", order=(1, 0), scale="float")
     ids=["order", "table"],
 )
 def test_a_format_that_is_read_wrongly_is_found(axes, module, name, read, monkeypatch):
-    """Where the order of nibbles in a word is lost, or a table is taken for another."""
+    """The order of nibbles in a word is lost, or a table is taken for another one."""
     monkeypatch.setattr(module, name, lambda given: read)
     draw, shapes = random.Random(0), [(96, 64), (96, 64), (64, 96)]
     linears = [linear_of(axes, *shape, torch.bfloat16, draw) for shape in shapes]
@@ -130,7 +131,8 @@ def test_a_format_that_is_read_wrongly_is_found(axes, module, name, read, monkey
 
 @pytest.mark.parametrize(("at", "verdict"), [(0, "unstable"), (1, "wrong")])
 def test_nan_is_a_fault_but_where_a_rounding_makes_eager_nan(at, verdict):
-    """The first difference is one rounding, which another rounding takes away: zero by zero."""
+    """The first difference is one rounding, which another rounding removes: zero divided by
+    zero."""
 
     def forward(x, y):
         return ((x - y) / y.new_zeros(())).clamp(-1, 1)
@@ -154,7 +156,7 @@ def test_a_seed_is_a_program():
 
 
 def test_no_module_of_tests_changes_a_table_of_another():
-    """A seed would be another program wherever that module has been imported before."""
+    """Otherwise a seed would be another program if that module has been imported before."""
     changes = []
     for path in Path(__file__).resolve().parents[1].rglob("*.py"):
         text = path.read_text("utf-8")
@@ -169,7 +171,8 @@ def test_no_module_of_tests_changes_a_table_of_another():
 
 
 def test_fake_tensors_are_what_the_program_makes():
-    """Shapes and dtypes of a broken graph, node by node, against a run on real tensors."""
+    """Compares the shapes and dtypes of a changed graph with a run on real tensors, node by
+    node."""
 
     class Checked(torch.fx.Interpreter):
         def run_node(self, node):
@@ -217,7 +220,7 @@ def is_changed(graph, breakage, draw):
 
 @cache
 def the_model():
-    """Casts, flags, numbers and two writes are in it."""
+    """Returns a model with casts, flags, numbers and two writes."""
     axes = replace(Axes(), num_layers=1, norm="rms_spelled", rope="half_chunk", num_kv_heads=4)
     module, args = paged("page_offset", axes)
     return capture(module.layers[0]["self_attn"], args, "")

@@ -43,9 +43,12 @@ _BLOCK = re.compile(rf"<!-- ({_KINDS})(?: (\S+))? -->\n```\w*\n(.*?)^```$", re.M
 
 @dataclass
 class Reader:
-    """Does what a tutorial says, in the current folder. pytest: runs pytest and returns its output.
-    forget: unregisters the patterns and codes of files that a step imported, since its reader would
-    run each step in a new process."""
+    """Does what a tutorial says, in the current folder.
+
+    pytest: a function that runs pytest and returns its output.
+    forget: a function that unregisters the patterns and codes of the files that a step imported,
+        because a reader would run each step in a new process.
+    """
 
     pytest: Callable[[list[str]], str]
     forget: Callable[[], None]

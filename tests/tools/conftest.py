@@ -13,8 +13,8 @@ def _modules_are_loaded_once(monkeypatch):
     wrote.
 
     pytester would remove all of them from `sys.modules`. But code that holds a module does not see
-    a second copy of it: for example, Triton's interpreter stores nothing if Triton's language still
-    calls the first copy.
+    a second copy of the module. For example, Triton's interpreter stores nothing if Triton's
+    language still calls the first copy.
     """
 
     def snapshot(pytester: pytest.Pytester) -> SysModulesSnapshot:

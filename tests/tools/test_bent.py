@@ -1,8 +1,9 @@
-"""Wrong names, targets, files, modes, dtypes, subclasses and variables, given to what is public:
-each answer names what was wrong and what is expected, and no compiled model dies of us.
+"""Tests wrong names, targets, files, modes, dtypes, subclasses and variables that are given to
+public functions.
 
-Arguments of ops are bent in tests/ops/bent_arguments.py, files of the tuned times in
-tests/codegen/qkv/test_tune.py.
+Each answer names what was wrong and what is expected, and tilewright stops no compiled model.
+tests/ops/bent_arguments.py tests arguments of ops, and tests/codegen/qkv/test_tune.py tests files
+of tuned times.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def fixture():
 
 
 def paged(config=None, **given):
-    """A cache of a small Llama, or of another configuration."""
+    """Returns a cache of a small Llama, or of another configuration."""
     transformers = pytest.importorskip("transformers")
     small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
     chosen = transformers.LlamaConfig(**small) if config is None else config
@@ -57,7 +58,7 @@ def modelopt(name):
     return tilewright.load_modelopt(name)
 
 
-#: What is done -> the words of the answer: what was given, what is expected, what to do.
+#: For each action, the words of the answer: the given value, the expected value, and what to do.
 REFUSED = {
     # torch.compile's options
     "an option's name": (options(patern=["moe"]), "patern", "expected some of", "'patterns'?"),
@@ -110,7 +111,7 @@ REFUSED = {
     "a page's size as a flag": (cache(page_size=True), "page_size", "True"),
     "a length": (cache(max_cache_len=0), "max_cache_len", "at least 1", "0"),
     "a dtype of pools": (cache(dtype=torch.float16), "dtype", "float8_e4m3fn", "torch.float16"),
-    "scales without codes": (cache(scales={}), "scales", "None where dtype is None"),
+    "scales without codes": (cache(scales={}), "scales", "None because dtype is None"),
     "scales as numbers": (cache(dtype=FP8, scales={0: 1.0}), "scales", "kv_scales(model)"),
     "scales of no layer": (
         cache(dtype=FP8, scales={7: (torch.ones(()), torch.ones(()))}), "layers [7]", "has 1",
@@ -138,7 +139,8 @@ def test_what_is_refused_is_named_with_what_is_expected(bent):
 
 # --- the command line -----------------------------------------------------------------------------
 
-#: Arguments -> words of the one line. FILE is a file that is neither snapshot nor report.
+#: For each list of arguments, words of the one line that is printed. FILE is a file that is neither
+#: a snapshot nor a report.
 COMMANDS = {
     ("inspect", "meta-llama/Llama-3-8B"): ("nothing is downloaded", "hf download meta-llama/L"),
     ("inspect", "llama-8b"): ("'llama-8b' is not a zoo name", "did you mean 'llama3-8b'?"),
@@ -154,7 +156,7 @@ COMMANDS = {
     ("bench", "mae"): ("no benchmark mae; there are", "did you mean"),
     ("bench", "--profile", "llama3-8b", "--trace", "no.json"): ("--trace needs --target",),
     ("cache", "--prune", "--max-size", "big"): ("--max-size: expected a size", "got 'big'"),
-    ("cache", "--older-than", "3d"): ("expected together with --prune",),
+    ("cache", "--older-than", "3d"): ("can be used only together with --prune",),
 }
 
 
@@ -199,7 +201,7 @@ def test_a_variable_that_says_no_means_no(given, on, monkeypatch):
 
 
 def test_the_file_of_the_option_report_is_read_by_diff(tmp_path, monkeypatch):
-    """It has a line for each graph, whose sites are added up."""
+    """The file has a line for each graph, and the sites of all lines are added up."""
     monkeypatch.chdir(tmp_path)
     shapes = {"heads": "4/2x32"}
     site = {"pattern": "qkv_cache", "op": "o", "scope": "layers.0", "shapes": shapes}
@@ -222,7 +224,7 @@ def test_the_file_of_the_option_report_is_read_by_diff(tmp_path, monkeypatch):
 
 
 class Named(torch.Tensor):
-    """A subclass that adds nothing."""
+    """A tensor subclass that adds nothing."""
 
 
 def in_dtype(dtype):
@@ -238,7 +240,8 @@ def subclassed(monkeypatch, model, args):
 
 
 def wrapped(monkeypatch, model, args):
-    """Activations of a class that wraps other tensors, and computes by its own rules."""
+    """Runs the model with activations of a class that wraps other tensors and computes by its own
+    rules."""
     return model, tuple(TwoTensor(a, a.clone()) if a.ndim == 2 else a for a in args), {}
 
 
@@ -247,7 +250,7 @@ def on_meta(monkeypatch, model, args):
 
 
 def failing(monkeypatch, model, args):
-    """Something of ours raises, and its repro cannot be written."""
+    """Makes a part of tilewright raise an error whose repro cannot be written."""
     monkeypatch.setenv("TILEWRIGHT_REPRO", "/dev/null/x")
     monkeypatch.setattr(fuse, "build_view", lambda graph: 1 / 0)
     return model, args, {}
@@ -276,7 +279,7 @@ def trained(monkeypatch, model, args):
 
 
 def in_mode(mode):
-    """The model called within a mode that is entered where it runs."""
+    """Returns a function that calls the model within a mode, which is entered in the call."""
 
     def bend(monkeypatch, model, args):
         def within(*inputs):
@@ -288,7 +291,7 @@ def in_mode(mode):
     return bend
 
 
-#: How a compilation is bent -> what its report or the log says.
+#: For each way to disturb a compilation, the text in its report or in the log.
 COMPILED = {
     "float64": (in_dtype(torch.float64), "DTYPE"),
     "float16": (in_dtype(torch.float16), ""),

@@ -1,4 +1,4 @@
-"""Each page, done as it says: each block runs as pasted, in order, or says why it does not."""
+"""Follows each page as it says: each block runs as pasted and in order, or says why it does not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-#: Written by scripts, which other tests hold to their sources.
+#: Pages that scripts write. Other tests compare them with their sources.
 GENERATED = ("op-reference",)
-#: What a reader has besides: files of examples/ that a page takes.
+#: Files that a reader has in addition: files of examples/ that a page uses.
 TAKEN = {
     "write-a-pattern": ("swiglu_pattern.py",),
     "quantised-models": ("quantised_checkpoints.py",),
@@ -38,12 +38,12 @@ NEEDS = {
 
 @pytest.fixture
 def reader(pytester, monkeypatch):
-    """In a folder of its own; what it registers is taken out again."""
+    """Returns a reader in a separate folder. What it registers is removed afterwards."""
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider -p no:xdist -p no:hypothesispytest\n")
     monkeypatch.syspath_prepend(pytester.path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.delenv("TILEWRIGHT_EVERYWHERE", raising=False)  # a reader's machine has none
+    monkeypatch.delenv("TILEWRIGHT_EVERYWHERE", raising=False)  # a reader's machine does not set it
     torch._dynamo.reset()
     codes, known, modules = dict(language.CODES), names_of_patterns(), set(sys.modules)
 
@@ -70,7 +70,7 @@ def names_of_patterns() -> set[str]:
 
 
 def with_blocks(kinds: set[str]) -> list[Path]:
-    """The pages that have a block of one of these kinds."""
+    """Returns the pages that have a block of one of these kinds."""
     return [
         page for page in PAGES if kinds & {kind for kind, _, _ in blocks(page.read_text("utf-8"))}
     ]
@@ -78,12 +78,13 @@ def with_blocks(kinds: set[str]) -> list[Path]:
 
 @pytest.mark.parametrize("page", with_blocks({"tested", "run"}), ids=lambda path: path.stem)
 def test_a_page_does_what_it_says(page, reader, pytester):
-    """On a CPU blocks for a GPU are left out."""
+    """On a CPU, blocks for a GPU are left out."""
     for needed in NEEDS.get(page.stem, ()):
         pytest.importorskip(needed, reason=f"{page.stem} needs {needed}")
     for name in TAKEN.get(page.stem, ()):
         shutil.copy(ROOT / "examples" / name, pytester.path)
-        # One module for a file, however a step imports it: an op registers once in a process.
+        # A file is one module, however a step imports it, because an op can be registered only once
+        # in a process.
         sys.modules[Path(name).stem] = import_place(name)
     reader.read(page)
     assert reader.done
@@ -140,7 +141,7 @@ _SITE = ("material", "mkdocstrings")
 
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, _SITE)), reason="needs the extra 'docs'")
 def test_the_site_builds_without_a_warning(tmp_path):
-    """And every link leads to a page of it, those to sources too."""
+    """Every link leads to a page of the site, including links to sources."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path / "site"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
@@ -149,6 +150,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert (tmp_path / "site" / "source/ops/formats/expert_weight.py.html").is_file()
     assert (tmp_path / "site" / "index.html").is_file()
     api = (tmp_path / "site" / "api.html").read_text("utf-8")
-    assert "<strong>strict</strong>" in api  # the arguments of a docstring, as a list
+    assert "<strong>strict</strong>" in api  # the arguments in a docstring are shown as a list
     assert ":class:" not in api
     assert "fused_qkv_paged" in (tmp_path / "site/search/search_index.json").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The command line: every kind of MODEL, what is printed where, and the errors."""
+"""Tests the command line: every kind of MODEL, where output is printed, and the errors."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ CACHE_MODEL = """
 
 @pytest.fixture
 def inspect(tmp_path, monkeypatch):
-    """inspect(*arguments): the command run in a folder that holds mine.py."""
+    """Returns `inspect(*arguments)`, which runs the command in a folder that holds mine.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine.py").write_text(textwrap.dedent(CACHE_MODEL))
@@ -256,8 +256,11 @@ TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
 
 
 def assert_shows(document: str, first_line: str, output: str) -> None:
-    """The block of a document that begins so is the output, to the last character: but for the
-    command, times, and what `[...]` cuts, lines or the end of an entry."""
+    """Asserts that the block of a document with this first line equals the output to the last
+    character.
+
+    The command, times, and lines or ends of entries that `[...]` cuts are not compared.
+    """
     (block,) = re.findall(rf"^```\n({re.escape(first_line)}\n.*?)^```$", document, re.M | re.S)
     shown = re.escape(re.sub(r"^\$ .*\n", "", block).strip("\n"))
     shown = re.sub(r"\\\([\d\\.]+\\ s\\\)", r"\\(\\d+\\.\\d+ s\\)", shown)
@@ -311,7 +314,8 @@ def test_a_stale_readme_would_be_seen(was, now):
 
 
 def test_a_report_ends_in_words_for_its_short_forms(inspect):
-    """Those that it has alone, and where more is said of its misses."""
+    """The words are for the short forms that the report has, and for the places that explain its
+    misses."""
     report, _, words = inspect("mine.py:make", "--no-kernels").stdout.partition("In words\n")
     assert "\n  w4 s4" in words
     assert "what to do" not in words
@@ -393,7 +397,7 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_two(inspect, arguments, me
 
 
 def line_of(remark: str) -> int:
-    """The line of mine.py that ends in a comment."""
+    """Returns the line of mine.py that ends in a comment."""
     rows = textwrap.dedent(CACHE_MODEL).splitlines()
     (number,) = (n for n, row in enumerate(rows, 1) if row.endswith(f"# {remark}"))
     return number
@@ -418,7 +422,7 @@ def test_a_graph_break_names_the_user_s_own_line_and_what_to_do(inspect):
     report = json.loads(inspect("mine.py:make_broken_graph", "--json").stdout)
     (miss,) = report["misses"]
     assert miss["code"] == "GRAPH_BREAK"
-    assert "needs a tensor's number in Python" in miss["message"]
+    assert "needs a tensor's value as a Python number" in miss["message"]
     assert miss["message"].endswith(f"(mine.py:{line_of('the break')})")
     assert miss["hint"].startswith("compute with the tensor itself")
     assert "cache.index_copy_(dim, positions, k)" in miss["hint"]

@@ -1,4 +1,5 @@
-"""kernels, verify, diff, explain, zoo, doctor, bench: what each prints, writes and returns."""
+"""Tests kernels, verify, diff, explain, zoo, doctor and bench: what each prints, writes and
+returns."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ REAL_MODELS = """
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """command(*arguments): the program run in a folder that holds mine.py and real.py."""
+    """Returns `command(*arguments)`, which runs the program in a folder that holds mine.py and
+    real.py."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.syspath_prepend(tmp_path)
@@ -52,7 +54,7 @@ def command(tmp_path, monkeypatch):
 
 
 def schema_checked(command: str, text: str) -> dict:
-    """The JSON a command printed, held to its published schema."""
+    """Returns the JSON that a command printed, after a check against its published schema."""
     data = json.loads(text)
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra 'dev'")
     schema = json.loads(files("tilewright.tools").joinpath(f"schemas/{command}.json").read_text())
@@ -121,7 +123,7 @@ def test_a_checkpoint_s_configuration_says_what_its_format_saves(command, tmp_pa
     assert size in said
     assert "), for 1 token " in said
     assert "linear_activation, int4 codes" in said
-    assert "lm_head, 64 KiB: stored in float16: the model holds no codes of it" in said
+    assert "lm_head, 64 KiB: stored in float16: the model holds no codes for it" in said
     page = (tmp_path / "page.html").read_text()
     assert size in page
     assert '<a href="#savings">' in page
@@ -159,7 +161,9 @@ def test_a_format_that_a_configuration_does_not_tell_is_named(command, tmp_path)
     write_checkpoint(tmp_path / "other", quantization_config={"quant_method": "aqlm"})
     done = command("inspect", "other")
     assert done.exit_code == 2
-    assert "quant_method 'aqlm': its modules cannot be made of a configuration" in done.stderr
+    assert (
+        "quant_method 'aqlm': modules of this method cannot be built from a configuration"
+    ) in done.stderr
     write_checkpoint(tmp_path / "odd", quantization_config=AWQ | {"group_size": None})
     done = command("inspect", "odd")
     assert done.exit_code == 2
@@ -167,7 +171,7 @@ def test_a_format_that_a_configuration_does_not_tell_is_named(command, tmp_path)
     (tmp_path / "other" / "config.json").write_text('{"model_type": "nothing"}')
     done = command("inspect", "other")
     assert done.exit_code == 2
-    assert "no model can be made of it" in done.stderr
+    assert "no model can be built from it" in done.stderr
 
 
 def test_the_census_and_a_module_are_in_the_report(command):
@@ -230,7 +234,7 @@ def test_kernels_writes_every_file_and_a_second_run_compiles_nothing(
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """Kernels are emitted, and compiling them fails."""
+    """Makes the compilation of emitted kernels fail."""
 
     def fail(*arguments):
         raise BuildError("ptxas: out of registers")
@@ -264,7 +268,7 @@ def test_a_manifest_of_somebody_else_is_left_alone(command, tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
     done = command("kernels", "mine.py:make", "-o", ".")
     assert done.exit_code == 2
-    assert "manifest.json is no manifest of kernels" in done.stderr
+    assert "manifest.json is not a manifest of kernels" in done.stderr
     assert (tmp_path / "manifest.json").read_text() == content
 
 
@@ -288,7 +292,7 @@ def test_verify_compares_every_rewrite_with_float64(command):
     assert 0 < site["fused_error"] <= site["allowed"]
     said = command("verify", "real.py:make_real").stdout
     assert "good" in said
-    assert said.rstrip().endswith("verified: 2 sites, none less accurate than allowed")
+    assert said.rstrip().endswith("verified: 2 sites, none of them is less accurate than allowed")
 
 
 def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
@@ -301,7 +305,7 @@ def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
 
 
 def test_a_large_cache_hides_no_wrong_write(command, tmp_path, monkeypatch):
-    """Only what a run changed is compared: three slots of many."""
+    """Only the elements that a run changed are compared: three of many slots."""
     (tmp_path / "large.py").write_text(
         "import torch, mine, real\n\ndef make():\n"
         "    model, args, kwargs = real.make_real()\n"
@@ -390,7 +394,7 @@ def test_zoo_lists_every_model(command):
 
 
 def test_doctor_checks_this_machine(command, tmp_path, monkeypatch):
-    """Of the chips two; tests/tools/audit/test_chips.py compiles for the others."""
+    """Tests two chips. tests/tools/audit/test_chips.py compiles for the others."""
     monkeypatch.setattr(doctor, "gpu_targets", lambda: (SM90, SM100))
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     done = command("doctor", "--json")
@@ -411,7 +415,7 @@ def test_doctor_says_where_a_version_is_newer_than_any_tried():
 
 @pytest.fixture
 def doctor_compiles_nothing(monkeypatch):
-    """It compiles a kernel for each target, which takes a second each."""
+    """Replaces the compilation of a kernel for each target, which takes a second each."""
     monkeypatch.setattr(doctor, "gpu_targets", lambda: ())
 
 
@@ -440,7 +444,7 @@ def test_bench_lists_what_there_is_and_refuses_what_there_is_not(command):
         (("kernels", "llama3_8b", "-o", "x"), "is not a zoo name"),
         (("kernels", "mine.py:make", "-o", "mine.py"), "--output: cannot write to mine.py"),
         (("inspect", "mine.py:make", "--html", "no/such/page.html"), "--html: no such folder"),
-        (("inspect", "mine.py:make", "--json", "--after"), "--json: not together with"),
+        (("inspect", "mine.py:make", "--json", "--after"), "--json cannot be used together with"),
         (("verify", "mine.py:make_untraceable"), "cannot be traced: RuntimeError: boom"),
     ],
 )
@@ -538,7 +542,7 @@ def test_cache_that_is_not_used_is_not_pruned(command, tmp_path, monkeypatch):
     [
         (("--prune", "--max-size", "plenty"), "--max-size: expected a size such as 500MB"),
         (("--prune", "--older-than", "soon"), "--older-than: expected an age such as 30d"),
-        (("--max-size", "1MB"), "expected together with --prune"),
+        (("--max-size", "1MB"), "can be used only together with --prune"),
     ],
 )
 def test_cache_refuses_what_it_cannot_read(command, arguments, message):
@@ -613,4 +617,4 @@ def test_inspect_shows_both_steps_of_continuous_batching(command, tmp_path):
     assert done.exit_code == 2
     assert "--engine: model: expected a model of transformers" in done.stderr
     done = command("inspect", "served.py:make", "--engine", "--tp", "2")
-    assert (done.exit_code, "not together with --tp" in done.stderr) == (2, True)
+    assert (done.exit_code, "cannot be used together with --tp" in done.stderr) == (2, True)

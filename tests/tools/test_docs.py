@@ -1,4 +1,4 @@
-"""What the documents say is so."""
+"""Tests that the statements of the documents are true."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tilewright.tools.commands.legend import TERMS
 from tilewright.tools.report.miss_guide import miss_guide
 
 ROOT = Path(__file__).resolve().parents[2]
-# Taken when the tests are collected: no pattern of a test has added codes by then.
+# This runs when the tests are collected. By then, no pattern of a test has added codes.
 OWN_CODES = dict(CODES)
 
 
@@ -55,7 +55,8 @@ def test_links_between_documents_lead_somewhere():
 
 
 def test_files_that_documents_name_exist():
-    """`folder/file.py` in backquotes, and `folder/file.py: function` as an identifier in it."""
+    """`folder/file.py` in backquotes must exist, and `folder/file.py: function` must be an
+    identifier in it."""
     named = re.compile(
         r"`((?:codegen|ops|patterns|compiler|tools|tests|examples|benchmarks)/[\w/.]+)"
     )
@@ -110,7 +111,7 @@ def test_the_tables_are_those_of_the_results():
 
 
 def test_the_charts_are_those_of_the_results():
-    """Each chart is drawn from the kept results, and a page shows it."""
+    """Each chart is drawn from the stored results, and a page shows it."""
     script = _script("charts")
     for name, draw in script.CHARTS.items():
         assert (script.PICTURES / name).read_text("utf-8") == draw(), "run python docs/charts.py"
@@ -139,7 +140,7 @@ def test_the_page_of_predictions_is_that_of_the_results():
 
 
 def test_the_page_of_coverage_shows_every_kept_row():
-    """A run for a few models writes the page anew, from what is kept of all of them."""
+    """A run for a few models writes the page again from the stored rows of all models."""
     table = _script("coverage_table", "benchmarks")
     kept = json.loads(table.KEPT.read_text("utf-8"))
     text = table.DOC.read_text("utf-8")
@@ -150,7 +151,7 @@ def test_the_page_of_coverage_shows_every_kept_row():
 
 
 def test_the_page_of_quantised_models_shows_every_kept_row(monkeypatch):
-    """Prepared models have no error beyond the library's, and nothing in them is silent."""
+    """Prepared models have no larger error than the library, and no point in them is silent."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     table = _script("quantised_table", "benchmarks")
     kept = json.loads(table.KEPT.read_text("utf-8"))
@@ -162,11 +163,12 @@ def test_the_page_of_quantised_models_shows_every_kept_row(monkeypatch):
     assert [row["model"] for row in kept["rows"] if table.is_further(row)] == []
     assert [row["model"] for row in kept["rows"] if table.silent(row)] == []
     unread = [row["model"] for row in kept["rows"] if "prepared" not in row]
-    assert sorted(unread) == ["deepseek_v3+ct-w8a8", "qwen3_moe+ct-w8a8"]  # by transformers
+    # Transformers reads these.
+    assert sorted(unread) == ["deepseek_v3+ct-w8a8", "qwen3_moe+ct-w8a8"]
 
 
 def test_the_table_of_planted_faults_counts_the_kept_verdicts():
-    """Each test that the table counts as written since exists, too."""
+    """Each test that the table counts as written since then exists, too."""
     kept = json.loads((ROOT / "tests" / "mutants.json").read_text("utf-8"))
     faults = [fault for fault in kept if 101 <= fault["seed"] <= 112]
     verdicts = ("changes nothing", "caught", "caught by a test written since", "survived")
@@ -183,10 +185,11 @@ def test_the_table_of_planted_faults_counts_the_kept_verdicts():
 
 
 def test_the_readme_is_a_front_page():
-    """Short, without figures of its own, with the commands that the gate and a newcomer run."""
+    """It is short, has no figures of its own, and has the commands that the gate and a newcomer
+    run."""
     readme = (ROOT / "README.md").read_text("utf-8")
     assert len(readme.splitlines()) <= 160
-    assert re.findall(r"^\|.*---: \|$", readme, re.MULTILINE) == []  # no table of numbers
+    assert re.findall(r"^\|.*---: \|$", readme, re.MULTILINE) == []  # it has no table of numbers
     assert "docs/pictures/chart-tokens.svg" in readme
     for command in ("make test", "make demo", "make .venv/.installed", "tilewright doctor"):
         assert re.search(rf"^{command}\b", readme, re.MULTILINE), command
@@ -208,7 +211,8 @@ def test_every_public_name_is_on_the_page_of_the_api():
         names = [
             f"{package.__name__}.{name}"
             for name in package.__all__
-            if name[0] != "_" and name != "serving"  # a module, whose names the next test asks for
+            # It is a module, whose names the next test checks.
+            if name[0] != "_" and name != "serving"
         ]
         public = [name.replace("tilewright.compiler.", "tilewright.") for name in names]
         assert [
@@ -225,12 +229,12 @@ def test_every_public_name_of_serving_is_once_on_the_page_of_the_api(name):
 
 
 def _script(name, folder="docs"):
-    """A module of a folder that is no package."""
+    """Returns a module of a folder that is no package."""
     path = ROOT / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
-    sys.modules[name] = module  # where dataclasses look up annotations
+    sys.modules[name] = module  # dataclasses look up annotations there
     try:
         spec.loader.exec_module(module)
     finally:
@@ -245,7 +249,7 @@ def test_the_op_reference_is_what_the_ops_declare():
 
 
 def test_every_op_s_reference_has_its_formula():
-    """As op-reference.md shows it: indented lines, one of which says what is stored or returned."""
+    """op-reference.md shows it so: indented lines, one of which says what is stored or returned."""
     for op in all_ops():
         if op.namespace == "tilewright":
             formula = re.findall(r"^    .* = .+", inspect.cleandoc(op.reference.__doc__), re.M)
@@ -271,7 +275,7 @@ _NODE = re.compile(r'<g class="(node[^"]*)".*?<text[^>]*>([^<]*)</text>', re.DOT
 
 
 def _nodes(svg):
-    """Every node's class and label; where each stands may differ from run to run."""
+    """Returns the class and label of every node. The places of nodes may differ from run to run."""
     return sorted(_NODE.findall(svg))
 
 

@@ -1,4 +1,4 @@
-"""The examples run, and show what they are there to show."""
+"""Tests that the examples run, and show what they are meant to show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def load(name: str):
-    """As `tilewright inspect` names it: an op registers once in a process, from one module."""
+    """Loads an example as `tilewright inspect` names it, because an op can be registered only once
+    in a process, from one module."""
     name_here = f"tilewright_model_{name}"
     spec = importlib.util.spec_from_file_location(name_here, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -35,7 +36,7 @@ def load(name: str):
 
 
 def registered_example(name: str, pattern: str):
-    """An example's module; its pattern and codes are taken out again afterwards."""
+    """Yields the module of an example. Its pattern and codes are removed afterwards."""
     codes = dict(language.CODES)
     yield load(name)
     language.unregister(pattern)
@@ -85,7 +86,7 @@ def test_the_op_says_what_is_wrong_with_an_argument(swiglu):
 
 
 class Variant(torch.nn.Module):
-    """A gated MLP with one thing changed."""
+    """A gated MLP with one change."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ def test_the_fused_model_is_as_good_through_inductor(swiglu):
 
 
 class Sublayer(torch.nn.Module):
-    """A norm of values that no projection made; `how` is what is normalised and how."""
+    """Has a norm of values that no projection made. `how` is what is normalised, and how."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ def test_a_norm_of_any_value_is_matched_or_missed(post_norm, how, code):
 def test_a_norm_with_a_bias_is_no_anchor(post_norm):
     model, y, x = Sublayer("bias").requires_grad_(False), *torch.randn(2, 3, 16)
     lowered = lower(model, (y, x), patterns=["add_rms_norm"])
-    # What the bias is added to is a norm, and is fused.
+    # The bias is added to the result of a norm, which is fused.
     assert [m.pattern for m in lowered.matches] == ["add_rms_norm"]
     assert "add" in [node.name for node in lowered.graphs[0].after.graph.nodes]
 
@@ -256,7 +257,7 @@ def test_a_model_of_one_s_own_is_fused_whole(monkeypatch, capsys):
     assert example.main() == 0
     assert "blocks.*.attention x2  cache_attention" in capsys.readouterr().out
     own = ("qkv_cache", "cache_attention", "linear_activation", "linear_residual")
-    lowered = lower(*example.decode(), patterns=own)  # and none of another example's
+    lowered = lower(*example.decode(), patterns=own)  # and no pattern of another example
     found = [site.pattern for site in lowered.matches]
     assert [found.count(name) for name in own] == [2, 2, 2, 4]
     assert lowered.lost == []

@@ -1,4 +1,4 @@
-"""Auditing the kernels of a report: outcomes in order, failures as outcomes."""
+"""Tests the audit of a report's kernels: outcomes are in order, and failures are outcomes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ FACTS = {
 
 @dataclass(frozen=True)
 class FakeKernel:
-    """What a report's Kernel is to the auditor; `changes` are facts that differ from FACTS."""
+    """Stands for the Kernel of a report in the audit. `changes` are facts that differ from
+    FACTS."""
 
     name: str
     changes: tuple = ()
@@ -103,7 +104,8 @@ def test_json_of_an_outcome_has_the_facts():
 
 
 def test_nvfp4_that_falls_back_to_bf16_is_no_nvfp4():
-    """SLOW and GOOD both multiply bf16, as a compiler may for block scales that it cannot place."""
+    """SLOW and GOOD both multiply bf16. A compiler may do so for block scales that it cannot
+    place."""
     codes = {"dtype": "u8", "constants": (("BLOCK_SCALED", False), ("SWAPPED", False))}
     for kernel in (GOOD, SLOW):
         (outcome,) = audit_kernels([replace(kernel, **codes)], "sm100")
@@ -121,7 +123,7 @@ def test_an_unknown_target_is_refused():
     [
         (GOOD, "bf16"),
         (FakeKernel("stores", source="tl.store(p, x)"), None),
-        (FakeKernel("fp32", dtype="fp32"), None),  # no tensor-core path is meant for it
+        (FakeKernel("fp32", dtype="fp32"), None),  # no tensor-core path is meant for this dtype
     ],
 )
 def test_only_a_kernel_that_multiplies_must_use_the_tensor_cores(kernel, mma):
@@ -134,6 +136,13 @@ def test_a_short_tile_may_use_the_older_tensor_core():
     short, tall = audit_kernels(kernels, "sm100")
     assert short.problems == ()
     assert len(tall.problems) == 2
+
+
+def test_a_router_may_have_short_tiles_and_a_float32_weight():
+    for rows, widened, problems in ((16, False, 0), (128, False, 2), (128, True, 0)):
+        router = replace(SLOW, constants=(("BLOCK_T", rows), ("WIDENED", widened)))
+        (outcome,) = audit_kernels([router], "sm100")
+        assert len(outcome.problems) == problems
 
 
 def test_warp_specialisation_keeps_a_little_on_the_stack():

@@ -1,4 +1,4 @@
-"""Imports run downwards only: tools -> compiler -> patterns -> ops -> codegen."""
+"""Tests that imports run downwards only: tools -> compiler -> patterns -> ops -> codegen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("codegen", "ops", "patterns", "compiler", "tools")
-# What worker processes and audits load must start where torch is not installed.
+# Modules that worker processes and audits load. They must start on a machine without torch.
 WITHOUT_TORCH = (
     "audit",
     "audit.sass",
@@ -29,7 +29,7 @@ WITHOUT_TORCH = (
 
 @cache
 def imported(path: Path) -> list[str]:
-    """Every module a file imports, wherever in the file."""
+    """Returns every module that a file imports, anywhere in the file."""
     names = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -41,7 +41,7 @@ def imported(path: Path) -> list[str]:
 
 
 def upward(path: Path) -> list[str]:
-    """Imports of a higher layer than the file's own."""
+    """Returns the imports of a layer above the file's own layer."""
     own = LAYERS.index(path.relative_to(ROOT).parts[0])
     ours = [n.split(".")[1] for n in imported(path) if n.startswith("tilewright.")]
     return [layer for layer in ours if LAYERS.index(layer) > own]
@@ -71,12 +71,12 @@ import tilewright.codegen.{module}
     assert done.returncode == 0, done.stderr
 
 
-# What decides whether a kernel is worth its while: patterns ask the op's `slower`.
+# Modules that decide whether a kernel is worth its cost. Patterns ask the op's `slower` instead.
 COST_MODELS = {"plan", "time", "tune", "candidates"}
 
 
 def asked_of_kernels(path: Path) -> list[str]:
-    """The plans and models of time in `codegen/` that a file imports."""
+    """Returns the plans and models of time in `codegen/` that a file imports."""
     taken = [name.split(".") for name in imported(path) if name.startswith("tilewright.codegen.")]
     return [".".join(parts) for parts in taken if COST_MODELS.intersection(parts[2:])]
 
@@ -93,9 +93,9 @@ def test_a_plan_among_the_imports_would_be_seen(monkeypatch):
     assert asked_of_kernels(ROOT / "patterns" / "mlp" / "linears.py") == taken[:1]
 
 
-# Families have kernels; the shared room of projections is held to the edges as they are.
+# Families have kernels. The shared folder of projections may use the edges that it has now.
 FAMILIES = {room.parent.name for room in (ROOT / "codegen").glob("*/templates")} | {"projection"}
-# What one family may take from another.
+# The families from which each family may import.
 EDGES = {
     ("moe", "grouped"),
     ("mlp", "collective"),
@@ -106,18 +106,19 @@ EDGES = {
     ("qkv", "lora"),
     ("projection", "lora"),
 }
-# Modules of `ops/` that import each other in a row.
+# The longest chain of modules of `ops/` that import each other.
 LONGEST_CHAIN = 9
 
 
 def family_of(module: str) -> str | None:
-    """ "qkv" of tilewright.ops.qkv.checks; None for what families share."""
+    """Returns "qkv" for tilewright.ops.qkv.checks. Returns None for a module that families
+    share."""
     parts = module.split(".")
     return parts[2] if len(parts) > 2 and parts[2] in FAMILIES else None
 
 
 def sideways(path: Path) -> list[str]:
-    """What a file takes from a family that it may not take from."""
+    """Returns the imports of a file from a family from which it may not import."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     own = family_of(".".join(("tilewright", *parts)))
     taken = [name for name in imported(path) if name.startswith("tilewright.")]
@@ -125,7 +126,7 @@ def sideways(path: Path) -> list[str]:
     return [name for name in others if (own, family_of(name)) not in EDGES]
 
 
-# The compiler and the tools know every family; so do the two lists of what is registered.
+# The compiler and the tools know every family, and so do the two lists of registered modules.
 BELOW = [
     path
     for path in FILES
@@ -135,7 +136,7 @@ BELOW = [
 
 
 def test_families_take_from_each_other_along_the_known_edges_only():
-    """And shared rooms from no family."""
+    """Shared folders import from no family."""
     taken = {path: sideways(path) for path in BELOW}
     assert not any(taken.values()), {path: names for path, names in taken.items() if names}
 
@@ -147,19 +148,19 @@ def test_nobody_climbs_more_than_so_many_modules_of_ops():
             own = ".".join(("tilewright", *path.relative_to(ROOT).with_suffix("").parts))
             graph.add_edges_from((own, module_of(name)) for name in imported(path))
     ours = graph.subgraph(n for n in graph if n.startswith("tilewright.ops."))
-    longest = networkx.dag_longest_path(ours)  # raises where there is a cycle
+    longest = networkx.dag_longest_path(ours)  # raises an error if there is a cycle
     assert len(longest) <= LONGEST_CHAIN, longest
 
 
 def module_of(name: str) -> str:
-    """The module of an imported name, which may be a module itself."""
+    """Returns the module of an imported name. The name may itself be a module."""
     parts = name.split(".")
     file = ROOT.joinpath(*parts[1:]).with_suffix(".py")
     return name if file.is_file() else ".".join(parts[:-1])
 
 
 def test_every_known_edge_is_one():
-    """An edge that nothing uses any more is taken off the list."""
+    """An edge that no import uses any more must be removed from the list."""
     used = {
         (family_of(".".join(("tilewright", *path.relative_to(ROOT).parts))), family_of(name))
         for path in BELOW
@@ -177,7 +178,8 @@ def test_a_step_aside_would_be_seen(monkeypatch):
     assert sideways(ROOT / "ops" / "moe" / "lowering.py") == []
 
 
-# What a machine must have to collect the tests: the package's own needs, and what runs them.
+# The packages that a machine needs to collect the tests: those that the package itself needs, and
+# those that run the tests.
 COLLECTING = {
     *("torch", "triton", "sympy", "networkx", "numpy", "filelock", "jinja2", "pygments", "rich"),
     *("typer", "click", "setuptools", "pytest", "hypothesis", "tests", "tilewright"),
@@ -185,7 +187,7 @@ COLLECTING = {
 
 
 def imported_on_top(body: list[ast.stmt]) -> Iterator[str]:
-    """Modules that a file's own statements import, not those of its functions."""
+    """Yields modules that a file's own statements import, without the imports of its functions."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -194,7 +196,7 @@ def imported_on_top(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def skipped_on_top(body: list[ast.stmt]) -> Iterator[str]:
-    """Modules without which the whole file is skipped."""
+    """Yields modules without which the whole file is skipped."""
     for node in body:
         call = node.value if isinstance(node, ast.Expr | ast.Assign) else None
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.importorskip":
@@ -203,7 +205,8 @@ def skipped_on_top(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def optional_packages(path: Path) -> set[str]:
-    """Packages other than COLLECTING that a file of tests cannot be imported without."""
+    """Returns packages, other than those in COLLECTING, that a file of tests needs to be
+    imported."""
     body = ast.parse(path.read_text("utf-8")).body
     needed, skipped = (
         {name.partition(".")[0] for name in names}

@@ -1,4 +1,4 @@
-"""`PagedCache` under `generate()`: the tokens of a dynamic cache, in pages."""
+"""Tests `PagedCache` under `generate()`: it gives the tokens of a dynamic cache, from pages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LATENT = {
 MODELS = {
     "Llama": {},
     "Qwen3Moe": {"head_dim": 16, "num_experts": 4, **EXPERTS},
-    # One layer in two sees 6 tokens; all are kept.
+    # Every second layer sees 6 tokens. All tokens are kept.
     "Gemma2": {"head_dim": 8, "sliding_window": 6},
     "DeepseekV2": {**LATENT, **EXPERTS, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
 }
@@ -47,7 +47,7 @@ PROMPT, NEW, PAGE = 13, 19, 4
 
 
 def built(name: str, layers: int = 2) -> transformers.PreTrainedModel:
-    """A tiny model, whose weights are large enough for its tokens to differ."""
+    """Returns a tiny model, whose weights are large enough for its tokens to differ."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
         num_hidden_layers=layers, **WIDTHS | MODELS[name]
@@ -59,7 +59,7 @@ def built(name: str, layers: int = 2) -> transformers.PreTrainedModel:
 
 
 def prompts(batch: int = 3) -> dict[str, torch.Tensor]:
-    """Of different lengths, padded on the left."""
+    """Returns prompts of different lengths, padded on the left."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, WIDTHS["vocab_size"], (batch, PROMPT), generator=generator)
     mask = torch.ones_like(ids)
@@ -84,7 +84,7 @@ WAYS = {
 }
 
 
-#: The first model in every way; of the others, layers that it does not have.
+#: The first model runs in every way. The other models have kinds of layers that it lacks.
 GENERATED = [(name, way) for name in MODELS for way in (WAYS if name == "Llama" else ("beams",))]
 
 
@@ -135,7 +135,7 @@ def pages_for(tokens: int) -> int:
 
 
 def test_memory_goes_by_the_tokens_present():
-    """With a quarter to grow into, and one page that is nobody's."""
+    """There is a quarter of free room, and one page that belongs to no sequence."""
     model = built("Llama")
     cache = PagedCache(model.config, page_size=PAGE)
     seen = []
@@ -161,7 +161,8 @@ def test_beams_share_the_pages_of_their_prompt():
 
 
 def states(batch: int, tokens: int, start: int = 0) -> torch.Tensor:
-    """Keys or values [batch, 2, tokens, 8] that say whose they are."""
+    """Returns keys or values [batch, 2, tokens, 8] that show to which sequence and token they
+    belong."""
     marks = 1000.0 * torch.arange(batch).view(-1, 1, 1, 1) + start + torch.arange(tokens)[:, None]
     return marks.expand(batch, 2, tokens, 8).clone()
 
@@ -174,7 +175,7 @@ def filled(batch: int, tokens: int, **options) -> PagedCache:
 
 
 def held(cache: PagedCache) -> list[torch.Tensor]:
-    """What each layer has present: [batch, tokens] of one head and dimension."""
+    """Returns the present tokens of each layer: [batch, tokens] of one head and dimension."""
     length = int(cache.get_seq_length())
     pools = [pool for layer in cache.layers for pool in (layer.keys, layer.values)]
     table = cache.pages.block_table
@@ -198,7 +199,7 @@ def appended(cache: PagedCache, batch: int, tokens: int, start: int) -> None:
     ids=["reorder", "repeat", "select", "mask"],
 )
 def test_sequences_that_share_pages_write_into_their_own(change, sources, tokens):
-    """Whether the last page is full, begun or not there yet; and after a crop into a full one."""
+    """The last page is full, partly filled, or not there yet. One case crops into a full page."""
     cache = filled(3, tokens)
     change(cache)
     batch = len(sources)
@@ -261,7 +262,8 @@ def test_crop_gives_pages_back_and_reset_all_of_them():
 
 @pytest.mark.parametrize("backend", ["tilewright", "eager", "aot_eager"])
 def test_generate_compiles_its_steps_once_and_once_for_all_sizes(backend):
-    """Compiled as generate() does it: prompts eagerly, steps as one graph."""
+    """The steps are compiled as generate() does it: prompts run eagerly, and steps are one
+    graph."""
     torch._dynamo.reset()
     model = built("Llama", layers=2 if backend == "tilewright" else 1)
     want = generated(model, DynamicCache(config=model.config))
@@ -279,7 +281,7 @@ def test_generate_compiles_its_steps_once_and_once_for_all_sizes(backend):
 
 
 def test_options_beside_the_mode_that_a_config_has_are_told_apart():
-    """And the options in its place do what the mode does."""
+    """The options in its place do what the mode does."""
     model = built("Llama")
     options = {"inner_options": torch._inductor.list_mode_options("reduce-overhead")}
     with pytest.raises(RuntimeError, match="Either mode or options"):
@@ -312,10 +314,14 @@ def test_a_whole_graph_writes_where_its_caller_took_pages():
     parts = [compiled(part, past_key_values=cache).logits for part in ids.split([6, 1, 1, 5], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), want)
     assert cache.num_pages == num_pages
-    # Nobody took pages for these: the next look from outside tells.
+    # No call took pages for these tokens. The next call from outside the graph reports it.
     for token in ids.split(1, 1)[:8]:
         compiled(token, past_key_values=cache)
-    with pytest.raises(RuntimeError, match=r"wrote token 21 of a sequence into pages for 20"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"wrote token 21 of a sequence, but its pages had room "
+        r"for only 20",
+    ):
         cache.crop(-1)
 
 
@@ -363,7 +369,7 @@ def test_limits_are_told_before_anything_is_written():
 
 def test_another_batch_is_told():
     cache = filled(3, 8)
-    with pytest.raises(ValueError, match=r"8 tokens of 3 sequences, and got keys of 2"):
+    with pytest.raises(ValueError, match=r"8 tokens of 3 sequences, but got keys of 2"):
         appended(cache, 2, 1, 8)
 
 
@@ -384,7 +390,7 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused():
 
 
 def test_generate_takes_no_second_cache():
-    """What transformers says where both are asked for."""
+    """transformers raises its own error if both are requested."""
     model = built("Llama")
     with pytest.raises(ValueError, match="cache_implementation"):
         generated(
@@ -417,7 +423,7 @@ class Rounded(DynamicCache):
 
 
 def with_scales(model, by_head=False, of_linears=False):
-    """A model with the scales of a checkpoint's keys and values, which differ."""
+    """Returns a model with the scales of a checkpoint's keys and values, which differ."""
     for number, layer in enumerate(model.model.layers):
         for name, size in (("k", 0.02), ("v", 0.03)):
             attention = layer.self_attn
@@ -464,7 +470,9 @@ def test_eight_bits_without_scales_saturate():
 
 
 def test_scales_are_read_where_checkpoints_keep_them():
-    with pytest.raises(ValueError, match="expected attention with k_scale and v_scale, found none"):
+    with pytest.raises(
+        ValueError, match="expected an attention module with k_scale and v_scale, found none"
+    ):
         kv_scales(built("Llama"))
     scales = kv_scales(with_scales(built("Llama")))
     assert {number: float(k) for number, (k, _) in scales.items()} == pytest.approx(

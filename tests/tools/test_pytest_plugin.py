@@ -1,4 +1,4 @@
-"""The plugin as a user has it: a snapshot is written, kept, lost and written again."""
+"""Tests the plugin as a user uses it: a snapshot is written, kept, lost and written again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ USERS_TESTS = """
 
 @pytest.fixture
 def project(pytester, monkeypatch):
-    """project(*arguments): pytest in a folder with a model and its tests."""
+    """Returns `project(*arguments)`, which runs pytest in a folder with a model and its tests."""
     pytester.makepyfile(mine=CACHE_MODEL, test_mine=USERS_TESTS)
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider -p no:xdist -p no:hypothesispytest\n")
     monkeypatch.syspath_prepend(pytester.path)
@@ -51,7 +51,7 @@ def project(pytester, monkeypatch):
 
 
 def test_a_run_inside_this_process_loads_a_module_once(pytester, monkeypatch):
-    """What it imports stays, but for the files that the test wrote."""
+    """The modules that it imports stay, except for the files that the test wrote."""
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     pytester.makepyfile(written="", test_it="import colorsys, written\ndef test_nothing(): pass")
     monkeypatch.syspath_prepend(pytester.path)
@@ -102,7 +102,7 @@ def test_counts_and_negative_twins(project, monkeypatch):
 
 
 def test_a_failure_shows_its_message_and_not_torch_s_trace(project, monkeypatch):
-    """torch's trace does not propagate, where pytest listens to it in the end."""
+    """torch's trace does not propagate to the logger to which pytest finally listens."""
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
     monkeypatch.setenv("BROKEN", "1")
     broken = project("-k", "counts")
@@ -136,7 +136,8 @@ def test_a_miss_by_any_pattern(project, pytester):
 
 
 def test_workers_and_no_logging_plugin(pytester, project):
-    """As with `pytest-xdist`, whose workers get the plugin's option, and without pytest's log."""
+    """The test runs with `pytest-xdist`, whose workers get the plugin's option, and without
+    pytest's log."""
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
     project("-p", "no:logging", "-k", "snapshot").assert_outcomes(failed=1)
     workers = ("-n", "1", "-p", "no:logging", "-k", "snapshot", "--tilewright-update")
@@ -195,7 +196,7 @@ def test_what_is_no_snapshot_is_refused(text):
 
 
 def test_the_plugin_imports_no_torch():
-    """Every pytest run of an environment loads the plugin: it must cost nothing."""
+    """Every pytest run in an environment loads the plugin, so it must cost nothing."""
     script = "import sys, tilewright.tools.pytest_plugin; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""A zoo model as one of several ranks has it, without the others."""
+"""Tests a zoo model as one of several ranks has it, without the other ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_a_rank_of_a_mixture_is_reported_in_full_size():
     assert sum(rank["layers"].values()) == 48
     wanted = {"qkv_cache", "cache_attention", "moe", "moe_router"}
     assert {name: rank["fused"].get(name) for name in wanted} == dict.fromkeys(wanted, 48)
-    # Behind each attention, each mixture and the lookup: a token's 2048 numbers in bfloat16.
+    # After each attention, after each mixture and after the lookup, each token sends 2048 numbers
+    # in bfloat16.
     reduced = [one for one in rank["collectives"] if one["kind"] == "all_reduce"]
     assert reduced == [{"kind": "all_reduce", "bytes": 2 * 2048, "count": 2 * 48 + 1}]
     heads, experts = (32 + 2 * 4 + 32) * 128 * 2048 // 4, 2 * 3 * 2048 * 768
@@ -40,11 +41,15 @@ def test_a_rank_of_a_mixture_is_reported_in_full_size():
     assert rank["cache_bytes"] == 2 * 2 * 48 * 2048 * 128
     sites = [match["shapes"] for match in report["matches"] if match["pattern"] == "moe"]
     assert {(site["experts"], site["routed"]) for site in sites} == {(32, 128)}
-    assert not dist.is_initialized()  # in words: docs/tutorials/two-gpus.md
+    assert not dist.is_initialized()  # docs/tutorials/two-gpus.md explains it in words
 
 
 def test_a_process_with_ranks_of_its_own_is_refused():
-    with one_rank_of(2), pytest.raises(ModelError, match="ranks of its own"), one_rank_of(2):
+    with (
+        one_rank_of(2),
+        pytest.raises(ModelError, match="already belongs to a process group"),
+        one_rank_of(2),
+    ):
         pass
     assert not dist.is_initialized()
 
@@ -54,7 +59,7 @@ def test_a_process_with_ranks_of_its_own_is_refused():
     [
         ("llama3-8b", 3, 1, "--tp: 3 ranks do not divide num_attention_heads = 32"),
         ("qwen3-30b-a3b", 8, 8, "--tp: 8 ranks do not divide num_key_value_heads = 4"),
-        ("mixtral-8x7b", 4, 2, "--ep: expected 1 or as many ranks as --tp has, 4, got 2"),
+        ("mixtral-8x7b", 4, 2, "--ep: expected 1 or the number of ranks of --tp, 4, got 2"),
         ("llama3-8b-paged", 2, 1, "--tp: expected one of the zoo's models"),
         ("mine.py:decode", 2, 1, "--tp: expected one of the zoo's models"),
     ],

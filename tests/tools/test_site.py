@@ -1,4 +1,5 @@
-"""The site: its search without a server, its colours, names for those who do not see it."""
+"""Tests the site: its search without a server, its colours, and names for readers who cannot see
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ INDEX = {
 
 
 def search_script() -> Path:
-    """The theme's own, as a site has it."""
+    """Returns the theme's own script, as a site has it."""
     if shutil.which("node") is None:
         pytest.skip("needs node, which runs the site's scripts")
     found = importlib.util.find_spec("material")
@@ -44,7 +45,7 @@ def search_script() -> Path:
     ("query", "titles"), [("block table", ["Paged caches"]), ("chips", ["Targets"]), ("absent", [])]
 )
 def test_the_search_of_a_folder_finds_pages(query, titles, tmp_path):
-    """The theme's script, in the place of a worker that `file://` does not allow."""
+    """The theme's script runs in place of a worker, which `file://` does not allow."""
     index = tmp_path / "search_index.json"
     index.write_text(json.dumps(INDEX))
     command = ["node", str(PAGE), str(SHIM), str(search_script()), str(index), query]
@@ -54,14 +55,15 @@ def test_the_search_of_a_folder_finds_pages(query, titles, tmp_path):
 
 
 def test_the_script_is_the_site_s_own():
-    """The plugin `offline` takes one from another server, unless a script of that name is there."""
+    """The plugin `offline` takes a script from another server, unless a script of that name
+    exists."""
     settings = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert "\n  - offline" in settings
     assert f"    - {SHIM.relative_to(ROOT / 'docs')} " in settings
 
 
 STYLES = (ROOT / "docs" / "stylesheets" / "site.css").read_text("utf-8")
-#: Backgrounds of the theme's code, by its colour scheme.
+#: The background of the theme's code, by the theme's colour scheme.
 BEHIND_CODE = {"default": "f5f5f5", "slate": "272a35"}
 DOCUMENTS = [
     *(ROOT / "docs").rglob("*.md"),
@@ -70,7 +72,7 @@ DOCUMENTS = [
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast of two colours RRGGBB, from 1 to 21, as WCAG 2 defines it."""
+    """Returns the contrast of two colours RRGGBB, from 1 to 21, as WCAG 2 defines it."""
 
     def light(colour: str) -> float:
         shares = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
@@ -98,7 +100,7 @@ def test_colours_of_the_site_stand_out():
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_pictures_and_columns_have_names(path):
-    """A picture's text is read to those who do not see it, a column's name before each cell."""
+    """A screen reader reads the text of a picture, and the name of a column before each cell."""
     text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert "![](" not in text
     heads = re.findall(r"^(\|.*\|)\n\|[-:| ]+\|$", text, re.MULTILINE)
@@ -115,7 +117,8 @@ def test_the_theme_s_dialog_gets_a_name():
 
 
 def test_bars_of_the_charts_stand_out():
-    """A bar is no text: 3 to 1 from the site's background and from a git host's."""
+    """A bar is no text, so it needs a contrast of 3 to 1 with the site's background and with a git
+    host's."""
     charts = (ROOT / "docs" / "charts.py").read_text("utf-8")
     light, dark = charts.split("@media (prefers-color-scheme: dark)")
     for text, pages in ((light, ("ffffff",)), (dark, ("1f212b", "0d1117"))):

@@ -1,4 +1,5 @@
-"""What starts at once: commands that trace no model import no torch, and ops little beside it."""
+"""Tests that commands that trace no model import no torch, and that ops import little besides it,
+so that they start at once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ HEAVY = {"torch", "triton", "sympy", "numpy", "networkx", "transformers"}
 
 
 def printed(code: str, *arguments: str) -> str:
-    """What a program prints in a process of its own, on stdout."""
+    """Returns what a program in a separate process prints on stdout."""
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout
@@ -55,7 +56,7 @@ def test_a_command_that_traces_nothing_imports_no_torch(arguments, said, tmp_pat
 
 
 def test_a_saved_report_is_compared_with_a_snapshot_without_torch(tmp_path):
-    """And the layers of a report are those of a snapshot."""
+    """The layers of a report are the layers of a snapshot, too."""
     (tmp_path / "a.snapshot").write_text(SNAPSHOT)
     (tmp_path / "b.json").write_text(json.dumps(REPORT))
     files = (str(tmp_path / "a.snapshot"), str(tmp_path / "b.json"))
@@ -74,7 +75,8 @@ print(*set(sys.modules) - before)
     modules = printed(code).split()
     assert "tilewright.ops" in modules
     parts = ("sympy", "triton", "networkx", "torch._dynamo", "torch._inductor")
-    parts += ("filelock", "tilewright.codegen.audit")  # what makes an entry of the kernel cache
+    # The modules that make an entry of the kernel cache.
+    parts += ("filelock", "tilewright.codegen.audit")
     assert [n for n in modules if n.startswith(parts)] == []
 
 

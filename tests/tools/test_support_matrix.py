@@ -1,4 +1,4 @@
-"""The table of docs/support.md: what goes into it, and what its rows promise."""
+"""Tests the table of docs/support.md: what it contains, and what its rows promise."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_the_quantised_row_has_the_libraries_and_runs_what_needs_them():
 
 
 def test_an_environment_is_known_by_row_checkout_and_project(tmp_path):
-    """One whose editable install leads elsewhere is another, and is made anew."""
+    """If the editable install leads to another place, the environment is another one and is made
+    again."""
     for name in ("here", "elsewhere"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "pyproject.toml").write_text("[project]\n")

@@ -1,4 +1,4 @@
-"""MODEL on the command line: zoo names, the user's functions, and what goes wrong with them."""
+"""Tests MODEL on the command line: zoo names, the user's functions, and errors in them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 
+from tilewright.compiler.model_cache import cache_in
 from tilewright.tools.zoo import ModelError, build_zoo_model, load_model
 
 GOOD = """
@@ -125,13 +126,16 @@ def test_zoo_models_have_their_published_size_and_no_memory(name, billions, head
     pytest.importorskip("transformers", reason="the zoo needs transformers")
     model, args, kwargs = load_model(name)
     parameters = list(model.parameters())
+    routers = {id(gate.weight) for gate in model.modules() if "Router" in type(gate).__name__}
     assert all(parameter.device.type == "meta" for parameter in parameters)
-    assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
+    # Since transformers 5.24 DeepSeek's routers are in float32.
+    dtypes = {parameter.dtype for parameter in parameters if id(parameter) not in routers}
+    assert dtypes == {torch.bfloat16}
     assert sum(parameter.numel() for parameter in parameters) / 1e9 == pytest.approx(
         billions, rel=2e-3
     )
     assert args[0].shape == (1, 1)
-    layer = kwargs["past_key_values"].layers[-1]
+    layer = cache_in(kwargs)[1].layers[-1]
     latent = name.startswith("deepseek")
     assert layer.keys.shape == (1, heads, 2048, 512 if latent else 128)
     assert layer.values.shape == (1, heads, 2048, 64 if latent else 128)
@@ -140,7 +144,7 @@ def test_zoo_models_have_their_published_size_and_no_memory(name, billions, head
 
 @pytest.mark.parametrize("name", ["llama3-8b-prefill", "qwen3-8b-paged"])
 def test_a_zoo_model_of_two_sequences_is_one_graph(name):
-    """Of one sequence all of them are, see test_zoo_snapshots.py."""
+    """test_zoo_snapshots.py checks the same for one sequence."""
     pytest.importorskip("transformers", reason="the zoo needs transformers")
     torch._dynamo.reset()
     model, args, kwargs = load_model(name, layers=2, batch=2)

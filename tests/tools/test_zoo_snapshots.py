@@ -1,7 +1,8 @@
-"""What is fused in the zoo, and in small models with quantised weights, kept as snapshots with the
-project's own plugin.
+"""Tests what is fused in the zoo, and in small models with quantised weights. The results are
+stored as snapshots with the project's own plugin.
 
-`pytest tests/tools/test_zoo_snapshots.py --tilewright-update` writes them anew; read the diff.
+`pytest tests/tools/test_zoo_snapshots.py --tilewright-update` writes the snapshots again; read the
+diff.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from tilewright.tools.zoo import ZOO, build_zoo_model
 
 pytest.importorskip("transformers", reason="the zoo needs transformers")
 
-#: Enough for each kind of layer: DeepSeek-V3's first three are dense.
+#: The number of layers is large enough for each kind of layer. The first three layers of
+#: DeepSeek-V3 are dense.
 LAYERS = {"deepseek-v3": 4}
 
 
-#: The larger of two models of the same layers is asked for one phase.
+#: If two models have the same layers, the larger one is tested in one phase only.
 PHASES = {"decode": 1, "prefill": 16}
 LARGER = {"llama3-70b": "decode", "gpt-oss-120b": "prefill", "qwen3-235b-a22b": "decode"}
 CASES = [
@@ -49,7 +51,7 @@ def test_the_zoo_is_fused_as_it_was(tilewright, name, tokens):
         assert lowered.census.unaccounted == ()
 
 
-#: Unmodified models, with a layer of each format; `benchmarks/coverage.py` has all combinations.
+#: Unmodified models, with a layer of each format. `benchmarks/coverage.py` has all combinations.
 CODED = {
     "llama": ("int8", "gptq"),
     "qwen2": ("fp8_block",),
@@ -65,7 +67,7 @@ CODED_FOLDER = Path(__file__).parent / FOLDER / "coded"
 
 @pytest.mark.parametrize("name", CODED)
 def test_quantised_weights_are_fused_as_they_were(name, request):
-    """A line for each format: the matches of its layer, and the misses by their code."""
+    """Each format has a line with the matches of its layer, and the misses by their code."""
     torch._dynamo.reset()
     case = build_coded(name, CODED[name])
     with torch.no_grad():
@@ -76,6 +78,6 @@ def test_quantised_weights_are_fused_as_they_were(name, request):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     stored = path.read_text("utf-8").splitlines()
-    assert lines == stored, f"if that is meant: pytest {UPDATE}; " + "; ".join(
+    assert lines == stored, f"if this change is intended: pytest {UPDATE}; " + "; ".join(
         map(str, report.misses)
     )

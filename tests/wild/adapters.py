@@ -2,7 +2,8 @@
 
     module, args = build("rows_in_place")        # one of STYLES
 
-A style is `step(m, x, ids) -> q, k, v`, each [T, N], of x [T, K]; ids [T]: the adapter of each row.
+A style is `step(m, x, ids) -> q, k, v`. x is [T, K], each result is [T, N], and ids [T] is the
+adapter of each row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ROWS = ([0, 2, 3], [1, 5])
 
 
 def rows_in_place(m, x, ids):
-    """As PEFT with `adapter_names`: each adapter's rows are added to the result in place."""
+    """Adds each adapter's rows to the result in place, as PEFT does with `adapter_names`."""
     found = []
     for n in range(3):
         result = F.linear(x, m.w[n])
@@ -33,7 +34,7 @@ def rows_in_place(m, x, ids):
 
 
 def rows_by_mask(m, x, ids):
-    """Each adapter's delta is added where a mask says so."""
+    """Adds each adapter's delta at the rows that a mask selects."""
     found = []
     for n in range(3):
         result = F.linear(x, m.w[n])
@@ -45,15 +46,15 @@ def rows_by_mask(m, x, ids):
 
 
 def one_stack(m, x, ids):
-    """Adapters written by hand: one stack of A for q, k and v with einsum, on a packed
-    projection."""
+    """Multiplies by one stack of A for q, k and v with einsum, on a packed projection. The adapters
+    are written by hand."""
     h = torch.einsum("tk,tprk->tpr", x, m.a_stack[ids])
     y = F.linear(x, m.packed).view(-1, 3, WIDTH) + torch.einsum("tpr,tpnr->tpn", h, m.b_stack[ids])
     return y.unbind(1)
 
 
 def one_stack_in_turn(m, x, ids):
-    """The form that the miss's hint advises: a product for each of q, k and v."""
+    """Computes a separate product for each of q, k and v, as the miss's hint advises."""
     parts = F.linear(x, m.packed).split(WIDTH, -1)
     found = []
     for n, part in enumerate(parts):
@@ -63,7 +64,7 @@ def one_stack_in_turn(m, x, ids):
 
 
 def one_stack_views(m, x, ids):
-    """As `one_stack_in_turn`, with views of the stacks."""
+    """Computes as `one_stack_in_turn`, with views of the stacks."""
     parts = F.linear(x, m.packed).split(WIDTH, -1)
     found = []
     for n, part in enumerate(parts):
@@ -73,15 +74,15 @@ def one_stack_views(m, x, ids):
 
 
 def one_stack_crossed(m, x, ids):
-    """Near miss: q's delta uses k's A."""
+    """Near miss: the delta of q uses the A of k."""
     h = torch.einsum("tk,tprk->tpr", x, m.a_stack[ids]).flip(1)
     y = F.linear(x, m.packed).view(-1, 3, WIDTH) + torch.einsum("tpr,tpnr->tpn", h, m.b_stack[ids])
     return y.unbind(1)
 
 
 def picked_by_mapping(m, x, ids):
-    """Not adapters (XLNet): a three-dimensional input selects the tokens of each target, and the
-    weight of the next projection has a dimension of heads."""
+    """Near miss, which has no adapters (XLNet): a three-dimensional input selects the tokens of
+    each target, and the weight of the next projection has a dimension of heads."""
     made = F.linear(x, m.w[0]).view(3, TOKENS // 3, 2, WIDTH // 2)
     taken = torch.einsum("mlb,mbnd->lbnd", m.mapping, made)
     out = torch.einsum("lbnd,hnd->lbh", taken, m.o)
@@ -131,7 +132,8 @@ class Layer(nn.Module):
 
 
 def build(name, dtype=torch.bfloat16):
-    """(module, its arguments): seeded, so that the same call gives the same numbers."""
+    """Returns (module, arguments). They are seeded, so that the same call gives the same
+    numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

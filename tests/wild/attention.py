@@ -34,7 +34,7 @@ STYLES = {
 
 
 class Layer(nn.Module):
-    """Projection, a style, projection."""
+    """Has a projection, a style and a projection."""
 
     def __init__(self, style: Style, normal: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -78,7 +78,8 @@ class Layer(nn.Module):
 
 
 def build(name, dtype=torch.bfloat16):
-    """(module, its arguments): seeded, so that the same call gives the same numbers."""
+    """Returns (module, arguments). They are seeded, so that the same call gives the same
+    numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

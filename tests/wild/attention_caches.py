@@ -1,4 +1,4 @@
-"""Styles of writing a cache, and of other operations beside an attention."""
+"""Styles of writing a cache, and of other operations next to an attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.wild.attention_pieces import (
 
 
 def rows_unrolled(m, x, keys, values, positions):
-    """As LitGPT with positions [B, S]: each sequence is written by a call of its own."""
+    """Writes each sequence by a separate call, as LitGPT does with positions [B, S]."""
     q, k, v = (t.transpose(1, 2) for t in project(m, x))
     q, k = rotate(q, positions[:, None]), rotate(k, positions[:, None])
     for cache, new in ((keys, k), (values, v)):
@@ -35,7 +35,7 @@ def rows_unrolled(m, x, keys, values, positions):
 
 
 def rows_crossed(m, x, keys, values, positions):
-    """The near miss: sequence 0's tokens go to the slots of sequence 1."""
+    """Near miss: the tokens of sequence 0 go to the slots of sequence 1."""
     q, k, v = (t.transpose(1, 2) for t in project(m, x))
     q, k = rotate(q, positions[:, None]), rotate(k, positions[:, None])
     for cache, new in ((keys, k), (values, v)):
@@ -45,7 +45,8 @@ def rows_crossed(m, x, keys, values, positions):
 
 
 def scattered_rows(m, x, keys, values, positions):
-    """As Moshi: scatter_ by [B, 1, T, 1] expanded over heads and columns; positions modulo L."""
+    """Writes by scatter_ with [B, 1, T, 1] expanded over heads and columns, as Moshi does.
+    Positions are modulo L."""
     q, k, v = (t.transpose(1, 2) for t in project(m, x))
     q, k = rotate(q, positions[:, None]), rotate(k, positions[:, None])
     at = (positions % LENGTH).view(BATCH, 1, SEQ, 1)
@@ -56,7 +57,7 @@ def scattered_rows(m, x, keys, values, positions):
 
 
 def scattered_heads(m, x, keys, values, positions):
-    """The near miss: the slot depends on the head too."""
+    """Near miss: the slot also depends on the head."""
     q, k, v = (t.transpose(1, 2) for t in project(m, x))
     at = positions.view(BATCH, 1, SEQ, 1) + torch.arange(KV_HEADS).view(1, KV_HEADS, 1, 1)
     at = (at % LENGTH).expand(-1, -1, SEQ, WIDTH)
@@ -66,7 +67,8 @@ def scattered_heads(m, x, keys, values, positions):
 
 
 def put_rows(m, x, keys, values, positions):
-    """index_put_ by sequence and position, caches by token [B, L, Hkv, D]."""
+    """Writes by index_put_ with sequence and position, into caches ordered by token [B, L, Hkv,
+    D]."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions[:, None]).transpose(1, 2) for t in (q, k))
     rows = torch.arange(BATCH)[:, None]
@@ -127,14 +129,15 @@ def query_by_old_cache(m, x, keys, values, positions):
 
 
 def beside_convolution(m, x, keys, values, positions):
-    """As LFM2: beside the attention, a layer keeps the last inputs of its convolution, [B, C,
-    width]."""
+    """Keeps the last inputs of a convolution, [B, C, width], next to the attention, as LFM2
+    does."""
     m.inputs.copy_(torch.cat((m.inputs, m.wk(x).transpose(1, 2)), -1)[..., -m.inputs.shape[-1] :])
     return usual(*project(m, x), keys, values, positions)
 
 
 def beside_recurrence(m, x, keys, values, positions):
-    """As gated linear attention: a state [B, H, D, D] decays, and takes up new keys and values."""
+    """Has a state [B, H, D, D] that decays and takes up new keys and values, as gated linear
+    attention does."""
     _, k, v = project(m, x.flip(-1))
     decay = torch.exp(-F.softplus(k.float().mean(dim=(1, 3)))[..., None, None])
     m.state.copy_(m.state * decay + torch.einsum("bshk,bshv->bhkv", k.float(), v.float()))
@@ -142,7 +145,7 @@ def beside_recurrence(m, x, keys, values, positions):
 
 
 def beside_recurrence_by_head(m, x, keys, values, positions):
-    """As Zamba: each head's part of the state is replaced separately. Time steps come from two
+    """Replaces each head's part of a state separately, as Zamba does. Time steps come from two
     products with a matrix for each head, and a bias."""
     _, k, v = project(m, x[:, :1].flip(-1))
     steps = m.up[:, None] @ (m.down[:, None] @ k.permute(2, 0, 3, 1)) + m.step_bias
@@ -163,7 +166,7 @@ def replaced_whole(m, x, keys, values, positions):
 
 
 def replaced_by_joined(m, x, keys, values, positions):
-    """Replaces the caches as `replaced_whole`, with heads whose last operation joins their
+    """Replaces the caches as `replaced_whole` does. The last operation on the heads joins their
     parts."""
 
     def turned(t):
@@ -177,7 +180,8 @@ def replaced_by_joined(m, x, keys, values, positions):
 
 
 def query_in_float32(m, x, keys, values, positions):
-    """As CodeGen: the tables are fp32; keys are rounded for the cache, but queries stay in fp32."""
+    """Has tables in fp32, as CodeGen does. Keys are rounded for the cache, but queries stay in
+    fp32."""
     cos, sin = cos_sin(positions)
     q, k, v = (t.transpose(1, 2) for t in project(m, x))
     q, k = (t * cos + rotate_half(t) * sin for t in (q, k))
@@ -186,7 +190,7 @@ def query_in_float32(m, x, keys, values, positions):
 
 
 def cross_once(m, x, keys, values, positions):
-    """Writes the keys and values of an encoder's states once; queries are computed from x."""
+    """Writes the keys and values of an encoder's states once. Queries are computed from x."""
     states = m.states
     q = m.wq(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
     k, v = (w(states).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for w in (m.wk, m.wv))

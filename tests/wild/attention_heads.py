@@ -1,4 +1,5 @@
-"""Styles of operations on heads before they are cached: rotations, norms, gates, scales."""
+"""Styles of operations on heads before they are cached, such as rotations, norms, gates and
+scales."""
 
 from __future__ import annotations
 
@@ -28,13 +29,14 @@ from tests.wild.attention_pieces import (
 
 
 def _turned_pairs(t, turns):
-    """[B, S, H, D] as pairs (i, i + half), turned: [B, H, S, D / 2, 2]."""
+    """Returns [B, S, H, D] as pairs (i, i + half), rotated: [B, H, S, D / 2, 2]."""
     pairs = torch.view_as_complex(torch.stack(torch.chunk(t.transpose(1, 2).float(), 2, -1), -1))
     return torch.view_as_real(pairs * turns).type_as(t)
 
 
 def complex_pairs(m, x, keys, values, positions):
-    """As gemma_pytorch: (i, i + half) as complex numbers, split again by chunk and cat."""
+    """Rotates (i, i + half) as complex numbers and splits them again by chunk and cat, as
+    gemma_pytorch does."""
     turns = torch.polar(torch.ones(SEQ, WIDTH // 2), angles(positions))
 
     def turned(t):
@@ -62,7 +64,8 @@ def complex_pairs_turned_back(m, x, keys, values, positions):
 
 
 def cast_after_half(m, x, keys, values, positions):
-    """As ModernBERT's decoder: rotate_half in the model's dtype, the products in fp32."""
+    """Computes rotate_half in the model's dtype and the products in fp32, as ModernBERT's decoder
+    does."""
     cos, sin = cos_sin(positions)
 
     def turned(t):
@@ -75,7 +78,7 @@ def cast_after_half(m, x, keys, values, positions):
 
 
 def cast_after_pairs(m, x, keys, values, positions):
-    """As ERNIE 4.5: neighbours are paired, and cast after they changed places."""
+    """Pairs neighbours, and casts after they are exchanged, as ERNIE 4.5 does."""
     cos, sin = (
         t.repeat_interleave(2, -1) for t in (angles(positions).cos(), angles(positions).sin())
     )
@@ -103,21 +106,21 @@ def _in_pairs(m, x, keys, values, positions, table):
 
 
 def tables_stacked(m, x, keys, values, positions):
-    """As RoFormer: the tables have each number twice in a row, made by stack."""
+    """Has tables with each number twice in a row, made by stack, as RoFormer does."""
     return _in_pairs(
         m, x, keys, values, positions, lambda t: torch.stack([t, t], -1).reshape(SEQ, 1, WIDTH)
     )
 
 
 def tables_stacked_apart(m, x, keys, values, positions):
-    """The near miss: the second number of a pair is its neighbour's."""
+    """Near miss: the second number of a pair belongs to its neighbour."""
     return _in_pairs(
         m, x, keys, values, positions, lambda t: torch.stack([t, t.roll(1, -1)], -1).flatten(-2)
     )
 
 
 def cast_of_sums(m, x, keys, values, positions):
-    """The near miss: one operand of the rotation is rounded to fewer bits than the other."""
+    """Near miss: one operand of the rotation is rounded to fewer bits than the other."""
     cos, sin = cos_sin(positions)
 
     def turned(t):
@@ -133,7 +136,7 @@ def cast_of_sums(m, x, keys, values, positions):
 
 
 def norm_in_place(m, x, keys, values, positions):
-    """As nano-vllm: overwrites the heads with their norm."""
+    """Overwrites the heads with their norm, as nano-vllm does."""
 
     def normed(t, weight):
         dtype = t.dtype
@@ -158,7 +161,7 @@ def norm_in_place_seen(m, x, keys, values, positions):
 
 
 def norm_of_values(m, x, keys, values, positions):
-    """As Gemma 4: keys and queries are normed with a weight, values without."""
+    """Normalises keys and queries with a weight and values without one, as Gemma 4 does."""
 
     def normed(t, weight=None):
         out = t.float() * torch.rsqrt(t.float().pow(2).mean(-1, keepdim=True) + EPS)
@@ -171,7 +174,7 @@ def norm_of_values(m, x, keys, values, positions):
 
 
 def norm_of_values_weighted(m, x, keys, values, positions):
-    """The near miss: the norm of the values has a weight too."""
+    """Near miss: the norm of the values has a weight, too."""
     q, k, v = project(m, x)
     q, k, v = (F.rms_norm(t, (WIDTH,), m.k_norm, EPS) for t in (q, k, v))
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
@@ -179,7 +182,8 @@ def norm_of_values_weighted(m, x, keys, values, positions):
 
 
 def values_of_keys(m, x, keys, values, positions):
-    """As Gemma 4's global layers: keys and values share a projection, with different norms."""
+    """Lets keys and values share a projection, with different norms, as Gemma 4's global layers
+    do."""
     q, k, _ = project(m, x)
     v = F.rms_norm(k, (WIDTH,), None, EPS)
     q, k = (F.rms_norm(t, (WIDTH,), w, EPS) for t, w in ((q, m.q_norm), (k, m.k_norm)))
@@ -188,7 +192,8 @@ def values_of_keys(m, x, keys, values, positions):
 
 
 def layer_norm_with_bias(m, x, keys, values, positions):
-    """As Persimmon: a layer norm with a bias on each head, and a rotation of the first half."""
+    """Applies a layer norm with a bias to each head, and rotates the first half, as Persimmon
+    does."""
 
     def turned(t):
         t = t.transpose(1, 2)
@@ -204,8 +209,8 @@ def layer_norm_with_bias(m, x, keys, values, positions):
 
 
 def layer_norm_spelled_out(m, x, keys, values, positions):
-    """As `layer_norm_with_bias`, but written by hand in fp32, with a rotation of whole heads; only
-    the norm of the keys has a bias."""
+    """Computes as `layer_norm_with_bias`, but writes the norm by hand in fp32 and rotates whole
+    heads. Only the norm of the keys has a bias."""
 
     def normed(t, weight, bias):
         t = t.float()
@@ -231,7 +236,7 @@ def norm_shifted_by_token(m, x, keys, values, positions):
 
 
 def layer_norm_by_head(m, x, keys, values, positions):
-    """As StableLM 2: splits the heads, norms each with its own norm, and joins them."""
+    """Splits the heads, normalises each with its own norm, and joins them, as StableLM 2 does."""
     return _normed_by_head(m, x, keys, values, positions, 1)
 
 
@@ -241,7 +246,8 @@ def layer_norm_by_other_head(m, x, keys, values, positions):
 
 
 def _normed_by_head(m, x, keys, values, positions, step):
-    """Norms each head with its own norm. step: the order in which the heads are joined."""
+    """Normalises each head with its own norm. `step` gives the order in which the heads are
+    joined."""
 
     def normed(t, weights):
         heads = torch.split(t.transpose(1, 2), 1, dim=1)[::step]
@@ -260,8 +266,11 @@ def _normed_by_head(m, x, keys, values, positions, step):
 
 
 def _gated(m, x, keys, values, positions, gate_of, split, packed=False):
-    """Runs a layer with gates. split: splits q_proj's result [B, S, H, 2, D] or [B, S, 2, H, D]
-    into q and gate [B, S, H, D]. packed: whether one linear makes q, gates, k and v."""
+    """Runs a layer with gates.
+
+    `split` splits q_proj's result [B, S, H, 2, D] or [B, S, 2, H, D] into q and gate [B, S, H, D].
+    `packed` says whether one linear makes q, gates, k and v.
+    """
 
     def normed(t, weight):
         out = t.float() * torch.rsqrt(t.float().pow(2).mean(-1, keepdim=True) + EPS)
@@ -281,7 +290,7 @@ def _gated(m, x, keys, values, positions, gate_of, split, packed=False):
 
 
 def gate_beside_query(m, x, keys, values, positions):
-    """As Qwen3-Next: a head of q_proj is a query's and its gate's columns."""
+    """Has columns of a query and of its gate in each head of q_proj, as Qwen3-Next does."""
 
     def split(t):
         q, gate = torch.chunk(t.view(BATCH, SEQ, -1, WIDTH * 2), 2, dim=-1)
@@ -292,7 +301,7 @@ def gate_beside_query(m, x, keys, values, positions):
 
 
 def gate_in_packed(m, x, keys, values, positions):
-    """As engines pack it: queries and gates, keys, values in one linear with a bias."""
+    """Packs queries and gates, keys, and values in one linear with a bias, as engines do."""
 
     def split(t):
         q, gate = t.view(BATCH, SEQ, -1, WIDTH * 2).chunk(2, dim=-1)
@@ -314,7 +323,7 @@ def gate_behind_query(m, x, keys, values, positions):
 
 
 def gate_across_query(m, x, keys, values, positions):
-    """Near miss: the gates are computed from the columns of the queries too."""
+    """Near miss: the gates are computed from the columns of the queries, too."""
 
     def split(t):
         t = t.view(BATCH, SEQ, -1, WIDTH * 2)
@@ -328,7 +337,8 @@ def gate_across_query(m, x, keys, values, positions):
 
 
 def int8_product_scaled(m, x, keys, values, positions):
-    """As gpt-fast's int8 weights: the product of codes is scaled, split, and then rotated."""
+    """Scales the product of codes, splits it, and then rotates, as gpt-fast does with int8
+    weights."""
     qkv = F.linear(x, m.codes.to(x.dtype)) * m.scales
     q, k, v = qkv.split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], dim=-1)
     q, k, v = (t.view(BATCH, SEQ, -1, WIDTH) for t in (q, k, v))
@@ -354,7 +364,7 @@ def int8_product_scaled(m, x, keys, values, positions):
 
 
 def int8_both_scaled(m, x, keys, values, positions):
-    """Separate projections, each product scaled."""
+    """Has separate projections, whose products are each scaled."""
     q, k, v = (
         (F.linear(x, w.to(x.dtype)) * s).view(BATCH, SEQ, -1, WIDTH)
         for w, s in zip(
@@ -368,7 +378,7 @@ def int8_both_scaled(m, x, keys, values, positions):
 
 
 def key_multiplier(m, x, keys, values, positions):
-    """As Falcon-H1: a constant on the keys before they are rotated."""
+    """Multiplies the keys by a constant before they are rotated, as Falcon-H1 does."""
     q, k, v = project(m, x)
     k = k * 0.39
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
@@ -376,14 +386,14 @@ def key_multiplier(m, x, keys, values, positions):
 
 
 def value_multiplier(m, x, keys, values, positions):
-    """As MiMo-V2: a constant on the values."""
+    """Multiplies the values by a constant, as MiMo-V2 does."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
     return usual(q, k, v * 0.707, keys, values, positions)
 
 
 def key_divided(m, x, keys, values, positions):
-    """Divides rotated keys by a number, in fp32; keys and values both have a factor."""
+    """Divides rotated keys by a number in fp32. Keys and values both have a factor."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
     return usual(q, (k.float() / 3.0).to(x.dtype), 2 * v, keys, values, positions)
@@ -398,15 +408,15 @@ def key_multiplied_before_norm(m, x, keys, values, positions):
 
 
 def query_multiplier(m, x, keys, values, positions):
-    """A constant factor on the queries before the rotation, which is applied after the op
-    instead."""
+    """Multiplies the queries by a constant before the rotation. The constant is applied after the
+    op instead."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q * 0.39, k))
     return usual(q, k, v, keys, values, positions)
 
 
 def key_multiplied_after_norm(m, x, keys, values, positions):
-    """Constants on queries and keys between their norms and the rotation."""
+    """Multiplies queries and keys by constants between their norms and the rotation."""
     q, k, v = project(m, x)
     q, k = (F.rms_norm(t, (WIDTH,), w, EPS) * 1.2 for t, w in ((q, m.q_norm), (k, m.k_norm)))
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
@@ -414,7 +424,7 @@ def key_multiplied_after_norm(m, x, keys, values, positions):
 
 
 def query_multiplied_by_token(m, x, keys, values, positions):
-    """The near miss: a factor that differs from token to token, in front of the rotation."""
+    """Near miss: a factor before the rotation differs from token to token."""
     q, k, v = project(m, x)
     q = q * (1 + positions.to(x.dtype))[:, None, None]
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))

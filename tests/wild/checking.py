@@ -1,4 +1,4 @@
-"""Runs a layer in a public code base's style beside eager and float64."""
+"""Runs a layer in the style of a public code base, and compares it with eager and float64."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def report_of(
     caches: Sequence[int] = (),
     untouched: bool = True,
 ) -> Any:
-    """Reports what is fused of a layer whose outputs, and the arguments numbered `caches`, are no
-    worse than eager's against float64, with every point of the census accounted for.
+    """Returns the report of a layer.
 
-    untouched: slots of the caches that the layer does not write keep every bit.
+    Its outputs, and the arguments numbered `caches`, must be no less accurate than eager's against
+    float64, and every point of the census must be accounted for. With `untouched`, slots of the
+    caches that the layer does not write must keep every bit.
     """
     ours, theirs, exact = cloned(args), cloned(args), [upcast(a) for a in args]
     points: list = []

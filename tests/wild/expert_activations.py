@@ -1,4 +1,4 @@
-"""Operations of public code bases between the two products of a mixture, with biases: see
+"""Operations between the two products of a mixture in public code bases, with biases: see
 `mixtures`."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _clamped(m, x, join, clamps=_clamped_once):
 
 
 def added_product(m, x):
-    """As torchtitan's gpt-oss: addcmul(glu, glu, lin) is glu * (lin + 1)."""
+    """Computes addcmul(glu, glu, lin), which is glu * (lin + 1), as torchtitan's gpt-oss does."""
     return _clamped(m, x, lambda glu, lin: torch.addcmul(glu, glu, lin))
 
 
@@ -52,7 +52,7 @@ def _biased_by_count(m, x, repeats=lambda counts: counts):
 
 
 def biased_by_count(m, x):
-    """As torchtitan's gpt-oss: repeats each expert's bias for each of its rows."""
+    """Repeats each expert's bias for each of its rows, as torchtitan's gpt-oss does."""
     return _biased_by_count(m, x)
 
 
@@ -62,12 +62,12 @@ def biased_by_other_count(m, x):
 
 
 def added_product_of_others(m, x):
-    """The near miss: glu * lin + lin."""
+    """Near miss: computes glu * lin + lin."""
     return _clamped(m, x, lambda glu, lin: torch.addcmul(lin, glu, lin))
 
 
 def clamped_twice(m, x):
-    """As gpt-oss's remote code: a bound at a time, and one of them again."""
+    """Applies one bound at a time, and one of them twice, as gpt-oss's remote code does."""
     return _clamped(
         m,
         x,
@@ -80,7 +80,7 @@ def clamped_twice(m, x):
 
 
 def clamped_twice_unlike(m, x):
-    """The near miss: the smaller bound is the gate's."""
+    """Near miss: the smaller bound is that of the gate."""
     return _clamped(
         m,
         x,
@@ -90,7 +90,7 @@ def clamped_twice_unlike(m, x):
 
 
 def added_half_product(m, x):
-    """The near miss: glu + glu * lin / 2."""
+    """Near miss: computes glu + glu * lin / 2."""
     return _clamped(m, x, lambda glu, lin: torch.addcmul(glu, glu, lin, value=0.5))
 
 
@@ -106,12 +106,13 @@ def _clamped_silu(m, x, up_limit):
 
 
 def clamped_silu(m, x):
-    """As DeepSeek-V4: a plain SwiGLU of a gate clamped above and an up on both sides."""
+    """Computes a plain SwiGLU of a gate that is clamped above and an up that is clamped on both
+    sides, as DeepSeek-V4 does."""
     return _clamped_silu(m, x, 1.0)
 
 
 def clamped_silu_unlike(m, x):
-    """The near miss: two limits."""
+    """Near miss: there are two limits."""
     return _clamped_silu(m, x, 0.5)
 
 

@@ -1,6 +1,7 @@
-"""Loops over experts in the manner of public code bases, one function per style: as in `mixtures`.
+"""Loops over experts in the manner of public code bases. As in `mixtures`, there is one function
+for each style.
 
-Under `torch._dynamo.config.capture_dynamic_output_shape_ops` Dynamo holds most of them whole.
+Under `torch._dynamo.config.capture_dynamic_output_shape_ops`, Dynamo captures most of them whole.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tests.wild.mixtures import EXPERTS, HIDDEN, Style, softmax_choice
 
 
 def loop_over_hits(m, x):
-    """As transformers' eager experts."""
+    """Loops as transformers' eager experts do."""
     weights, ids = softmax_choice(m, x)
     out = torch.zeros_like(x)
     expert_mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
@@ -25,7 +26,7 @@ def loop_over_hits(m, x):
 
 
 def moe_loop_over_modules(m, x):
-    """As Mistral's reference code and LitGPT."""
+    """Loops as Mistral's reference code and LitGPT do."""
     weights, ids = softmax_choice(m, x)
     weights = weights.to(x.dtype)
     results = torch.zeros_like(x)
@@ -36,7 +37,7 @@ def moe_loop_over_modules(m, x):
 
 
 def moe_loop_over_counts(m, x):
-    """As DeepSeek's reference code."""
+    """Loops as DeepSeek's reference code does."""
     weights, ids = softmax_choice(m, x)
     y = torch.zeros_like(x)
     counts = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
@@ -49,7 +50,7 @@ def moe_loop_over_counts(m, x):
 
 
 def moe_added_modules(m, x):
-    """As transformers 4: the masks by one_hot, slots before tokens."""
+    """Makes the masks by one_hot with slots before tokens, as transformers 4 does."""
     weights, ids = softmax_choice(m, x)
     out = torch.zeros_like(x)
     masks = F.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)

@@ -2,9 +2,10 @@
 
     module, args = build("slices_apart")        # one of STYLES
 
-A style is `step(m, new, start, *caches) -> ([B, K, L], [B, K, R])`: it writes the new latents and
-rope keys, [B, S, L] and [B, S, R], and gives all up to the last token. Caches are [most sequences,
-length, width], and no axis is the heads'. Letters: as in `patterns/mla/keys.py`.
+A style is `step(m, new, start, *caches) -> ([B, K, L], [B, K, R])`. It writes the new latents [B,
+S, L] and rope keys [B, S, R], and returns all latents and rope keys up to the last token. Caches
+are [most sequences, length, width]; no axis is for heads. The letters are those of
+`patterns/mla/keys.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ HEADS, RANK, ROTATED, NOPE, V_DIM = 4, 24, 8, 16, 16
 
 
 def slices_apart(m, latent, rope_key, start, latents, rope_keys):
-    """As DeepSeek's inference code: two buffers, a slice of sequences and one of positions."""
+    """Has two buffers, and writes a slice of sequences and positions, as DeepSeek's inference code
+    does."""
     end = start + latent.shape[1]
     latents[:BATCH, start:end] = latent
     rope_keys[:BATCH, start:end] = rope_key
@@ -30,14 +32,14 @@ def slices_apart(m, latent, rope_key, start, latents, rope_keys):
 
 
 def slices_joined(m, latent, rope_key, start, entries):
-    """One buffer, written at once."""
+    """Has one buffer, which is written at once."""
     end = start + latent.shape[1]
     entries[:BATCH, start:end] = torch.cat((latent, rope_key), -1)
     return entries[:BATCH, :end].split((RANK, ROTATED), -1)
 
 
 def slices_of_columns(m, latent, rope_key, start, entries):
-    """One buffer, the rope key's columns first."""
+    """Has one buffer, in which the columns of the rope key come first."""
     end = start + latent.shape[1]
     entries[:BATCH, start:end, RANK:] = rope_key
     entries[:BATCH, start:end, :RANK] = latent
@@ -45,7 +47,7 @@ def slices_of_columns(m, latent, rope_key, start, entries):
 
 
 def copied_by_position(m, latent, rope_key, start, latents, rope_keys):
-    """index_copy_ of the positions that all sequences share."""
+    """Writes by index_copy_ with the positions that all sequences share."""
     end = start + latent.shape[1]
     positions = torch.arange(start, end)
     latents[:BATCH].index_copy_(1, positions, latent)
@@ -54,7 +56,7 @@ def copied_by_position(m, latent, rope_key, start, latents, rope_keys):
 
 
 def put_by_row(m, latent, rope_key, start, latents, rope_keys):
-    """A slot of each sequence and token."""
+    """Writes to a slot for each sequence and token."""
     end = start + latent.shape[1]
     rows, positions = torch.arange(BATCH)[:, None], torch.arange(start, end)[None]
     latents[rows, positions] = latent
@@ -63,7 +65,7 @@ def put_by_row(m, latent, rope_key, start, latents, rope_keys):
 
 
 def slices_shifted(m, latent, rope_key, start, latents, rope_keys):
-    """The near miss: rope keys lie one slot behind their latents."""
+    """Near miss: rope keys lie one slot behind their latents."""
     end = start + latent.shape[1]
     latents[:BATCH, start:end] = latent
     rope_keys[:BATCH, start + 1 : end + 1] = rope_key
@@ -71,18 +73,18 @@ def slices_shifted(m, latent, rope_key, start, latents, rope_keys):
 
 
 def normed_behind(m, latent, rope_key, start, latents, rope_keys):
-    """The rope keys have a norm too, which the op lacks, so the norm stays in the graph."""
+    """The rope keys have a norm, too. The op lacks it, so the norm stays in the graph."""
     return slices_apart(m, latent, F.rms_norm(rope_key, (ROTATED,)), start, latents, rope_keys)
 
 
 def norm_with_bias(m, latent, rope_key, start, latents, rope_keys):
-    """The latents' norm has a bias, which the op lacks, so the norm stays in the graph."""
+    """The norm of the latents has a bias. The op lacks it, so the norm stays in the graph."""
     return put_by_row(m, latent + m.norm, rope_key, start, latents, rope_keys)
 
 
 def keys_up_projected(m, latent, rope_key, start, keys, values):
-    """As in the other form of DeepSeek's code: caches the keys and values of heads, which have two
-    widths."""
+    """Caches the keys and values of heads, which have two widths, as the other form of DeepSeek's
+    code does."""
     end = start + latent.shape[1]
     up = F.linear(latent, m.kv_b.flatten(0, 1)).unflatten(-1, (HEADS, -1))
     k = torch.cat((up[..., :NOPE], rope_key[:, :, None].expand(-1, -1, HEADS, -1)), -1)
@@ -93,8 +95,12 @@ def keys_up_projected(m, latent, rope_key, start, keys, values):
 
 @dataclass(frozen=True)
 class Style:
-    """A style. caches: their shapes after [number of sequences, length]. absorbed: attention over
-    latents; False for keys and values of heads."""
+    """A style.
+
+    caches: the shapes of the caches after [number of sequences, length].
+    absorbed: whether attention is over latents. If it is False, attention is over keys and values
+        of heads.
+    """
 
     step: Callable[..., Any]
     caches: tuple[tuple[int, ...], ...] = ((RANK,), (ROTATED,))
@@ -119,7 +125,7 @@ STYLES = {
 
 
 def turned(x, start):
-    """Pairs of neighbours of x [B, S, H, R] as complex numbers, by position."""
+    """Rotates pairs of neighbours of x [B, S, H, R] as complex numbers, by position."""
     rates = 100.0 ** (-torch.arange(ROTATED // 2) * 2 / ROTATED)
     angles = torch.arange(start, start + x.shape[1])[:, None] * rates
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -161,7 +167,7 @@ class Layer(nn.Module):
         return torch.einsum("bshc,hdc->bshd", out, self.kv_b[:, -V_DIM:]).flatten(2)
 
     def softmax(self, scores, start):
-        """Of scores [B, S, H, K], causal, in fp32."""
+        """Computes the causal softmax of scores [B, S, H, K] in fp32."""
         queries, keys = scores.shape[1], scores.shape[-1]
         hidden = torch.full((queries, keys), float("-inf"), dtype=scores.dtype).triu(start + 1)
         wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
@@ -169,7 +175,8 @@ class Layer(nn.Module):
 
 
 def build(name, tokens=SEQ, dtype=torch.bfloat16):
-    """(module, its arguments): seeded, so that the same call gives the same numbers."""
+    """Returns (module, arguments). They are seeded, so that the same call gives the same
+    numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

@@ -2,9 +2,9 @@
 
     module, args = build("scattered_back")       # one of STYLES
 
-A style is `step(m, x) -> [T, H]` of x [T, H]; m has `router` [E, H], stacked weights `gate`, `up`
-[E, I, H], `down` [E, H, I], packed `gate_up` [E, H, 2 * I] and `down_t` [E, I, H], and `experts`, a
-list of modules.
+A style is `step(m, x) -> [T, H]` for x [T, H]. The module m has `router` [E, H], stacked weights
+`gate`, `up` [E, I, H], `down` [E, H, I], packed `gate_up` [E, H, 2 * I] and `down_t` [E, I, H], and
+`experts`, a list of modules.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TOKENS, EXPERTS, SLOTS, HIDDEN, INNER = 12, 4, 2, 32, 32
 
 
 def softmax_choice(m, x, slots=SLOTS):
-    """(weights, ids), both [T, S]."""
+    """Returns (weights, ids), both [T, S]."""
     scores = F.linear(x, m.router).float().softmax(-1)
     return scores.topk(slots, -1)
 
 
 def multiplied(rows, weight, ends):
-    """Rows in groups [M, K] times [E, K, N]."""
+    """Multiplies rows in groups [M, K] by weights [E, K, N]."""
     if rows.dtype != torch.float64:
         return torch._grouped_mm(rows, weight, offs=ends)
     parts = torch.tensor_split(rows, ends[:-1].long())
@@ -35,7 +35,7 @@ def multiplied(rows, weight, ends):
 
 
 def swiglu(rows, m, ends):
-    """As stacked weights and grouped GEMMs have it."""
+    """Computes SwiGLU with stacked weights and grouped GEMMs."""
     gate = multiplied(rows, m.gate.transpose(1, 2), ends)
     up = multiplied(rows, m.up.transpose(1, 2), ends)
     return multiplied(F.silu(gate) * up, m.down.transpose(1, 2), ends)
@@ -45,7 +45,8 @@ def swiglu(rows, m, ends):
 
 
 def gathered_weights(m, x):
-    """As gpt-fast's Mixtral: the weights of each token's experts, multiplied by einsum."""
+    """Gathers the weights of each token's experts and multiplies by einsum, as gpt-fast's Mixtral
+    does."""
     weights, ids = softmax_choice(m, x)
     weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
     w1, w3, w2 = m.gate[ids], m.up[ids], m.down[ids]
@@ -66,7 +67,8 @@ def two_layers(m, x):
 
 
 def scattered_back(m, x, slots=1, out=None):
-    """As Meta's Llama 4: each token E times, weighed by sigmoid of its choice, added by scatter."""
+    """Sends each token to all E experts, weighted by the sigmoid of its choice, and adds the
+    results by scatter, as Meta's Llama 4 does."""
     scores = F.linear(x, m.router)
     top, ids = torch.topk(scores, slots, dim=1)
     tokens = x.shape[0]
@@ -104,7 +106,7 @@ def sorted_results(m, x, weights, ids, counts):
 
 
 def softmax_results(m, x):
-    """The same of the choice by softmax, counted as a histogram."""
+    """Returns the results of a choice by softmax, which is counted as a histogram."""
     weights, ids = softmax_choice(m, x)
     return sorted_results(m, x, weights, ids, counts_of(ids))
 
@@ -114,7 +116,7 @@ def _sorted_experts(m, x, weights, ids, counts):
 
 
 def counted_by_mask(m, x):
-    """As torchtitan: the tokens of an expert are counted in a mask of choices."""
+    """Counts the tokens of an expert in a mask of choices, as torchtitan does."""
     scores = F.linear(x, m.router).float().softmax(-1)
     weights, ids = torch.topk(scores, SLOTS, dim=-1)
     counts = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ids, True).sum(0)
@@ -140,7 +142,7 @@ def counted_by_repeated_choice(m, x):
 
 
 def sorted_scatter_back(m, x):
-    """As torchtitan: the rows are added to their tokens by scatter_add with a repeated index."""
+    """Adds rows to their tokens by scatter_add with a repeated index, as torchtitan does."""
     weights, ids = softmax_choice(m, x)
     order = torch.argsort(ids.view(-1), stable=True)
     counts = counts_of(ids)
@@ -152,7 +154,7 @@ def sorted_scatter_back(m, x):
 
 
 def sorted_scatter_into(m, x):
-    """The same in place."""
+    """Adds rows to their tokens as `sorted_scatter_back` does, but in place."""
     tokens, y = softmax_results(m, x)
     out = torch.zeros_like(x)
     out.scatter_add_(0, tokens[:, None].expand(-1, HIDDEN), y)
@@ -160,7 +162,8 @@ def sorted_scatter_into(m, x):
 
 
 def top_one_sigmoid(m, x):
-    """As Llama 4 with tokens in order: weighed before the experts, by sigmoid, one each."""
+    """Weights each token before its single expert by a sigmoid, with tokens in order, as Llama 4
+    does."""
     order, weights, ends = _one_each(m, x)
     y = swiglu(x[order] * weights, m, ends)
     return torch.zeros_like(x).index_add(0, order, y)
@@ -178,7 +181,7 @@ def _one_each(m, x):
 
 
 def top_two_before(m, x):
-    """The near miss: two experts each, weighed before."""
+    """Near miss: each token has two experts and is weighted before them."""
     weights, ids = softmax_choice(m, x)
     order = torch.argsort(ids.view(-1), stable=True)
     counts = counts_of(ids)
@@ -188,7 +191,7 @@ def top_two_before(m, x):
 
 
 def added_to_shared(m, x):
-    """As Meta's Llama 4 with a shared expert, to whose result the others are added in place."""
+    """Adds the results in place to the result of a shared expert, as Meta's Llama 4 does."""
     tokens, y = softmax_results(m, x)
     out = m.experts[0](x)
     out.index_add_(0, tokens, y)
@@ -196,12 +199,12 @@ def added_to_shared(m, x):
 
 
 def added_to_shared_of_all(m, x):
-    """The same where all experts are computed: as Meta's Llama 4 is published."""
+    """Computes all experts and adds to a shared one, as Meta's Llama 4 is published."""
     return scattered_back(m, x, out=m.experts[0](x))
 
 
 def added_to_wider(m, x):
-    """The near miss: the shared expert's result is wider, and so is the sum."""
+    """Near miss: the result of the shared expert is wider, and so is the sum."""
     tokens, y = softmax_results(m, x)
     wide = torch.promote_types(x.dtype, torch.float32)
     out = m.experts[0](x).to(wide).index_add(0, tokens, y.to(wide))
@@ -219,7 +222,8 @@ def added_beside_a_view(m, x):
 
 
 def _by_route(m, x, slots, back):
-    """As transformers 5.0's batched experts: rows by an index of tokens, added back by it."""
+    """Gathers rows by an index of tokens and adds them back by it, as transformers 5.0's batched
+    experts do."""
     weights, ids = softmax_choice(m, x, slots)
     token = torch.arange(TOKENS).unsqueeze(1).expand(-1, slots).reshape(-1)
     ids, rows = ids.reshape(-1), x[token]
@@ -241,12 +245,13 @@ def added_by_route_top_one(m, x):
 
 
 def added_by_other_route(m, x):
-    """The near miss: the rows go back to other tokens than they were taken of."""
+    """Near miss: the rows go back to other tokens than those from which they were taken."""
     return _by_route(m, x, SLOTS, lambda token: token.flip(0))
 
 
 def columns_in_order(m, x):
-    """As transformers 5.0's grouped experts: weights are a column, put in order as the rows are."""
+    """Has weights in a column that is put in the order of the rows, as transformers 5.0's grouped
+    experts do."""
     weights, ids = softmax_choice(m, x)
     token = torch.arange(TOKENS).unsqueeze(1).expand(-1, SLOTS).reshape(-1)
     ids = ids.reshape(-1)
@@ -258,7 +263,8 @@ def columns_in_order(m, x):
 
 
 def sorted_and_added_by_route(m, x):
-    """As transformers 5.0's grouped experts: sorted, put back in order, and then added."""
+    """Sorts rows, puts them back in order and then adds them, as transformers 5.0's grouped experts
+    do."""
     weights, ids = softmax_choice(m, x)
     token = torch.arange(TOKENS).unsqueeze(1).expand(-1, SLOTS).reshape(-1)
     ids = ids.reshape(-1)
@@ -273,13 +279,14 @@ def sorted_and_added_by_route(m, x):
 
 
 def top_one_after(m, x):
-    """The same, weighed behind the experts."""
+    """Computes as `top_one_sigmoid`, but weights the rows after the experts."""
     order, weights, ends = _one_each(m, x)
     return torch.zeros_like(x).index_add(0, order, swiglu(x[order], m, ends) * weights)
 
 
 def mapped_rows(m, x):
-    """As Megatron: a map [T, E] of routes, whose transpose lists each expert's tokens."""
+    """Has a map [T, E] of routes, whose transpose lists the tokens of each expert, as Megatron
+    does."""
     scores = F.linear(x, m.router).float()
     top, ids = torch.topk(scores, SLOTS, dim=1)
     probs = torch.softmax(top, dim=-1)
@@ -315,22 +322,23 @@ def _mapped_cells(m, x, inside=False, stable=True, mapped=lambda ids: ids):
 
 
 def mapped_cells(m, x):
-    """As Megatron: the true cells of a map [T, E], by expert, from a stable sort of all."""
+    """Lists the true cells of a map [T, E] by expert, from a stable sort of all cells, as Megatron
+    does."""
     return _mapped_cells(m, x)
 
 
 def mapped_cells_weighed_inside(m, x):
-    """The same, the rows weighed before the last product."""
+    """Computes as `mapped_cells`, but weights the rows before the last product."""
     return _mapped_cells(m, x, inside=True)
 
 
 def mapped_cells_in_any_order(m, x):
-    """Near miss: the sort is not stable, so an expert's cells may not stay together."""
+    """Near miss: the sort is not stable, so the cells of an expert may not stay together."""
     return _mapped_cells(m, x, stable=False)
 
 
 def mapped_cells_of_others(m, x):
-    """The near miss: a token may name an expert twice, which the map holds once."""
+    """Near miss: a token may name an expert twice, and the map holds it once."""
     return _mapped_cells(m, x, mapped=lambda ids: ids // 2)
 
 
@@ -338,13 +346,13 @@ def mapped_cells_of_others(m, x):
 
 
 def scaled_results(m, x):
-    """Each expert's result is scaled besides."""
+    """Scales the result of each expert in addition."""
     tokens, y = softmax_results(m, x)
     return torch.zeros_like(x).index_add(0, tokens, y * 2.5)
 
 
 def scaled_channels(m, x):
-    """The near miss: by a number for each channel."""
+    """Near miss: scales by a number for each channel."""
     weights, ids = softmax_choice(m, x)
     order = torch.argsort(ids.view(-1), stable=True)
     counts = counts_of(ids)
@@ -354,7 +362,7 @@ def scaled_channels(m, x):
 
 
 def counted_for_statistics(m, x):
-    """Returns the counts of the experts too, for statistics."""
+    """Also returns the counts of the experts, for statistics."""
     weights, ids = softmax_choice(m, x)
     return _sorted_experts(m, x, weights, ids, counts_of(ids)), F.one_hot(ids, EXPERTS).sum((0, 1))
 
@@ -384,17 +392,17 @@ def _others(best):
 
 
 def limited_groups(m, x):
-    """As torchtitan and DeepSeek: scores by group [T, G, E / G], all but the best left out."""
+    """Leaves out all but the best groups of scores [T, G, E / G], as torchtitan and DeepSeek do."""
     return _limited_groups(m, x, _others, float("-inf"))
 
 
 def limited_groups_filled(m, x):
-    """The near miss: with 0, which is more than a corrected score may be."""
+    """Near miss: fills with 0, which may be larger than a corrected score."""
     return _limited_groups(m, x, _others, 0.0)
 
 
 def limited_groups_turned(m, x):
-    """The near miss: the best groups are the ones that are left out."""
+    """Near miss: the best groups are the ones that are left out."""
     return _limited_groups(m, x, lambda best: ~_others(best), float("-inf"))
 
 
@@ -414,7 +422,7 @@ STYLES = {
 
 
 class Expert(nn.Module):
-    """w2(silu(w1(x)) * w3(x)), parts of the stacked weights."""
+    """Computes w2(silu(w1(x)) * w3(x)), with parts of the stacked weights."""
 
     def __init__(self, gate, up, down) -> None:
         super().__init__()
@@ -450,7 +458,8 @@ class Mixture(nn.Module):
 
 
 def build(name, dtype=torch.bfloat16, styles=STYLES):
-    """(module, its arguments): seeded, so that the same call gives the same numbers."""
+    """Returns (module, arguments). They are seeded, so that the same call gives the same
+    numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

@@ -1,5 +1,5 @@
-"""Adapters as public code bases write them: what is fused, what is told instead, and that results
-are no worse than eager against float64."""
+"""Tests adapters as public code bases write them: which are fused, what is reported instead, and
+that results are no less accurate than eager's against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 FUSED = ["rows_by_mask", "one_stack_in_turn", "one_stack_views"]
 
-#: Style -> the code of what stands in the way, and words of the hint.
+#: For each style, the code of the obstacle, and words of the hint.
 MISSED = {
     "one_stack": ("LORA_FORM", "A[:, p][index]"),
     "one_stack_crossed": ("LORA_FORM", "A[:, p][index]"),
@@ -21,7 +21,8 @@ MISSED = {
 
 
 def check(name):
-    """The report of a layer that was no worse than eager."""
+    """Returns the report of a layer, after a check that its result is no less accurate than
+    eager's."""
     return report_of(*build(name), name)
 
 
@@ -43,7 +44,8 @@ def test_a_miss_says_what_stands_in_the_way(name):
 
 
 def test_rows_that_are_added_in_place_are_told():
-    """One adapter's delta by itself may be fused; the sum of all into some rows is told."""
+    """The delta of one adapter may be fused by itself. The sum of all adapters into some rows is
+    reported."""
     found = misses_of(check("rows_in_place"), "lora")
     assert {miss.code for miss in found} == {"LORA_IN_PLACE"}
     assert all("instead of adapter_names" in miss.hint for miss in found)

@@ -1,5 +1,5 @@
-"""Attention layers as public code bases write them: what is fused, what is told instead, and that
-outputs and caches are no worse than eager against float64."""
+"""Tests attention layers as public code bases write them: which are fused, what is reported
+instead, and that outputs and caches are no less accurate than eager's against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewright.compiler import lower
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-#: Style -> the rotation of the fused projection.
+#: For each style, the rotation of the fused projection.
 FUSED = {
     "complex_pairs": "half",
     "cast_after_half": "half",
@@ -46,7 +46,7 @@ FUSED = {
     "beside_recurrence_by_head": "none",
 }
 
-#: Style -> the code of what stands in the way, and words of its message or hint.
+#: For each style, the code of the obstacle, and words of its message or hint.
 MISSED = {
     "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
     "key_multiplied_before_norm": ("K_PATH", "multiply the projection's weight by it once"),
@@ -70,7 +70,8 @@ MISSED = {
 
 
 def check(name):
-    """The report of a layer that was no worse than eager, outputs and caches."""
+    """Returns the report of a layer, after a check that its outputs and caches are no less accurate
+    than eager's."""
     whole = name in ("rolled", "replaced_whole", "replaced_by_joined")
     return report_of(*build(name), name, caches=(1, 2), untouched=not whole)
 

@@ -1,5 +1,6 @@
-"""Latent attention as public code writes it, caches without an axis of heads: what is fused, what
-is told instead, and that outputs and caches are no worse than eager against float64."""
+"""Tests latent attention as public code writes it, with caches that have no axis for heads: which
+is fused, what is reported instead, and that outputs and caches are no less accurate than eager's
+against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 STORE, DECODE = "mla_latent_store", "mla_decode"
 
-#: Style -> norm and rotation of the fused write.
+#: For each style, the norm and rotation of the fused write.
 FUSED = {
     "slices_apart": ("rms", "interleaved"),
     "slices_joined": ("rms", "interleaved"),
@@ -24,7 +25,7 @@ FUSED = {
     "norm_with_bias": ("none", "interleaved"),
 }
 
-#: Style -> what is fused all the same, the code of what stands in the way, and words of it.
+#: For each style, what is fused all the same, the code of the obstacle, and words of its message.
 MISSED = {
     "slices_shifted": ([DECODE], "SLOT_INDEX", "written at different slots"),
     "keys_up_projected": ([], "LONE_WRITE", "keys and values of one width"),
@@ -32,7 +33,8 @@ MISSED = {
 
 
 def check(name, tokens):
-    """The report of a layer that was no worse than eager, outputs and caches."""
+    """Returns the report of a layer, after a check that its outputs and caches are no less accurate
+    than eager's."""
     module, args = build(name, tokens)
     return report_of(module, args, name, caches=range(2, len(args)))
 

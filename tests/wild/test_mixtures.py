@@ -1,5 +1,5 @@
-"""Mixtures of experts as public code bases write them: what is fused, what is told instead, and
-that results are no worse than eager against float64."""
+"""Tests mixtures of experts as public code bases write them: which are fused, what is reported
+instead, and that results are no less accurate than eager's against float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 STYLES = mixtures.STYLES | expert_activations.STYLES
 
-#: Style -> how many mixtures of it are fused.
+#: For each style, the number of its mixtures that are fused.
 FUSED = {
     "gathered_weights": 1,
     "two_layers": 2,
@@ -47,7 +47,7 @@ FUSED = {
     "limited_groups_turned": 1,
 }
 
-#: Style -> the code of what stands in the way, and words of its message or hint.
+#: For each style, the code of the obstacle, and words of its message or hint.
 MISSED = {
     "scattered_back_twice": ("UNSUPPORTED", "scores of 2 experts multiply"),
     "top_two_before": ("EXPERT_ORDER", "score_before_experts=False"),
@@ -65,10 +65,10 @@ MISSED = {
     "biased_by_other_count": ("EXPERT_ACTIVATION", "not a set of columns"),
     "scaled_channels": ("EXPERT_COMBINE", "aten.mul"),
 }
-#: Of these, rows that they count once too few are never computed.
+#: In these styles, rows that are counted one too few times are never computed.
 UNCOUNTED = ["counted_by_repeated_choice", "mapped_cells_of_others"]
 
-#: Style -> why its router is not fused, or None where it is.
+#: For each style, the reason why its router is not fused, or None if it is fused.
 ROUTERS = {
     "limited_groups": None,
     "limited_groups_filled": "a corrected score may be less",
@@ -76,23 +76,24 @@ ROUTERS = {
     "counted_by_mask": None,
 }
 
-#: Styles that Dynamo does not capture whole, with its settings as they are.
+#: Styles that Dynamo does not capture whole with its default settings.
 BROKEN = ["mapped_rows"]
 LOOPS = ["loop_over_hits", "moe_loop_over_modules", "moe_loop_over_counts"]
 
-#: Loops that it captures with `capture_dynamic_output_shape_ops`.
+#: Loops that Dynamo captures with `capture_dynamic_output_shape_ops`.
 CAPTURED = ["moe_loop_over_modules", "moe_added_modules"]
 
 
 def check(name, styles=STYLES, tokens=mixtures.TOKENS):
-    """The report of a mixture that was no worse than eager."""
+    """Returns the report of a mixture, after a check that its result is no less accurate than
+    eager's."""
     module, (x,) = build(name, styles=styles)
     return report_of(module, (x[:tokens],), name)
 
 
 @cache
 def checked(name):
-    """`check`, once for each style."""
+    """Calls `check` once for each style."""
     return check(name)
 
 
@@ -162,7 +163,7 @@ def test_a_captured_loop_is_told_with_what_to_write_instead(name):
 
 
 def test_a_loop_that_is_cut_while_captured_is_told_with_what_to_write_instead():
-    """Over those that were hit, whose number is not known."""
+    """The loop is over the experts that were chosen, whose number is not known."""
     module, args = build("loop_over_hits", styles=expert_loops.STYLES)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         missed = misses_of(lower(module, tuple(args)), "fused_moe", "capture")

@@ -1,1 +1,1 @@
-"""Kernels that are compiled with every supported release of Triton, family by family."""
+"""Lists the kernels of each family that are compiled with every supported release of Triton."""

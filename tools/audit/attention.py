@@ -1,6 +1,7 @@
-"""Audit cases of attention over a cache: kernels that are compiled with every supported Triton.
+"""Audit cases of attention over a cache. Their kernels are compiled with every supported release of
+Triton.
 
-The shapes are those of published models. The masks are those that `generate()` passes.
+The shapes come from published models. The masks are the ones that `generate()` passes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from tilewright.ops.attention.block_lists import MaskBlocksArguments
 from tilewright.ops.attention.cache_attention import AttentionArguments
 from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, audited, distinct, meta, planned
 
-# (sequences, queries, keys, dtype): decode steps, prefills, a cache whose length is not round. In a
-# mask of numbers, the lowest number hides a key, as in eager attention.
+# (sequences, queries, keys, dtype) of decode steps, of prefills, and of a cache whose length is no
+# round number. The dtype is that of the mask. In a mask of numbers, the lowest number hides a key,
+# as in eager attention.
 MASKS = (
     (64, 1, 2048, torch.bool),
     (1, 1, 131072, torch.bool),
@@ -33,7 +35,7 @@ MASKS = (
 )
 
 
-# name -> (query heads, key heads, width, options of `_call`).
+# For each name: (query heads, key heads, width, options of `_call`).
 LLAMA, GEMMA2, GPT_OSS = (32, 8, 128), (8, 4, 256), (64, 8, 64)
 CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Llama-3-8B": (LLAMA, {}),
@@ -45,10 +47,11 @@ CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Gemma-2-2B, window": (GEMMA2, {"window": 4096, "softcap": 50.0}),
     "gpt-oss, window": (GPT_OSS, {"window": 128, "sinks": True}),
 }
-# (sequences, queries of each sequence, keys that each sequence has room for).
+# (sequences, queries of each sequence, keys for which each sequence has room).
 SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 8192))
-# Steps of an engine over one memory with the rows of all layers, in pages of 256 with a block
-# table: name -> (heads, options), and (tokens, sequences, columns, ragged).
+# The steps of an engine over one memory that has the rows of all layers, in pages of 256 with a
+# block table. The first table maps names to (heads, options). The second has (tokens, sequences,
+# columns, ragged).
 ENGINES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Llama-3-8B": (LLAMA, {}),
     "Qwen3-30B-A3B": ((32, 4, 128), {}),
@@ -59,9 +62,10 @@ STEPS = (
     (8192, 64, 128, True), (8192, 1024, 32, True), (512, 512, 32, True), (1, 1, 128, False),
     (16, 16, 32, False), (256, 256, 32, False),
 )  # fmt: skip
-# Bytes of stack that a kernel may use. Triton 3.9 needs 56 for Gemma-2's wide heads.
+# The bytes of stack that a kernel may use. Triton 3.9 needs 56 for the wide heads of Gemma-2.
 STACK_BYTES = 64
-# For wide heads in pages on SM100. Triton 3.7 uses 112 bytes, none of them in a loop.
+# The bytes of stack for wide heads in pages on SM100. Triton 3.7 uses 112 bytes, none of them in a
+# loop.
 WIDE_PAGED_STACK_BYTES = 128
 
 
@@ -102,8 +106,8 @@ def _step(
     sinks: bool = False,
     **sight: Any,
 ) -> AttentionArguments:
-    """Returns a step of an engine on meta tensors: the pages of one layer in a memory that holds
-    the rows of all layers."""
+    """Returns a step of an engine on meta tensors. It reads the pages of one layer in a memory that
+    holds the rows of all layers."""
     query_heads, key_heads, width = heads
     rows = meta(1 << 16, key_heads, width)
     pages = rows.view(-1, 4, 2, 256, key_heads, width)
@@ -142,7 +146,8 @@ def _call(
     softcap: float = 0.0,
     sinks: bool = False,
 ) -> AttentionArguments:
-    """Returns a call on meta tensors. The cache is head-major, like StaticCache, or has pages."""
+    """Returns a call on meta tensors. The cache is head-major, as in StaticCache, or it has
+    pages."""
     (query_heads, key_heads, width), (batch, queries, keys) = heads, sizes
     pages, rows = (batch, keys)
     given: dict[str, Any] = {"cache_lengths": meta(batch, dtype=torch.int64), "mask": mask}
@@ -167,6 +172,7 @@ def _mask_cases(target: Target) -> Iterator[AuditCase]:
         mask = meta(sequences, 1, queries, keys, dtype=dtype)
         given = MaskBlocksArguments(mask, hide_lowest=True)
         name = f"mask blocks {sequences} x {queries} x {keys} {dtype}: {{reason}}"
-        # A chip with fewer registers or threads runs fewer programs at once, which is no fault.
+        # A chip with fewer registers or threads runs fewer programs at once. That is no fault of
+        # the kernel.
         claims = Expectations(blocks_per_sm=PROGRAMS_PER_SM if target.complete else 1)
         yield from planned(name, mask_blocks.OP, given, target, claims)

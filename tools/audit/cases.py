@@ -1,4 +1,5 @@
-"""Audit cases of all families: each is a kernel and the rules that its machine code must keep."""
+"""The audit cases of all families. A case is a kernel with the rules that its machine code must
+keep."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from tilewright.ops.contract import FusedOp
 
 # A warp-specialised kernel may use up to this many bytes of stack.
 SPECIALISED_STACK_BYTES = 8
-# tcgen05 needs at least this many rows; a shorter tile uses the older tensor core instructions.
+# tcgen05 needs at least this many rows. A shorter tile uses the older tensor core instructions.
 MMA_ROWS = 64
 SOFTMAX_REASON = "the softmax reads each block's scores and rescales the output"
 SCALED_SUMS_REASON = "the sums of each group are scaled before they are added"
-SHORT_TILE_REASON = "a few tokens: each weight is read once and hardly computed with"
+SHORT_TILE_REASON = "a few tokens: each weight is read once and takes part in few operations"
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -36,7 +37,7 @@ class AuditCase:
     expectations: Expectations
 
 
-#: For a kernel that has no rules of its own: it must only keep within the chip's limits.
+#: The rules of a kernel that has none of its own: it must only keep within the limits of the chip.
 NOTHING = Expectations()
 
 
@@ -49,8 +50,8 @@ def planned(
 ) -> Iterator[AuditCase]:
     """Yields the cases of the kernels that one call launches.
 
-    name: may contain {kernel} and {reason}, which the kernel's name and the reason for the lowering
-    replace. claims: the rules that a kernel's machine code must keep.
+    `name` may contain {kernel} and {reason}, which stand for the name of the kernel and the reason
+    for the lowering. `claims` returns the rules that the machine code of a kernel must keep.
     """
     report = op.plan_for(a, target.name)
     for spec in report.specs:
@@ -59,19 +60,19 @@ def planned(
 
 
 def distinct(cases: Sequence[AuditCase]) -> list[AuditCase]:
-    """Returns the cases without those whose kernel an earlier case has."""
+    """Returns the cases, without cases whose kernel an earlier case has."""
     first = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if first[case.spec] is case]
 
 
 Cases = Callable[[Target], list[AuditCase]]
-#: (family, function that returns its cases), in the order in which modules are imported.
+#: Pairs (family, function that returns its cases), in the order in which modules are imported.
 AUDITED: list[tuple[str, Cases]] = []
 
 
 def audited(family: str) -> Callable[[Cases], Cases]:
-    """Registers a function that returns the cases of a family. It is called for the chips that have
-    the family's kernels."""
+    """Registers a function that returns the cases of a family. The function is called for each chip
+    that has kernels of the family."""
 
     def register(cases: Cases) -> Cases:
         AUDITED.append((family, cases))

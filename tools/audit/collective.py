@@ -1,4 +1,5 @@
-"""Audit cases of sums over ranks: kernels that are compiled with every supported Triton."""
+"""Audit cases of sums over ranks. Their kernels are compiled with every supported release of
+Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.cases import AuditCase, audited, distinct, meta
 
-# name -> hidden size.
+# The hidden size of each named model.
 MODELS = {"Llama-3-8B": 4096, "DeepSeek-V3": 7168, "Llama-3-70B": 8192}
 RANKS = (1, 2, 8)
 
@@ -34,7 +35,8 @@ def _model_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _odd_case(target: Target) -> Iterator[AuditCase]:
-    """Yields a case whose rows are not a power of two long, in float16, with a float32 weight."""
+    """Yields a case in float16 with a float32 weight, whose rows have a length that is not a power
+    of two."""
     x, weight = meta(1, 2880, dtype=torch.float16), meta(2880, dtype=torch.float32)
     a = AllReduceResidualNormArguments(
         x, x, weight, group="ranks", num_ranks=2, norm_eps=1e-5, norm_offset=1.0
@@ -43,6 +45,6 @@ def _odd_case(target: Target) -> Iterator[AuditCase]:
 
 
 def _case(name: str, a: AllReduceResidualNormArguments, target: Target) -> AuditCase:
-    """Plans a case without `plan_for`, which needs the ranks to exist."""
+    """Plans a case without `plan_for`, because `plan_for` needs the ranks to exist."""
     program = drive(all_reduce_residual_norm_steps(a, target), Planner(target), keep=True)
     return AuditCase(f"collective {name}", program.specs[0], Expectations())

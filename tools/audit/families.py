@@ -1,7 +1,7 @@
-"""The kernels of every family, which are compiled with every supported release of Triton.
+"""Lists the kernels of every family, which are compiled with every supported release of Triton.
 
-Every module of this folder is imported here. Its functions decorated with `audited` return the
-cases of a family.
+This module imports every module of its folder. The functions there that are decorated with
+`audited` return the cases of a family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ FAMILIES = frozenset(family for family, _ in AUDITED)
 
 
 def all_cases(target: Target) -> list[AuditCase]:
-    """Returns the cases of the families that a chip has, without kernels whose dtypes it lacks."""
+    """Returns the cases of the families that a chip has. Leaves out kernels with dtypes that the
+    chip lacks."""
     known = (cases(target) for family, cases in AUDITED if family in target.families)
     return [case for cases in known for case in cases if _has_dtypes(case, target)]
 

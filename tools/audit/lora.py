@@ -1,5 +1,8 @@
-"""Audit cases of LoRA kernels, which are compiled with every supported Triton. They cover published
-dims, each regime of row counts, and each way to assign adapters to rows."""
+"""Audit cases of LoRA kernels, which are compiled with every supported release of Triton.
+
+They cover the sizes of published models, each regime of row counts, and each way to assign adapters
+to rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.cases import MMA_ROWS, AuditCase, audited, distinct, meta, planned
 
-# One token, decode batches, a chunk of a prefill, and a whole prefill.
+# The numbers of tokens: one token, decode batches, a chunk of a prefill, and a whole prefill.
 TOKEN_COUNTS = (1, 16, 64, 512, 8192)
 FEW_ROWS_REASON = "a few rows of an adapter: each weight is read once and hardly computed with"
 KERNEL = "{kernel}: {reason}"
@@ -34,7 +37,8 @@ LAYERS = (
             ranks=(64, 64, 64), num_adapters=32),
     replace(_ATTENTION, name="gpt-oss-20b", hidden=2880, widths=(4096, 512, 512), ranks=(8, 8, 8)),
 )  # fmt: skip
-# How adapters are assigned to the rows of a batch -> the (least, most) tokens of its cases.
+# For each way to assign adapters to the rows of a batch, the smallest and the largest number of
+# tokens in its cases.
 ADDRESSINGS = {
     "single": (1, 8192),
     "rows": (1, UNSORTED_ROWS),
@@ -45,8 +49,8 @@ ADDRESSINGS = {
 
 @audited("lora")
 def lora_cases(target: Target) -> list[AuditCase]:
-    """Returns, for every layer and token count, the shrink and the expand of groups. The first
-    layer also gets the other ways to assign adapters, and other ranks."""
+    """Returns, for every layer and token count, the shrink kernel and the expand kernel of groups.
+    The first layer also gets the other ways to assign adapters, and other ranks."""
     first = LAYERS[0]
     cases = [case for layer in LAYERS for case in _token_cases(layer, "groups", target)]
     for addressing, (least, most) in ADDRESSINGS.items():
@@ -55,13 +59,14 @@ def lora_cases(target: Target) -> list[AuditCase]:
     for rank in OTHER_RANKS:
         layer = replace(first, name=f"{first.name} rank {rank}", ranks=(rank,) * 3)
         cases += _token_cases(layer, "groups", target, (1, 64, 8192))
-    # These counts get tiles that no case above has.
+    # With these token counts, the planner picks tiles that no case above has.
     cases += _token_cases(replace(LAYERS[1], num_adapters=64), "groups", target, (8192,))
     many = replace(first, ranks=(128,) * 3, num_adapters=32)
     cases += _token_cases(many, "groups", target, (6144,))
     cases += _token_cases(replace(first, ranks=(32,) * 3), "groups", target, (2048,))
     for rank, tokens in ((16, 1), (16, 64), (64, 64)):
-        # Weights [G, K, R] viewed as [G, R, K]: the elements of a column are contiguous.
+        # Weights [G, K, R] are viewed as [G, R, K], so that the elements of a column are
+        # contiguous.
         across = replace(first, ranks=(rank,) * 3, layout="transposed")
         a = shrink.OP.sample_inputs(_of_tokens(across, "groups", tokens), "meta")
         cases += _shrink_cases(f"lora {first.name} across rank {rank} T={tokens}", a, target)
@@ -69,7 +74,7 @@ def lora_cases(target: Target) -> list[AuditCase]:
 
 
 def _of_tokens(layer: LoraCase, addressing: str, tokens: int) -> LoraCase:
-    """Returns a case with `tokens` rows. addressing: a key of ADDRESSINGS, or "groups"."""
+    """Returns a case with `tokens` rows. `addressing` is a key of ADDRESSINGS, or "groups"."""
     if addressing == "groups":
         others = layer.num_adapters - 1
         ids = tuple(range(layer.num_adapters))
@@ -92,7 +97,8 @@ def _token_cases(
         case = _of_tokens(layer, addressing, tokens)
         yield from _shrink_cases(name, shrink.OP.sample_inputs(case, "meta"), target)
         # Each of q, k and v has a base tensor of its own. The planes of `s` have an odd number of
-        # rows, so the distance between planes is a multiple of 16 only if the rank is.
+        # rows. Therefore the distance between planes is a multiple of 16 only if the rank is a
+        # multiple of 16.
         given = {n: meta(tokens, width) for n, width in zip("qkv", layer.widths, strict=True)}
         given["s"] = meta(3, tokens | 1, layer.ranks[0])[:, :tokens]
         a = replace(expand.OP.sample_inputs(case, "meta"), **given)
@@ -102,7 +108,7 @@ def _token_cases(
 def _shrink_cases(name: str, a: ShrinkArguments, target: Target) -> Iterator[AuditCase]:
     yield from planned(f"{name} {KERNEL}", shrink.OP, a, target, claims)
     if shrink.OP.plan_for(a, target.name).name == "library GEMM":
-        # Audits the kernel too: calls with other ranks of q, k and v launch it.
+        # Audits this kernel, too, because calls with other ranks of q, k and v launch it.
         config = plan_shrink(shrink_problem(a, row_counts(a, a.rows, a.rows)), a.rows, target)
         (spec,) = drive(shrink_steps(a, target, config), Planner(target), keep=True).specs
         yield AuditCase(f"{name} {spec.kernel}: {config}", spec, claims(spec))

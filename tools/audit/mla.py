@@ -1,5 +1,9 @@
-"""Audit cases of kernels around MLA's attention, which are compiled with every supported Triton.
-They cover published dims, floats and codes, each kind of store, gather and up-projection."""
+"""Audit cases of the kernels around MLA's attention, which are compiled with every supported
+release of Triton.
+
+They cover the sizes of published models, floats and codes, and each kind of store, gather and
+up-projection.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from tilewright.tools.audit.cases import (
 ROW_COUNTS = (64, 4096)
 SCALED_SUMS_REASON = "each block of columns has scales of its own"
 FP8 = torch.float8_e4m3fn
-# The kind of operands -> options of `Latents.arguments`.
+# For each kind of operands, the options of `Latents.arguments`.
 KINDS: dict[str, dict[str, Any]] = {
     "values": {},
     "codes": {"weight": "codes", "latents": "codes"},
@@ -40,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# Steps of absorbed attention: (name, tokens, options of `_decode_call`).
+# The steps of absorbed attention: (name, tokens, options of `_decode_call`).
 DECODES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("positions", 1, {}),
     ("mask tensor", 1, {"mask": "none"}),
@@ -51,12 +55,15 @@ DECODES: tuple[tuple[str, int, dict[str, Any]], ...] = (
 # ptxas spills addresses of shared memory that are constant in loops, because it runs out of
 # registers.
 DECODE_STACK = 64
-FEW_KEYS_REASON = "32 keys are fewer than the newer tensor core's M side; only values go there"
+FEW_KEYS_REASON = (
+    "32 keys are fewer than the M side of the newer tensor core instruction; only "
+    "the product with the values uses it"
+)
 
 
 @dataclass(frozen=True)
 class Latents:
-    """The MLA dims of a published model, or of one GPU's share of its heads."""
+    """The sizes of MLA in a published model, or in the share that one GPU has of its heads."""
 
     name: str
     num_heads: int
@@ -74,10 +81,11 @@ class Latents:
         latents: str = "values",
         core: torch.dtype | None = None,
     ) -> MlaPrefillArguments:
-        """Returns a paged prefill on meta tensors: one sequence of `rows` tokens, nothing cached.
+        """Returns a paged prefill on meta tensors. It has one sequence of `rows` tokens, and
+        nothing is cached.
 
-        weight, latents: "values", or "codes" for 8-bit codes with scales. core: the dtype of the
-        attention.
+        `weight` and `latents` are "values", or "codes" for 8-bit codes with scales. `core` is the
+        dtype of the attention.
         """
         heads, width, rank = self.num_heads, self.nope + self.rope, self.rank
         pool = meta(256, 1, 4, 128, 1, rank + self.rope)
@@ -164,8 +172,10 @@ def _decode_cases(target: Target) -> Iterator[AuditCase]:
 def _decode_call(
     model: Latents, tokens: int, *, mask: str = "causal", page_size: int = 0, ragged: bool = False
 ) -> MlaDecodeArguments:
-    """Returns a step of four sequences with room for 4096 keys each, on meta tensors. ragged: they
-    have different numbers of tokens, and `tokens` on average."""
+    """Returns a step of four sequences on meta tensors, with room for 4096 keys each.
+
+    With `ragged`, the sequences have different numbers of tokens, with an average of `tokens`.
+    """
     batch, keys, width = 4, 4096, model.nope + model.rope
     pages, rows = (batch * keys // page_size, page_size) if page_size else (batch, keys)
     entries = meta(pages, rows, model.rank + model.rope)
@@ -202,7 +212,7 @@ def _cases(model: Latents, rows: int, target: Target) -> Iterator[AuditCase]:
             if spec.kernel == "mla_up_projection":
                 yield up_case(f"{name} up", spec)
     # For float weights the library computes the keys, unless their rows are limited. These cases
-    # audit the kernel without and with such a limit.
+    # audit the kernel with and without such a limit.
     buffers = Buffers(meta(rows, model.rank), meta(rows, model.rope))
     a = model.arguments(rows)
     problem, (nope, _, v_dim) = up_problem(a, buffers), widths(a)

@@ -1,6 +1,8 @@
-"""Audit cases of MLA's attention core, which is compiled with every supported Triton. They cover
-published dims, 16-bit and 8-bit floats, dense and ragged sequences, each mask, and the kernels
-before and after the core."""
+"""Audit cases of MLA's attention core, which is compiled with every supported release of Triton.
+
+They cover the sizes of published models, 16-bit and 8-bit floats, dense and ragged sequences, each
+mask, and the kernels before and after the core.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ def _cores(target: Target) -> Iterator[AuditCase]:
     for name, call in CALLS.items():
         for spec in drive(attention_steps(call, target), Planner(target)).specs:
             if spec.kernel == "mask_blocks":
-                continue  # the audit of attention has it
+                continue  # attention's own audit has this case
             claims = _core_claims(spec) if spec.kernel == "mla_attention" else Expectations()
             yield AuditCase(f"mla attention, {name}", spec, claims)
 
@@ -132,7 +134,7 @@ def _core_claims(spec: KernelSpec) -> Expectations:
 
 
 def _others(target: Target) -> Iterator[AuditCase]:
-    """Yields the kernels before and after the core in calls of other sizes."""
+    """Yields the kernels before and after the core, in calls of other sizes."""
     dense = CALLS["16 heads, dense"]
     keys = meta(*dense.k.shape[:-1], dense.nope + dense.rope)
     yield AuditCase("mla join", join_launch(dense, keys, target).spec, Expectations())

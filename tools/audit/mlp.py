@@ -1,4 +1,5 @@
-"""Audit cases of dense layers' linears with few tokens, compiled with every supported Triton."""
+"""Audit cases of the linears of dense layers with few tokens. They are compiled with every
+supported release of Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, audited, distinct, meta
 from tilewright.tools.audit.qkv import FORMATS
 
-# name -> (hidden size, inner size, columns of the attention's output).
+# For each named model: (hidden size, inner size, columns of the attention's output).
 MODELS = {
     "Llama-3-8B": (4096, 14336, 4096),
     "Llama-3.2-1B": (2048, 8192, 2048),
@@ -29,11 +30,13 @@ MODELS = {
 LAYER_NORMED = {"StarCoder2-7B": (4608, 18432), "Bloom-176B": (14336, 57344)}
 TOKEN_COUNTS = (1, 32, 64)
 CODED_COUNTS = (1, 64, 128)
-# Tokens of a product that decodes a weight: tiles that programs share, and whole ones.
+# The numbers of tokens of a product that decodes a weight. Some give tiles that programs share, and
+# some give whole tiles.
 DECODED_COUNTS = (256, 1024)
-# Stack bytes on SM100 for group scales and zeros, where K is contiguous in the weight's rows.
+# The stack bytes that group scales and zeros take on SM100, where K is contiguous in the rows of
+# the weight.
 CODES_STACK = 16
-# Stack bytes of tiles of 128 tokens, which are the fastest nevertheless.
+# The stack bytes of tiles of 128 tokens. These tiles are the fastest nevertheless.
 CODES_STACK_FOR_MOST = 40
 
 
@@ -54,8 +57,8 @@ def _model_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _plain_cases(target: Target) -> Iterator[AuditCase]:
-    """Yields linears that are not gated, with biases, in float16; and others with an N-major
-    weight, or with a norm before or after them."""
+    """Yields linears that are not gated, with biases, in float16. Also yields linears with an
+    N-major weight, or with a norm before or after the linear."""
     half = LinearCase("", 1, 2048, 8192, dtype=torch.float16, activation="gelu_tanh")
     yield from _cases("not gated", linear_activation.OP, half, target, bias=meta(8192).float())
     # The layer norm of a whole row. The longest row needs the most registers.
@@ -70,7 +73,8 @@ def _plain_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _coded_cases(target: Target) -> Iterator[AuditCase]:
-    """Yields linears of the first model with quantised weights, as checkpoints store them."""
+    """Yields linears of the first model with quantised weights, in the formats in which checkpoints
+    store them."""
     hidden, inner, _ = next(iter(MODELS.values()))
     for name, options in FORMATS.items():
         if options.get("codes") or ("fp8" in name and not target.has("fp8")):
@@ -107,7 +111,7 @@ def _rounding_cases(target: Target) -> Iterator[AuditCase]:
 
 
 def _scale_cases(target: Target) -> Iterator[AuditCase]:
-    """Yields the kernels that write scales of a weight for a library's product of codes."""
+    """Yields the kernels that write the scales of a weight for a library's product of codes."""
     kinds = {"rows": ((1, 4096), 1), "blocks": ((128, 128), "blocks")}
     for kind, (block, along) in kinds.items():
         case = ScaledCase("", ("tokens", along), 128, 4096, 14336, weight_format="fp8")
@@ -132,7 +136,7 @@ def _cases(
 ) -> Iterator[AuditCase]:
     """Yields the kernels of one call: the product, and the kernel that finishes its result.
 
-    changes: arguments that replace those of the case.
+    `changes` has arguments that replace the arguments of the case.
     """
     a = replace(op.sample_inputs(case, "meta"), **changes)
     for number, spec in enumerate(op.plan_for(a, target.name).specs):
@@ -141,7 +145,8 @@ def _cases(
         grouped &= "SCALED" not in constants
         stack = CODES_STACK_FOR_MOST if constants.get("BLOCK_T") == 128 else CODES_STACK
         stack = stack if "PER" in constants else 0
-        # With many tokens, a library computes the products, or a kernel that decodes the weight.
+        # If there are many tokens, a library computes the products, or a kernel that decodes the
+        # weight does.
         streamed, decodes = spec.kernel.startswith("streamed"), spec.kernel == MIXED.name
         claims = Expectations(
             mma=TRITON_TYPES[case.dtype] if streamed or decodes else None,

@@ -1,6 +1,9 @@
-"""Audit cases of mixture-of-experts kernels, which are compiled with every supported Triton. They
-cover published dims, each weight format, each regime of rows per expert, and the NVFP4 x NVFP4
-grouped GEMM in both tile orders."""
+"""Audit cases of mixture-of-experts kernels, which are compiled with every supported release of
+Triton.
+
+They cover the sizes of published models, each weight format, each regime of rows per expert, and
+the NVFP4 x NVFP4 grouped GEMM in both tile orders.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ from tilewright.tools.audit.cases import (
     planned,
 )
 
-# One token, decode batches, a chunk of a prefill, and a whole prefill.
+# The numbers of tokens: one token, decode batches, a chunk of a prefill, and a whole prefill.
 TOKEN_COUNTS = (1, 64, 1024, 8192)
 ROWS_PER_GROUP = (1, 64, 1024)
-# Up to this many rows per expert, the time is that of reading the weights.
+# Up to this many rows per expert, a call takes as long as reading the weights.
 MEMORY_BOUND_ROWS = 16
 # The number of columns that share an int4 scale.
 GROUP = 64
@@ -46,10 +49,11 @@ GROUP = 64
 
 @dataclass(frozen=True)
 class Mixture:
-    """The MoE layers of a published model, or one GPU's share of them.
+    """The MoE layers of a published model, or the share that one GPU has of them.
 
-    formats: the weight formats of its checkpoints. gpt_oss: the rows of gate and up alternate, the
-    linears have biases, the activation is clamped, and dense weights are stored [E, K, N].
+    formats: the weight formats of its checkpoints.
+    gpt_oss: whether the layers are those of gpt-oss: the rows of gate and up alternate, the linears
+        have biases, the activation is clamped, and dense weights are stored [E, K, N].
     """
 
     name: str
@@ -64,7 +68,7 @@ class Mixture:
         self, tokens: int, weight_format: str, dtype: torch.dtype = torch.bfloat16, **more: Any
     ) -> FusedMoeArguments:
         """Returns a call on meta tensors. gate and up are the halves of one tensor, or its
-        alternating rows; they share one scale tensor and one bias tensor."""
+        alternating rows. They share one scale tensor and one bias tensor."""
         both = self.weight(weight_format, 2 * self.inner, self.hidden, dtype)
         down = self.weight(weight_format, self.hidden, self.inner, dtype)
         if self.gpt_oss:
@@ -102,7 +106,8 @@ MODELS = (
     Mixture("gpt-oss-20b", 2880, 2880, 32, 4, ("dense", "mxfp4"), gpt_oss=True),
     Mixture("deepseek-v2-lite", 2048, 1408, 64, 6, ("dense",)),
 )
-# Routers: (hidden size, experts, slots, other options). The last router's weight is float32.
+# The routers: (hidden size, experts, slots, other options). The weight of the last router is
+# float32.
 ROUTER_TOKENS = (1, 64, 1024)
 OF_TWO = {"num_groups": 8, "top_groups": 4, "group_top": 2, "norm_eps": 1e-20, "scaling": 2.5}
 ROUTERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
@@ -112,7 +117,7 @@ ROUTERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gpt-oss-20b": (2880, 32, 4, {"scores": "softmax_of_chosen"}),
     "ernie-4.5-21b": (2560, 64, 6, {"normalise": True, "norm_min": 1e-12}),
 }
-# Rows (N) and columns (K): those of the op's own benchmarks, and some that are not multiples of
+# The rows (N) and columns (K) of the op's own benchmarks, and some sizes that are not multiples of
 # 128.
 NVFP4_SHAPES = ((4096, 7168), (7168, 2048), (1536, 2048), (2880, 2880))
 NVFP4_EXPERTS = 32
@@ -186,8 +191,10 @@ def _router(spec: KernelSpec) -> Expectations:
 
 
 def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
-    """Returns the rules for a grouped GEMM, or for a kernel that is launched beside it.
-    memory_bound: whether the GEMM's time is that of reading the weights."""
+    """Returns the rules for a grouped GEMM, or for a kernel that is launched with it.
+
+    `memory_bound` says whether the GEMM takes as long as reading the weights.
+    """
     constants, types = dict(spec.constants), dict(spec.signature)
     if "SWAPPED" not in constants:
         return Expectations()
@@ -204,8 +211,8 @@ def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
 
 
 def nvfp4_mma(target: Target) -> str:
-    """Returns the format in which a target must multiply NVFP4 x NVFP4: "nvfp4" if its tensor cores
-    support that format, else "bf16"."""
+    """Returns the format in which a target must multiply NVFP4 x NVFP4. It is "nvfp4" if the
+    target's tensor cores support that format, otherwise "bf16"."""
     return "nvfp4" if target.has("block_scaled_mma") else "bf16"
 
 
@@ -239,8 +246,8 @@ def _nvfp4_cases(rows: int, inner: int, target: Target) -> Iterator[AuditCase]:
 
 
 def nvfp4_case(name: str, spec: KernelSpec, target: Target) -> AuditCase:
-    """Returns the case of one NVFP4 x NVFP4 kernel. On a chip whose tensor cores support NVFP4, it
-    must multiply in that format."""
+    """Returns the case of one NVFP4 x NVFP4 kernel. On a chip whose tensor cores support NVFP4, the
+    kernel must multiply in that format."""
     swapped, specialised = spec.constant("SWAPPED"), bool(spec.constant("WARP_SPECIALIZE"))
     claims = Expectations(
         mma=nvfp4_mma(target),

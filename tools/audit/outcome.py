@@ -14,9 +14,10 @@ from tilewright.codegen.targets import Target
 class Audited:
     """The outcome for one kernel.
 
-    audit: None if the kernel did not compile; error then holds the compiler's last lines. problems:
-    the rules that the machine code breaks, each as `rule: sentence`. notes: further remarks in the
-    same form.
+    audit: the audit of its machine code; None if the kernel did not compile.
+    error: the last lines of the compiler's output if it did not compile.
+    problems: the rules that the machine code breaks, each as `rule: sentence`.
+    notes: further remarks in the same form.
     """
 
     audit: Audit | None
@@ -31,7 +32,8 @@ class Audited:
 
 
 def outcome_of(build: Callable[[], Artifact], target: Target, expected: Expectations) -> Audited:
-    """Compiles a kernel and audits it. A kernel that Triton rejects is an outcome, not an error."""
+    """Compiles a kernel and audits it. A kernel that Triton rejects is an outcome and not an
+    error."""
     try:
         audit = build().audit
     except BuildError as error:

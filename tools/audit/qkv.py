@@ -1,8 +1,9 @@
-"""Audit cases of the attention ops, whose kernels are compiled with every supported Triton. They
-cover published dims and each lowering, with few tokens and many; then each option of the op, and
-each weight format, by itself.
+"""Audit cases of the attention ops, whose kernels are compiled with every supported release of
+Triton.
 
-Calls use meta tensors. Their steps are planned as those of a report are.
+They cover the sizes of published models and each lowering, with few tokens and many. They also
+cover each option of the op, and each weight format, by itself. Calls use meta tensors, and their
+steps are planned as the steps of a report are.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from tilewright.tools.audit.cases import (
     planned,
 )
 
-# Tokens per step: single-sequence decode, decode batches, prefill.
+# The numbers of tokens in a step: single-sequence decode, decode batches, and prefill.
 TOKEN_COUNTS = (1, 64, 512, 4096)
 QUANTIZED_COUNTS = (1, 64, 1024)
-# Up to this many tokens, the time is that of reading the weights.
+# Up to this many tokens, a step takes as long as reading the weights.
 MEMORY_BOUND_TOKENS = 16
 
 _PLAIN = AttentionCase(
@@ -72,14 +73,14 @@ MODELS = (
 
 
 def _sequences(number: int) -> dict[str, Any]:
-    """Returns the options for a number of sequences, the first of which has all the new tokens."""
+    """Returns the options for a number of sequences. The first sequence has all the new tokens."""
     rest = (0,) * (number - 1)
     return {"new_tokens": (_PLAIN.num_tokens, *rest), "cached_tokens": (0, *rest)}
 
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _RAGGED = {"slots": "ragged", "slot_dtype": torch.uint32}
-# Name -> options that change the first model. Each is tried by itself.
+# For each name, the options that change the first model. Each is tried by itself.
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp8 cache": {"cache_dtype": _E4M3, "cache_scale": "head"},
     "fp8 cache, multiplied": {
@@ -113,7 +114,7 @@ _FP8 = {"weight_format": "fp8"}
 _GPTQ = {"weight_format": "int4_k", "transposed": True, "zeros": "packed"}
 _CODES = {**_FP8, "codes": True}
 _BYTES = {"words": torch.uint8}
-# Name -> how checkpoints quantise a weight. 0 in scale_block stands for K.
+# For each name, the way in which checkpoints quantise a weight. 0 in scale_block stands for K.
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"weight_format": "int4_k", "zero_point": 8, "scale_block": (1, 128)},
     "gptq": {**_GPTQ, "scale_block": (1, 128)},
@@ -144,7 +145,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 x fp8": {**_CODES, "scale_block": (1, 0), "x_scale": "token"},
     "fp8 x fp8 block": {**_CODES, "scale_block": (128, 128), "x_scale": "block"},
 }
-# The first model gets every format; the others get the two whose tiles differ most.
+# The first model gets every format. The others get the two formats whose tiles differ most.
 MODEL_FORMATS = {MODELS[0].name: tuple(FORMATS)}
 OTHERS = ("int4", "fp8 x fp8")
 
@@ -179,7 +180,8 @@ def quantized(model: AttentionCase, fmt: str) -> AttentionCase:
 @audited("qkv")
 def qkv_cases(target: Target) -> list[AuditCase]:
     """Returns, for each model and token count, the fused kernel that the cost model ranks first,
-    and the epilogue; then both for the first model with each option of the op."""
+    and the epilogue. For the first model, it also returns both kernels with each option of the
+    op."""
     cases = [case for model in MODELS for case in _model_cases(model, target)]
     for option, changes in OPTIONS.items():
         call = prepare(arguments(replace(MODELS[0], **changes)))
@@ -203,8 +205,11 @@ def _model_cases(model: AttentionCase, target: Target) -> Iterator[AuditCase]:
 
 @audited("qkv")
 def quantized_cases(target: Target) -> list[AuditCase]:
-    """Returns, for each model, format and token count, the fused kernel that the cost model ranks
-    first; and for each model and format, the kernel that dequantises the largest weight."""
+    """Returns the kernels of quantised weights.
+
+    For each model, format and token count, it returns the fused kernel that the cost model ranks
+    first. For each model and format, it returns the kernel that dequantises the largest weight.
+    """
     cases: list[AuditCase] = []
     for model in MODELS[:4]:
         for fmt in MODEL_FORMATS.get(model.name, OTHERS):
@@ -220,8 +225,8 @@ def quantized_cases(target: Target) -> list[AuditCase]:
 
 
 def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iterator[AuditCase]:
-    """Yields the kernels of the fused lowering that the cost model ranks first; nothing on a chip
-    without TMA."""
+    """Yields the kernels of the fused lowering that the cost model ranks first. Yields nothing on a
+    chip without TMA."""
     if not target.has("tma"):
         return
     for seconds, config in ranked(call.problem, tokens, target)[:1]:
@@ -232,7 +237,7 @@ def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iter
 
 def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
     """Returns the rules for a kernel of a fused lowering. A kernel that only rearranges x must keep
-    within the chip's limits, and has no other rules."""
+    within the limits of the chip, and has no other rules."""
     constants = dict(spec.constants)
     operand = dict(spec.signature)["x_ptr"].removeprefix("*")
     if spec.kernel == "qkv_projection":
@@ -242,7 +247,7 @@ def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
             mma=operand, tma_loads=True, warp_specialized=specialised, stack_bytes=stack
         )
     if "RUN" in constants:
-        return Expectations()  # no tensor core, and words go straight to registers
+        return Expectations()  # it uses no tensor core, and words go straight to registers
     if spec.kernel == "qkv_projection_swapped" and "q_scale_ptr" in constants:
         short = 2 * int(str(constants["BLOCK_P"])) < MMA_ROWS
         reason = SHORT_TILE_REASON if short else ""
@@ -258,8 +263,8 @@ def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
 
 
 def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
-    """Returns why a kernel with these constants reads its accumulator at every step; "" if it does
-    not."""
+    """Returns why a kernel with these constants reads its accumulator at every step. Returns "" if
+    it does not."""
     widths = [constants.get(name) for name in ("SCALE_COLUMNS", "X_SCALE_BLOCK")]
     hidden = constants.get("HIDDEN")
     grouped = any(
@@ -276,6 +281,6 @@ def _epilogue(name: str, call: FusedCall, tokens: int, target: Target) -> AuditC
 
 
 def _apart(call: FusedCall) -> FusedCall:
-    """Returns the call with q, k and v weights that are separate tensors."""
+    """Returns the call with weights of q, k and v that are separate tensors."""
     weights = {name: getattr(call.a, name) for name in ("q_weight", "k_weight", "v_weight")}
     return prepare(replace(call.a, **{name: w.contiguous() for name, w in weights.items()}))

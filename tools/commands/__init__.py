@@ -1,1 +1,1 @@
-"""One file per command of `tilewright`."""
+"""The commands of `tilewright`. Each command has a file."""

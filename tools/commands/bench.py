@@ -1,4 +1,5 @@
-"""`tilewright bench`: the project's own benchmarks, from a checkout; and a step of any model."""
+"""The command `tilewright bench`, which runs the project's own benchmarks from a checkout, or
+measures a step of any model."""
 
 from __future__ import annotations
 
@@ -29,29 +30,44 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Which; without one: list them.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...",
+            help="The names of the benchmarks to run; without a name, list them.",
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draw the kept results as SVG; run nothing.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Draw the stored results as SVG, and run nothing."),
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Measure a step of a model here, kernel by kernel."),
+        typer.Option(
+            metavar="MODEL", help="Measure a step of this MODEL on this machine, kernel by kernel."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --profile: read torch.profiler's trace instead."),
+        typer.Option(
+            metavar="FILE",
+            help="With --profile: read this trace of torch.profiler instead of measuring.",
+        ),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="With --trace: the chip it was recorded on.", callback=target_name),
+        typer.Option(help="With --trace: the chip on which it was recorded.", callback=target_name),
     ] = None,
     present: Annotated[
         int | None,
-        typer.Option(min=0, help="With --profile: tokens in the caches of each sequence."),
+        typer.Option(
+            min=0, help="With --profile: the number of tokens in the caches of each sequence."
+        ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="With --profile: layers of a zoo model; default: all.")
+        int | None,
+        typer.Option(
+            min=1, help="With --profile: the number of layers of a zoo model; default: all."
+        ),
     ] = None,
     cuda_graph: Annotated[
         bool, typer.Option(help="With --profile: replay the step as a CUDA graph.")
@@ -59,10 +75,11 @@ def bench(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Run benchmarks of the checkout tilewright is installed from, or draw their kept results.
+    """Run the benchmarks of the checkout from which tilewright is installed, or draw their stored
+    results.
 
-    Each benchmark takes its own options when run as `python benchmarks/NAME.py`. --profile shows
-    the distance of a step of MODEL (as for `inspect`) to the memory floor, kernel by kernel.
+    Each benchmark takes its own options when it is run as `python benchmarks/NAME.py`. --profile
+    shows how far a step of MODEL (as for `inspect`) is from the memory floor, kernel by kernel.
     """
     with errors_for_people(debug):
         if profile is not None:
@@ -70,7 +87,9 @@ def bench(
             _profile(wanted, as_json, debug)
             return
         if trace is not None:
-            raise CommandError("--trace needs --profile MODEL, the model that was recorded")
+            raise CommandError(
+                "--trace needs --profile MODEL, which names the model that was recorded"
+            )
         if not FOLDER.is_dir():
             raise CommandError(
                 f"the benchmarks live in a checkout of the project; none at {FOLDER}"
@@ -101,7 +120,7 @@ def _profile(wanted: Wanted, as_json: bool, debug: bool) -> None:
 
 
 def _benchmarks() -> dict[str, str]:
-    """Returns the scripts that can be run, with the first line of each docstring."""
+    """Returns the scripts that can be run, with the first line of the docstring of each."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         text = path.read_text("utf-8")

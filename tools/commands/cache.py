@@ -1,4 +1,5 @@
-"""`tilewright cache`: lists the contents of the kernel cache, and makes it smaller."""
+"""The command `tilewright cache`, which lists the contents of the kernel cache, and makes the cache
+smaller."""
 
 from __future__ import annotations
 
@@ -28,24 +29,31 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 def cache(
     prune_now: Annotated[
         bool,
-        typer.Option("--prune", help="Remove leftovers, and what was used longest ago."),
+        typer.Option(
+            "--prune", help="Remove leftovers, and the entries that were used longest ago."
+        ),
     ] = False,
     max_size: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="With --prune: down to this, as 500MB; default: TILEWRIGHT_CACHE_SIZE, or 2GiB.",
+            help="With --prune: make the cache at most this large, such as 500MB; default: "
+            "TILEWRIGHT_CACHE_SIZE, or 2GiB.",
         ),
     ] = None,
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="With --prune: what was not used for this, as 30d, 12h."),
+        typer.Option(
+            metavar="AGE",
+            help="With --prune: remove entries that were not used for "
+            "this time, such as 30d or 12h.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the kernel cache: folder, entries, size; --prune makes it smaller.
+    """Show the kernel cache: its folder, its entries and its size. With --prune, make it smaller.
 
-    Exit code 1 where the folder is not used, with the reason.
+    The exit code is 1 if the folder is not used. The output then has the reason.
     """
     from tilewright.codegen.build.cache import cache_dir
     from tilewright.codegen.build.cache.folder import refusal
@@ -56,7 +64,7 @@ def cache(
         problem = refusal(folder)
         bound, age = _bound(max_size), _age(older_than)
         if not prune_now and (max_size is not None or older_than is not None):
-            raise CommandError("--max-size and --older-than: expected together with --prune")
+            raise CommandError("--max-size and --older-than can be used only together with --prune")
         if prune_now and problem is not None:
             raise CommandError(f"--prune: {folder} is not used: {problem}")
         pruned = prune(folder, bound, age) if prune_now else None

@@ -24,23 +24,29 @@ USAGE_ERROR = 2
 
 MODEL_HELP = (
     "module:function or file.py:function, a function without arguments that returns "
-    "(model, args, kwargs); a checkpoint's folder, or its config.json, without its weights; "
+    "(model, args, kwargs); the folder of a checkpoint or its config.json (weights are not "
+    "needed); "
     f"or a zoo name: {', '.join(ZOO)}, {FORMS_OF_A_MODEL}."
 )
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 PatternsOption = Annotated[
     str | None,
-    typer.Option(help="Comma-separated patterns to use; with a leading '-', to leave out."),
+    typer.Option(
+        help="Comma-separated names of patterns to use; a leading '-' leaves a pattern out."
+    ),
 ]
 DynamicOption = Annotated[
     bool | None,
-    typer.Option("--dynamic/--no-dynamic", help="As in torch.compile; default: its own."),
+    typer.Option(
+        "--dynamic/--no-dynamic",
+        help="The argument `dynamic` of torch.compile; by default, torch.compile's own default.",
+    ),
 ]
 
 
 def target_name(given: str | None) -> str | None:
-    """Returns the name of the target that a target's or a product's name stands for; returns any
-    other name unchanged."""
+    """Returns the name of the target that a given name stands for, which may be the name of a
+    target or of a product. Returns any other name unchanged."""
     target = find_target(given)
     return given if target is None else target.name
 
@@ -50,12 +56,12 @@ TargetOption = Annotated[
     str, typer.Option(help=f"The chip to plan for: {TARGETS_HELP}.", callback=target_name)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Full traces of errors.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the full traces of errors.")]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A MODEL as given to a command, and how it is to be traced."""
+    """A MODEL that a command was given, and the options with which it is traced."""
 
     model: str
     patterns: str | None
@@ -87,7 +93,8 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """Turns any error in the block, which imports or calls a user's code, into a CommandError."""
+    """Turns any error in the block into a CommandError. The block imports or calls a user's
+    code."""
     try:
         yield
     except ModelError as error:
@@ -97,7 +104,8 @@ def users_code(name: str) -> Iterator[None]:
 
 
 def writable_folder(path: Path, option: str) -> Path:
-    """Returns the folder, which is made if missing. Raises CommandError if it cannot be written."""
+    """Returns the folder. Makes it if it is missing. Raises CommandError if the folder cannot be
+    written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".tilewright-write-probe"

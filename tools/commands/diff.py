@@ -1,4 +1,5 @@
-"""`tilewright diff A B`: the differences of two snapshots or saved reports."""
+"""The command `tilewright diff A B`, which shows the differences of two snapshots or saved
+reports."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tilewright.tools.console import make_console
 from tilewright.tools.report.snapshot import SnapshotError, compare, read_lines
 
 FileArgument = typer.Argument(
-    help="A snapshot, a report saved with --json, or the file of the option `report`."
+    help="A snapshot, a report saved with --json, or a file that the option `report` wrote."
 )
 
 
@@ -28,10 +29,10 @@ def diff(
     b: Annotated[Path, FileArgument],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two snapshots or saved reports: sites lost, gained, changed.
+    """Compare two snapshots or saved reports: sites lost, gained and changed.
 
-    Shows what another version of torch or transformers changes for a model. Exit code 1 where they
-    differ.
+    The output shows, for example, what another version of torch or transformers changes for a
+    model. The exit code is 1 if the two differ.
     """
     with errors_for_people(debug=False):
         try:

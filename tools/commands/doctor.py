@@ -1,4 +1,5 @@
-"""`tilewright doctor`: what is installed, and what will and will not work on this machine."""
+"""The command `tilewright doctor`, which shows what is installed, and what works on this
+machine."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ MARKS = {"ok": "green", "no": "yellow", "failed": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the output. state: `ok`; `no` if it is absent but optional, or newer than tested;
-    or `failed`."""
+    """One line of the output.
+
+    state: `ok`; `no` if the item is absent but optional, or newer than any tested version; or
+    `failed`.
+    """
 
     what: str
     state: str
@@ -31,7 +35,8 @@ class Finding:
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check this machine: versions, GPU, cache, compiler, backend. Exit code 1 where one fails."""
+    """Check this machine: versions, GPU, cache, compiler and backend. The exit code is 1 if a check
+    fails."""
     findings = [_python(), *map(_package, PACKAGES), _gpu(), _checked("cache folder", _cache)]
     findings += [_checked("backend", _backend)]
     findings += [_checked(f"compiler for {t.name}", partial(_compile, t)) for t in gpu_targets()]
@@ -65,14 +70,16 @@ def _tried(name: str, version: str) -> Finding:
     newest = newest_tried(name)
     if newest is None or release(version) <= release(newest):
         return Finding(name, "ok", version)
-    return Finding(name, "no", f"{version} is newer than any that was tried: {newest} at most")
+    return Finding(
+        name, "no", f"{version} is newer than any tested version; the newest tested is {newest}"
+    )
 
 
 def _gpu() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        detail = "none: kernels are cross-compiled, and what a GPU would run is reported; "
+        detail = "none: kernels are cross-compiled, and reports show what a GPU would run; "
         detail += "torch.compile leaves graphs as they are"
         return Finding("GPU", "no", detail)
     arch = torch.cuda.get_device_capability()

@@ -1,4 +1,4 @@
-"""`tilewright explain CODE`: what a miss code means and what to do."""
+"""The command `tilewright explain CODE`, which says what a miss code means and what to do."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from tilewright.tools.report.miss_guide import miss_guide
 
 def explain(
     code: Annotated[
-        str | None, typer.Argument(metavar="[CODE]", help="A miss code; without one: list them.")
+        str | None,
+        typer.Argument(metavar="[CODE]", help="A miss code; without one, list all codes."),
     ] = None,
     source: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="FILE", help="file.py or module of patterns with codes of their own."
+            "--from",
+            metavar="FILE",
+            help="A file.py or module of patterns that have codes of their own.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -58,8 +61,8 @@ def explain(
 
 
 def _codes_of(source: str) -> Mapping[str, str]:
-    """Returns the codes that are registered once a user's file is imported. source: the file or
-    module, and optionally a function in it."""
+    """Returns the codes that are registered once a user's file is imported. `source` is the file or
+    module, and may name a function in it."""
     from tilewright.patterns.language import CODES
 
     place = source.partition(":")[0]

@@ -1,4 +1,5 @@
-"""`tilewright inspect MODEL`: what is fused, what is missed and why, and the kernels."""
+"""The command `tilewright inspect MODEL`, which shows what is fused, what is missed and why, and
+the kernels."""
 
 from __future__ import annotations
 
@@ -43,55 +44,73 @@ def inspect(
     kernels: Annotated[
         bool, typer.Option("--kernels/--no-kernels", help="Compile and audit the kernels.")
     ] = True,
-    before: Annotated[bool, typer.Option("--before", help="Print the graphs as captured.")] = False,
-    after: Annotated[bool, typer.Option("--after", help="Print the graphs as rewritten.")] = False,
+    before: Annotated[bool, typer.Option("--before", help="Print the captured graphs.")] = False,
+    after: Annotated[bool, typer.Option("--after", help="Print the rewritten graphs.")] = False,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one self-contained page.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the report to this file as one self-contained HTML page."
+        ),
     ] = None,
     tp: Annotated[
-        int, typer.Option(min=1, help="As one of so many ranks that share a zoo model's tensors.")
+        int,
+        typer.Option(
+            min=1, help="Inspect one of this many ranks that share the tensors of a zoo model."
+        ),
     ] = 1,
     ep: Annotated[
-        int, typer.Option(min=1, help="As one of so many ranks that share its experts: 1 or --tp.")
+        int,
+        typer.Option(
+            min=1,
+            help="Inspect one of this many ranks that share its experts: 1, or the number of --tp.",
+        ),
     ] = 1,
     present: Annotated[
         int | None,
-        typer.Option(min=0, help="Tokens in the caches of each sequence: counts their bytes."),
+        typer.Option(
+            min=0,
+            help="The number of tokens in the caches of each sequence, whose bytes are counted.",
+        ),
     ] = None,
     census: Annotated[
         bool,
         typer.Option(
             "--census",
-            help="Count every product with a weight, softmax, cache write and top-k: in a match, "
-            "in a miss, of no interest, or unaccounted.",
+            help="Count every product with a weight, softmax, cache write and top-k, and say for "
+            "each whether it is in a match, in a miss, of no interest, or unaccounted.",
         ),
     ] = False,
     batches: Annotated[
         str | None,
         typer.Option(
             metavar="1,16,64",
-            help="Only a table of steps with so many sequences each; --target may name several "
-            "chips: sm100,sm90.",
+            help="Print only a table of steps with these numbers of sequences; --target may name "
+            "several chips, as in sm100,sm90.",
         ),
     ] = None,
     at: Annotated[
         str | None,
-        typer.Option(metavar="MODULE", help="What each pattern says of one module (`*` matches)."),
+        typer.Option(
+            metavar="MODULE",
+            help="Print what each pattern found or missed in this "
+            "module (a path, with `*` as a wildcard).",
+        ),
     ] = None,
     engine: Annotated[
         bool,
         typer.Option(
             "--engine",
-            help="As transformers' continuous batching runs it: a step of one token for each "
-            "sequence, and one of many tokens.",
+            help="Inspect the steps of transformers' continuous batching: a step with one token "
+            "for each sequence, and a step with many tokens.",
         ),
     ] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
+    """Show what is fused in MODEL, what is missed and why, and the kernels, without running the
+    model.
 
-    Needs no GPU and no weights, since tensors are on the meta device. --tp also shows what a rank
-    sends, and how long a step takes at least. --batches prints a table of modelled steps instead.
+    This needs no GPU and no weights, because tensors are on the meta device. --tp also shows what a
+    rank sends, and the shortest time of a step. --batches prints a table of modelled steps instead.
     """
     from tilewright.codegen.targets import get_target
     from tilewright.compiler.report.savings import savings_of
@@ -108,19 +127,19 @@ def inspect(
 
     with errors_for_people(debug):
         if as_json and (before or after):
-            raise CommandError("--json: not together with --before or --after")
+            raise CommandError("--json cannot be used together with --before or --after")
         _check_page(html)
         if batches is not None:
             if (tp, ep) != (1, 1) or engine or census or at is not None:
                 others = "--tp, --ep, --engine, --census or --at"
-                raise CommandError(f"--batches: not together with {others}")
+                raise CommandError(f"--batches cannot be used together with {others}")
             chosen = Chosen(model, patterns, dynamic, debug)
             _inspect_batches(chosen, batches, target, present, as_json, html)
             return
         rank = None
         if engine:
             if (tp, ep) != (1, 1):
-                raise CommandError("--engine: not together with --tp or --ep")
+                raise CommandError("--engine cannot be used together with --tp or --ep")
             lowered = load_and_lower_engine(model, patterns, dynamic, target, debug)
         elif (tp, ep) == (1, 1):
             lowered = load_and_lower(model, patterns, dynamic, target, debug)
@@ -193,7 +212,9 @@ def sizes_of(listed: str) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise CommandError(f"--batches: expected numbers from 1, as 1,16,64, got {listed!r}")
+        raise CommandError(
+            f"--batches: expected numbers of at least 1, such as 1,16,64, got {listed!r}"
+        )
     return sizes
 
 
@@ -216,7 +237,7 @@ def _asked(model: str, lowered: Lowered, census: bool, module: Module | None) ->
 
 
 def _explain(console: Console, report: Group, codes: Sequence[str]) -> None:
-    """Prints, after a report, the meanings of its short forms, and where its codes are
+    """Prints the meanings of a report's short forms, and the places where its codes are
     explained."""
     with console.capture() as captured:
         console.print(report)
@@ -232,7 +253,7 @@ def _explain(console: Console, report: Group, codes: Sequence[str]) -> None:
 
 
 def report_dict(lowered: Lowered, audits: Sequence[KernelAudit]) -> dict[str, Any]:
-    """Returns the report as JSON-ready data, each kernel with its audit."""
+    """Returns the report as JSON-ready data. Each kernel has its audit."""
     report = lowered.as_dict()
     outcomes = {outcome.kernel.spec.name: outcome.as_dict() for outcome in audits}
     report["kernels"] = [k | outcomes.get(k["name"], {}) for k in report["kernels"]]

@@ -1,4 +1,5 @@
-"""`tilewright kernels MODEL`: every kernel audited; its source, PTX and cubin with `-o DIR`."""
+"""The command `tilewright kernels MODEL`, which audits every kernel. With `-o DIR` it writes the
+source, PTX and cubin of each kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ def kernels(
     model: ModelArgument,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Where files go; none without it."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="The folder to which files are written. Without it, no files are written.",
+        ),
     ] = None,
     patterns: PatternsOption = None,
     dynamic: DynamicOption = None,
@@ -50,12 +56,12 @@ def kernels(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Audit every kernel of MODEL; with -o, write each as .py, .ptx, .cubin and .audit.json.
+    """Audit every kernel of MODEL. With -o, write each kernel as .py, .ptx, .cubin and .audit.json.
 
-    A manifest lists them there. Files that an earlier run's manifest lists and this one does not
-    write are removed; all others stay. Compiled kernels are cached, so a second run only copies,
-    and an interrupted one goes on where it stopped. Exit code 1 where a kernel does not compile or
-    breaks a rule of the target.
+    A manifest in the folder lists these files. A later run removes the files that the manifest of
+    an earlier run lists and that the later run does not write; all other files stay. Compiled
+    kernels are cached. Therefore a second run only copies files, and an interrupted run can be
+    continued. The exit code is 1 if a kernel does not compile or breaks a rule of the target.
     """
     from tilewright.tools.commands.models import audited, load_and_lower
     from tilewright.tools.report.text_report import render_kernels
@@ -94,7 +100,7 @@ def _keep_only(folder: Path, earlier: set[str], manifest: dict[str, Any]) -> Non
 
 
 def listed_files(manifest: Path) -> set[str]:
-    """Returns the files of kernels that a manifest lists; none if there is no manifest.
+    """Returns the kernel files that a manifest lists. Returns none if there is no manifest.
 
     Raises CommandError if the file is not such a manifest, because it would be overwritten.
     """
@@ -105,14 +111,14 @@ def listed_files(manifest: Path) -> set[str]:
         return set()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CommandError(
-            f"--output: {manifest} is no manifest of kernels; name another folder"
+            f"--output: {manifest} is not a manifest of kernels; name another folder"
         ) from error
     return {name for name in names if Path(name).name == name and name.endswith(SUFFIXES)}
 
 
 def write_kernel(folder: Path, outcome: KernelAudit, target: str) -> list[str]:
-    """Writes a kernel's files and returns their names. A kernel that did not compile has only its
-    source."""
+    """Writes the files of a kernel and returns their names. A kernel that did not compile has only
+    its source."""
     kernel: Kernel = outcome.kernel
     parts: Mapping[str, bytes] = {".py": kernel.source.encode()}
     if outcome.audit is not None:

@@ -1,4 +1,5 @@
-"""Explains the short forms of a report in words; `inspect` prints those that a report contains."""
+"""Explains the short forms of a report in words. `inspect` prints the explanations of the short
+forms that a report contains."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 class Term:
     """A short form, as docs/command-line.md shows it.
 
-    label: labels of the lines that may contain it. seen: a regular expression for it in such a
-    line; where it covers all of `shown`, the numbers of the report are shown.
+    label: the labels of the lines that may contain the short form.
+    seen: a regular expression for it in such a line. If the expression covers all of `shown`, the
+        explanation shows the numbers of the report.
     """
 
     shown: str
@@ -33,7 +35,7 @@ TERMS = (
          "the kernel of linears for few tokens: it reads the weights once, in the form in which "
          "they are stored"),
     Term("library", "lowering", r"library\b",
-         "a library's GEMMs, and one kernel for whatever else the op computes"),
+         "a library's GEMMs, and one kernel for the rest of the op's computation"),
     Term("reference", "lowering", r"reference\b",
          "the op's definition in PyTorch runs: no kernel takes this call"),
     Term("dots 16x2048", "reason", r"dots \d+x\d+",
@@ -41,10 +43,11 @@ TERMS = (
          "each program takes, and the columns of K that it reads at a time"),
     Term("128x16x128", "reason", r"\d+x\d+h? ?x\d+",
          "the tile that a program multiplies at a time: rows and columns of the result, and "
-         "columns of K. Rows are those of the weight for swapped and streaming kernels, else "
+         "columns of K. Rows are rows of the weight in swapped and streaming kernels, otherwise "
          "tokens; `h` counts heads"),
     Term("/2", "reason", r"/\d+ w\d",
-         "split-K: this many programs each compute a part of one output tile (in attention, each "
+         "split-K: this many programs compute one output tile together, each a part of its sum "
+         "(in attention, each "
          "reads a part of the keys)"),
     Term("w4 s4", "reason", r"\bw\d+\b",
          "`w4`: a program has 4 warps; `s4`: 4 stages, which is the number of loads in flight"),
@@ -63,17 +66,18 @@ TERMS = (
          "the graph has a page and an offset as two tensors: the slot is page * page size + "
          "offset"),
     Term("slots=slice", "shapes", r"slots=slice", "the cache is written as a slice of it"),
-    Term("rope=half", "shapes", r"rope=half", "rotary embedding pairs a head's two halves"),
+    Term("rope=half", "shapes", r"rope=half",
+         "the rotary embedding pairs the two halves of a head"),
     Term("gqa=4", "shapes", r"gqa=\d+",
          "number of query heads that share a head of keys and values"),
     Term("routed=128", "shapes", r"routed=\d+",
          "number of experts that the router chooses from; this device holds only some of them"),
     Term("anchored", "stage", "anchored",
-         "a pattern started here, at a write, but the write itself does not have the form that "
-         "it needs"),
+         "a pattern began at this write, but the write does not have the form that the pattern "
+         "needs"),
     Term("k path, v path, q path", "stage", "[kvq] path",
-         "an operation between the cache (or the attention) and the projection of K, V or Q is "
-         "not known"),
+         "the pattern does not know an operation between the cache (or the attention) and the "
+         "projection of K, V or Q"),
     Term("activation", "stage", "activation",
          "the projections do not share one input, as they must"),
     Term("guards", "stage", "guards",
@@ -102,8 +106,8 @@ _STAGES = re.compile("|".join(t.seen for t in TERMS if t.label == "stage"))
 
 
 def _labelled(report: str) -> Iterator[tuple[str, str]]:
-    """Yields (label, text) of a report's lines. A continuation line has the label of the line
-    before."""
+    """Yields (label, text) of the lines of a report. A continuation line has the label of the line
+    before it."""
     label = ""
     for line in report.splitlines():
         field, place = _FIELD.fullmatch(line), _PLACE.fullmatch(line)

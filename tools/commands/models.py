@@ -1,4 +1,4 @@
-"""Shared parts of the commands with a MODEL: load it, lower it, and audit its kernels."""
+"""The parts that commands with a MODEL share: they load it, lower it, and audit its kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load(model: str, **options: Any) -> LoadedModel:
 def load_and_lower(
     model: str, patterns: str | None, dynamic: bool | None, target: str, debug: bool
 ) -> Lowered:
-    """Loads and lowers MODEL. Anything that it prints goes to stderr. Raises CommandError."""
+    """Loads and lowers MODEL. Text that its code prints goes to stderr. Raises CommandError."""
     check_target(target)
     with contextlib.redirect_stdout(sys.stderr):
         loaded = load(model)
@@ -68,8 +68,8 @@ def lowered_as(model: str, loaded: LoadedModel, target: str, debug: bool) -> Low
 def lowered_batches(
     chosen: Chosen, sizes: Sequence[int], targets: Sequence[str], present: int | None
 ) -> tuple[list[BatchRow], Lowered]:
-    """Returns the steps of a MODEL at each batch size on each target, and the first step lowered. A
-    user's function gets the batch size as `batch`. Raises CommandError."""
+    """Returns the steps of a MODEL at each batch size on each target, and the first step as
+    lowered. A user's function gets the batch size as `batch`. Raises CommandError."""
     from tilewright.compiler.report.step import step_of
     from tilewright.tools.step.batches import BatchRow, weight_bytes
 
@@ -130,7 +130,8 @@ def load_and_lower_engine(
     check_target(target)
     with contextlib.redirect_stdout(sys.stderr), users_code(model):
         loaded = load(model)
-        # Dynamo would make the number of tokens a symbol, because the two steps differ in it.
+        # Because the two steps differ in the number of tokens, Dynamo would make this number a
+        # symbol.
         options: dict[str, Any] = {
             "patterns": pattern_names(patterns),
             "dynamic": False if dynamic is None else dynamic,
@@ -165,9 +166,9 @@ def pattern_names(listed: str | None) -> list[str] | None:
 
 @contextlib.contextmanager
 def traced(name: str, debug: bool) -> Iterator[None]:
-    """Turns any error in the block, which traces the model, into a CommandError."""
+    """Turns any error in the block into a CommandError. The block traces the model."""
     with contextlib.ExitStack() as stack:
-        if not debug:  # one line reports the error here; torch would log its whole trace
+        if not debug:  # the line below reports the error; torch would log its whole trace
             logging.disable(logging.ERROR)
             stack.callback(logging.disable, logging.NOTSET)
         stack.enter_context(waiting(f"tracing {name}"))

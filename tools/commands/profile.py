@@ -1,4 +1,5 @@
-"""`tilewright bench --profile MODEL`: a step, recorded here or elsewhere, next to its floor."""
+"""The command `tilewright bench --profile MODEL`, which shows a step, recorded here or elsewhere,
+next to its floor."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ RECORDED_STEPS = 10
 class Wanted:
     """A request for a profile.
 
-    trace: the file with the trace; None to record one on this GPU. target: the chip that the trace
-    was recorded on. present: tokens in the caches. layers: the number of layers of a zoo model;
-    None for all of them.
+    trace: the file with the trace; None to record one on this GPU.
+    target: the chip on which the trace was recorded.
+    present: the number of tokens in the caches.
+    layers: the number of layers of a zoo model; None for all of them.
     """
 
     model: str
@@ -61,7 +63,9 @@ def measured(wanted: Wanted, debug: bool) -> tuple[Profile, Step]:
 def _target(wanted: Wanted) -> str:
     if wanted.trace is not None:
         if wanted.target is None:
-            raise CommandError("--trace needs --target, the chip that it was recorded on")
+            raise CommandError(
+                "--trace needs --target, which names the chip on which the trace was recorded"
+            )
         return wanted.target
     chip = detect_target()
     if chip is None:
@@ -85,7 +89,9 @@ def _recorded(wanted: Wanted, loaded: LoadedModel, debug: bool) -> dict[str, Any
     given = [t for t in (*loaded.args, *loaded.kwargs.values()) if isinstance(t, torch.Tensor)]
     away = next((t.device for t in given if t.device.type != "cuda"), None)
     if away is not None:
-        raise CommandError(f"{wanted.model}: --profile runs it, and its arguments are on {away}")
+        raise CommandError(
+            f"{wanted.model}: --profile runs the model, but its arguments are on {away}"
+        )
     with traced(wanted.model, debug):
         return record(loaded, RECORDED_STEPS, wanted.cuda_graph)
 

@@ -1,4 +1,5 @@
-"""`tilewright verify MODEL`: each rewrite and the original graph, both against float64."""
+"""The command `tilewright verify MODEL`, which compares each rewrite and the original graph with
+float64."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tilewright.tools.zoo import PREFILL, is_zoo_name
 if TYPE_CHECKING:
     from tilewright.compiler.verify.sites import SiteError
 
-#: The sizes of a zoo model that is to run here. Its other dims stay.
+#: The sizes with which a zoo model is built to run here. Its other sizes stay as published.
 TOKENS, CACHE_LENGTH = 16, 64
 
 
@@ -38,19 +39,20 @@ def verify(
     patterns: PatternsOption = None,
     dynamic: DynamicOption = None,
     layers: Annotated[
-        int, typer.Option(min=1, help="Of a zoo model: how many layers, with random weights.")
+        int, typer.Option(min=1, help="For a zoo model: the number of layers, with random weights.")
     ] = 2,
     experts: Annotated[
-        int, typer.Option(min=1, help="Of a zoo model: how many experts at most.")
+        int, typer.Option(min=1, help="For a zoo model: the maximum number of experts.")
     ] = 16,
-    seed: Annotated[int, typer.Option(help="Of the random weights and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the random weights and tokens.")] = 0,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Run each kind of rewrite beside the original, and compare both with float64.
+    """Run each kind of rewrite next to the original, and compare both with float64.
 
-    Needs real tensors, on the CPU or a GPU: a zoo model is built with random weights, true dims
-    and few layers. Exit code 1 where a rewrite is less accurate than the graph it replaces.
+    The model needs real tensors, on the CPU or a GPU. A zoo model is built with random weights,
+    true sizes and few layers. The exit code is 1 if a rewrite is less accurate than the graph that
+    it replaces.
     """
     import torch
 
@@ -102,8 +104,8 @@ def _check_real(model: str, arguments: Sequence[Any]) -> None:
     if any(isinstance(item, torch.Tensor) and item.is_meta for item in arguments):
         raise CommandError(
             f"{model}: verify runs the model, so its arguments need data; they are on the meta "
-            "device. Hint: a second function that makes the model on the CPU or a GPU, as `real` "
-            "in docs/command-line.md"
+            "device. Hint: write a second function that makes the model on the CPU or a GPU, such "
+            "as `real` in docs/command-line.md"
         )
 
 
@@ -121,8 +123,12 @@ def _print(found: Sequence[SiteError]) -> None:
             error.pattern, error.scope, str(error.count), *(f"{n:.2e}" for n in numbers), verdict
         )
     console.print(table, markup=True)
-    console.print("errors: ||x - float64|| / ||float64||, of the worst of all outputs and caches")
+    console.print("errors: ||x - float64|| / ||float64||, for the worst of all outputs and caches")
     bad = sum(error.count for error in found if not error.good)
     total = sum(error.count for error in found)
-    said = f"{bad} of them less accurate than allowed" if bad else "none less accurate than allowed"
+    said = (
+        f"{bad} of them are less accurate than allowed"
+        if bad
+        else ("none of them is less accurate than allowed")
+    )
     console.print(f"verified: {total} {'site' if total == 1 else 'sites'}, {said}")

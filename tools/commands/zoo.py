@@ -1,4 +1,4 @@
-"""`tilewright zoo`: the built-in models."""
+"""The command `tilewright zoo`, which lists the built-in models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tilewright.tools.zoo import ZOO, zoo_facts
 def zoo(as_json: JsonOption = False) -> None:
     """List the built-in models: published configurations in full size on the meta device.
 
-    Suffixes of a name: -paged, -lora (not for DeepSeek); each also with -prefill (1024 tokens).
+    A name may have the suffix -paged or -lora (not for DeepSeek). Each name may also have the
+    suffix -prefill (1024 tokens).
     """
     models = [{"name": name} | zoo_facts(name) for name in ZOO]
     if as_json:

@@ -1,1 +1,1 @@
-"""Environments with other releases of the libraries, and the tests that run in them."""
+"""Makes environments with other releases of the libraries, and runs tests in them."""

@@ -40,8 +40,8 @@ class Outcome(Audited):
 
 
 def environment(release: str, root: Path = ENVIRONMENTS) -> Path:
-    """Returns the Python of an environment with this Triton release alone, which is built if
-    missing.
+    """Returns the Python of an environment that has only this release of Triton. Builds the
+    environment if it is missing.
 
     Raises RuntimeError with pip's message if the release cannot be installed.
     """
@@ -71,8 +71,8 @@ def audit_one(case: AuditCase, release: str, python: Path, target: Target) -> Ou
 def run_matrix(
     cases: Sequence[AuditCase], releases: Sequence[str], target: Target, workers: int
 ) -> list[Outcome]:
-    """Audits all cases with all releases, `workers` compilers at a time. Returns the outcomes in
-    the order of the table."""
+    """Audits all cases with all releases. `workers` compilers run at a time. Returns the outcomes
+    in the order of the table."""
     pythons = {release: environment(release) for release in releases}
     jobs = [(case, release, pythons[release], target) for case in cases for release in releases]
     with ThreadPoolExecutor(workers) as pool:
@@ -80,7 +80,7 @@ def run_matrix(
 
 
 def as_table(outcomes: Sequence[Outcome], target: Target) -> Table:
-    """Returns a table with one row per kernel and release."""
+    """Returns a table with one row for each kernel and release."""
     table = Table(title=f"{target.name}: emitted kernels by Triton release")
     for name in ("kernel", "triton", "ptxas", "tensor core", "TMA", "regs", "stack"):
         table.add_column(name, justify="left" if name in ("kernel", "tensor core") else "right")
@@ -92,8 +92,8 @@ def as_table(outcomes: Sequence[Outcome], target: Target) -> Table:
 
 
 def as_snapshot(outcomes: Sequence[Outcome]) -> str:
-    """Returns one line per kernel and release, with the facts that a compiler upgrade would
-    change."""
+    """Returns one line for each kernel and release, with the facts that an upgrade of the compiler
+    would change."""
     lines = []
     for outcome in outcomes:
         facts = outcome.audit.summary() if outcome.audit else "does not compile"
@@ -123,11 +123,13 @@ def _row(outcome: Outcome, target: Target) -> list[str]:
 
 
 def main(
-    target: str = typer.Option("sm100", help="Chip to compile for."),
-    release: list[str] = typer.Option(list(RELEASES), help="Triton releases to try."),  # noqa: B008
-    only: str = typer.Option("", help="Only kernels whose name contains this."),
-    workers: int = typer.Option(2, help="Compilers at a time."),
-    snapshot: str = typer.Option("", help="File for one line per kernel and release, to diff."),
+    target: str = typer.Option("sm100", help="The chip to compile for."),
+    release: list[str] = typer.Option(list(RELEASES), help="The Triton releases to try."),  # noqa: B008
+    only: str = typer.Option("", help="Compile only kernels whose name contains this text."),
+    workers: int = typer.Option(2, help="The number of compilers that run at a time."),
+    snapshot: str = typer.Option(
+        "", help="Write one line per kernel and release to this file, to compare runs."
+    ),
 ) -> None:
     """Compile the emitted kernels with several Triton releases and audit the machine code."""
     chip = get_target(target)

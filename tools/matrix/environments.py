@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def make_environment(python: str, folder: Path, *packages: str) -> None:
-    """Makes a new environment of a Python with these packages. Raises RuntimeError with pip's
-    message."""
+    """Makes a new environment that has this Python and these packages. Raises RuntimeError with
+    pip's message."""
     _run(python, "-m", "venv", "--clear", str(folder))
     pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
     _run(*pip, "--disable-pip-version-check", *packages)

@@ -1,4 +1,5 @@
-"""The releases that tilewright is tested with. `make matrix` tests them, `doctor` names them."""
+"""The releases with which tilewright is tested. `make matrix` tests them, and `doctor` names
+them."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One environment. Versions are those on PyPI; an empty version is the newest one today.
+    """One environment. Versions are versions on PyPI. An empty version stands for the newest one
+    today.
 
-    differs: how this environment differs from the others, and why, for docs/support.md. besides:
-    further packages with their versions. runs: kinds of tests, keys of `support_matrix.TESTS`.
+    differs: how this environment differs from the others, and why. docs/support.md shows it.
+    besides: further packages with their versions.
+    runs: the kinds of tests to run, as keys of `support_matrix.TESTS`.
     """
 
     name: str
@@ -46,8 +49,10 @@ ROWS = (
         "the ptxas of Triton 3.8.0 spills two registers of the QKV kernel of one token on SM100, "
         "around its main loop, a note of the audit; those of the other releases spill none"),
     Row("pinned", "3.11", "2.13.0", "3.7.1", "5.23.0", "what `make test` runs in"),
+    Row("transformers-5.24", "3.11", "2.13.0", "3.7.1", "5.24.0",
+        "models take `cache` in place of `past_key_values`", runs=("graphs", "serving")),
     Row("transformers-5.22", "3.11", "2.13.0", "3.7.1", "5.22.2",
-        "the release before the newest, for continuous batching", runs=("serving",)),
+        "an older engine of continuous batching", runs=("serving",)),
     Row("transformers-5.0", "3.11", "2.13.0", "3.7.1", "5.0.0",
         "the DeepSeek models of then: they cache expanded keys"),
     Row("torch-2.12", "3.11", "2.12.1", "3.7.1", "5.23.0"),
@@ -64,7 +69,8 @@ RELEASED = Row("released", "3.11", "", "", "")
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a version, without its build: "2.13.0+cpu" becomes (2, 13, 0)."""
+    """Returns the numbers of a version without its build. For example, "2.13.0+cpu" becomes (2, 13,
+    0)."""
     numbers = []
     for part in version.partition("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
@@ -75,7 +81,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def newest_tried(package: str) -> str | None:
-    """Returns the newest tested version of torch, triton or transformers; None for other
+    """Returns the newest tested version of torch, triton or transformers. Returns None for other
     packages."""
     versions = [getattr(row, package, "") for row in ROWS]
     return max(versions, key=release) if all(versions) else None

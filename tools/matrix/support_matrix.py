@@ -1,8 +1,8 @@
 """`make matrix`: tilewright in environments with other releases of torch, Triton and transformers.
 
-Each row of `releases` is a virtual environment under `.matrix/` with the checkout installed in it.
-The demo and the tests that depend most on a release run there. The outcome is a line of the table
-in docs/support.md. The exit status is 1 if the demo or any test of a row fails.
+Each row of `releases` is a virtual environment under `.matrix/`, in which the checkout is
+installed. The demo and the tests that depend most on a release run there. Their outcome is a line
+of the table in docs/support.md. The exit status is 1 if the demo or any test of a row fails.
 
     make matrix                  every row
     make matrix ROWS=newest      one, or several with commas between them
@@ -32,7 +32,7 @@ from tilewright.tools.matrix.releases import RELEASED, ROWS, Row
 
 ENVIRONMENTS = Path(".matrix")
 TABLE = Path("docs/support.md")
-#: Packages that the tests and the demo need, installed in addition to the row's own.
+#: The packages that the tests and the demo need in addition to the packages of the row.
 BESIDES = ("peft", "accelerate", "hypothesis", "jsonschema", "pytest", "pytest-xdist", "grandalf",
            "matplotlib")  # fmt: skip
 #: The tests to run, for each column of the table that counts them.
@@ -68,7 +68,8 @@ HEADER = f"| {' | '.join(COLUMNS)} |"
 
 @dataclass(frozen=True)
 class Count:
-    """Counts of one kind of tests: how many passed, and the names of those that failed."""
+    """The counts of one kind of tests: the number of tests that passed, and the names of the tests
+    that failed."""
 
     passed: int
     failed: tuple[str, ...] = ()
@@ -83,7 +84,8 @@ class Count:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a row. demo: the last line of the demo's output if it failed, else ""."""
+    """The outcome of a row. `demo` is the last line of the demo's output if the demo failed,
+    otherwise ""."""
 
     row: Row
     versions: dict[str, str]
@@ -96,7 +98,8 @@ class Outcome:
 
 
 def interpreter(version: str) -> str | None:
-    """Returns a Python of this version that starts, from PATH or pyenv; None if there is none."""
+    """Returns a Python of this version that starts, from PATH or pyenv. Returns None if there is
+    none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python")]
     for candidate in candidates:
@@ -106,24 +109,27 @@ def interpreter(version: str) -> str | None:
 
 
 def requirements(row: Row) -> list[str]:
-    """Returns the packages that pip installs for a row. They are installed in one call so that
-    their versions agree."""
+    """Returns the packages that pip installs for a row. pip installs them in one call so that their
+    versions agree."""
     named = [("torch", row.torch), ("triton", row.triton), ("transformers", row.transformers)]
     own = [f"{name}=={version}" if version else name for name, version in named]
     return [*own, *BESIDES, *row.besides]
 
 
 def made_of(row: Row, checkout: Path) -> str:
-    """Returns a description of a row's environment, which is stored in the environment. It has the
-    path of the checkout, because an editable install refers to it, the packages of the row, and a
-    hash of the project's pyproject.toml."""
+    """Returns a description of the environment of a row, which is stored in the environment.
+
+    It has the path of the checkout, because an editable install refers to it. It also has the
+    packages of the row, and a hash of the project's pyproject.toml.
+    """
     project = hashlib.sha256((checkout / "pyproject.toml").read_bytes()).hexdigest()
     parts = {"python": row.python, "installed": requirements(row)}
     return json.dumps(parts | {"checkout": str(checkout), "pyproject": project}, indent=1)
 
 
 def environment(row: Row, root: Path = ENVIRONMENTS) -> Path:
-    """Returns the Python of a row's environment, which is made anew if its description changed.
+    """Returns the Python of the environment of a row. The environment is made again if its
+    description has changed.
 
     Raises RuntimeError if this machine has no such Python, or with pip's message.
     """
@@ -202,8 +208,8 @@ def line(outcome: Outcome, day: str) -> str:
 
 
 def with_lines(text: str, lines: Sequence[str]) -> str:
-    """Replaces the table rows that have the names of `lines`, and returns the document. Rows are in
-    the order of ROWS."""
+    """Replaces the table rows that have the names of `lines`, and returns the document. The rows
+    are in the order of ROWS."""
     before, _, rest = text.partition(HEADER)
     rule, *body = rest.strip("\n").splitlines()
     table = list(takewhile(lambda row: row.startswith("| "), body))
@@ -214,8 +220,8 @@ def with_lines(text: str, lines: Sequence[str]) -> str:
 
 
 def main(
-    rows: str = typer.Option("", help="Names of rows, with commas; all where empty."),
-    workers: int = typer.Option(2, help="Test processes at a time."),
+    rows: str = typer.Option("", help="Comma-separated names of rows; empty for all rows."),
+    workers: int = typer.Option(2, help="The number of test processes that run at a time."),
     keep: bool = typer.Option(False, help="Keep the environments (some 5 GB each)."),
 ) -> None:
     """Try tilewright with the releases of torch, Triton and transformers that it supports."""

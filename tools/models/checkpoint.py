@@ -1,6 +1,7 @@
-"""Builds a model from a checkpoint's config.json, with its dims and formats, without its weights.
+"""Builds a model from the config.json of a checkpoint, with its sizes and formats but without its
+weights.
 
-Nothing here imports torch before a model is built.
+Nothing in this module imports torch before a model is built.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MODELOPT = "hf_quant_config.json"
 
 def folder_of(spec: str) -> Path | None:
     """Returns the folder of the checkpoint that `spec` names. `spec` is the folder or its
-    config.json; None if it is neither."""
+    config.json. Returns None if it is neither."""
     path = Path(spec)
     if path.name == CONFIG and path.is_file():
         return path.parent
@@ -28,7 +29,8 @@ def folder_of(spec: str) -> Path | None:
 
 def dense_model(folder: Path) -> tuple[Any, dict[str, Any] | None]:
     """Returns the dense model of a folder's config.json on the meta device, and the checkpoint's
-    description of how its weights are stored, or None if it has none. Raises ModelError."""
+    description of how its weights are stored. The description is None if the checkpoint has none.
+    Raises ModelError."""
     import torch
     import transformers
 
@@ -42,16 +44,16 @@ def dense_model(folder: Path) -> tuple[Any, dict[str, Any] | None]:
         dtype = getattr(config, "dtype", None) or torch.bfloat16
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # a configuration may contain anything
-        raise ModelError(f"{folder / CONFIG}: no model can be made of it: {one_line(error)}") from (
-            error
-        )
+    except Exception as error:  # a configuration may have any content
+        raise ModelError(
+            f"{folder / CONFIG}: no model can be built from it: {one_line(error)}"
+        ) from (error)
     return model.eval().requires_grad_(False), stated
 
 
 def model_of(folder: Path) -> Any:
-    """Returns the model of a folder's config.json on the meta device, with quantised weights where
-    the checkpoint has them. Raises ModelError."""
+    """Returns the model of a folder's config.json on the meta device. Its weights are quantised
+    where the weights of the checkpoint are. Raises ModelError."""
     from tilewright.compiler.quantised.unloaded import put_codes
 
     model, stated = dense_model(folder)

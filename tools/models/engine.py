@@ -9,23 +9,24 @@ from typing import Any
 
 from tilewright.tools.models.loading import ModelError
 
-#: The sizes of the steps: sequences, tokens of a varlen step, and keys that precede them.
+#: The sizes of the steps: the number of sequences, the tokens of a varlen step, and the keys that
+#: precede these tokens.
 SEQUENCES, TOKENS, KEYS = 8, 512, 2048
-#: The engine's own sizes: tokens of a page, and pages of a sequence in a block table.
+#: The engine's own sizes: the tokens of a page, and the pages of a sequence in a block table.
 PAGE_SIZE, COLUMNS = 256, 32
 
 
 def one_step(model: Any, step: dict[str, Any]) -> Any:
-    """Calls the model as the engine does. Traced within this function, the graph also contains the
-    model's forward pre-hook."""
+    """Calls the model as the engine does. A trace of this function also contains the forward
+    pre-hook of the model."""
     return model(**step).logits
 
 
 @contextmanager
 def engine_steps(model: Any) -> Iterator[dict[str, dict[str, Any]]]:
-    """Yields the arguments of a decode and of a varlen step, for :func:`one_step`.
+    """Yields the arguments of a decode step and of a varlen step, for :func:`one_step`.
 
-    Raises ModelError for an object that is not a model of transformers, and for a model that the
+    Raises ModelError for an object that is no model of transformers, and for a model that the
     engine cannot run.
     """
     try:
@@ -56,7 +57,7 @@ def engine_steps(model: Any) -> Iterator[dict[str, dict[str, Any]]]:
 
 
 class _Said(logging.Handler):
-    """Keeps the last warning."""
+    """A log handler that keeps the last warning."""
 
     text = ""
 

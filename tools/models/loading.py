@@ -20,11 +20,11 @@ from tilewright.tools.models.user_errors import one_line
 
 
 class ModelError(ValueError):
-    """A MODEL that cannot be loaded; the message says why and what is expected."""
+    """Raised for a MODEL that cannot be loaded. The message says why, and what is expected."""
 
 
 class LoadedModel(NamedTuple):
-    """Call as `model(*args, **kwargs)`."""
+    """A model and its arguments. Call it as `model(*args, **kwargs)`."""
 
     model: Callable[..., Any]
     args: tuple[Any, ...]
@@ -32,8 +32,9 @@ class LoadedModel(NamedTuple):
 
 
 def place_of(spec: str) -> tuple[str, str]:
-    """Returns (module or file.py, function) of a spec; one of them is empty if the spec names no
-    function. Raises ModelError for a file without a function, naming the functions in it."""
+    """Returns (module or file.py, function) of a spec. One of them is empty if the spec names no
+    function. Raises ModelError, which lists the functions of a file, for a file without a
+    function."""
     place, _, function = spec.rpartition(":")
     if (file := spec.removesuffix(":")).endswith(".py"):
         found = _functions(import_place(file))
@@ -44,8 +45,8 @@ def place_of(spec: str) -> tuple[str, str]:
 def load_function(
     spec: str, place: str, function_name: str, options: Mapping[str, Any]
 ) -> LoadedModel:
-    """Returns the model that a function of a user's module returns. options: keyword arguments of
-    that function. Raises ModelError."""
+    """Returns the model that a function of a user's module returns. `options` are keyword arguments
+    of that function. Raises ModelError."""
     module = import_place(place)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -64,7 +65,7 @@ def _import_file(place: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
         raise ModelError(f"{place}: no such file (from {Path.cwd()})")
-    # The module gets a name of its own, so that a user's torch.py or llama.py hides no other
+    # The module gets a name of its own, so that a user's torch.py or llama.py does not hide another
     # module.
     spec = importlib.util.spec_from_file_location(f"tilewright_model_{path.stem}", path)
     if spec is None or spec.loader is None:
@@ -110,8 +111,9 @@ def _functions(module: ModuleType) -> str:
 
 
 def _unlike_a_model(function: Callable[..., Any]) -> int:
-    """Returns 0 for a function that takes no arguments and whose source returns three values, 1 if
-    it returns the result of a call, and 2 for any other function."""
+    """Returns a number that sorts functions: 0 for a function that takes no arguments and whose
+    source returns three values, 1 if it returns the result of a call, and 2 for any other
+    function."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         inspect.signature(function).bind()

@@ -2,8 +2,8 @@
 
 torch's fake process group gives any number of ranks in one process and transfers nothing.
 transformers shards the model by its own plan, on the meta device. Every rank has an equal part, so
-the work of rank 0 is that of every rank. The leading dense layers and one layer of each following
-kind are built; the other layers are counted.
+the work of rank 0 equals the work of every rank. Only the leading dense layers and one layer of
+each following kind are built; the other layers are counted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import fx
 
 from tilewright.codegen.targets import Target
 from tilewright.compiler import Lowered, Site, _compat
+from tilewright.compiler.model_cache import cache_in
 from tilewright.tools.report.layers import layer_of
 from tilewright.tools.zoo import (
     EXPERT_COUNTS,
@@ -43,8 +44,9 @@ _PLACED_ANEW = ("redistribute", "full_tensor")
 class Collective:
     """The data that a rank sends in one collective.
 
-    kind: `all_reduce`, `all_gather` and so on. bytes: of the whole tensor, before or after the
-    collective, whichever is larger. count: how often a step of the whole model runs it.
+    kind: the name of the collective, such as `all_reduce` or `all_gather`.
+    bytes: the bytes of the whole tensor, before or after the collective, whichever is larger.
+    count: the number of times that a step of the whole model runs it.
     """
 
     kind: str
@@ -52,8 +54,8 @@ class Collective:
     count: int
 
     def seconds(self, target: Target, ranks: int) -> float:
-        """Returns the least time of all `count` collectives over the target's links, including the
-        time to start each.
+        """Returns the shortest time of all `count` collectives over the target's links, including
+        the time to start each.
 
         A ring sends (ranks - 1) / ranks of the bytes, and twice that for an all-reduce.
         """
@@ -66,9 +68,11 @@ class Collective:
 class Rank:
     """The work of one rank in a step.
 
-    layers: for each layer that is built, how many of the model's layers it stands for. fused:
-    pattern -> sites in the whole model. weight_bytes, cache_bytes: read in a step; only the experts
-    that the tokens can reach are counted. flops: of the products with weights.
+    layers: for each layer that is built, the number of the model's layers for which it stands.
+    fused: for each pattern, the number of its sites in the whole model.
+    weight_bytes, cache_bytes: the bytes of each that a step reads. They count only the experts that
+        the tokens can reach.
+    flops: the FLOPs of the products with weights.
     """
 
     tp: int
@@ -81,8 +85,8 @@ class Rank:
     flops: int
 
     def floor_s(self, target: Target) -> float:
-        """Returns the least time of a step without communication: the longer of the time to read
-        all bytes once and the time of all products."""
+        """Returns the shortest time of a step without communication. It is the longer of two times:
+        the time to read all bytes once, and the time of all products."""
         moved = (self.weight_bytes + self.cache_bytes) / target.hbm_bytes_per_s
         return max(moved, self.flops / target.flops_per_s("bf16"))
 
@@ -119,7 +123,7 @@ def one_rank_of(ranks: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise ModelError("--tp: this process has ranks of its own already")
+        raise ModelError("--tp: this process already belongs to a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
@@ -134,7 +138,7 @@ def check_sharding(name: str, tp: int, ep: int) -> None:
         known = f"one of the zoo's models, {', '.join(ZOO)}, with or without {PREFILL}"
         raise ModelError(f"--tp: expected {known}, got {name!r}")
     if ep not in (1, tp):
-        raise ModelError(f"--ep: expected 1 or as many ranks as --tp has, {tp}, got {ep}")
+        raise ModelError(f"--ep: expected 1 or the number of ranks of --tp, {tp}, got {ep}")
     fields = ZOO[form].fields
     shared = [("--tp", tp, name) for name in ("num_attention_heads", "num_key_value_heads")]
     shared += [("--ep", ep, name) for name in EXPERT_COUNTS if name in fields]
@@ -144,8 +148,8 @@ def check_sharding(name: str, tp: int, ep: int) -> None:
 
 
 def load_sharded(name: str, tp: int, ep: int) -> tuple[LoadedModel, dict[str, int]]:
-    """Returns a zoo model as rank 0 has it, and for each layer that is built, how many of the
-    model's layers it stands for. Call it within :func:`one_rank_of`. Raises ModelError."""
+    """Returns a zoo model as rank 0 has it, and for each layer that is built, the number of the
+    model's layers for which it stands. Call it within :func:`one_rank_of`. Raises ModelError."""
     check_sharding(name, tp, ep)
     fields = ZOO[name.removesuffix(PREFILL)].fields
     whole = fields["num_hidden_layers"]
@@ -154,10 +158,10 @@ def load_sharded(name: str, tp: int, ep: int) -> tuple[LoadedModel, dict[str, in
     try:
         model = _cut(loaded.model, tp, ep)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        message = f"transformers cannot cut it: {error}"
+        message = f"transformers cannot shard it: {error}"
         raise ModelError(f"{name} --tp {tp} --ep {ep}: {message}") from error
-    cache = _cache(model, loaded.kwargs["past_key_values"], tp)
-    kwargs = {**loaded.kwargs, "past_key_values": cache}
+    name_of_cache, whole_cache = cache_in(loaded.kwargs)
+    kwargs = {**loaded.kwargs, name_of_cache: _cache(model, whole_cache, tp)}
     alike = (i if i < built else built - _KINDS + (i - built) % _KINDS for i in range(whole))
     count = Counter(alike)
     layers = {f"model.layers.{i}": count[i] for i in range(built)}
@@ -202,8 +206,8 @@ def rank_of(
     """Returns the work of rank 0 in a step of the whole model."""
     tokens = loaded.args[0].numel()
     sizes = [_work_of(n, p, loaded.model, tokens, layers) for n, p in _weights(loaded.model)]
-    caches = loaded.kwargs["past_key_values"].layers
-    built = zip(caches, layers.values(), strict=True)
+    _, whole_cache = cache_in(loaded.kwargs)
+    built = zip(whole_cache.layers, layers.values(), strict=True)
     cache = sum(count * _bytes(*_compat.tensors_in([c.keys, c.values])) for c, count in built)
     fused = Counter[str]()
     for site in lowered.matches:
@@ -236,8 +240,8 @@ def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _work_of(
     name: str, weight: torch.Tensor, model: Any, tokens: int, layers: dict[str, int]
 ) -> tuple[int, int]:
-    """Returns (bytes read, FLOPs) of one weight, summed over the layers that its layer stands
-    for."""
+    """Returns (bytes read, FLOPs) of one weight, summed over the layers for which its layer
+    stands."""
     count = layers.get(layer_of(name), 1)
     size, rows = _bytes(weight), tokens if weight.dim() > 1 else 0
     products = weight.numel()
@@ -274,7 +278,7 @@ _NAME = re.compile(r"c10d_functional\.(all_reduce|all_gather|reduce_scatter|all_
 
 
 def _sent(node: fx.Node) -> tuple[str, int] | None:
-    """Returns (kind, bytes) of a collective; None for any other node."""
+    """Returns (kind, bytes) of a collective. Returns None for any other node."""
     given = _compat.tensors_of(*node.all_input_nodes[:1])
     made = _compat.tensors_of(node)
     if not given or not made:
@@ -290,8 +294,8 @@ def _sent(node: fx.Node) -> tuple[str, int] | None:
 def _placed_anew(
     node: fx.Node, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
 ) -> str | None:
-    """Returns the name of the collective that moves a DTensor to another placement; None if the
-    node moves none."""
+    """Returns the name of the collective that moves a DTensor to another placement. Returns None if
+    the node moves none."""
     if node.target not in _PLACED_ANEW:
         return None
     (before,) = getattr(given[0], "placements", (None,))

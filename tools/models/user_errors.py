@@ -1,5 +1,5 @@
-"""Describes an exception from a user's code in one line: the reason, and the place in the user's
-files."""
+"""Describes an exception from a user's code in one line, with the reason and the place in the
+user's files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import traceback
 
 
 def one_line(error: Exception) -> str:
-    """Returns `TypeError: the reason (model.py:12)`. Dynamo's long messages are cut to the error
-    that Dynamo met."""
+    """Returns a line such as `TypeError: the reason (model.py:12)`. Dynamo's long messages are cut
+    to the error that Dynamo met."""
     message = str(error)
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
     reason = lines[0]
@@ -19,7 +19,8 @@ def one_line(error: Exception) -> str:
 
 
 def _detail(message: str) -> str:
-    """Returns Dynamo's explanation: the error that it met, else the first line."""
+    """Returns Dynamo's explanation, which is the error that Dynamo met. Without one, returns the
+    first line."""
     explained = re.search(r"^\s*Explanation: (.*)$", message, re.MULTILINE)
     if explained is None:
         return ""

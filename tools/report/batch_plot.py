@@ -1,4 +1,4 @@
-"""Plots the time of a step against its batch size, for each chip, with error bars, as SVG."""
+"""Plots the time of a step against its batch size as SVG, for each chip, with error bars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewright.tools.report.roofline import Axis, spread
 from tilewright.tools.report.templates import template
 from tilewright.tools.step.batches import BatchRow
 
-#: The plot's edges, and the size of the whole image, in pixels.
+#: The edges of the plot, and the size of the whole image, in pixels.
 LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT = 62, 34, 620, 340, 720, 390
 #: The smallest distance between two labels, and between two ticks, in pixels.
 LABEL_SPACE, TICK_SPACE = 17, 30
@@ -24,8 +24,11 @@ LOOKS = 4
 
 @dataclass(frozen=True)
 class Line:
-    """The steps of one chip, sorted by batch size. look: selects the line's style. aside: the
-    distance of the points from their batch's tick, in pixels, to the right."""
+    """The steps of one chip, sorted by batch size.
+
+    look: the number that selects the style of the line.
+    aside: the distance, in pixels, by which the points lie to the right of the tick of their batch.
+    """
 
     target: str
     look: int
@@ -62,7 +65,7 @@ def batch_plot(rows: Sequence[BatchRow]) -> str:
 
 def _lines(rows: Sequence[BatchRow], ticks: Sequence[float]) -> list[Line]:
     names = list(dict.fromkeys(row.target for row in rows))
-    # The points of a batch stand nearer to its tick than to the next one.
+    # The points of a batch stand nearer to its own tick than to the next tick.
     nearest = min((b - a for a, b in pairwise(ticks)), default=math.inf)
     aside = min(ASIDE, 0.6 * nearest / len(names))
     return [
@@ -77,7 +80,7 @@ def _lines(rows: Sequence[BatchRow], ticks: Sequence[float]) -> list[Line]:
 
 
 def _apart(batches: Collection[int], axis: Axis) -> list[int]:
-    """Returns the batches, sorted, without those whose tick is too close to the one before."""
+    """Returns the sorted batches, without those whose tick is too close to the tick before it."""
     kept: list[int] = []
     for batch in sorted(batches):
         if not kept or axis.at(batch) - axis.at(kept[-1]) >= TICK_SPACE:

@@ -1,4 +1,5 @@
-"""Renders the census of a model, and the patterns' answers about one module, for a terminal."""
+"""Renders the census of a model, and the answers of the patterns about one module, for a
+terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _STYLES = {"match": "green", "miss": "yellow", "no interest": "dim", "unaccounte
 
 
 def render_census(name: str, census: Census) -> Group:
-    """Renders the points by kind and account, then the places of the unaccounted points."""
+    """Renders the points by kind and account, followed by the places of the unaccounted points."""
     count = len(census.points)
     title = Text(f"{name}: {count} points", style="bold")
     parts: list[RenderableType] = [title, _table(census.points)]
@@ -49,7 +50,7 @@ def _places(points: Sequence[Point]) -> Iterator[Text]:
 
 
 def render_module(module: Module) -> Group:
-    """Renders the answers of each pattern about a module, then the points in it."""
+    """Renders the answer of each pattern about a module, followed by the points in the module."""
     parts: list[RenderableType] = [Text(module.path, style="bold")]
     for said in module.said:
         parts += _said(said)

@@ -1,4 +1,4 @@
-"""The drawings of a page: each distinct layer as captured and as rewritten."""
+"""The drawings of a page. Each distinct layer is drawn as captured and as rewritten."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Kind = Literal["", "outside", "fused", "op"]
 
 @dataclass(frozen=True)
 class Chip:
-    """A node in a row of a drawing. site: the number of its site; 0 if it is in none."""
+    """A node in a row of a drawing. `site` is the number of its site, or 0 if it is in no site."""
 
     label: str
     facts: str
@@ -36,9 +36,11 @@ class Chip:
 class Drawing:
     """The drawing of a distinct layer.
 
-    nodes: the number of nodes before and after the rewrite. fused: the number of fused ops. lines:
-    empty if the layer has too many nodes. chips: one for each node in `lines`. widths: of the lanes
-    before and after, in pixels.
+    nodes: the number of nodes before and after the rewrite.
+    fused: the number of fused ops.
+    lines: the lines of the drawing; empty if the layer has too many nodes.
+    chips: one chip for each node in `lines`.
+    widths: the widths of the lanes before and after, in pixels.
     """
 
     title: str
@@ -49,7 +51,7 @@ class Drawing:
     widths: tuple[int, int] = (0, 0)
 
     def x(self, lane: int) -> int:
-        """Returns the x coordinate of a lane's middle, in pixels."""
+        """Returns the x coordinate of the middle of a lane, in pixels."""
         return LANE * lane + LANE // 2
 
     def shape(self, row: Row) -> str:
@@ -58,10 +60,10 @@ class Drawing:
 
 
 def drawings(graph: GraphReport, numbers: Mapping[str, int], title: str = "") -> list[Drawing]:
-    """Returns the drawing of each distinct layer; layers with fused ops come first.
+    """Returns the drawing of each distinct layer. Layers with fused ops come first.
 
-    numbers: the number of each node's site, by the node's name in either graph. title: precedes the
-    title of each layer.
+    `numbers` maps the name of a node in either graph to the number of its site. `title` stands
+    before the title of each layer.
     """
     kept = {node.name for node in graph.after.graph.nodes}
     found = [_drawing(layer, numbers, kept, title) for layer in layers(graph)]
@@ -69,17 +71,17 @@ def drawings(graph: GraphReport, numbers: Mapping[str, int], title: str = "") ->
 
 
 def replaced(op: fx.Node) -> tuple[str, ...]:
-    """Returns the names of the nodes that a fused op replaces; writes come last."""
+    """Returns the names of the nodes that a fused op replaces. Writes come last."""
     said = op.meta["tilewright"]
     return (*said["absorbed"], *said["stores"])
 
 
 def numbers_of(graph: GraphReport, numbers: Mapping[str, int]) -> dict[str, int]:
-    """Returns the number of each node's site, by the node's name in the captured or rewritten
-    graph.
+    """Returns the number of each node's site, by the name of the node in the captured or the
+    rewritten graph.
 
-    numbers: the number of each fused op's site, by the op's name. Views and copies that disappeared
-    along with a site get the number of a neighbour.
+    `numbers` maps the name of each fused op to the number of its site. Views and copies that
+    disappeared together with a site get the number of a neighbour.
     """
     found = dict(numbers)
     for op in graph.after.graph.nodes:
@@ -95,7 +97,7 @@ def numbers_of(graph: GraphReport, numbers: Mapping[str, int]) -> dict[str, int]
 
 
 def _drawing(layer: Layer, numbers: Mapping[str, int], kept: Set[str], title: str) -> Drawing:
-    """Draws a layer. kept: names of the nodes that the rewritten graph still has."""
+    """Draws a layer. `kept` has the names of the nodes that the rewritten graph still has."""
 
     def kind_of(node: fx.Node) -> tuple[Kind, int]:
         number = numbers.get(node.name, 0)

@@ -1,5 +1,5 @@
-"""Arranges a part of a graph in rows, with lanes for the values that flow from row to row. Two such
-parts, as captured and as rewritten, are set side by side, with corresponding nodes on one line.
+"""Arranges a part of a graph in rows, with lanes for the values that flow from row to row. The
+captured part and the rewritten part are set side by side, with corresponding nodes on one line.
 
 A row holds one node, or a chain of nodes in which each value has no other reader. A value that
 bypasses a row passes it in a lane, as branches do in the graph of a version history. A drawing is
@@ -16,7 +16,8 @@ from torch import fx
 
 from tilewright.tools.report.node_facts import INPUTS, is_view_of_input, label
 
-#: The maximum number of letters in a row's labels, padding included. A single label may be longer.
+#: The maximum number of letters in the labels of a row, including padding. A single label may be
+#: longer.
 MAX_LETTERS = 38
 
 
@@ -24,9 +25,11 @@ MAX_LETTERS = 38
 class Row:
     """A row of a drawing.
 
-    lane: the lane of its dot. into: lanes of the values that it reads. passing: lanes that pass the
-    row from top to bottom. goes_on: whether its own lane continues below. outside: whether its node
-    is outside the part that is drawn.
+    lane: the lane of its dot.
+    into: the lanes of the values that it reads.
+    passing: the lanes that pass the row from top to bottom.
+    goes_on: whether its own lane continues below.
+    outside: whether its node is outside the part that is drawn.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -44,8 +47,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of two drawings side by side. It has a row of each drawing; if one is None, only that
-    drawing's lanes pass there."""
+    """A line of two drawings side by side. It has a row of each drawing. If one row is None, only
+    the lanes of that drawing pass there."""
 
     before: Row | None
     after: Row | None
@@ -98,8 +101,11 @@ def _in_lanes(
     place = {node: i for i, group in enumerate(groups) for node in group}
 
     def last_reader(i: int) -> int:
-        """Returns the last row that reads row i. A value of row i that is also read elsewhere goes
-        on below all rows; for rows outside the part, other readers are ignored."""
+        """Returns the last row that reads row i.
+
+        If a node outside also reads a value of row i, the lane continues below all rows. For rows
+        outside the part, other readers are ignored.
+        """
         elsewhere = i if i < len(outside) else len(groups)
         readers = (place.get(user, elsewhere) for node in groups[i] for user in node.users)
         return max(readers, default=i)
@@ -124,8 +130,11 @@ def _in_lanes(
 def side_by_side(
     before: Sequence[Row], after: Sequence[Row], came_from: Mapping[fx.Node, str]
 ) -> list[Line]:
-    """Returns the lines of two drawings side by side. came_from: for a node of the rewritten graph,
-    the name of the captured node that it is aligned with."""
+    """Returns the lines of two drawings side by side.
+
+    For a node of the rewritten graph, `came_from` gives the name of the captured node with which it
+    is aligned.
+    """
     at = {node.name: i for i, row in enumerate(before) for node in row.nodes}
     pairs: list[tuple[Row | None, Row | None]] = []
     waiting: list[Row] = []

@@ -1,5 +1,5 @@
-"""Renders a report as one self-contained HTML page. It can be used with the keyboard alone, has a
-light and a dark mode, and can be printed."""
+"""Renders a report as one self-contained HTML page. The page can be used with the keyboard alone,
+has a light and a dark mode, and can be printed."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ LIGHT, DARK = "xcode", "lightbulb"
 class SiteEntry:
     """Equal fused sites as the page shows them.
 
-    number: the number of this group on the page. source: the line in the model's own code, then the
-    line in the library that it calls.
+    number: the number of this group of sites on the page.
+    source: the line in the model's own code, followed by the line in the library that it calls.
     """
 
     site: Site
@@ -75,9 +75,10 @@ def write_html(
 ) -> None:
     """Writes the page of a report. Raises OSError.
 
-    audits: audits of its kernels, which may be empty. present: tokens in the caches of each
-    sequence; None for full caches. batches: steps of the model at other batch sizes and on other
-    chips, which get a section of their own.
+    audits: the audits of its kernels, which may be empty.
+    present: the number of tokens in the caches of each sequence; None for full caches.
+    batches: steps of the model at other batch sizes and on other chips, which get a section of
+        their own.
     """
     write_whole(path, render_html(model, lowered, audits, present, batches))
 
@@ -89,7 +90,7 @@ def render_html(
     present: int | None = None,
     batches: Sequence[BatchRow] = (),
 ) -> str:
-    """Returns the page's HTML. audits, present, batches: as in `write_html`."""
+    """Returns the HTML of a page. The arguments have the meaning that they have in `write_html`."""
     target = get_target(lowered.target)
     units = [units_of(graph, target) for graph in lowered.graphs]
     entries = _site_entries(lowered, units)
@@ -136,7 +137,8 @@ def _site_entries(lowered: Lowered, units: Sequence[Sequence[Unit]]) -> list[Sit
 
 
 def _source(graph: GraphReport, site: Site) -> tuple[SourceLine, ...]:
-    """Returns the source lines of a site: those of the node that gives the site its `source`."""
+    """Returns the source lines of a site. They are the lines of the node that gives the site its
+    `source`."""
     by_name = {node.name: node for node in graph.before.graph.nodes}
     op = next((node for node in graph.after.graph.nodes if node.name == site.node), None)
     names = site.absorbed if op is None else replaced(op)
@@ -154,7 +156,8 @@ def _miss_entries(lowered: Lowered) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(lowered: Lowered, entries: Sequence[SiteEntry]) -> list[dict[str, int]]:
-    """Returns, for each graph, the number of the site that each node is in, by the node's name."""
+    """Returns, for each graph, a dictionary from the name of a node to the number of the site in
+    which it is."""
     by_kind = {site_kind(entry.site): entry.number for entry in entries}
     return [
         numbers_of(graph, {site.node: by_kind[site_kind(site)] for site in graph.matches})
@@ -185,8 +188,8 @@ def _roofline(entries: Sequence[SiteEntry], bars: Mapping[int, SiteBars], target
 def _kernels(
     lowered: Lowered, audits: Sequence[KernelAudit]
 ) -> Iterator[tuple[KernelAudit, Markup]]:
-    """Yields each kernel's audit, which is empty if there is none, and its source as highlighted
-    HTML."""
+    """Yields the audit of each kernel, which is empty if there is none, and the kernel's source as
+    highlighted HTML."""
     outcomes = {outcome.kernel.spec.name: outcome for outcome in audits}
     for kernel in lowered.kernels:
         outcome = outcomes.get(kernel.spec.name) or KernelAudit(None, kernel=kernel)

@@ -1,4 +1,4 @@
-"""Splits a model's graph into its layers; equal layers are listed once."""
+"""Splits the graph of a model into its layers. Equal layers are listed once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tilewright.patterns.dataflow import scope_of
 
 @dataclass(frozen=True)
 class Layer:
-    """Layers with equal nodes, represented by the first of them.
+    """Layers with equal nodes. The first of them represents all.
 
-    scope: "model.layers.0", or "" for nodes outside all layers. scopes: the scopes of all these
-    layers.
+    scope: the path of the first layer, such as "model.layers.0"; "" for nodes outside all layers.
+    scopes: the paths of all these layers.
     """
 
     scope: str

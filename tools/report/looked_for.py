@@ -1,6 +1,6 @@
-"""Text about patterns without a match. `inspect` says what each pattern looks for and which
-operations of the graph come nearest; with `--at`, it gives each pattern's answer about one
-module."""
+"""Text about patterns without a match. `inspect` says what each pattern looks for, and which
+operations of the graph come nearest to it. With `--at`, it gives the answer of each pattern about
+one module."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tilewright.patterns.language import Miss, Sought, registered, sought_by
 
 
 def nearest_lines(lowered: Lowered) -> Iterator[str]:
-    """Yields a line for each thing that patterns look for, with the operations of that kind in the
-    graphs."""
+    """Yields a line for each kind of operation that patterns look for, with the operations of that
+    kind in the graphs."""
     values = [value for graph in lowered.graphs for value in _values(graph)]
     for sought in dict.fromkeys(sought_by(pattern) for pattern in registered()):
         if sought.what:
@@ -54,7 +54,7 @@ def _seen(values: list[Value]) -> str:
 
 
 class NoSuchModuleError(ValueError):
-    """No operation of the graphs is in the requested module."""
+    """Raised if no operation of the graphs is in the requested module."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Module:
-    """The part of a lowered model in the modules that `path` matches, and in their submodules.
+    """The part of a lowered model that lies in the modules that `path` matches, and in their
+    submodules.
 
-    path: a module path with the wildcards of fnmatch. Raises NoSuchModuleError, naming modules that
-    exist.
+    `path` is a module path with the wildcards of fnmatch. Raises NoSuchModuleError, which names
+    modules that exist.
     """
 
     lowered: Lowered
@@ -109,7 +110,7 @@ class Module:
             )
 
     def holds(self, scope: str) -> bool:
-        """Whether a module path is in this part."""
+        """Whether a module path belongs to this part."""
         paths = (self.path, f"{self.path}.*")
         return any(fnmatch.fnmatchcase(scope, path) for path in paths)
 

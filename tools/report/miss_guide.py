@@ -1,4 +1,5 @@
-"""The guide to miss codes (docs/miss-codes.md, installed with the package), by code."""
+"""Reads the guide to miss codes by code. The guide is docs/miss-codes.md, which is installed with
+the package."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-# A code, its meaning, and the text after its hint; `patterns/codes.py` reads the other parts.
+# A code, its meaning, and the text after its hint. `patterns/codes.py` reads the other parts.
 _ENTRY = re.compile(
     r"^### ([A-Z0-9_]+)\n\*([^\n]+)\*[^\n]*\n\n> [^\n]+\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -17,7 +18,8 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class CodeGuide:
-    """One code: its meaning in a line, and what to do about it, as Markdown."""
+    """A miss code. It has its meaning in a line, and the guide's text on what to do about it, as
+    Markdown."""
 
     code: str
     meaning: str
@@ -25,10 +27,10 @@ class CodeGuide:
 
 
 def miss_guide(registered: Mapping[str, str]) -> Mapping[str, CodeGuide]:
-    """Returns the guide's codes and the registered ones, sorted.
+    """Returns the codes of the guide and the registered codes, sorted.
 
-    registered: meanings by code, as in `CODES` of `patterns.language`. Codes of a user's own
-    patterns have no text in the guide. Without `registered`, torch is not needed.
+    `registered` maps codes to their meanings, as `CODES` of `patterns.language` does. Codes of a
+    user's own patterns have no text in the guide. Without `registered`, torch is not needed.
     """
     known = {code: CodeGuide(code, meaning, "") for code, meaning in registered.items()} | _own()
     return {code: known[code] for code in sorted(known)}

@@ -1,4 +1,5 @@
-"""Text of a page about a node: its label, its facts, and the source lines that it comes from."""
+"""The texts of a page about a node: its label, its facts, and the source lines from which it
+comes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ INPUTS = ("placeholder", "get_attr")
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of source: the name of its file, its number, and its text (empty if not known)."""
+    """A line of source: the name of its file, its number, and its text, which is empty if it is not
+    known."""
 
     file: str
     number: int
@@ -44,19 +46,20 @@ def _name(target: Any) -> str:
 
 
 def shape(node: fx.Node) -> str:
-    """Returns the first result's dtype and shape, as `bf16[1,4096]`; "" if it is not a tensor."""
+    """Returns the dtype and shape of the first result, such as `bf16[1,4096]`. Returns "" if it is
+    not a tensor."""
     whole = next(_shapes(node.meta.get("example_value")), "")
     return re.sub(r"^(b?)(float|int|u)\w*?(\d+)", _short, whole)
 
 
 def _short(dtype: re.Match[str]) -> str:
-    """Returns `bf16` for bfloat16, `i64` for int64."""
+    """Returns a short name, such as `bf16` for bfloat16 and `i64` for int64."""
     return dtype[1] + dtype[2][0] + dtype[3]
 
 
 def facts(node: fx.Node) -> str:
-    """Returns the lines that a page shows when the pointer is on a node: operator, shapes, weights
-    and caches that the node reads, module, source."""
+    """Returns the lines that a page shows when the pointer is on a node: the operator, the shapes,
+    the weights and caches that the node reads, the module and the source."""
     lines = [label(node), *_shapes(node.meta.get("example_value"))]
     for read in inputs_of(node):
         lines += [f"reads {read.name} {s}" for s in _shapes(read.meta.get("example_value"))]
@@ -107,8 +110,8 @@ def _shapes(value: Any) -> Iterator[str]:
 
 
 def source_lines(node: fx.Node) -> tuple[SourceLine, ...]:
-    """Returns the innermost line in the model's own code, then the library line that it calls, if
-    any.
+    """Returns the innermost line in the model's own code, followed by the library line that it
+    calls, if there is one.
 
     The model's own code is in the files that define the modules around the node.
     """

@@ -1,4 +1,5 @@
-"""Plots stored benchmark results as SVG: a file per benchmark, a panel per model and layout.
+"""Plots stored benchmark results as SVG. Each benchmark has a file, and each model and layout a
+panel.
 
 Needs matplotlib (the extra `report`).
 """
@@ -17,11 +18,12 @@ from matplotlib.figure import Figure
 
 from tilewright.tools.files import write_whole
 
-#: Columns that may be the horizontal axis -> the axis label. The first column that varies is used.
+#: For each column that may be the horizontal axis, the label of the axis. The first of these
+#: columns whose values vary is used.
 AXES = {"tokens": "tokens", "batch": "batch", "cache_mib": "cache, MiB", "layers": "layers"}
-#: Columns with the times of variants, in the order of the legend.
+#: The columns with the times of variants, in the order of the legend.
 TIMES = ("tilewright", "eager", "stock", "max_autotune", "grouped_mm", "gemm", "read", "bf16")
-#: Text columns that do not get a panel for each value.
+#: Text columns whose values do not get panels of their own.
 WORDS = frozenset({"lowering", "reason"})
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 4.4, 3.0, 3
 
@@ -38,7 +40,7 @@ def draw_results(results: Path, names: Sequence[str], folder: Path) -> list[Path
 
 
 def figure_of(data: Mapping[str, Any]) -> Figure | None:
-    """Returns the plot of one result file; None if its rows have no times."""
+    """Returns the plot of one result file. Returns None if its rows have no times."""
     rows = data["rows"]
     lines = [name for name in TIMES if any(isinstance(row.get(name), (int, float)) for row in rows)]
     axis = next((name for name in AXES if len({row.get(name) for row in rows}) > 1), None)
@@ -77,7 +79,7 @@ def _draw_panel(
 
 
 def svg(figure: Figure) -> str:
-    """Returns a figure as the text of an SVG file, which is the same in each run."""
+    """Returns a figure as the text of an SVG file. The text is the same in each run."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

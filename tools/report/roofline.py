@@ -18,8 +18,9 @@ from tilewright.tools.report.templates import template
 class Work:
     """The work of a site.
 
-    flops: of the matrix products that it replaces. bytes: read and written, as `Amounts` counts
-    them, with full caches. rate: the target's FLOP/s for the activation's dtype.
+    flops: the FLOPs of the matrix products that the site replaces.
+    bytes: the bytes that are read and written, as `Amounts` counts them, with full caches.
+    rate: the target's FLOP/s for the dtype of the activation.
     """
 
     flops: int
@@ -31,13 +32,13 @@ class Work:
         return self.flops / self.bytes
 
     def bound_us(self, target: Target) -> float:
-        """Returns the least time that the target needs, in microseconds."""
+        """Returns the shortest time that the target needs, in microseconds."""
         return 1e6 * max(self.flops / self.rate, self.bytes / target.hbm_bytes_per_s)
 
 
 def site_work(graph: GraphReport, site: Site, unit: Unit, target: Target) -> Work | None:
-    """Returns the work of one site, which is `unit` of the rewritten graph; None if a size is a
-    symbol or the site multiplies no matrices."""
+    """Returns the work of a site, which is `unit` of the rewritten graph. Returns None if a size is
+    a symbol, or if the site multiplies no matrices."""
     replaced = frozenset(site.absorbed)
     flops = sum(flops_of(node) for node in graph.before.graph.nodes if node.name in replaced)
     if not flops or unit.symbols:
@@ -49,8 +50,11 @@ def site_work(graph: GraphReport, site: Site, unit: Unit, target: Target) -> Wor
 class Point:
     """A site in the plot.
 
-    label: its name. link: the target of its hyperlink. launches: the number of its kernels.
-    apart_bytes: the bytes that its parts would move in addition if each were computed by itself.
+    label: the name of the site.
+    link: the target of its hyperlink.
+    launches: the number of its kernels.
+    apart_bytes: the bytes that its parts would move in addition if each part were computed by
+        itself.
     """
 
     label: str
@@ -60,26 +64,27 @@ class Point:
     apart_bytes: int
 
     def at(self, target: Target, more_bytes: int = 0) -> tuple[float, float]:
-        """Returns (FLOP per byte, FLOP/s) of the site in its least time plus the time to launch its
-        kernels."""
+        """Returns (FLOP per byte, FLOP/s) of the site in its shortest time plus the time to launch
+        its kernels."""
         work = replace(self.work, bytes=self.work.bytes + more_bytes)
         seconds = 1e-6 * work.bound_us(target) + self.launches * target.launch_s
         return work.intensity, work.flops / seconds
 
 
-#: In pixels: the plot's edges, the size of the whole image, the least distance of two labels.
+#: The edges of the plot, the size of the whole image, and the smallest distance of two labels, all
+#: in pixels.
 LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT, LABEL_SPACE = 62, 24, 640, 480, 960, 530, 19
 
 
 def chart(points: Sequence[Point], target: Target) -> str:
     """Returns the roofline of the target as an SVG element.
 
-    Both axes are logarithmic. Each site is drawn at the FLOP/s that it can reach at best, launch
-    times included. Labels stand in a column beside the plot, where they do not overlap.
+    Both axes are logarithmic. Each site is drawn at the highest FLOP/s that it can reach, including
+    launch times. Labels stand in a column beside the plot, where they do not overlap.
     """
     bandwidth = target.hbm_bytes_per_s
     rates = sorted({point.work.rate for point in points})
-    # Sites with a higher point have a higher label.
+    # A site with a higher point has a higher label.
     ordered = sorted(points, key=lambda point: -point.at(target)[1])
     reached = [point.at(target) for point in ordered]
     seen = [*reached, *(point.at(target, point.apart_bytes) for point in points)]
@@ -146,8 +151,8 @@ class Axis:
 
 
 def spread(wanted: Sequence[float], space: float, low: float, high: float) -> list[float]:
-    """Returns positions near the wanted ones, in the same order, at least `space` apart and between
-    `low` and `high`. If they do not fit, they go on beyond `high`."""
+    """Returns positions near the wanted ones, in the same order. They are at least `space` apart
+    and lie between `low` and `high`. If they do not fit, they go on beyond `high`."""
     placed: list[float] = []
     for value in wanted:
         placed.append(max(value, placed[-1] + space if placed else low))

@@ -1,11 +1,13 @@
-"""A model's matches and misses as a few lines for review, and the differences of two such lists.
+"""Writes the matches and misses of a model as a few lines that can be reviewed, and compares two
+such lists.
 
-One line per kind of site, equal layers collapsed with a count, no node names:
+Each kind of site has one line. Equal layers are collapsed with a count, and the lines have no names
+of nodes:
 
     model.layers.*.self_attn x32  qkv_cache -> fused_qkv_paged  gqa=4 heads=32/8x128 rope=half
     model.layers.* x2  missed qkv_cache  k path, K_PATH (cache_utils.py:486)
 
-Lines of a snapshot file that begin with '#' describe how it was made; they are not compared.
+Lines of a snapshot file that begin with '#' describe how it was made. They are not compared.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _COUNT = re.compile(r" x(\d+)$")
 
 
 class SnapshotError(ValueError):
-    """A file that is neither a snapshot nor a report; the message names it and says why."""
+    """Raised for a file that is neither a snapshot nor a report. The message names the file and
+    says why."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Change:
-    """A line that differs. before, after: how many sites it stands for; 0 if it is absent."""
+    """A line that differs. `before` and `after` are the numbers of sites that it stands for; 0
+    means that the line is absent."""
 
     scope: str
     what: str
@@ -70,8 +74,8 @@ class Change:
 
 
 def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
-    """Returns the sorted lines of a report, which may be data loaded from JSON. Raises
-    SnapshotError."""
+    """Returns the sorted lines of a report. The report may be data that was loaded from JSON.
+    Raises SnapshotError."""
     data = report if isinstance(report, Mapping) else report.as_dict()
     counts: Counter[tuple[str, str]] = Counter()
     try:
@@ -91,7 +95,8 @@ def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
 
 
 def _stable_source(source: str) -> str:
-    """Returns a source location without its line number, which changes with every edit above it."""
+    """Returns a source location without its line number, because the number changes with every edit
+    above it."""
     return source.rpartition(":")[0] or source
 
 
@@ -110,7 +115,7 @@ def _version(name: str) -> str:
 
 
 def parse_snapshot(text: str) -> tuple[Line, ...]:
-    """Parses a snapshot file. Raises SnapshotError naming the first bad line."""
+    """Parses a snapshot file. Raises SnapshotError, which names the first bad line."""
     lines = []
     for number, row in enumerate(text.splitlines(), 1):
         if row.startswith("#") or not row.strip():
@@ -125,8 +130,9 @@ def parse_snapshot(text: str) -> tuple[Line, ...]:
 
 
 def read_lines(path: Path) -> tuple[Line, ...]:
-    """Reads a file: a snapshot, a report written by `--json`, or a file of the option `report` with
-    one report per line, whose sites are added up. Raises SnapshotError."""
+    """Reads a file, which is a snapshot, a report written by `--json`, or a file of the option
+    `report`. Such a file has one report per line, and their sites are added up. Raises
+    SnapshotError."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -140,7 +146,7 @@ def read_lines(path: Path) -> tuple[Line, ...]:
 
 
 def _reports(text: str) -> list[Mapping[str, Any]]:
-    """Parses a text that is one report, or has one report per line."""
+    """Parses a text that is one report or has one report per line."""
     try:
         found = [json.loads(text)]
     except json.JSONDecodeError:
@@ -154,13 +160,13 @@ def _reports(text: str) -> list[Mapping[str, Any]]:
 
 
 def _added(reports: Iterable[tuple[Line, ...]]) -> tuple[Line, ...]:
-    """Merges the lines of several reports, and adds up their counts."""
+    """Merges the lines of several reports and adds up their counts."""
     counts = _counted([line for lines in reports for line in lines])
     return tuple(Line(scope, n, what) for (scope, what), n in sorted(counts.items()))
 
 
 def compare(before: Sequence[Line], after: Sequence[Line]) -> tuple[Change, ...]:
-    """Returns the lines that differ; lost sites come first."""
+    """Returns the lines that differ. Lost sites come first."""
     old, new = _counted(before), _counted(after)
     changes = [
         Change(scope, what, old[scope, what], new[scope, what])

@@ -1,7 +1,7 @@
 """Data for the bars of a page: the cost and the savings of each site, and the cost of a whole step.
 
-A site saves the difference between its cost with plain Inductor and its cost as a fused op, both
-predicted by the cost model.
+The cost model predicts what a site costs with plain Inductor, and what it costs as a fused op. The
+site saves the difference.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ KIND_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Taken(Summed):
-    """Bytes and predicted microseconds of sites, or the bytes and microseconds that they save."""
+    """The bytes and predicted microseconds of sites, or the bytes and microseconds that they
+    save."""
 
     bytes: float = 0.0
     us: float = 0.0
 
     def less(self, other: Taken) -> Taken:
-        """Returns how much more this takes than the other, at least 0."""
+        """Returns by how much this amount is larger than the other, and at least 0."""
         return Taken(max(self.bytes - other.bytes, 0.0), max(self.us - other.us, 0.0))
 
 
 @dataclass(frozen=True)
 class SiteBars:
-    """The total cost of equal sites, and their savings. known: False if a size is a symbol, because
-    neither total then includes it."""
+    """The total cost of equal sites, and their savings. `known` is False if a size is a symbol,
+    because neither total includes it."""
 
     taken: Taken
     spared: Taken
@@ -71,8 +72,8 @@ class SiteBars:
 class StepRow:
     """The total of a step, or the sum of equal layers.
 
-    by_kind: its modelled time for each kind of part, in microseconds. most: the longest bar among
-    the rows drawn at the same scale.
+    by_kind: the modelled time of each kind of part, in microseconds.
+    most: the longest bar among the rows that are drawn at the same scale.
     """
 
     title: str
@@ -85,8 +86,9 @@ class StepRow:
 class StepView:
     """A step as the page shows it.
 
-    alone: the captured graph, compiled by Inductor alone. present: as in Step; None for full
-    caches. bar: the error bar of the total's modelled time.
+    alone: the step of the captured graph, compiled by Inductor alone.
+    present: the number of tokens in the caches, as in `Step`; None for full caches.
+    bar: the error bar of the total's modelled time.
     """
 
     total: StepRow
@@ -103,10 +105,10 @@ def site_bars(
     numbers: Sequence[Mapping[str, int]],
     present: int | None,
 ) -> dict[int, SiteBars]:
-    """Returns the bars of equal sites, by their number.
+    """Returns the bars of equal sites, by the number of the site.
 
-    units: the units of each rewritten graph. numbers: for each graph, the number of the site that
-    each node is in, by the node's name.
+    `units` has the units of each rewritten graph. For each graph, `numbers` maps the name of a node
+    to the number of the site in which it is.
     """
     target = get_target(lowered.target)
     now: defaultdict[int, Taken] = defaultdict(Taken)
@@ -124,13 +126,14 @@ def site_bars(
         for number, taken in _taken_apart(graph, own, target, present):
             apart[number] += taken
     sites = {number for own in numbers for number in own.values() if number}
-    # With symbolic sizes the two sides lack different amounts, so their difference means nothing.
+    # With symbolic sizes, the two sides leave out different amounts, so their difference means
+    # nothing.
     spared = {n: Taken() if n in unknown else apart[n].less(now[n]) for n in sites}
     return {n: SiteBars(now[n], spared[n], n not in unknown) for n in sites}
 
 
 def tokens_present(present: int | None) -> int:
-    """Returns the number of tokens that a page counts in caches: `present`, or FULL if it is
+    """Returns the number of tokens in caches that a page assumes: `present`, or FULL if it is
     None."""
     return FULL if present is None else present
 
@@ -139,7 +142,7 @@ def _taken_apart(
     graph: GraphReport, numbers: Mapping[str, int], target: Target, present: int | None
 ) -> Iterator[tuple[int, Taken]]:
     """Yields (number of a site, its share of a unit's cost) for the units of the captured graph.
-    Sites that share a unit divide its cost in proportion to the bytes that their nodes make."""
+    Sites that share a unit divide its cost in proportion to the bytes that their nodes produce."""
     by_name = {node.name: node for node in graph.before.graph.nodes}
     for unit in units_of(as_captured(graph), target):
         amounts = amounts_of(unit, target, tokens_present(present))
@@ -157,8 +160,8 @@ def as_captured(graph: GraphReport) -> GraphReport:
 
 
 def _made(node: fx.Node) -> float:
-    """Returns the bytes of a node's results plus one. For a write in place, counts the bytes
-    written."""
+    """Returns the bytes of a node's results plus one. For a write in place, counts the bytes that
+    are written."""
     tensors = _compat.tensors_of(node)
     if writes_in_place(node):
         tensors = _compat.tensors_of(*node.all_input_nodes)[1:]
@@ -167,7 +170,8 @@ def _made(node: fx.Node) -> float:
 
 
 def step_view(lowered: Lowered, present: int | None) -> StepView:
-    """Returns the bars of a step and of its layers. The layers' bars have a scale of their own."""
+    """Returns the bars of a step and of its layers. The bars of the layers have a scale of their
+    own."""
     step = step_of(lowered, tokens_present(present))
     alone = step_of(
         replace(lowered, graphs=tuple(map(as_captured, lowered.graphs))), tokens_present(present)

@@ -9,7 +9,7 @@ import jinja2
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """The template of a file in `assets/`."""
+    """Returns the template that a file in `assets/` holds."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("tilewright.tools.report", "assets"),
         autoescape=True,
@@ -22,7 +22,7 @@ def template(name: str) -> jinja2.Template:
 
 
 def readable_bytes(size: float) -> str:
-    """`12 KiB`, `1.3 GiB`."""
+    """Returns a number of bytes as text, such as `12 KiB` or `1.3 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"
@@ -31,11 +31,11 @@ def readable_bytes(size: float) -> str:
 
 
 def readable_time(microseconds: float) -> str:
-    """Returns `12.3 µs` or `1.23 ms`, with three digits."""
+    """Returns a time as text with three digits, such as `12.3 µs` or `1.23 ms`."""
     if 0 < microseconds < 1:
         return f"{microseconds:.2f} µs"
     for unit in ("µs", "ms"):
         if microseconds < 1000:
-            return f"{float(f'{microseconds:.3g}'):g} {unit}"  # not 1e+03
+            return f"{float(f'{microseconds:.3g}'):g} {unit}"  # avoids 1e+03
         microseconds /= 1000
     return f"{microseconds:.3g} s"

@@ -24,7 +24,7 @@ _LABEL_WIDTH = 11
 
 
 def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: int) -> Group:
-    """Renders the report of a model called `name`. Lines fold at `width` columns. audits: may be
+    """Renders the report of a model called `name`. Lines fold at `width` columns. `audits` may be
     empty."""
     parts: list[RenderableType] = [_head(name, lowered)]
     parts += [*_matches(lowered.matches, width), *_misses(lowered.misses, width)]
@@ -67,7 +67,7 @@ def _head(name: str, lowered: Lowered) -> Text:
     count = _count(len(lowered.graphs), "graph")
     text = Text(name, style="bold")
     size = f"{before} nodes, {after} after fusion ({seconds:.2f} s)"
-    # Times and choices come from the cost model alone if nothing was measured on the chip.
+    # If nothing was measured on the chip, times and choices come from the cost model alone.
     chip = lowered.target + ("" if get_target(lowered.target).measured else " (modelled)")
     return text.append(f"\ntarget {chip}, {count}, {size}", style="not bold")
 
@@ -112,10 +112,10 @@ def _place(scope: str, count: int, what: str, source: str) -> Text:
 
 
 def _fields(values: dict[str, str], width: int) -> Text:
-    """Renders labelled values below a site, wrapped with a hanging indent."""
+    """Renders labelled values below a site. They are wrapped with a hanging indent."""
     text = Text()
     indent = " " * (4 + _LABEL_WIDTH)
-    # On a terminal narrower than this, lines fold in any case.
+    # On a terminal that is narrower than this, lines fold in any case.
     room = max(width - len(indent), 20)
     for label, value in values.items():
         lines = [line for part in value.splitlines() for line in textwrap.wrap(part, room)]
@@ -126,7 +126,7 @@ def _fields(values: dict[str, str], width: int) -> Text:
 
 
 def graph_text(lowered: Lowered, *, before: bool, after: bool) -> str:
-    """The graphs as readable Python, as captured and as rewritten."""
+    """Returns the graphs as readable Python, as captured and as rewritten."""
     parts = []
     for number, graph in enumerate(lowered.graphs):
         for wanted, what, module in (
@@ -140,7 +140,8 @@ def graph_text(lowered: Lowered, *, before: bool, after: bool) -> str:
 
 
 def render_kernels(audits: Sequence[KernelAudit], target: str) -> Group:
-    """Renders the kernels of a report: facts about their machine code, broken rules, and notes."""
+    """Renders the kernels of a report: the facts about their machine code, the rules that they
+    break, and notes."""
     return Group(kernel_table(audits, get_target(target)), *_kernel_remarks(audits))
 
 
@@ -148,7 +149,8 @@ _COLUMNS = ("kernel", "tensor core", "regs", "spills", "stack", "shared", "TMEM"
 
 
 def kernel_table(audits: Sequence[KernelAudit], target: Target) -> Table:
-    """Returns a table with one row per compiled kernel; its header shows the target's limits."""
+    """Returns a table with one row for each compiled kernel. Its header shows the limits of the
+    target."""
     limits = {
         "regs": f"of {target.max_registers}",
         "shared": f"of {target.max_shared_bytes}",

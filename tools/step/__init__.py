@@ -1,1 +1,1 @@
-"""The time of a model's step: as modelled, and as a profile measures it."""
+"""Shows the time of a step of a model, as modelled and as a profile measures it."""

@@ -22,10 +22,13 @@ from tilewright.tools.step.tables import step_table, with_bar
 class BatchRow:
     """A step of `batch` sequences on a chip.
 
-    modelled_us, floor_us: as in `Amounts`. bar_percent, bar_why, kind: the size of its error bar,
-    the reason for that size, and the kind of step. bound: the part that takes most of its time.
-    memory: bytes of the weights and of full caches. hides_caches: whether no time includes the
-    caches, because the number of tokens in them is not known.
+    modelled_us, floor_us: the times, as in `Amounts`.
+    bar_percent, bar_why: the size of its error bar, and the reason for that size.
+    kind: the kind of step.
+    bound: the part that takes most of its time.
+    memory: the bytes of the weights and of full caches.
+    hides_caches: whether no time includes the caches, because the number of tokens in them is not
+        known.
     """
 
     target: str
@@ -41,7 +44,7 @@ class BatchRow:
 
     @classmethod
     def of(cls, step: Step, batch: int, weights: int) -> BatchRow:
-        """Makes the row of a step. weights: bytes of all weights of the model."""
+        """Makes the row of a step. `weights` is the number of bytes of all weights of the model."""
         total, bar = step.total, step.bar
         return cls(
             target=step.target,
@@ -58,13 +61,13 @@ class BatchRow:
 
     @property
     def steps_per_s(self) -> float:
-        """Returns steps per second; 0 if no part takes any time."""
+        """Returns the number of steps per second, or 0 if no part takes any time."""
         return 1e6 / self.modelled_us if self.modelled_us else 0.0
 
     @property
     def sequences_per_s(self) -> float:
-        """Returns steps per second times the batch size. For a decode step these are tokens per
-        second."""
+        """Returns the number of steps per second times the batch size. For a decode step, this is
+        the number of tokens per second."""
         return self.batch * self.steps_per_s
 
     @property
@@ -82,8 +85,8 @@ class BatchRow:
 
 
 def weight_bytes(model: Any) -> int:
-    """Returns the bytes of a model's parameters and buffers, counting each storage once; 0 for a
-    plain function."""
+    """Returns the bytes of the parameters and buffers of a model. Each storage counts once. Returns
+    0 for a plain function."""
     if not isinstance(model, torch.nn.Module):
         return 0
     sizes = {}
@@ -115,10 +118,11 @@ def render_batches(model: str, rows: Sequence[BatchRow]) -> Group:
 
 
 def notes_of(rows: Sequence[BatchRow]) -> Iterator[str]:
-    """Yields notes on the sources of a table's error bars, and on what its times leave out."""
+    """Yields notes on the sources of the error bars in a table, and on the amounts that its times
+    leave out."""
     for why, percent in dict.fromkeys((row.bar_why, row.bar_percent) for row in rows):
         yield f"± {percent} %: {why} (docs/predictions.md)"
     if any(row.hides_caches for row in rows):
-        yield "not counted: what lies in the caches; --present N counts N tokens"
+        yield "not counted: the tokens in the caches; --present N counts N tokens"
     rates = {row.target: get_target(row.target).hbm_bytes_per_s / 1e12 for row in rows}
     yield "memory rates: " + ", ".join(f"{name} {rate:.1f} TB/s" for name, rate in rates.items())

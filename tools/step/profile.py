@@ -26,21 +26,21 @@ WORDS: Mapping[Kind, str] = {
     "gap": "nothing running",
 }
 
-# The kind, name, scope and kernels of a row.
+# The kind, the name, the scope and the kernels of a row.
 _Key = tuple[Kind, str, str, tuple[str, ...]]
-# Emitted kernels end in twelve digits of their spec's hash.
+# The names of emitted kernels end in twelve digits of the hash of their spec.
 _OURS = re.compile(r"_[0-9a-f]{12}$")
 _TORCHS = re.compile(r"\b(at|c10)::|\bat_cuda_")
 _COPIES = frozenset({"gpu_memcpy", "gpu_memset"})
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read as steps of a model."""
+    """Raised for a trace that cannot be read as steps of a model."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, copy or fill on the GPU. start, end: in microseconds."""
+    """A kernel, copy or fill on the GPU. `start` and `end` are in microseconds."""
 
     name: str
     category: str
@@ -62,11 +62,13 @@ class Launch:
 class Row:
     """A part of a step that takes time.
 
-    name: the pattern of a fused op; the kernel's name for other kinds. scope: the layer of a fused
-    op; "" for other kinds, because the trace does not tell their layer. kernels: those of a fused
-    op. count: launches per step. us: microseconds per step, as the mean of the steps; if kernels
-    overlap, each counts with the time that it adds. floor_us: the floor of the part; None if its
-    work is not known.
+    name: the pattern of a fused op, or the name of the kernel for other kinds.
+    scope: the layer of a fused op; "" for other kinds, because the trace does not tell their layer.
+    kernels: the kernels of a fused op.
+    count: the number of launches per step.
+    us: the microseconds per step, as the mean of the steps. If kernels overlap, each counts with
+        the time that it adds.
+    floor_us: the floor of the part; None if its work is not known.
     """
 
     kind: Kind
@@ -85,8 +87,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured step. us: from the start of its first kernel to the end of its last, as the mean
-    of the steps. rows: the parts of that time; floor_us: the floor of the whole step."""
+    """A measured step.
+
+    us: the time from the start of its first kernel to the end of its last, as the mean of the
+        steps.
+    rows: the parts of that time.
+    floor_us: the floor of the whole step.
+    """
 
     steps: int
     us: float
@@ -99,12 +106,12 @@ class Profile:
         return self.floor_us / self.us if self.us else 0.0
 
     def of(self, kind: Kind) -> float:
-        """Returns the time of one kind, in microseconds."""
+        """Returns the time of all rows of one kind, in microseconds."""
         return sum(row.us for row in self.rows if row.kind == kind)
 
     def folded(self) -> list[Row]:
-        """Merges the rows of equal name of all layers. The row furthest from its floor comes
-        first."""
+        """Merges the rows of all layers that have equal names. The row furthest from its floor
+        comes first."""
         groups: dict[_Key, list[Row]] = defaultdict(list)
         for row in self.rows:
             groups[row.kind, row.name, collapse_scope(row.scope), row.kernels].append(row)
@@ -135,8 +142,8 @@ def _joined(rows: Sequence[Row], scope: str) -> Row:
 def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -> Profile:
     """Returns the profile of a trace of equal steps.
 
-    steps: their number; None to count the launches of our kernels. Raises TraceError if the trace
-    has no kernels, or is not that number of equal steps.
+    `steps` is their number; with None, the function counts the launches of our kernels. Raises
+    TraceError if the trace has no kernels, or does not consist of that number of equal steps.
     """
     launches = list(_launches(trace))
     if not launches:
@@ -144,7 +151,7 @@ def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -
     expected = _expected(step)
     steps = _count(launches, expected) if steps is None else steps
     if steps < 1 or len(launches) % steps:
-        raise TraceError(f"{len(launches)} launches are not {steps} equal steps")
+        raise TraceError(f"{len(launches)} launches cannot be divided into {steps} equal steps")
     each = len(launches) // steps
     runs = [launches[i : i + each] for i in range(0, len(launches), each)]
     if len({tuple(launch.name for launch in run) for run in runs}) > 1:
@@ -218,12 +225,13 @@ def _floors(step: Step) -> Mapping[_Key, float]:
 
 
 def _count(launches: Sequence[Launch], expected: Mapping[str, Sequence[Part]]) -> int:
-    """Counts the steps of a trace by the launches of our kernels; 1 if it has no such launch."""
+    """Counts the steps of a trace by the launches of our kernels. Returns 1 if the trace has no
+    such launch."""
     names = Counter(launch.name for launch in launches if launch.name in expected)
     counts = {name: number / len(expected[name]) for name, number in names.items()}
     steps = min(counts.values(), default=1.0)
     odd = [name for name, count in counts.items() if steps < 1 or count % steps]
     if odd:
         said = ", ".join(f"{name} x{names[name]} of {len(expected[name])}" for name in odd)
-        raise TraceError(f"the trace has no whole number of steps of this model: {said}")
+        raise TraceError(f"the trace does not have a whole number of steps of this model: {said}")
     return int(steps)

@@ -1,4 +1,4 @@
-"""Records steps of a model on the GPU at hand, as torch.profiler's trace."""
+"""Records steps of a model on the GPU of this machine, as a trace of torch.profiler."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tilewright.tools.zoo import LoadedModel
 
 
 def record(loaded: LoadedModel, steps: int, graphs: bool) -> dict[str, Any]:
-    """Returns the trace of a number of steps of a model compiled by tilewright, on a GPU.
+    """Returns the trace of a number of steps on a GPU. The model is compiled by tilewright.
 
-    graphs: whether each step replays a CUDA graph, as in serving. Otherwise Python launches the
-    kernels, and gaps between them are due to Python.
+    `graphs` says whether each step replays a CUDA graph, as in serving. Otherwise Python launches
+    the kernels, and the gaps between kernels are due to Python.
     """
     compiled = torch.compile(loaded.model, backend="tilewright")
     with torch.no_grad():
         step: Callable[[], Any] = lambda: compiled(*loaded.args, **loaded.kwargs)  # noqa: E731
         if graphs:
             step = capture([step]).replay
-        for _ in range(2):  # compiles it, then runs it once as it will be recorded
+        for _ in range(2):  # the first compiles, the second warms up
             step()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:

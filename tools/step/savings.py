@@ -1,4 +1,4 @@
-"""Describes how much a weight format saves in a step, in sentences and as tables for a terminal."""
+"""Describes how much a weight format saves in a step, as sentences and as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def said_of(savings: Savings) -> tuple[str, ...]:
     """Returns sentences that say how much a format saves, for a terminal and for a page."""
     read, times = savings.read, savings.times
     if not savings.rows:
-        return ("weights read per step as codes: none, so that this format saves nothing",)
+        return ("a step reads no weights as codes, so this format saves nothing",)
     forms = "; ".join(savings.forms)
     size = f"{readable_bytes(read.bytes)} as {forms} ({readable_bytes(read.bfloat16)} in bfloat16)"
     modelled = f"{_us(times.modelled_us)} ({_us(times.bfloat16_modelled_us)} in bfloat16)"
@@ -31,7 +31,7 @@ def said_of(savings: Savings) -> tuple[str, ...]:
 
 
 def unread_said(one: Unread) -> str:
-    """Returns a line with a weight that is not read as codes, and the reason."""
+    """Returns a line about a weight that is not read as codes, with the reason."""
     place = one.scope or "graph"
     count = f" x{one.count}" if one.count > 1 else ""
     size = f", {readable_bytes(one.bytes)}" if one.bytes else ""
@@ -41,9 +41,15 @@ def unread_said(one: Unread) -> str:
 def remarks(savings: Savings) -> Iterator[str]:
     """Yields sentences about effects that the numbers do not include."""
     if savings.rounds:
-        yield "activations are rounded in both; a model in bfloat16 takes less, by these kernels"
+        yield (
+            "both steps round activations; a model in bfloat16 does not need these kernels and "
+            "takes less time"
+        )
     if savings.breaks:
-        yield "the graph breaks: what runs between its parts is in no sum, and may read codes too"
+        yield (
+            "the graph breaks: no sum includes the code that runs between its parts, and this "
+            "code may read codes, too"
+        )
 
 
 def render_savings(savings: Savings) -> Group:
@@ -70,7 +76,7 @@ def _rows(rows: tuple[SavingsRow, ...]) -> Table:
 
 
 def _modelled(times: Times) -> tuple[float, float, float]:
-    """Returns the modelled time with codes, the one with bfloat16, and the time saved."""
+    """Returns the modelled time with codes, the modelled time with bfloat16, and the time saved."""
     now, then = times.modelled_us, times.bfloat16_modelled_us
     return now, then, then - now
 

@@ -15,16 +15,16 @@ from tilewright.tools.report.layers import title_of
 from tilewright.tools.report.templates import readable_time
 from tilewright.tools.step.profile import WORDS, Profile
 
-# How many rows of a profile are shown, the rest being summed up in one line; and the width of the
-# column for kernel names.
+# The number of rows of a profile that are shown (one line sums up the other rows), and the width of
+# the column for kernel names.
 SHOWN = 24
 WIDEST = 60
 _LEFT = (LIBRARY, INDUCTOR)
 
 
 def render_step(step: Step) -> Group:
-    """Renders tables of a step: bytes moved by layer, its least time, and the parts left to
-    Inductor."""
+    """Renders the tables of a step: the bytes moved by each layer, the shortest time of the step,
+    and the parts left to Inductor."""
     columns = ("layer", "weights\nMB", "caches\nMB", "between\nMB", "floor\nus", "modelled\nus")
     table = step_table(*columns, "fused\n%")
     for layer in step.layers:
@@ -46,7 +46,7 @@ def _title(step: Step) -> Text:
 
 
 def with_bar(us: float, percent: int) -> str:
-    """`2.6 ms ± 8 %`: a modelled time with its error bar."""
+    """Returns a modelled time with its error bar, such as `2.6 ms ± 8 %`."""
     return f"{readable_time(us)} ± {percent} %"
 
 
@@ -69,11 +69,14 @@ def _notes(step: Step) -> Iterator[str]:
             "per sequence"
         )
     if step.symbols:
-        yield f"not included: values of the sizes {', '.join(step.symbols)}, which are symbols"
+        yield (
+            "not included: bytes and times that depend on the symbolic sizes "
+            f"{', '.join(step.symbols)}"
+        )
 
 
 def _largest(step: Step) -> str:
-    """Names the parts left to Inductor that take longest."""
+    """Returns the names of the parts left to Inductor that take longest."""
     times: dict[str, float] = {}
     for part in step.parts:
         if part.kind != FUSED:
@@ -95,7 +98,8 @@ def _percent(part: Amounts, whole: Amounts) -> str:
 
 
 def render_profile(profile: Profile, step: Step) -> Group:
-    """Renders the parts of a measured step, those furthest above their floor first."""
+    """Renders the parts of a measured step. The parts that are furthest above their floor come
+    first."""
     title = Text(f"A step of {profile.us:.1f} us", style="bold")
     told = f", of which the floor of {profile.floor_us:.1f} us on {step.target} is "
     title.append(
@@ -129,8 +133,11 @@ def _rows(profile: Profile) -> Table:
 
 
 def step_table(first: str, *columns: str) -> Table:
-    """Returns an empty table of numbers. first: the header of the first column, in which long names
-    fold. columns: the headers of the others."""
+    """Returns an empty table of numbers.
+
+    `first` is the header of the first column, in which long names fold. `columns` are the headers
+    of the other columns.
+    """
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column(first, overflow="fold")
     for column in columns:

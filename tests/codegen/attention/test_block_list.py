@@ -1,4 +1,5 @@
-"""Which entries of a list of blocks a program visits, beside a loop over the list in Python."""
+"""Tests which entries of a list of blocks a program visits, by comparison with a loop over the list
+in Python."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def visited(
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("block_n", [8, 16, 32])
 def test_every_part_of_a_listed_block_is_visited_once(block_n, in_order):
-    """Checks blocks of 32 keys: whole blocks come first, unless all come in order."""
-    listed = {1: 0, 3: 1, 4: 1, 6: 0}  # block -> whether it is whole
+    """Checks blocks of 32 keys. Whole blocks come first, unless all blocks come in order."""
+    listed = {1: 0, 3: 1, 4: 1, 6: 0}  # for each block, whether it is whole
     blocks = torch.tensor([4, *(2 * block + whole for block, whole in listed.items())])
     keys = [key for block in listed for key in range(32 * block, 32 * block + 32, block_n)]
     whole = [key for key in keys if 96 <= key < 160]
@@ -60,8 +61,12 @@ def test_every_part_of_a_listed_block_is_visited_once(block_n, in_order):
 
 
 def expected(entries, first_block, whole_block, num_whole, num_blocks):
-    """(place of the first entry, of the first whole one, whole ones in a row, all, block of the
-    first whole one); without a whole one, the place and the block say nothing."""
+    """Returns what the function under test should return.
+
+    These are: the place of the first entry, the place of the first whole block, the number of whole
+    blocks in a row, the number of all blocks, and the number of the first whole block. If there is
+    no whole block, its place and number mean nothing.
+    """
     blocks = [entry >> 1 for entry in entries]
     within = [at for at, b in enumerate(blocks) if first_block <= b < first_block + num_blocks]
     first = sum(b < first_block for b in blocks)
@@ -81,7 +86,7 @@ def test_the_run_of_whole_blocks_is_the_first_in_list_and_memory(count):
     draw = random.Random(count)
     runs = set()
     for _ in range(24):
-        most = count + draw.choice((0, 1, count // 8 + 1))  # lists with and without gaps
+        most = count + draw.choice((0, 1, count // 8 + 1))  # lists with gaps and without gaps
         blocks = sorted(draw.sample(range(most), count))
         often = draw.choice((0.2, 0.9, 1.0))
         entries = [2 * block + (draw.random() < often) for block in blocks]

@@ -1,4 +1,4 @@
-"""The `mask_blocks` kernel on Triton's interpreter, and how a mask is cut for it."""
+"""Tests the `mask_blocks` kernel on Triton's interpreter, and how a mask is divided for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = replace(SM90, num_sms=3)
 
 
 def check(mask, target=SMALL, *, hide_lowest=False):
-    """The kernel's list, every number of it."""
+    """Checks every number of the list that the kernel writes."""
     a = MaskBlocksArguments(mask, hide_lowest=hide_lowest)
     done = drive(mask_blocks_steps(a, target), Interpreter(target))
     assert torch.equal(done.outcome.result, reference(a))
@@ -35,7 +35,8 @@ def check(mask, target=SMALL, *, hide_lowest=False):
 
 
 def scattered(shape, dtype, seed=0):
-    """Blocks of no, few and all keys, in every mixture over tiles and blocks."""
+    """Returns a mask whose blocks have no keys, few keys or all keys, in every mixture over tiles
+    and blocks."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.rand(shape[0], shape[1], shape[2] // 90 + 1, shape[3] // 50 + 1, 1, 1,
                        generator=generator)  # fmt: skip
@@ -59,8 +60,8 @@ def test_every_number_of_every_list(shape, dtype):
 
 
 def with_lowest(shape, dtype, seed=0):
-    """As `scattered`, hidden keys with -inf, the lowest number or one next to it, in rows of which
-    few have no other."""
+    """Returns a mask like `scattered`, whose hidden keys have -inf, the lowest number, or a number
+    next to the lowest. A few rows have no other numbers."""
     mask = scattered(shape, dtype, seed)
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.tensor([float("-inf"), 1.0, 0.8, 0.87], dtype=torch.float64)
@@ -85,7 +86,8 @@ LISTS = [(4, 3, 1, 700), (2, 1, 5, 64), (1, 2, 129, 333), (1, 1, 700, 1500)]
     ids=str,
 )
 def test_every_number_of_every_list_where_the_lowest_hide(shape, sms, dtype):
-    """Tiles cut into parts and not, some with a row of the lowest number alone, in all pairs of a
+    """Tests every list for masks in which the lowest number hides keys. Some tiles are divided into
+    parts, and some have a row that holds only the lowest number. The cases are all pairs of a
     shape, a number of multiprocessors and a dtype."""
     mask, target = with_lowest(shape, dtype), replace(SM90, num_sms=sms)
     check(mask, target, hide_lowest=True)
@@ -93,7 +95,8 @@ def test_every_number_of_every_list_where_the_lowest_hide(shape, sms, dtype):
 
 
 def test_parts_tell_each_other_which_rows_have_an_ordinary_number():
-    """Every part has rows without one; in the first tile, one row of all parts."""
+    """Every part has rows without an ordinary number. In the first tile, one row has none in any
+    part."""
     mask = torch.full((1, 1, 256, 4096), torch.finfo(torch.float16).min, dtype=torch.float16)
     rows = torch.arange(256)
     mask[..., rows, rows * 16] = 0
@@ -127,7 +130,7 @@ def test_masks_of_any_strides(view, dtype):
 
 
 def test_parts_of_a_tile_come_together_and_leave_their_counters_at_zero():
-    """Cut into so many parts that the last has less than the others."""
+    """The tile is divided into so many parts that the last part is smaller than the others."""
     target = replace(SM90, num_sms=132)
     program = check(scattered((1, 1, 256, 1100), torch.bool), target)
     assert program.specs[0].constant("SPLIT")

@@ -1,4 +1,4 @@
-"""Audit rules, each broken alone, and the readers of PTX, SASS and TTGIR."""
+"""Tests the audit rules, each of which is broken alone, and the readers of PTX, SASS and TTGIR."""
 
 import dataclasses
 
@@ -92,7 +92,7 @@ def test_a_few_registers_spilled_outside_of_loops_are_a_note():
     [
         {"looped_spills": 1},
         {"stack_bytes": 20},
-        {"opcodes": GOOD.opcodes},  # the stack holds something else
+        {"opcodes": GOOD.opcodes},  # the stack holds other data
         {"main_loop": {}},
     ],
     ids=("in a loop", "many", "no spills", "no main loop"),
@@ -111,13 +111,15 @@ def test_claims_not_made_are_not_held_against_a_kernel():
 
 def test_occupancy():
     small = dataclasses.replace(GOOD, registers=64, shared_bytes=70_000, num_warps=4)
-    assert small.blocks_per_sm(SM100) == 2  # by TMEM
-    assert dataclasses.replace(small, tmem_columns=0).blocks_per_sm(SM100) == 3  # shared memory
+    assert small.blocks_per_sm(SM100) == 2  # TMEM is the limit
+    assert (
+        dataclasses.replace(small, tmem_columns=0).blocks_per_sm(SM100) == 3
+    )  # shared memory is the limit
     assert dataclasses.replace(small, tmem_columns=512).blocks_per_sm(SM100) == 1
     full = dataclasses.replace(small, registers=255, tmem_columns=0, shared_bytes=0)
-    assert full.blocks_per_sm(SM100) == 2  # registers
+    assert full.blocks_per_sm(SM100) == 2  # registers are the limit
     wide = dataclasses.replace(full, registers=16, num_warps=16)
-    assert wide.blocks_per_sm(SM100) == 4  # threads
+    assert wide.blocks_per_sm(SM100) == 4  # threads are the limit
     assert any("occupancy" in p for p in check(GOOD, SM100, Expectations(blocks_per_sm=2)))
 
 

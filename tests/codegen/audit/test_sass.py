@@ -1,4 +1,5 @@
-"""The reader of disassembled kernels: sections, opcodes, and which loop is the main one."""
+"""Tests the reader of disassembled kernels: its sections, its opcodes, and which loop is the main
+one."""
 
 import pytest
 
@@ -19,7 +20,8 @@ PLAIN = """
 .L_x_2:
         /*0080*/                   EXIT ;
 """
-# A loop over tiles; the waiting stands behind the kernel and jumps back into the inner loop.
+# A loop over tiles. The code that waits stands behind the kernel, and jumps back into the inner
+# loop.
 WAITING_APART = """
 .L_x_0:
         /*0000*/                   UTMALDG.2D [UR24], [UR28] ;
@@ -42,7 +44,7 @@ WAITING_APART = """
 .L_x_5:
         /*00d0*/                   BRA `(.L_x_5) ;
 """
-# An instruction whose operands differ between lanes is repeated for each of them.
+# An instruction whose operands differ between lanes is repeated for each operand.
 LANE_BY_LANE = """
 .L_x_0:
         /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR6], R4 ;
@@ -54,8 +56,9 @@ LANE_BY_LANE = """
         /*0050*/               @P0 BRA `(.L_x_0) ;
         /*0060*/                   EXIT ;
 """
-# The skeleton of the QKV kernel of one token as the ptxas of Triton 3.8 makes it: two registers are
-# stored before the main loop and loaded behind it. The waiting for both stands behind the kernel.
+# The outline of the QKV kernel of one token as the ptxas of Triton 3.8 compiles it. Two registers
+# are stored before the main loop and loaded after it. The code that waits for both stands behind
+# the kernel.
 SPILLS_AROUND = """
 .L_x_3:
         /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6], R4 ;
@@ -116,7 +119,7 @@ def test_waiting_behind_the_kernel_is_no_loop_around_the_mma():
     counts = count_opcodes(WAITING_APART)
     opcodes, main_loop = counts.whole, counts.main_loop
     assert opcodes["LDTM"] == opcodes["UTMALDG"] == opcodes["UTCHMMA"] == 1
-    # The waiting itself belongs to the loop, what follows the loop does not.
+    # The waiting code itself belongs to the loop. The code after the loop does not.
     assert main_loop == {"SYNCS": 2, "STTM": 1, "UTCHMMA": 1, "BRA": 5}
 
 

@@ -1,4 +1,5 @@
-"""Compilation for SM90 and SM100 without a GPU, and what the audit reads from the result."""
+"""Tests compilation for SM90 and SM100 without a GPU, and the facts that the audit reads from the
+result."""
 
 import json
 import re
@@ -55,7 +56,7 @@ def test_vector_add(target):
     assert audit.count("LDG") >= 2
     assert audit.count("STG") >= 1
     assert check(audit, target) == []
-    # It claims nothing of tensor cores; if it did, the audit would object.
+    # The case makes no claim about tensor cores. If it did, the audit would report a broken rule.
     assert any("expected" in p for p in check(audit, target, Expectations(mma="bf16")))
 
 

@@ -1,4 +1,5 @@
-"""The cache on disk: concurrent makers, damage of every kind, other users, full disks, keys."""
+"""Tests the cache on disk: concurrent makers, every kind of damage, other users, full disks, and
+keys."""
 
 import errno
 import grp
@@ -44,7 +45,7 @@ def writer(root, log, go, seen):
 
 @pytest.fixture
 def warnings(caplog, monkeypatch):
-    """The warnings of this test, as if the process had given none before."""
+    """Returns the warnings of this test, as if the process had given none before."""
     monkeypatch.setattr(cache_folder, "_said", set())
     caplog.set_level(logging.WARNING, logger="tilewright")
     return lambda: [record.getMessage() for record in caplog.records]
@@ -63,7 +64,7 @@ def test_concurrent_makers_make_once(tmp_path):
         worker.join()
     assert log.read_text() == "made\n"
     left = [path.name for path in (tmp_path / "cache" / "binary" / "kk").iterdir()]
-    assert left == ["k" * 64]  # no lock, no temporary folder
+    assert left == ["k" * 64]  # neither a lock nor a temporary folder
 
 
 def truncate(entry):
@@ -103,7 +104,7 @@ def nested_manifest(entry):
 
 
 def empty_entry(entry):
-    """Nothing in it, and a manifest that says so."""
+    """Empties an entry, and writes a manifest that lists no files."""
     manifest = json.loads((entry / "manifest.json").read_text())
     for name in FILES:
         (entry / name).unlink()
@@ -111,7 +112,8 @@ def empty_entry(entry):
 
 
 def earlier_layout(entry):
-    """As before manifests bound the key: only the hashes."""
+    """Writes an entry with hashes only, as entries were written before manifests contained the
+    key."""
     manifest = json.loads((entry / "manifest.json").read_text())
     (entry / "manifest.json").write_text(json.dumps(manifest["files"]))
 
@@ -177,7 +179,7 @@ def test_damaged_entry_is_made_again(tmp_path, damage):
     store, log = KernelCache(tmp_path), tmp_path / "log"
     entry = store.get_or_make("binary", "aa", counting_make(log)).folder
     assert store.get_or_make("binary", "aa", counting_make(log)).folder == entry
-    assert log.read_text() == "made\n"  # the control: an intact entry is not
+    assert log.read_text() == "made\n"  # the control: an intact entry is not made again
     damage(entry)
     assert store.find("binary", "aa") is None
     again = store.get_or_make("binary", "aa", counting_make(log))
@@ -228,7 +230,7 @@ def test_told_to_trust_it_uses_what_others_wrote(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEWRIGHT_CACHE_TRUST", "1")
     assert store.find("binary", "aa").files == FILES
     (entry / "a.txt").write_text("damaged")
-    assert store.find("binary", "aa") is None  # hashes count all the same
+    assert store.find("binary", "aa") is None  # the hashes are checked all the same
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path, monkeypatch, warnings):
@@ -249,7 +251,9 @@ def test_a_link_of_another_user_is_refused(tmp_path, monkeypatch, warnings):
     link = tmp_path / "cache"
     link.symlink_to(tmp_path / "mine")
     assert KernelCache(link).get_or_make("binary", "aa", lambda: FILES).files == FILES
-    assert KernelCache(link).entry("binary", "aa").is_dir()  # the control: one's own is followed
+    assert (
+        KernelCache(link).entry("binary", "aa").is_dir()
+    )  # the control: a link of one's own is followed
     give_away(link, monkeypatch)
     assert KernelCache(link).find("binary", "bb") is None
     if os.geteuid() == 0:
@@ -290,7 +294,7 @@ def modes_after_store(root, umask):
         (0o022, "", 0o755, 0o644),
         (0o027, "", 0o750, 0o640),
         (0o077, "", 0o700, 0o600),
-        (0o002, "", 0o755, 0o644),  # others' writes are not asked for: they would be refused
+        (0o002, "", 0o755, 0o644),  # others get no write permission: the cache would refuse it
         (0o000, "", 0o755, 0o644),
         (0o002, "1", 0o775, 0o664),
         (0o000, "1", 0o777, 0o666),
@@ -345,7 +349,7 @@ def entry_of_an_unwritable_cache(root):
 
 @pytest.mark.parametrize("how", ["root", "parent", "file in the way"])
 def test_a_cache_that_cannot_be_written_costs_the_sharing_alone(public, how):
-    """Once made in this process, kept in its private folder, one warning."""
+    """The entry is made once in this process and kept in its private folder, with one warning."""
     root = public / "cache"
     if how == "root":
         root.mkdir()
@@ -368,7 +372,7 @@ def entry_of_a_warm_cache(root):
 
 
 def test_a_warm_cache_of_roots_that_cannot_be_written_serves(public):
-    """As one that is part of an image."""
+    """Such a cache may be a part of a container image."""
     root = public / "cache"
     place = KernelCache(root).get_or_make("binary", "aa", lambda: FILES).folder
     os.utime(place, (0, 0))
@@ -376,7 +380,8 @@ def test_a_warm_cache_of_roots_that_cannot_be_written_serves(public):
 
 
 def store_under_a_limit(root):
-    """Files of more than 4 KiB cannot be written, here or elsewhere."""
+    """Stores an entry while files of more than 4 KiB cannot be written, in the cache or
+    elsewhere."""
     store = KernelCache(root)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     entry = store.get_or_make("binary", "aa", lambda: FILES)
@@ -440,7 +445,9 @@ def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
     assert cache_dir() == tmp_path / "xdg" / "tilewright"
     monkeypatch.setenv("XDG_CACHE_HOME", "~/xdg")
     assert cache_dir() == tmp_path / "xdg" / "tilewright"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, by the specification
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", "relative"
+    )  # the XDG specification says to ignore a relative path
     assert cache_dir() == tmp_path / ".cache" / "tilewright"
 
 
@@ -480,7 +487,7 @@ def test_edited_template_misses_the_cache(tmp_path, monkeypatch):
     second = build.emitted_path(spec, store)
     assert second != first
     assert "tl.store(x_ptr, 7)" in second.read_text()
-    # A template that this one imports counts too.
+    # A template that this template imports counts, too.
     before = source_fingerprint(spec)
     template.write_text("from edited_templates.helper import nothing\n" + TEMPLATE.format(2))
     imported = source_fingerprint(spec)

@@ -1,4 +1,5 @@
-"""Kernels out of the cache: which bytes run, and that they run wherever a folder can be written."""
+"""Tests kernels from the cache: which bytes run, and that kernels run wherever a folder can be
+written."""
 
 from __future__ import annotations
 
@@ -48,14 +49,15 @@ def fresh_cache(tmp_path, monkeypatch):
 
 
 def kernel_adds():
-    """By how much of y the interpreted kernel adds to x."""
+    """Returns the factor of y that the interpreted kernel adds to x."""
     x, y, out = torch.zeros(8), torch.ones(8), torch.zeros(8)
     load_interpreted(ADD)[(1,)](x_ptr=x, y_ptr=y, out_ptr=out, n=8)
     return out[0].item()
 
 
 def byte_code_marks(path, mark):
-    """What Python would run in place of the file, without comparing them: it leaves a mark."""
+    """Writes byte code that Python would run in place of the file, without comparing the two. The
+    byte code leaves a mark."""
     cached = importlib.util.cache_from_source(str(path))
     os.makedirs(os.path.dirname(cached), exist_ok=True)
     from importlib._bootstrap_external import _code_to_hash_pyc
@@ -85,7 +87,8 @@ def test_a_manifest_that_vouches_for_nothing_vouches_for_no_file():
 
 
 def test_the_bytes_that_were_compared_are_the_bytes_that_run(monkeypatch):
-    """A file that changes between its check and its use: the kernel and its source are the old."""
+    """The file changes between its check and its use. The kernel and its source must be the old
+    ones."""
     emitted_path(ADD)
     find = KernelCache.find
 
@@ -103,14 +106,15 @@ def test_the_bytes_that_were_compared_are_the_bytes_that_run(monkeypatch):
 
 
 def test_a_kernel_that_another_user_planted_does_not_run(monkeypatch):
-    """Whole by its hashes, in the right place, of another user."""
+    """The kernel's hashes are right and it is in the right place, but it belongs to another
+    user."""
     path = emitted_path(ADD)
     shutil.rmtree(path.parent)
     monkeypatch.setattr(build.emitter, "emit", lambda spec: PLANTED)
     assert emitted_path(ADD).read_text() == PLANTED
     monkeypatch.undo()
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(path.parents[3]))
-    assert kernel_adds() == 3.0  # the control: one's own word is taken
+    assert kernel_adds() == 3.0  # the control: an entry of one's own is used
     for planted in (path.parent, *path.parent.iterdir()):
         give_away(planted, monkeypatch)
     assert kernel_adds() == 2.0
@@ -118,7 +122,7 @@ def test_a_kernel_that_another_user_planted_does_not_run(monkeypatch):
 
 @pytest.fixture
 def no_folder(tmp_path):
-    """A place where nobody can make a folder, root neither."""
+    """Returns a path at which no user, not even root, can make a folder."""
     (tmp_path / "file").touch()
     return tmp_path / "file" / "cache"
 
@@ -151,7 +155,7 @@ def test_kernels_run_from_memory_where_no_disk_takes_them(no_folder, monkeypatch
 
 
 def launch_path(home):
-    """As on a GPU, up to the compiled kernel."""
+    """Runs the steps of a launch as on a GPU, up to the compiled kernel."""
     os.environ.pop("TRITON_CACHE_DIR", None)
     os.environ["TRITON_HOME"] = str(home)
     target = GPUTarget("cuda", 90, 32)
@@ -163,7 +167,8 @@ def launch_path(home):
 
 
 def test_a_launch_needs_no_home_to_write_to(no_folder, monkeypatch):
-    """Neither our cache nor Triton's can be written: the kernel is compiled, not the reference."""
+    """Neither tilewright's cache nor Triton's cache can be written. The kernel is compiled, and the
+    reference does not run."""
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(no_folder))
     assert in_a_child(launch_path, no_folder) == (ADD.name, True)
 
@@ -191,8 +196,8 @@ def test_the_worker_tells_a_full_disk_from_a_kernel_that_fails(monkeypatch, tmp_
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(worker, "compile_kernel", full)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # main sets it
-    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")  # and this
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # the main function sets it
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")  # the main function sets it, too
     (tmp_path / "request.json").write_text(json.dumps({"out": str(tmp_path)}))
     monkeypatch.setattr(sys, "argv", ["worker.py", str(tmp_path / "request.json")])
     with pytest.raises(SystemExit) as ended:

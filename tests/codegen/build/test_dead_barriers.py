@@ -1,4 +1,5 @@
-"""Barriers that nothing waits for: found, taken out, and nothing else with them."""
+"""Tests that barriers for which nothing waits are found and removed, and that nothing else is
+removed."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_warps_that_are_not_parted_are_left_alone():
 
 
 def test_attention_with_specialised_warps_on_hopper_has_none():
-    """Its machine code initialises no barrier in the memory of a tile, which lies at the start."""
+    """The machine code initialises no barrier in the memory of a tile. A tile lies at the start of
+    shared memory."""
     problem = AttentionProblem(
         num_heads=2, nope=64, rope=64, v_dim=64, dtype="bf16", out="bf16",
         mask="none", tma=True, rope_tma=True,

@@ -1,4 +1,4 @@
-"""bf16 in the interpreter, against torch, bit for bit."""
+"""Compares bf16 in the interpreter with torch, bit for bit."""
 
 import ast
 
@@ -112,7 +112,7 @@ def test_inline_products_of_pairs():
 
 def test_rounding_is_torchs_for_all_kinds_of_numbers():
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
-    # Ties, infinities, NaNs, subnormals and the largest finite numbers among them.
+    # The numbers contain ties, infinities, NaNs, subnormals and the largest finite numbers.
     special = np.array([0x3F808000, 0x3F818000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 1], np.uint32)
     values = np.concatenate([bits, special, special + 1, np.array([0x7FC00000], np.uint32)])
     mine = torch.from_numpy(round_to_bf16(values.view(np.float32)).view(np.int16))
@@ -170,7 +170,7 @@ def test_types_of_one_launch_share_their_parts_and_are_checked_as_ever():
         assert one == other
         assert one.shape is other.shape
         assert tl.block_type(tl.int32, [4]) != tl.block_type(tl.uint32, [4])
-        for _ in range(2):  # one that was refused is refused again
+        for _ in range(2):  # a call that was refused is refused again
             with pytest.raises(ValueError, match="power of 2"):
                 tl.block_type(tl.int32, [3])
             with pytest.raises(TypeError, match="Shape element 0"):
@@ -194,7 +194,8 @@ def test_a_function_is_what_triton_makes_of_it_at_the_same_lines(kernel):
 
 @triton.jit
 def mixed(x_ptr, n_ptr, out_ptr, scale, N: tl.constexpr):
-    """Operands of every kind twice over, so that the second meets what was kept of the first."""
+    """A kernel that uses operands of every kind twice, so that the second use meets what the
+    interpreter kept from the first."""
     rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     x = tl.load(x_ptr + rows * N + columns)
     n = tl.load(n_ptr + rows * N + columns)

@@ -1,4 +1,5 @@
-"""Kernels and times of one machine, found by another: through torch's artifacts and a package."""
+"""Tests that another machine finds the kernels and times of one machine, through torch's artifacts
+and through a package."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ TUNED = key_of("times of a case")
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """machine(name): from here on this process has that machine's folders, and a GPU's compiler."""
+    """Returns a function `machine(name)`. After its call, this process has the folders of that
+    machine, and the compiler of a GPU."""
     target = GPUTarget("cuda", 90, 32)
     active = SimpleNamespace(get_current_target=lambda: target)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
@@ -54,13 +56,14 @@ def machine(tmp_path, monkeypatch):
 
 
 def work() -> None:
-    """What a call and its tuning leave in the caches."""
+    """Fills the caches as a call and its tuning do."""
     compiled_kernel(ADD, 0)
     KernelCache().get_or_make("tuned", TUNED, lambda: TIMES)
 
 
 def is_warm(monkeypatch) -> list[bool]:
-    """Whether source, times and Triton's kernel are there; the last by what Triton says."""
+    """Returns whether the source, the times and Triton's kernel are in the caches. Triton itself
+    reports the last."""
     hits = []
     with monkeypatch.context() as patch:
         said = lambda **said: hits.append(said["cache_hit"])  # noqa: E731
@@ -105,8 +108,8 @@ def test_a_package_brings_them(machine, monkeypatch, tmp_path):
 
 
 def test_what_is_there_stays(machine, monkeypatch):
-    """Also an entry that another process makes in the meantime, and a kernel of Triton's whose
-    files a parcel has under another description."""
+    """This also holds for an entry that another process makes in the meantime, and for a kernel of
+    Triton whose files a bundle has under another description."""
     machine("one")
     entry = emitted(ADD)
     key = source_fingerprint(ADD)
@@ -167,7 +170,7 @@ def test_an_entry_with_other_files_is_made_again(machine):
     ],
 )
 def test_what_is_no_parcel_is_left_with_a_warning(machine, monkeypatch, name, data, caplog):
-    """And the loading of the others goes on."""
+    """The other artifacts are still loaded."""
     monkeypatch.setattr(travel, "MOST_BYTES", 2**20)
     folder = machine("one")
     with caplog.at_level(logging.WARNING, logger="tilewright"):
@@ -178,7 +181,8 @@ def test_what_is_no_parcel_is_left_with_a_warning(machine, monkeypatch, name, da
 
 
 def test_triton_s_listener_is_the_user_s(machine, monkeypatch):
-    """It is the whole process's: two threads that compile would each put back what they found."""
+    """The listener belongs to the whole process. Two threads that compile would each restore the
+    listener that they found."""
     machine("one")
     heard = []
 
@@ -199,7 +203,7 @@ def test_a_triton_that_keeps_its_files_otherwise_is_no_error(machine):
 
 
 def test_no_package_is_left_as_it_was(machine, tmp_path, monkeypatch):
-    """One that is absent, another file, and a package on a disk that is full."""
+    """The cases are an absent package, a file that is no package, and a package on a full disk."""
     machine("one")
     KernelCache().get_or_make("tuned", TUNED, lambda: TIMES)
     with pytest.raises(FileNotFoundError):

@@ -1,4 +1,5 @@
-"""The cache's size: what it holds, leftovers of killed processes, and which entries go first."""
+"""Tests the size of the cache: what it holds, the leftovers of killed processes, and which entries
+are removed first."""
 
 import logging
 import multiprocessing
@@ -21,7 +22,8 @@ BIG = {"a.bin": bytes(100_000)}
 
 
 def store_with(root, ages):
-    """Entries of 100 kB, each last used so many hours ago."""
+    """Returns a cache with entries of 100 kB. The `ages` say how many hours ago each was last
+    used."""
     store = KernelCache(root)
     for name, hours in ages.items():
         place = store.get_or_make("binary", key_of(name), lambda: BIG).folder
@@ -30,7 +32,7 @@ def store_with(root, ages):
 
 
 def names(store):
-    """Of the entries that are left."""
+    """Returns the names of the entries that are left."""
     known = {key_of(name): name for name in ("aa", "bb", "cc", "dd", *map(str, range(30)))}
     return sorted(known[entry.path.name] for entry in survey(store.root).entries)
 
@@ -70,7 +72,7 @@ def test_it_looks_once_an_hour(tmp_path, monkeypatch):
     store = store_with(tmp_path, {"aa": 0})
     monkeypatch.setenv("TILEWRIGHT_CACHE_SIZE", "0")
     store_with(tmp_path, {"bb": 0})
-    assert names(store) == ["aa", "bb"]  # the first store looked, this one did not
+    assert names(store) == ["aa", "bb"]  # the first store pruned the cache, this one did not
     old = time.time() - 2 * HOUR
     os.utime(tmp_path / "last-prune", (old, old))
     store.get_or_make("binary", key_of("cc"), lambda: BIG)
@@ -108,7 +110,7 @@ def test_what_is_no_size(text):
 
 
 def test_files_that_are_not_the_caches_are_left_alone(tmp_path):
-    """As where TILEWRIGHT_CACHE_DIR names a folder with something else in it."""
+    """TILEWRIGHT_CACHE_DIR may name a folder that holds other files, too."""
     store = store_with(tmp_path, {"aa": 30})
     mine = [tmp_path / "notes.txt", tmp_path / "photos" / "ab" / "abc.tmp"]
     mine += [tmp_path / "binary" / name for name in ("notes.txt", "ab/abstract.md", "ab/my.lock")]
@@ -129,8 +131,8 @@ def hold_a_folder(parent, ready):
 
 
 def one_of_two_killed(make, *given):
-    """Runs `make(*given, queue)` in two processes and kills the second: the first, and the folder
-    that each put into its queue."""
+    """Runs `make(*given, queue)` in two processes and kills the second. Returns the first process,
+    and the folder that each process put into its queue."""
     context = multiprocessing.get_context("fork")
     ready = context.Queue()
     live, dead = (context.Process(target=make, args=(*given, ready)) for _ in "ab")
@@ -150,7 +152,7 @@ def test_leftovers_of_killed_makers_are_swept_and_those_of_live_ones_not(tmp_pat
     lock = parent / ("c" * 64 + ".lock")
     lock.touch()
     try:
-        assert survey(tmp_path).stale == ()  # too young to tell
+        assert survey(tmp_path).stale == ()  # they are too young to be leftovers
         for path in (live_folder, dead_folder, lock):
             os.utime(path, (0, 0))
         assert set(survey(tmp_path).stale) == {dead_folder, lock}
@@ -167,7 +169,8 @@ def private_twice():
 
 
 def test_a_private_folder_ends_with_its_process(tmp_path, monkeypatch):
-    """A forked child has one of its own, and takes nobody else's with it."""
+    """A forked child has a private folder of its own, and does not remove any other folder when it
+    ends."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(cache_folder, "_private", {})
     own = private_folder()

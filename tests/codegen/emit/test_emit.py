@@ -1,4 +1,5 @@
-"""The emitter: what it prints computes what the template computes, and nothing superfluous."""
+"""Tests that the emitted code computes the same as the template, and contains nothing
+superfluous."""
 
 import ast
 import importlib
@@ -22,7 +23,7 @@ def spec_of(kernel, constants, signature, **options):
 
 
 def run_both(spec, grid, arguments, outputs):
-    """Run the emitted file and the template; `outputs` are compared bit by bit and returned."""
+    """Runs the emitted file and the template. Compares `outputs` bit by bit and returns them."""
     template = interpret(getattr(importlib.import_module(spec.module), spec.kernel))
     results = []
     for kernel, constants in ((load_interpreted(spec), {}), (template, dict(spec.constants))):
@@ -35,7 +36,7 @@ def run_both(spec, grid, arguments, outputs):
 
 
 def body_of(text):
-    """The kernel's statements as text, docstring and header left out."""
+    """Returns the statements of the kernel as text, without docstring and header."""
     function = ast.parse(text).body[-1]
     statements = function.body[1:] if ast.get_docstring(function) else function.body
     return "\n".join(map(ast.unparse, statements))
@@ -58,7 +59,7 @@ def test_static_count_and_grid_leave_no_mask():
     constants = {"ALPHA": 1.0, "BLOCK": 16, "n": 80}
     text = emit(spec_of("vector_add", constants, pointers, grid=(5,)))
     assert "mask" not in body_of(text)
-    # One element fewer, or a grid that is not known, and the masks are needed.
+    # If there is one element fewer, or the grid is not known, the masks are needed.
     fewer = emit(spec_of("vector_add", {**constants, "n": 79}, pointers, grid=(5,)))
     unknown = emit(spec_of("vector_add", constants, pointers))
     assert body_of(fewer).count("mask=") == body_of(unknown).count("mask=") == 3
@@ -99,9 +100,9 @@ def test_gemm_drops_what_is_decided():
     assert "bias" not in body
     assert "inner_mask" not in body
     assert "column_mask" not in body
-    assert "row_mask" in body  # m comes at run time
+    assert "row_mask" in body  # m is known only at run time
     assert "static_assert" not in body
-    assert "tl.bfloat16" in body  # the output pointer's element type
+    assert "tl.bfloat16" in body  # the element type of the output pointer
     uneven = body_of(emit(gemm_spec(24, 40, 32, "relu", bias=False)))
     assert "inner_mask" in uneven
     assert "column_mask" in uneven
@@ -173,7 +174,8 @@ def test_index_arithmetic_folds():
     arguments = {"x_ptr": torch.arange(192).int(), "out_ptr": torch.zeros(192).int(), "rows": 6}
     (out,) = run_both(spec, (6,), arguments, ["out_ptr"])
     assert torch.equal(out, torch.arange(192).int() + (torch.arange(192) // 32).int())
-    # Fewer rows than the grid has: a mask must stay, and nothing is written behind them.
+    # There are fewer rows than the grid covers. A mask must stay, and nothing is written behind the
+    # rows.
     few = spec_of("index_games", {"WIDTH": 32, "GROUP": 8}, signature, grid=(6,))
     (out,) = run_both(few, (6,), {**arguments, "rows": 4}, ["out_ptr"])
     assert (out[128:] == 0).all()

@@ -1,4 +1,5 @@
-"""Random templates: emitted and template agree in every element they store."""
+"""Tests random templates: the emitted kernel and the template agree in every element that they
+store."""
 
 import importlib
 import random
@@ -34,7 +35,8 @@ def halves(value):
 
 
 class TemplateWriter:
-    """Integer kernels with blocks and scalars, constants and run-time numbers, loops, branches."""
+    """Writes integer kernels with blocks and scalars, constants and run-time numbers, loops, and
+    branches."""
 
     def __init__(self, seed):
         self.rng = random.Random(seed)

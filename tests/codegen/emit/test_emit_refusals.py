@@ -1,4 +1,4 @@
-"""What the emitter refuses, with a message that says where and why."""
+"""Tests which templates the emitter refuses, and that the message says where and why."""
 
 import pytest
 
@@ -58,4 +58,4 @@ def test_spec_must_be_the_kernels(changes, reason):
     arguments = {"kernel": "plain", **changes}
     with pytest.raises(EmitError, match=reason):
         emit(spec_of(**arguments))
-    assert "tl.store" in emit(spec_of("plain"))  # the control: the kernel itself is fine
+    assert "tl.store" in emit(spec_of("plain"))  # the control: the kernel itself is good

@@ -1,4 +1,5 @@
-"""The shipped templates: emitted and template give the same bits, in every lowering."""
+"""Tests the shipped templates: the emitted kernel and the template give the same bits in every
+lowering."""
 
 import importlib
 from dataclasses import replace
@@ -41,7 +42,7 @@ CASES = {
     "interleaved": replace(
         PLAIN, rope_style="interleaved", rotary_dim=32, table_dtype=torch.float32
     ),
-    # Two sequences; the second begins in the middle of a page and fills the next.
+    # There are two sequences. The second begins in the middle of a page and fills the next page.
     "options": replace(
         FULL,
         rope_style="interleaved_to_half",
@@ -65,7 +66,7 @@ CONFIGS = {
 
 
 def launch_of(kind, case):
-    """The last launch of a lowering, not performed."""
+    """Returns the last launch of a lowering, without performing it."""
     a, machine = qkv_cache.OP.sample_inputs(case), Interpreter(replace(SM100, num_sms=2))
     machine.runs = False
     call = prepare(a)

@@ -1,4 +1,5 @@
-"""Kernels written in Gluon: what the emitted file holds, and what a template must not import."""
+"""Tests kernels written in Gluon: what the emitted file holds, and what a template must not
+import."""
 
 from __future__ import annotations
 

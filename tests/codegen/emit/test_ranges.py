@@ -1,4 +1,4 @@
-"""Ranges of integers against brute force: every conclusion holds at every point."""
+"""Compares ranges of integers with brute force: every conclusion must hold at every point."""
 
 import itertools
 import operator
@@ -12,7 +12,7 @@ INT32 = Range.of("int32")
 
 
 def leaves(rng):
-    """(index of a point's coordinate, range, its values)"""
+    """Yields (index of a point's coordinate, range, values of the range)."""
     made = []
     for position, high in enumerate((rng.choice([0, 3, 7]), 5, 3)):
         step = rng.choice([1, 1, 4])
@@ -25,7 +25,7 @@ def leaves(rng):
 
 
 def grow(rng, parts, depth):
-    """A random expression over the leaves, as a function of a point, and its range."""
+    """Returns a random expression over the leaves as a function of a point, with its range."""
     if depth == 0:
         evaluate, known, _ = rng.choice(parts)
         return evaluate, known
@@ -86,7 +86,9 @@ def test_block_of_a_divided_range_is_never_cut():
     assert (start + Range(0, 31)).compares(operator.lt, n) is None
     wide = loop_range(Range.constant(0), n, 32)
     assert (wide + lane).compares(operator.lt, n) is True
-    assert (wide + lane).compares(operator.lt, Range(0, 2**31 - 1, 16)) is None  # another number
+    assert (wide + lane).compares(
+        operator.lt, Range(0, 2**31 - 1, 16)
+    ) is None  # it is another number
 
 
 def test_what_the_smaller_of_two_numbers_never_exceeds():

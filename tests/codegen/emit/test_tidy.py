@@ -1,4 +1,5 @@
-"""Removal of copies and dead statements: random programs compute the same before and after."""
+"""Tests the removal of copies and dead statements: random programs compute the same before and
+after."""
 
 import ast
 import random
@@ -35,7 +36,8 @@ class Writer:
         return self.rng.choice(own) if own else "t"
 
     def round_trip(self, names):
-        """A copy, what may change it or read what it was made of, and the copy back."""
+        """Writes a copy, a statement that may change the copy or read its source, and a copy
+        back."""
         own = [name for name in names if name not in PARAMETERS]
         if not own:
             return []
@@ -48,7 +50,7 @@ class Writer:
         return [f"{copy} = {name}", *between, f"{name} = {copy}"]
 
     def block(self, names, depth):
-        """(lines, names defined after them)."""
+        """Returns (lines, the names that are defined after them)."""
         names, lines = list(names), []
         for _ in range(self.rng.randint(2, 5)):
             kind = self.rng.random()
@@ -102,7 +104,7 @@ def test_random_programs_store_the_same(first):
         for p, q in ((0, 1), (3, 2), (5, -1)):
             assert run(cleaned, p, q) == run(text, p, q), f"{text}\n---\n{cleaned}"
         shorter += len(cleaned.split("\n")) < len(text.split("\n"))
-    assert shorter > 25  # it does remove something
+    assert shorter > 25  # the pass does remove statements
 
 
 @pytest.mark.parametrize(
@@ -111,18 +113,18 @@ def test_random_programs_store_the_same(first):
         ("x_1 = p + 1\nx = x_1\nout.store(x)", "x = p + 1\nout.store(x)"),
         ("x = 0\nx = p\nout.store(x)", "out.store(p)"),
         ("x = p + 1\ny = x * 2\nout.store(p)", "out.store(p)"),
-        # y is what x was a round earlier: the copy stays.
+        # y holds the value that x had one iteration earlier, so the copy stays.
         (
             "x = p\nfor i in range(3):\n    y = x\n    x = x + y\n    out.store(y)",
             "x = p\nfor i in range(3):\n    y = x\n    x = x + y\n    out.store(y)",
         ),
-        # A copy is changed and goes back: all of it happens to x.
+        # A copy is changed and copied back, so all changes happen to x.
         ("x = p + 1\ny = x\ny *= q\nx = y\nout.store(x)", "x = p + 1\nx *= q\nout.store(x)"),
         (
             "x = p + 1\nfor i in range(3):\n    y = x\n    y *= i\n    x = y\nout.store(x)",
             "x = p + 1\nfor i in range(3):\n    x *= i\nout.store(x)",
         ),
-        # But not where x is read meanwhile, or y afterwards.
+        # This must not happen if x is read in between, or if y is read afterwards.
         (
             "x = p + 1\ny = x\ny *= q\nout.store(x)\nx = y\nout.store(x)",
             "x = p + 1\ny = x\ny *= q\nout.store(x)\nx = y\nout.store(x)",
@@ -131,7 +133,7 @@ def test_random_programs_store_the_same(first):
             "x = p + 1\ny = x\ny *= q\nx = y\nx += 1\nout.store(x * y)",
             "x = p + 1\ny = x\ny *= q\nx = y\nx += 1\nout.store(x * y)",
         ),
-        # Kept for its effect, though nobody reads the result.
+        # The statement is kept for its effect, although nothing reads its result.
         ("x = tl.atomic_add(p, 1)", "x = tl.atomic_add(p, 1)"),
         ("x = tl.load(p)", ""),
         ("if p > 1:\n    x = 2\nelse:\n    out.store(q)", "if not p > 1:\n    out.store(q)"),

@@ -1,4 +1,4 @@
-"""The emitted NVFP4 grouped GEMM against the op's reference, on Triton's interpreter."""
+"""Compares the emitted NVFP4 grouped GEMM with the op's reference, on Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def run(a, config, block_scaled):
     ],
 )
 def test_kernel_computes_the_op(case, config, block_scaled):
-    """All pairs of a case, tiles, and products that are scaled in blocks or dequantised."""
+    """The cases are all pairs of a case, a tile size, and a way to multiply: scaled in blocks or
+    dequantised."""
     a = op.sample_inputs(case)
     got = run(a, CONFIGS[config], block_scaled)
     end = int(a.group_offsets[-1])
     want = op.reference(replace(a, out_dtype=torch.bfloat16))
-    # Products are exact in fp32: only the order of the sum can turn the one rounding.
+    # Products are exact in fp32. Only the order of the sum can change the one rounding.
     torch.testing.assert_close(got[:end].float(), want[:end].float(), rtol=2**-7, atol=1e-4)
     assert got[end:].isnan().all()
 

@@ -1,4 +1,4 @@
-"""The NVFP4 quantisation kernel, bit for bit against the written formulas, on Triton's
+"""Compares the NVFP4 quantisation kernel with the written formulas, bit for bit, on Triton's
 interpreter."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OP = get_op("quantize_nvfp4")
 
 
 def run(a, block_r=32, block_c=128):
-    """(packed, scales) as the kernel writes them over memory that holds other bytes."""
+    """Returns (packed, scales) as the kernel writes them into memory that holds other bytes."""
     steps = quantize_nvfp4_steps(a, SM100, QuantizeConfig(block_r, block_c))
     return drive(steps, Interpreter()).outcome.result
 
@@ -54,7 +54,7 @@ def test_special_rows_of_samples_lie_at_every_place_of_a_tile():
 
 
 def test_numbers_of_groups_may_lie_anywhere():
-    """One scale for all groups; offsets with others between them."""
+    """Tests one scale for all groups, and offsets that have other numbers between them."""
     a = sample_inputs(QuantizeCase("apart", (60, 7, 3), 64))
     offsets = torch.stack((a.group_offsets, a.group_offsets + 1), 1)[:, 0]
     check(replace(a, group_offsets=offsets, tensor_scales=torch.tensor([0.43]).expand(3)))
@@ -69,7 +69,8 @@ def test_widths_of_models(inner, sizes, scale):
 
 
 def test_rounding_of_every_boundary_and_its_neighbours():
-    """Blocks whose scale is 1 (largest magnitude 6): codes are those of the numbers themselves."""
+    """The scale of these blocks is 1, because their largest magnitude is 6. Their codes are
+    therefore the codes of the numbers themselves."""
     middle = torch.tensor(fp4._MIDPOINTS)
     infinity = torch.tensor(float("inf"))
     near = torch.cat([middle, middle.nextafter(-infinity), middle.nextafter(infinity)])

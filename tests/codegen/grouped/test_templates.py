@@ -1,5 +1,5 @@
 """The emitted kernel of `grouped_matmul` against the op's reference in float64, on Triton's
-interpreter. What runs is the very source emitted for SM100."""
+interpreter. The interpreter runs exactly the source that is emitted for SM100."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CONFIGS = {
     "tiled": GemmConfig(64, 32, 64, 4, 2),
 }
 CASES = [c for c in GROUPED_CASES if c.dtype in (torch.bfloat16, torch.float16) and any(c.sizes)]
-CASES = [c for c in CASES if not c.coded_rows]  # test_scaled.py has them
+CASES = [c for c in CASES if not c.coded_rows]  # test_scaled.py has the other cases
 
 
 def run(a: GroupedMatmulArguments, config: GemmConfig, machine=None) -> torch.Tensor:
-    """The call by `grouped_gemm` in such tiles."""
+    """Computes the call by `grouped_gemm` with these tiles."""
     steps = grouped_matmul_steps(a, SMALL_SM100, GroupedPlan(config, None, ""))
     program = drive(steps, machine or Interpreter())
     assert [spec.kernel for spec in program.specs] == ["grouped_gemm"]
@@ -42,7 +42,8 @@ def run(a: GroupedMatmulArguments, config: GemmConfig, machine=None) -> torch.Te
 
 @pytest.mark.parametrize(("case", "config"), in_turn({case.name: case for case in CASES}, CONFIGS))
 def test_kernel_computes_the_op(case, config):
-    """Rows without a weight and rows of no group included: they were NaN and come out zero."""
+    """Rows without a weight and rows of no group are included. They hold NaN before, and come out
+    as zero."""
     a = sample_inputs(case)
     rounded = case.weight_format in ("int4", "fp8")
     tolerance = (OP.tolerances if rounded else ONE_ROUNDING)[a.result_dtype]
@@ -51,7 +52,7 @@ def test_kernel_computes_the_op(case, config):
 
 
 class Guarded(Interpreter):
-    """The result lies between rows of sevens."""
+    """An interpreter whose result lies between rows of sevens."""
 
     def perform(self, step):
         if not isinstance(step, Buffer):
@@ -62,7 +63,7 @@ class Guarded(Interpreter):
 
 
 def test_offsets_out_of_order_reach_no_memory_outside():
-    """On a GPU nobody looks at them: no row outside of x is read or written."""
+    """On a GPU no check reads the offsets. No row outside of x may be read or written."""
     a = sample_inputs(GROUPED_CASES[0])
     for offsets in ([0, 9, 4, 500, -7, 79], [0, -3, 900, 2, 2, 2], [5, 1, 1, 1, 1, 1000]):
         machine = Guarded()
@@ -73,7 +74,7 @@ def test_offsets_out_of_order_reach_no_memory_outside():
 
 
 def every_other(tensor):
-    """The same numbers, with others between them."""
+    """Returns a tensor with the same numbers, which has other numbers between them."""
     return torch.stack((tensor, tensor + 1), -1)[..., 0]
 
 
@@ -91,8 +92,8 @@ def test_weights_of_no_contiguous_dimension_are_left_to_the_reference():
 
 
 def with_nan_scale(a, form):
-    """Arguments of which a scale of one block is NaN, where its format has one; that block's sum
-    with infinity in its place would be infinity."""
+    """Returns arguments in which a scale of one block is NaN, if the format has such a scale. If
+    the scale were infinity instead, the block's sum would be infinity."""
     if form != "mxfp4":
         return a
     a.weight_scale[0, 3, 1] = 255
@@ -117,7 +118,8 @@ def test_rows_have_their_codes_streamed(form, sizes):
     ("form", "kernel"), [("int4", "moe_down_codes"), ("nvfp4", "grouped_gemm")]
 )
 def test_scales_that_are_loaded_one_by_one_lie_anywhere(form, kernel):
-    """int4 scales are; kernels load several scales of E2M1 codes at once, which must be aligned."""
+    """int4 scales are loaded one by one. For E2M1 codes, kernels load several scales at once, and
+    these must be aligned."""
     a = sample_inputs(GroupedCase("case", (5, 0, 20), None, 80, 256, 4, weight_format=form))
     scale = a.weight_scale.view(torch.uint8)
     moved = torch.cat((scale.new_zeros(2), scale.flatten()))[2:].view(scale.shape)
@@ -154,7 +156,8 @@ def test_a_tensor_that_tma_cannot_start_at_is_moved():
 
 
 def test_a_moved_tensor_that_tma_cannot_step_through_goes_to_the_reference():
-    """Rows of 20 columns with a gap are whole 16 bytes apart, those of a copy are not."""
+    """Rows of 20 columns with a gap between them lie a multiple of 16 bytes apart. The rows of a
+    copy do not."""
     a = sample_inputs(replace(GROUPED_CASES[0], inner=20))
     x = torch.zeros(a.x.shape[0], 32, dtype=a.x.dtype)[:, 4:24].copy_(a.x)
     weight = torch.zeros(5, 48, 24, dtype=a.x.dtype)[..., :20].copy_(a.weight)
@@ -168,7 +171,7 @@ def test_a_moved_tensor_that_tma_cannot_step_through_goes_to_the_reference():
 
 
 def test_a_call_is_remembered_unless_it_copied_an_argument():
-    """What filled a copy is not among its steps."""
+    """The steps of a call do not include the step that fills a copy."""
     a = sample_inputs(GROUPED_CASES[0])
     machine = Interpreter(SMALL_SM100)
     apart = replace(a, group_offsets=every_other(a.group_offsets))

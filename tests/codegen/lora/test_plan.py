@@ -1,4 +1,4 @@
-"""Which tiles the shrink of many rows gets."""
+"""Tests which tiles the shrink of many rows gets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tilewright.codegen.targets import SM90
 
 
 def problem(rank, form, strides, dtype="bf16"):
-    """Of three equal ranks, K 4096."""
+    """Returns a problem of three equal ranks with K = 4096."""
     weights = (Operand(dtype, strides),) * 3
     return ShrinkProblem(4096, (rank,) * 3, Operand(dtype, (4096,)), weights, form)
 
 
 def tile(rank, adapters, rows):
-    """(rows of a tile, its columns) of groups."""
+    """Returns (rows of a tile, columns of a tile) for groups."""
     form = RowForm("groups", adapters, None, Operand("i32"))
     given = problem(rank, form, (3 * rank * 4096, 4096, 1))
     config = plan_shrink(given, planned_rows(rows), SM90)
@@ -62,7 +62,7 @@ def test_few_counts_are_planned_for():
     ],
 )
 def test_weights_across_share_what_is_read_of_them(rank, rows, expected):
-    """Weights [K, R] seen as [R, K]."""
+    """Weights [K, R] are seen as [R, K]."""
     form, strides = RowForm("single", 1), (rank * 4096, 1, rank)
     assert plan_shrink(problem(rank, form, strides), rows, SM90) == expected
     assert isinstance(plan_shrink(problem(rank, form, strides, "fp32"), 1, SM90), RowShrink)

@@ -1,5 +1,5 @@
 """The emitted LoRA kernels with given tiles against the ops' references in float64, on Triton's
-interpreter. What runs is the very source emitted for SM100."""
+interpreter. The interpreter runs exactly the source that is emitted for SM100."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilewright.ops.lora.lowering import expand_steps, shrink_steps
 from tilewright.ops.runtime.program import Launch, SplitK, drive
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A short K is as good a test of indices, and the interpreter is slow.
+# A short K tests the indices as well as a long one, and the interpreter is slow.
 SHRINK = [
     replace(c, hidden=min(c.hidden, 96))
     for c in SHRINK_CASES
@@ -33,14 +33,16 @@ SHRINK_CONFIGS = {
     "row": RowShrink(1, 16, 64, 4),
     "rows": RowShrink(4, 8, 64, 4),
 }
-# A program for each row.
+# Each row has its own program.
 FEW_ROWS = 30
-# Columns are found alike whatever the rank; the interpreter takes long for high ones.
+# The columns are found in the same way for every rank, and the interpreter takes long for high
+# ranks.
 OF_LOW_RANK = ("split", "split_parts", "few", "rows")
 
 
 def in_turn(number: int, name: str) -> bool:
-    """Each case has both plain configurations, and two of the other four."""
+    """Whether a case runs with a configuration. Each case runs with both plain configurations, and
+    with two of the other four."""
     return name not in OF_LOW_RANK or OF_LOW_RANK.index(name) % 2 == number % 2
 
 
@@ -48,7 +50,7 @@ EXPAND_CONFIGS = {"row": ExpandConfig(1, 32, 16, 4), "tile": ExpandConfig(16, 64
 
 
 def performed(steps):
-    """The steps done, and that split K left its counters at zero."""
+    """Performs the steps, and checks that split-K left its counters at zero."""
     program = drive(steps, Interpreter(SM100))
     for step, answer in program.steps:
         assert not isinstance(step, SplitK) or not answer[1].any()
@@ -100,7 +102,7 @@ def test_expand_computes_the_op(case, config):
 
 
 def test_factors_of_adapters_may_lie_anywhere():
-    """One number for all of them, and a column of a table."""
+    """Tests a single factor for all adapters, and a column of a table."""
     case = next(case for case in EXPAND if case.name == "rows_many")
     a = expand.sample_inputs(case)
     column = torch.arange(3.0 * case.num_adapters).view(case.num_adapters, 3)[:, 1]
@@ -122,7 +124,8 @@ def test_a_token_without_rows_is_copied_and_no_id_is_read(name, config):
     assert not {"ids_ptr", "offsets_ptr"} & dict(spec.signature).keys()
 
 
-# More rows than programs look through: they are sorted first, or lie in long sequences.
+# There are more rows than the programs search. They are sorted first, or they lie in long
+# sequences.
 MANY = LoraCase("sorted", num_rows=600, num_adapters=9, hidden=24, none_every=7, widths=(40, 17, 9))
 MANY_ROWS = {
     "sorted": MANY,

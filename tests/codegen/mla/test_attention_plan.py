@@ -1,4 +1,5 @@
-"""Which tiles MLA's attention takes on Hopper: by the keys of a sequence, as measured."""
+"""Tests which tiles MLA's attention takes on Hopper. The keys of a sequence decide it, as
+measured."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def sizes(sequences: int, tokens: int) -> AttentionSizes:
         (replace(RAGGED, tma=False), sizes(6, 12288), "128 queries x 64 keys w8 s3"),
         (replace(DENSE, attn_mask="u8"), sizes(1, 4096), "128 queries x 64 keys w8 s3"),
         (replace(DENSE, attn_mask="fp32"), sizes(1, 4096), "128 queries x 64 keys w8 s2"),
-        # As many keys as queries are taken to be seen of a cache.
+        # The plan assumes that the queries see as many keys of a cache as there are queries.
         (
             replace(DENSE, attn_mask="u8"),
             AttentionSizes(1, 1, 65536),
@@ -70,7 +71,7 @@ def test_tiles_by_the_keys_of_a_sequence(problem, given, tiles):
 @pytest.mark.parametrize("keys", [2048, 16384])
 @pytest.mark.parametrize("problem", [DENSE, WIDE, replace(WIDE, dtype="fp8e4nv")])
 def test_heads_side_by_side_have_keys_and_values_that_l2_holds(problem, keys):
-    """In as few groups of heads as that allows."""
+    """The heads are divided into as few groups as that allows."""
     given = AttentionSizes(2, keys, keys)
     config = attention_config(problem, given, SM90)
     tiles = schedule(
@@ -93,8 +94,8 @@ def test_wider_heads_get_tiles_that_fit():
 
 
 def test_a_part_of_several_chunks_fits_shared_memory():
-    """Its result is in fp32, which the compiler may give shared memory of its own: of the tiles of
-    parts, those that take most of it."""
+    """The result of a part is in fp32, and the compiler may keep it in shared memory of its own.
+    The tiles are those of parts that take most shared memory."""
     part = replace(RAGGED, num_heads=128, sequences=1, out="fp32", has_lse=True)
     config = attention_config(part, sizes(1, 4096), SM90)
     assert config.block_m == 128

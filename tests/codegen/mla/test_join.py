@@ -1,4 +1,5 @@
-"""What a library's attention reads: keys and queries with the rope columns first, in place."""
+"""Tests the operands that a library's attention reads: keys and queries with the rope columns
+first, in place."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from tilewright.ops.runtime.program import Planner, drive
 @pytest.mark.parametrize("rope", [16, 24])
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
 def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope):
-    """In one launch; rope keys come from rows with others beside them, and nothing else of the
-    joined keys is written."""
+    """One launch writes both. The rope keys come from rows with other columns beside them, and
+    nothing else in the joined keys is written."""
     batch, run, heads, nope, v_dim = 2, 9, 3, 24, 8
     q = torch.randn(batch, run, heads, nope + rope, dtype=torch.float16)
     cos, sin = torch.rand(run, rope // 2), torch.rand(run, rope // 2)
@@ -45,7 +46,7 @@ def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope):
 
 
 def test_rope_keys_that_are_not_whole_16_bytes_are_told_apart():
-    """A kernel for aligned rows would read others at wrong addresses."""
+    """A kernel for aligned rows would read such rows at wrong addresses."""
     joined = torch.zeros(1, 5, 2, 48).bfloat16()
     _, k, v = joined.split((16, 16, 16), -1)
     q = torch.zeros(1, 5, 2, 32).bfloat16()
@@ -63,8 +64,8 @@ def test_rope_keys_that_are_not_whole_16_bytes_are_told_apart():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_library_writes_keys_and_values_where_they_belong(dtype):
-    """By head into rows that are further apart: the memory is the buffer's own, and the columns
-    of other parts keep what is in them."""
+    """The library writes each head into rows that are further apart. The memory is the buffer's
+    own, and the columns of other parts keep their contents."""
     rows, heads, rope, width, rank = 33, 3, 16, 56, 64
     latent = torch.randn(rows, rank + 16).to(dtype)[:, :rank]
     weight = torch.randn(heads * width, rank).to(dtype)
@@ -80,7 +81,7 @@ def test_the_library_writes_keys_and_values_where_they_belong(dtype):
 
 
 def test_attention_over_joined_keys_is_that_over_parts():
-    """Columns of queries and keys may come in any order, so long as it is the same."""
+    """The columns of queries and keys may come in any order, if the order is the same in both."""
     batch, run, heads, nope, rope, v_dim = 2, 12, 3, 32, 16, 24
     q = torch.randn(batch, run, heads, nope + rope, dtype=torch.float64)
     joined = torch.randn(batch, run, heads, rope + nope + v_dim, dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""No bit of what the kernel of latents writes depends on its tiles, on how tables lie, or on which
-program meets a new token. On Triton's interpreter."""
+"""Tests that no bit written by the kernel of latents depends on its tiles, on the layout of tables,
+or on which program meets a new token. The tests run on Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def case_of(op, name):
 
 
 def written(a, chunk, config):
-    """Every byte that the latents' kernels of a call write, with given tiles."""
+    """Returns every byte that the latents' kernels of a call write with the given tiles."""
     a, made, machine = clone(a), (), Interpreter(SM100)
     if chunk is None:
         calls = [latent_call(a, store=True)]
@@ -64,7 +64,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("case", KEYS, ids=lambda case: case.name)
 def test_keys_do_not_depend_on_tiles(case):
-    """Cached rows, new ones and both in one program; sequences of no new tokens and of one."""
+    """A program has cached rows, new rows or both. Sequences have no new token or one new token."""
     a = PREFILL.sample_inputs(case)
     chunk = Chunk(buffer_rows(a), row_key_offsets(a))
     expected = written(a, chunk, ONE_ROW)
@@ -105,7 +105,7 @@ def test_a_table_of_complex_numbers_gives_what_two_tables_give(by_position):
 
 @pytest.mark.parametrize("name", ["paged", "static_cache", "quantized"])
 def test_planned_tiles_are_of_one_warp_for_any_number_of_rows(name):
-    """So a norm's sum is added in one order, in chunks as in the whole."""
+    """Therefore the sum of a norm is added up in one order, in chunks as for the whole."""
     a = PREFILL.sample_inputs(case_of(PREFILL, name))
     chunk = Chunk(buffer_rows(a), row_key_offsets(a))
     buffers = performed(key_buffers(a, chunk), Interpreter(SM100))

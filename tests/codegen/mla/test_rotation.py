@@ -1,5 +1,5 @@
-"""Queries rotated by the attention kernel that loads them, on Triton's interpreter, against the
-launch of its own that rotates them before."""
+"""Compares queries that the attention kernel rotates when it loads them with queries that a
+separate launch rotates before. The tests run on Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ LONGEST = 50
 
 @dataclass(frozen=True)
 class Where:
-    """Where queries stand. lengths: of each sequence; rows: of the tables, 0 for one a position."""
+    """The positions of queries.
+
+    lengths: the number of queries of each sequence.
+    rows: the number of rows of the tables; 0 for one row for each position.
+    """
 
     name: str
     lengths: tuple[int, ...] = (7, 0, 20)
@@ -47,7 +51,7 @@ PLACES = [
 
 
 def call_at(where: Where, rope: int, dtype: torch.dtype) -> AttentionCall:
-    """A call without a rotation; keys are 4 more than queries."""
+    """Returns a call without a rotation. It has 4 keys more than queries."""
     torch.manual_seed(0)
     rows, keys = sum(where.lengths), sum(n + 4 for n in where.lengths)
     q = torch.randn(rows, HEADS, NOPE + rope).to(dtype)
@@ -72,7 +76,8 @@ def call_at(where: Where, rope: int, dtype: torch.dtype) -> AttentionCall:
 def tables(
     form: str, rows: int, rope: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of each pair: apart, one after the other in one table, or twice in a row."""
+    """Returns cos and sin of each pair. They are separate, follow each other in one table, or occur
+    twice in a row."""
     angles = torch.rand(rows, rope // 2) * 6
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     if form == "paired":
@@ -84,7 +89,7 @@ def tables(
 
 
 def rotated_in_float64(a: AttentionCall, where: Where) -> AttentionCall:
-    """The same with queries that are rotated by the definition of the rotation."""
+    """Returns the call with queries that are rotated by the definition of the rotation."""
     starts, width, rope = a.query_starts, a.rope, a.tables
     if where.rows:
         places = torch.arange(sum(where.lengths)) % where.rows
@@ -102,14 +107,14 @@ def rotated_in_float64(a: AttentionCall, where: Where) -> AttentionCall:
 
 
 def rotated_before(a: AttentionCall, machine: Interpreter) -> AttentionCall:
-    """The same with queries that a launch of its own rotates."""
+    """Returns the call with queries that a separate launch rotates."""
     queries = performed(query_steps(a, machine.target), machine)
     return replace(a.with_queries(*queries), tables=None)
 
 
 @pytest.mark.parametrize("where", PLACES, ids=lambda where: where.name)
 def test_one_kernel_gives_the_bits_of_two(where):
-    """And attention over queries rotated in float64."""
+    """The results also agree with attention over queries that are rotated in float64."""
     number = PLACES.index(where)
     style, form = STYLES[number % 3], ("apart", "paired", "full")[(number + number // 3) % 3]
     dtype = torch.bfloat16 if number % 2 else torch.float16
@@ -127,7 +132,7 @@ def test_one_kernel_gives_the_bits_of_two(where):
     torch.testing.assert_close(out.double(), want, rtol=3e-2, atol=3e-2)
 
 
-# `PLACES` take eight of the nine pairs of a style and a form; this has the ninth, too.
+# `PLACES` contains eight of the nine pairs of a style and a form. This test has the ninth pair.
 @pytest.mark.parametrize(
     ("style", "form"), zip(STYLES, ("apart", "full", "paired"), strict=True), ids=str
 )
@@ -144,7 +149,7 @@ def test_a_position_without_a_row_of_the_tables_gives_zeros(style, form):
 
 
 def test_what_the_kernel_cannot_rotate_is_rotated_before():
-    """Pairs that do not fill their tile; descriptors; 8 bits."""
+    """The cases are pairs that do not fill their tile, descriptors, and 8 bits."""
     rope = RopeTables(*tables("apart", LONGEST, 24, torch.float32), "half", rope_by_position=True)
     a = replace(call_at(PLACES[4], 24, torch.bfloat16), tables=rope)
     machine = Interpreter(SM90)

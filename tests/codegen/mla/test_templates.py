@@ -1,5 +1,5 @@
 """The emitted kernels of latents and of the up-projection against the ops' reference, on Triton's
-interpreter. What runs is the very source emitted for SM100."""
+interpreter. The interpreter runs exactly the source that is emitted for SM100."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_near(actual, expected, places=2.0**-7):
 
 
 def expected_keys(a):
-    """(k, v, k_rope) of a reference's arguments after its call."""
+    """Returns (k, v, k_rope) from the reference's arguments after its call."""
     if a.keys == "given":
         by_position = positions_of(a) if a.rope_by_position else None
         latent, rope = finished_latents(a, by_position)
@@ -80,7 +80,7 @@ PREFILLS = {
 
 @pytest.mark.parametrize(("name", "count"), PREFILLS.items(), ids=PREFILLS)
 def test_keys_and_values_are_those_of_the_reference(name, count, machine):
-    """count: kernels, beside the library's GEMM where operands are values."""
+    """`count` is the number of kernels. If operands are values, the library's GEMM runs, too."""
     a = PREFILL.sample_inputs(case_of(PREFILL, name))
     expected = clone(a)
     PREFILL.reference(expected)
@@ -95,7 +95,7 @@ def test_keys_and_values_are_those_of_the_reference(name, count, machine):
 
 
 def test_new_tokens_that_are_no_keys_are_written_too(machine):
-    """Keys are the cached tokens alone: no program of keys meets a new one."""
+    """Only the cached tokens are keys, so no program of keys meets a new token."""
     a = PREFILL.sample_inputs(case_of(PREFILL, "paged"))
     offsets = torch.nn.functional.pad(a.cache_lengths.cumsum(0), (1, 0))
     a = replace(a, key_offsets=offsets, num_keys=int(offsets[-1]))
@@ -168,7 +168,7 @@ def test_rows_past_the_last_position_are_left_out(machine):
 
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_tiles_of_rows_past_the_limit_are_not_written(block_m):
-    """The limit counts the rows of each sequence from the sequence's own first row."""
+    """The limit counts the rows of each sequence, from the first row of that sequence."""
     case = PrefillCase(
         "limited", keys="pages", pool="static", slots="per_sequence", runs=True,
         new_tokens=(5, 5), cached_tokens=(30, 30), page_size=160, dtype=torch.float16,
@@ -187,7 +187,7 @@ def test_tiles_of_rows_past_the_limit_are_not_written(block_m):
     for sequence in range(2):
         rows = slice(sequence * 160, sequence * 160 + 40)
         assert_near(out[rows], wanted[rows])
-        # The tile with the last row of a sequence may have rows of the next.
+        # The tile with the last row of a sequence may have rows of the next sequence.
         past = slice(rows.stop - rows.stop % block_m + block_m, (sequence + 1) * 160 - block_m)
         assert out[past].isnan().all()
 
@@ -209,7 +209,7 @@ def test_the_emitted_up_projection_of_values(config):
 
 @pytest.mark.parametrize("rows", [1, 16, 17])
 def test_the_up_projection_ends_at_the_last_row(rows):
-    """A tile that holds one row is a tile."""
+    """A tile that holds a single row is a tile, too."""
     a = PREFILL.sample_inputs(PrefillCase("values", dtype=torch.float16))
     buffers = performed(key_buffers(a, Chunk(buffer_rows(a), None)), Interpreter(SM100))
     buffers.latent.copy_(torch.randn(buffers.latent.shape))

@@ -1,5 +1,5 @@
-"""Weights dequantised before the GEMMs of a mixture: the emitted kernels against the reference of
-the op, on Triton's interpreter."""
+"""Tests weights that are dequantised before the GEMMs of a mixture. The emitted kernels are
+compared with the op's reference on Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_dense_weights_need_no_decoding():
 
 
 def test_rows_that_tma_cannot_step_through_stay_codes():
-    """Rows of codes may have a gap; those of numbers follow each other."""
+    """Rows of codes may have a gap between them. Rows of numbers follow each other."""
     problem = moe_problem(moe.sample_inputs(replace(BASE, weight_format="fp8", inner=96)))
     assert decodable(problem)
     assert not decodable(replace(problem, hidden=36))

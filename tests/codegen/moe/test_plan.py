@@ -1,4 +1,5 @@
-"""Which kernels a mixture of experts runs, by the rows that its experts get."""
+"""Tests which kernels a mixture of experts runs, depending on the number of rows that its experts
+get."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ DENSE = MoeProblem(
 
 
 def nvfp4(rows, columns, halves=1):
-    """A weight [EXPERTS, rows, columns]; halves: of a tensor of so many such."""
+    """Returns a weight [EXPERTS, rows, columns] in NVFP4. The tensor that holds it has `halves`
+    such weights."""
     expert = halves * rows * columns
     data = Operand("u8", (expert // 2, columns // 2, 1))
     scale = Operand("fp8e4nv", (expert // 16, columns // 16, 1))
@@ -73,7 +75,8 @@ def test_many_rows_have_tiles_as_long_as_they_are(tokens, rows):
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 @pytest.mark.parametrize("problem", [DENSE, NVFP4, INT4], ids=["dense", "nvfp4", "int4"])
 def test_the_programs_of_a_multiprocessor_fit_its_shared_memory(problem, target):
-    """With all their stages; else fewer run side by side. Triton's tiles are powers of two."""
+    """The programs fit with all their stages. Otherwise fewer of them run side by side. Triton's
+    tiles are powers of two."""
     for tokens in (1, 16, 64, 256, 512, 640, 768, 1024, 2048, 4096, 8192):
         plan = plan_moe(problem, tokens, target)
         coded = problem is not DENSE and plan.decode is None
@@ -100,7 +103,8 @@ def test_codes_stream_and_few_hidden_rows_lie_in_their_order(problem, tokens):
 
 @pytest.mark.parametrize("problem", [NVFP4, INT4], ids=["nvfp4", "int4"])
 def test_few_rows_have_warps_with_columns_of_their_own(problem):
-    """One token needs no sort; more rows, or columns that are no whole steps, have other tiles."""
+    """A single token needs no sort. More rows, or columns that are no multiple of a step, get other
+    tiles."""
     one, some, more = (plan_moe(problem, tokens, SM90) for tokens in (1, 64, 128))
     assert one.by_route
     assert not some.by_route
@@ -131,7 +135,7 @@ def test_scales_of_both_weights_lie_as_the_columns_do():
 
 @pytest.mark.parametrize("inner", [N // 2, N + 128])
 def test_a_row_is_put_in_order_by_whole_parts(inner):
-    """A part that a row ends in would be written into the next row."""
+    """If a row ended inside a part, the kernel would write the part into the next row."""
     ragged = replace(NVFP4, inner=inner, num_experts=4, down=nvfp4(K, inner))
     plan = plan_moe(ragged, 1, SM90)
     assert isinstance(plan.down, CodesConfig)
@@ -144,7 +148,7 @@ def scale_at(*strides):
     return {"scale": Operand("fp8e4nv", strides)}
 
 
-# words -> (what differs of the weight, of the problem).
+# For each text, the differences of the weight and of the problem.
 OBSTACLES = {
     "not 4-bit codes": ({"format": "dense"}, {}),
     "not whole words": ({"data": Operand("u8", (N * K // 2, N // 2 + 2, 1))}, {}),
@@ -175,7 +179,8 @@ def test_scales_off_their_units_are_no_codes_to_stream():
 
 @pytest.mark.parametrize("which", ["gate", "up", "down"])
 def test_a_weight_at_an_address_that_tma_cannot_reach_is_named(which):
-    """Of two weights in one tensor the lower address counts: the other is a distance from it."""
+    """If two weights are in one tensor, the lower address counts, because the other weight is a
+    fixed distance from it."""
     weight = getattr(DENSE, which)
     moved = replace(DENSE, **{which: replace(weight, data=off(weight.data))})
     apart = replace(moved, distance=None)

@@ -1,5 +1,5 @@
 """The emitted mixture-of-experts kernels against the op's reference in float64, on Triton's
-interpreter. What runs is the very source emitted for SM100."""
+interpreter. The interpreter runs exactly the source that is emitted for SM100."""
 
 from __future__ import annotations
 
@@ -38,15 +38,17 @@ from tilewright.ops.runtime.program import Planner, drive
 
 CASES = [c for c in MOE_CASES if c.dtype != torch.float64]
 CASES = [c for c in CASES if c.num_tokens and not c.weight_on_input]
-CASES = [c for c in CASES if c.activation_format == "dense"]  # ../grouped/test_scaled.py has them
+CASES = [
+    c for c in CASES if c.activation_format == "dense"
+]  # ../grouped/test_scaled.py has the other cases
 SWAPPED = GemmConfig(16, 64, 32, 4, 2, swapped=True)
 TILED = GemmConfig(64, 32, 32, 4, 2)
-# Finds a tile's expert in memory; the interpreter knows nothing of warps.
+# This function finds a tile's expert in memory. The interpreter does not know warps.
 SPECIALISED = GemmConfig(16, 32, 32, 4, 2, flatten=True, warp_specialize=True)
 
 
 def sorted_routes(problem, ids, config):
-    """(order, ends) as the kernels make them."""
+    """Returns (order, ends) as the kernels compute them."""
     num_routes = ids.numel()
     grids = sort_grids(problem, config, num_routes)
     sizes = {
@@ -88,21 +90,21 @@ def test_routes_are_sorted_by_expert_and_stay_in_order(routing, chunk, counted):
 
 
 def plan_in(a, config):
-    """A plan with both GEMMs in such tiles."""
+    """Returns a plan in which both GEMMs have these tiles."""
     sort = order_config(moe_problem(a), a.expert_ids.numel())
     sort = replace(sort, row_block=config.block_m if config.warp_specialize else 0)
     return MoePlan(sort, config, config, CombineConfig(2, 32), "")
 
 
 def gemms(a, config, target):
-    """The specs of both GEMMs in such tiles."""
+    """Returns the specs of both GEMMs with these tiles."""
     steps = fused_moe_steps(a, target, plan_in(a, config))
     specs = drive(steps, Planner(target), keep=True).specs
     return [spec for spec in specs if "SWAPPED" in dict(spec.constants)]
 
 
 def fused(a, config):
-    """The call with both GEMMs in such tiles."""
+    """Computes the call with both GEMMs in these tiles."""
     program = drive(fused_moe_steps(a, SMALL_SM100, plan_in(a, config)), Interpreter())
     assert program.outcome.name == "grouped kernels"
     return program.outcome.result
@@ -118,7 +120,8 @@ def fused(a, config):
     ],
 )
 def test_kernels_compute_the_op(case, config):
-    """The first case in tiles of both kinds, the others in one of them in turn."""
+    """The first case runs with tiles of both kinds, and the other cases take one of the kinds in
+    turn."""
     a = moe.sample_inputs(case)
     exact = moe.reference(as_double(a))
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
@@ -127,7 +130,7 @@ def test_kernels_compute_the_op(case, config):
 
 @pytest.mark.parametrize("activation", ["relu", "clamped_swiglu"])
 def test_nan_passes_the_activation(activation):
-    """Which the interpreter would not show: there every maximum of NaN is NaN."""
+    """The interpreter alone would not show a fault, because its maximum of NaN is always NaN."""
     a = moe.sample_inputs(MoeCase("case", activation=activation, limit=1.0, hidden=32, inner=32))
     ptx = compile_for(gemms(a, SWAPPED, SM90)[0]).ptx
     assert "max.NaN." in ptx or "min.NaN." in ptx
@@ -164,8 +167,8 @@ SPLIT = [
 
 @pytest.mark.parametrize(("name", "layout", "split", "part_k", "by_route"), SPLIT)
 def test_warps_have_columns_of_their_own(name, layout, split, part_k, by_route):
-    """K is no multiple of a step. Two row blocks of one expert, or a block for each route, also
-    one without an expert."""
+    """K is no multiple of a step. An expert has two blocks of rows, or each route has a block,
+    including routes without an expert."""
     case = MoeCase("codes", weight_format=name, layout=layout, hidden=192, inner=64, num_tokens=5,
                    routing="none" if by_route else "one", num_experts=3)  # fmt: skip
     if name == "mxfp4":
@@ -183,8 +186,8 @@ def test_warps_have_columns_of_their_own(name, layout, split, part_k, by_route):
 
 @pytest.mark.parametrize("by_route", [False, True])
 def test_experts_that_are_not_there_add_nothing(by_route):
-    """On a GPU nobody looks at the ids: no memory behind the experts' is read, nor memory that
-    nobody wrote."""
+    """On a GPU no check reads the ids. The kernel must not read memory behind the experts, or
+    memory that nothing has written."""
     case = MoeCase("case", weight_format="nvfp4", hidden=64, inner=64, num_tokens=3, num_experts=4)
     config = CodesConfig(8, 64, 128, 2, 2, part_k=64, split=2, by_route=by_route)
     a = moe.sample_inputs(case)
@@ -221,7 +224,8 @@ def scaled_codes(words_ptr, scales_ptr, out_ptr, DTYPE: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_code_times_every_scale_is_exact(dtype):
-    """Row r has all codes, in whatever order, and the scale of code r: negative ones, and NaN."""
+    """Row r has all codes, in some order, and the scale of code r. The scales include negative
+    numbers and NaN."""
     words = torch.tensor([0x76543210, -0x01234568], dtype=torch.int32).repeat(256, 8)
     scales = torch.arange(256).to(torch.uint8)[:, None].repeat(1, 8)
     out = torch.empty(256, 128, dtype=dtype)

@@ -1,5 +1,5 @@
-"""The projection of one token by weights of codes without tensor cores, as emitted for SM100, on
-Triton's interpreter: against the op's reference in float64."""
+"""Compares the projection of one token by weights of codes, without tensor cores, with the op's
+reference in float64. The emitted source for SM100 runs on Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4": {"weight_format": "nf4", **TABLE},
     "fp4": {"weight_format": "fp4", **TABLE},
 }
-# The epilogue is the one of `test_templates.py`, where every case of it runs. Here: what concerns
-# addresses of weights and stores, and heads, norms and tokens that change what a program does.
+# `test_templates.py` runs every case of this epilogue. The cases here concern the addresses of
+# weights and stores, and heads, norms and tokens that change what a program does.
 EPILOGUES = {
     name: (CASES | OPTIONS)[name]
     for name in (
@@ -76,7 +76,7 @@ EPILOGUES = {
         *("delta", "layer norm", "norm bias after rope", "norm of v alone", "block table"),
     )
 }
-# One format of each kind of word: integers of 4 and 8 bits, floats of 8 and of 4.
+# One format for each kind of word: integers of 4 and 8 bits, and floats of 8 and 4 bits.
 KINDS = [FORMATS[name] for name in ("int4, packed zeros", "int8", "fp8 in blocks", "nvfp4")]
 ONE = AttentionCase(
     "one",
@@ -110,8 +110,8 @@ def check_dots(case: AttentionCase, config: DotsConfig) -> None:
     ids=str,
 )
 def test_formats(name: str, dtype: torch.dtype) -> None:
-    """With bfloat16 x is normed, too, unless it has codes; float16 has no range for that, and reads
-    words of each kind as bfloat16 does."""
+    """With bfloat16, x is also normalised, unless x has codes. float16 has too small a range for
+    the norm, and reads words of each kind as bfloat16 does."""
     norm = "rms" if dtype == torch.bfloat16 and "codes" not in FORMATS[name] else ""
     case = replace(ONE, dtype=dtype, input_norm=norm, **FORMATS[name])
     turn = list(FORMATS).index(name) + (dtype == torch.float16)
@@ -120,7 +120,7 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues(name: str) -> None:
-    """Each token has programs of its own; the cases take the kinds of words in turn."""
+    """Each token has programs of its own. The cases take the kinds of words in turn."""
     turn = list(EPILOGUES).index(name)
     case = EPILOGUES[name]
     if case.new_tokens:  # one sequence crosses a page of 8 slots
@@ -138,7 +138,7 @@ def test_epilogues(name: str) -> None:
 
 
 def few(fmt: str = "int4", model: int = 0, **changes: Any) -> QkvProblem:
-    """The problem of a model's projection of one token, without memory."""
+    """Returns the problem of a model's projection of one token, without memory."""
     case = replace(quantized(MODELS[model], fmt), num_tokens=1, **changes)
     return prepare(replace(arguments(case), static_tokens=True)).problem
 
@@ -152,7 +152,8 @@ def test_one_token_takes_it_whatever_the_table_says_of_the_other(fmt: str) -> No
         assert choice.reason.startswith(f"one fused kernel, dots {2 * choice.config.block_p}x")
         assert "modelled" in choice.reason
         assert choice.config == dots_config(problem, 1, SM90)
-        # Faster by the cost model, too, and slower than memory is read.
+        # The cost model also predicts that it is faster, and that it takes longer than reading the
+        # memory.
         assert choice.seconds == plan.ranked(problem, 1, SM90)[0][0]
         assert (
             choice.seconds > problem.codes.code_bytes * problem.hidden * problem.num_rows / 4.3e12
@@ -193,7 +194,8 @@ def test_a_norm_of_x_is_a_part_of_it(qk_norm: bool) -> None:
     assert choice.norms_x
     assert choice.reason.startswith("one fused kernel that normalizes x, dots")
     assert choice.config == choose(problem.after_norm, 1, SM90).config
-    # A norm that is not linear in x, and a type without its range, stay in front.
+    # A norm that is not linear in x stays before the projection, and so does a dtype that does not
+    # have its range.
     for changes in ({"input_norm": "layer"}, {"dtype": torch.float16}):
         apart = choose(few(**({"input_norm": "rms"} | changes)), 1, SM90)
         assert not apart.norms_x
@@ -224,7 +226,7 @@ def test_what_it_does_not_take(name: str) -> None:
 
 @pytest.mark.parametrize("step", [2, 4])
 def test_rows_of_bytes_that_begin_inside_a_word(step: int) -> None:
-    """Four bytes are read as a word where every row begins at one."""
+    """The kernel reads four bytes as a word only if every row begins at a word."""
     a = qkv_cache.OP.sample_inputs(replace(ONE, **INT8))
     wide = torch.zeros(*a.q_weight.shape[:2], 256 + step, dtype=torch.int8)
     wide[..., :256] = a.q_weight
@@ -241,7 +243,7 @@ def test_rows_of_bytes_that_begin_inside_a_word(step: int) -> None:
     ids=["int4 sm90 normed", "nf4 sm90", "int4 sm100"],
 )
 def test_nothing_spills(fmt: str, target: Target, normed: bool) -> None:
-    """Programs of slices of heads, and of whole ones beside a norm of x."""
+    """Programs compute slices of heads, or whole heads together with a norm of x."""
     changes = {"qk_norm": True, "input_norm": "rms"} if normed else {}
     case = replace(quantized(MODELS[0], fmt), num_tokens=1, **changes)
     call = prepare(replace(arguments(case), static_tokens=True))

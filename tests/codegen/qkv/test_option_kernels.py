@@ -1,4 +1,5 @@
-"""What the options leave in the emitted source, and which kernels a problem may have with them."""
+"""Tests what the options leave in the emitted source, and which kernels a problem may have with
+them."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def test_row_offsets_are_compared_where_they_are_few() -> None:
     many = replace(TABLE, new_tokens=(0,) * 299 + (5,), cached_tokens=(0,) * 300)
     source = emit(spec_of(many, FEW))
     assert "tl.sum((offset" not in source
-    assert source.count("sequences_ptr + ") == 9 + 1  # 2 ** 9 > 300, and the token's own
+    assert source.count("sequences_ptr + ") == 9 + 1  # 2 ** 9 > 300, plus the token's own
 
 
 def test_repeated_heads_are_stored_again_and_projected_once() -> None:
@@ -128,7 +129,8 @@ def test_heads_are_loaded_together_where_they_are_neighbours() -> None:
     assert tiled_weights(grouped).head_steps == (6, 1, 6, 6)
     assert heads_fit(grouped, 1)
     assert not heads_fit(grouped, 2)
-    # q's groups lie apart, but k's and v's heads are neighbours: tiles that divide a group.
+    # The groups of q lie apart, but the heads of k and v are neighbours, so tiles must divide a
+    # group.
     plain = problem(LLAMA)
     _, head, *rest = plain.weights[0].strides
     q = replace(plain.weights[0], strides=(7 * head, head, *rest))

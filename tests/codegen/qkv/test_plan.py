@@ -1,4 +1,5 @@
-"""Which lowering a QKV problem takes: from the measured table, from the model, or by exclusion."""
+"""Tests which lowering a QKV problem takes: from the measured table, from the cost model, or by
+exclusion."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def no_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fp32_tables_leave_no_room_for_a_wide_tile_in_one_go() -> None:
-    """Seen of Triton 3.6: 262176 bytes of shared memory, of which Hopper has 232448."""
+    """Triton 3.6 was seen to need 262176 bytes of shared memory. Hopper has 232448."""
     walk = {"persistent": True, "flatten": True}
     whole = TiledConfig(128, 2, 64, 8, 4, **walk)
     for wide, parts, fitting in ((False, 1, True), (True, 1, False), (True, 2, True)):
@@ -43,7 +44,7 @@ def test_fp32_tables_leave_no_room_for_a_wide_tile_in_one_go() -> None:
 
 
 def test_measured_rows_can_be_launched() -> None:
-    """Every config of the shipped table is legal for its dims, and no row is there twice."""
+    """Every config of the shipped table is legal for its dims, and no row occurs twice."""
     keys = set()
     for row in measured.measured_table(measured.NUMBERS_FILE):
         p = problem(row["hidden"], row["num_heads"], row["num_kv_heads"], row["head_dim"])
@@ -77,7 +78,7 @@ def test_the_faster_of_two_measured_lowerings_is_taken(packed: bool) -> None:
         choice = choose(LLAMA_8B, tokens, SM90, packed)
         assert choice.seconds == pytest.approx(min(row["fused_us"], row[column]) * 1e-6)
         taken.add(choice.name == "library")
-    # Three GEMMs never win at these dims; one over packed weights does at some token counts.
+    # Three GEMMs never win at these dims. One GEMM over packed weights wins at some token counts.
     assert taken == ({True, False} if packed else {False})
 
 
@@ -97,7 +98,8 @@ def test_few_tokens_swap_the_operands() -> None:
 
 @pytest.mark.usefixtures("no_table")
 def test_the_model_is_near_what_was_measured() -> None:
-    """Llama-3 8B and 70B on an H200: the fused kernel's microseconds, within a quarter."""
+    """The predicted microseconds of the fused kernel are within a quarter of those measured, for
+    Llama-3 8B and 70B on an H200."""
     measured = {
         (4096, 32): {16: 15.1, 64: 17.6, 1024: 78.1, 8192: 571},
         (8192, 64): {16: 43.1, 64: 45.4, 1024: 242, 8192: 1858},
@@ -111,7 +113,8 @@ def test_the_model_is_near_what_was_measured() -> None:
 
 @pytest.mark.parametrize("split", [2, 4])
 def test_parts_of_k_are_written_and_read_again(split: int) -> None:
-    """Each is a sum in fp32 of every row and token: eight bytes of traffic or more."""
+    """Each part is a sum in fp32 for every row and token. It causes eight bytes of traffic or
+    more."""
     p, tokens = problem(8192, 64, 8), 64
     whole = SwappedConfig(64, tokens, 128, 8, 4)
     more = estimate(p, replace(whole, split_k=split), tokens, SM90)
@@ -121,7 +124,8 @@ def test_parts_of_k_are_written_and_read_again(split: int) -> None:
 
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_a_norm_of_x_reads_whole_rows_before_the_first_product(tokens: int) -> None:
-    """In every program, and so on every multiprocessor: its norm follows no product."""
+    """This happens in every program, and so on every multiprocessor, because the norm cannot
+    overlap an earlier product."""
     normed = replace(LLAMA_8B, input_norm=RowNorm(Operand("bf16", (1,)), 1e-5, 0.0, "layer"))
     config = SwappedConfig(64, tokens, 128, 4, 3)
     more = estimate(normed, config, tokens, SM90) - estimate(LLAMA_8B, config, tokens, SM90)
@@ -136,7 +140,7 @@ def test_static_tokens_have_one_choice() -> None:
 
 
 def test_a_bucket_does_not_depend_on_the_count() -> None:
-    """No kernel is compiled for a token count of its own."""
+    """No token count gets a kernel that is compiled for it alone."""
     plan = plan_fused_qkv(LLAMA_8B, SM90)
     assert plan.choice(33) is plan.choice(64)
 
@@ -187,7 +191,7 @@ def test_a_norm_keeps_heads_whole() -> None:
         ("interleaved", 64, 64, 32),
         ("interleaved", 64, 16, 32),
         ("half", 64, 64, 32),
-        ("half", 96, 64, 64),  # pairs of 32 apart: two runs of them
+        ("half", 96, 64, 64),  # the elements of a pair are 32 apart, which gives two runs
         ("half", 80, 32, 48),
         ("none", 24, 0, 12),
         ("none", 25, 0, 13),
@@ -199,7 +203,8 @@ def test_pairs_cover_a_head(style, head_dim, rotary_dim, pairs) -> None:
 
 
 def extents_of(config: DotsConfig | SwappedConfig | TiledConfig) -> tuple[int, ...]:
-    """The extents of tiles and the warps, which Triton takes as powers of two."""
+    """Returns the extents of tiles and the number of warps, which must be powers of two for
+    Triton."""
     if isinstance(config, DotsConfig):
         return config.block_p, config.block_k, config.num_warps
     if isinstance(config, SwappedConfig):
@@ -212,7 +217,7 @@ def test_candidates_fit_the_chip(target) -> None:
     for p in (LLAMA_8B, UNMEASURED, problem(2048, 32, 8, 64), problem(2880, 64, 8, 64)):
         for tokens in (1, 64, 65, 512, 4096):
             found = candidates(p, tokens, target)
-            assert found or target is SM120  # tiles of many tokens are the library's
+            assert found or target is SM120  # the library computes tiles of many tokens
             assert len(found) == len(set(found))
             for config in found:
                 assert shared_bytes(p, config, target) < target.max_shared_bytes

@@ -1,6 +1,8 @@
-"""The kernels for weights of 4- and 8-bit codes, as emitted for SM100, on Triton's interpreter.
+"""Tests the kernels for weights of 4-bit and 8-bit codes, as emitted for SM100, on Triton's
+interpreter.
 
-Against the op's reference in float64, which makes numbers of the codes and multiplies those.
+They are compared with the op's reference in float64, which decodes the codes to numbers and
+multiplies these.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ CONFIGS = {
 
 
 def in_wide_cache(case: AttentionCase) -> FusedQkvArguments:
-    # The interpreter rounds to 8-bit floats by its own rule; the epilogue is tested elsewhere.
+    # The interpreter rounds to 8-bit floats by a rule of its own. Other tests cover the epilogue.
     return qkv_cache.OP.sample_inputs(replace(case, cache_dtype=None))
 
 
@@ -92,7 +94,8 @@ def test_candidates_are_distinct_and_powers_of_two(case: AttentionCase, tokens: 
 
 
 def test_registers_hold_a_tile_of_no_more_tokens_than_that() -> None:
-    """On a chip whose tensor cores take codes from registers; the next tile is for others."""
+    """This holds on a chip whose tensor cores take codes from registers. The next larger tile is
+    for other chips."""
     problem = problem_of(in_wide_cache(NIBBLES))
     held = SwappedConfig(16, MOST_TOKENS_IN_REGISTERS, 32, 4, 2)
     assert fits(problem, held, SM120)
@@ -102,7 +105,7 @@ def test_registers_hold_a_tile_of_no_more_tokens_than_that() -> None:
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=CASES)
 def test_fused(index: int) -> None:
-    """Every case with one config, each config with many cases."""
+    """Every case runs with one config, and each config with many cases."""
     case = list(CASES.values())[index]
     problem = problem_of(in_wide_cache(case))
     fitting = [config for config in CONFIGS.values() if fits(problem, config, SM100)]
@@ -121,13 +124,14 @@ def test_fused_with_every_config(config: SwappedConfig) -> None:
 @pytest.mark.parametrize("block_k", [32, 64])
 @pytest.mark.parametrize("weight_format", ["int4_k", "int4_n", "nvfp4"])
 def test_groups_of_16_in_bytes(weight_format: str, block_k: int) -> None:
-    """Two and four of a step, two of which are multiplied as one tile of 32 columns."""
+    """A step has two or four groups. Two groups are multiplied as one tile of 32 columns."""
     case = replace(SIXTEENS, weight_format=weight_format, num_tokens=18)
     check_fused(case, SwappedConfig(16, 32, block_k, 4, 2))
 
 
 def test_groups_of_16_in_bytes_keep_the_rules_of_mma_sync() -> None:
-    """A tile of fewer rows than wgmma's; unpaired, each product repeats half of its columns."""
+    """The tile has fewer rows than a tile of wgmma. Without its pair, each product repeats half of
+    its columns."""
     spec = fused_spec(in_wide_cache(SIXTEENS), SwappedConfig(16, 16, 32, 4, 2))
     audit = compile_for(spec, SM90).audit
     assert audit.mma.keys() == {"HMMA"}
@@ -135,7 +139,7 @@ def test_groups_of_16_in_bytes_keep_the_rules_of_mma_sync() -> None:
 
 
 def test_no_step_is_one_group_of_16_bytes() -> None:
-    """As groups of 48 columns would have it."""
+    """Groups of 48 columns would cause such a step."""
     problem = problem_of(in_wide_cache(replace(SIXTEENS, scale_block=(1, 48), hidden=96)))
     assert not any(problem.codes.step_fits(96, size) for size in (16, 32, 64, 128))
     words = replace(problem.codes, per_word=1)
@@ -187,7 +191,8 @@ def test_an_order_without_a_kernel_says_so() -> None:
 
 @pytest.mark.parametrize("what", ["scale", "zero"])
 def test_weights_of_several_kinds_are_left_to_the_reference(what: str) -> None:
-    """Neither a fused kernel nor the one that makes numbers tells them apart."""
+    """Neither a fused kernel nor the kernel that decodes the weight can tell several kinds
+    apart."""
     a = in_wide_cache(replace(NIBBLES, zeros="float"))
     assert qkv_cache.OP.choose("cuda", a).lowering.name == "emitted_kernel"
     other = {f"k_{what}": getattr(a, f"k_{what}").double()}
@@ -204,7 +209,8 @@ def test_rows_far_apart_are_counted_in_64_bits(stride: int) -> None:
 
 
 def test_codes_that_mma_sync_takes_in_another_order_go_through_shared_memory() -> None:
-    """Heads of 256: the compiled kernel takes 106496 bytes for 16 tokens, of 101376 on sm120."""
+    """The heads are 256 wide. For 16 tokens, the compiled kernel takes 106496 bytes, and sm120 has
+    101376."""
     case = AttentionCase(
         "gptq", weight_format="int4_k", transposed=True, scale_block=(1, 128), zeros="packed",
         hidden=2560, head_dim=256, dtype=torch.float16,

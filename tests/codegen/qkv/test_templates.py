@@ -1,7 +1,7 @@
-"""The emitted QKV kernels against the op's reference in float64, on Triton's interpreter.
+"""Compares the emitted QKV kernels with the op's reference in float64, on Triton's interpreter.
 
-What runs is the very source emitted for SM100. Caches start as random numbers, q as NaN, so a stray
-or a missing store shows.
+The interpreter runs exactly the source that is emitted for SM100. Caches start as random numbers
+and q starts as NaN, so that a stray or missing store shows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ STATIC = replace(
     tokens_per_row=3,
 )
 
-# Empty sequences, a page filled to its end, pages crossed inside the new tokens.
+# The cases have empty sequences, a page that is filled to its end, and pages that are crossed
+# inside the new tokens.
 TABLE = replace(
     LLAMA,
     num_tokens=22,
@@ -82,7 +83,7 @@ TABLE = replace(
     cached_tokens=(4, 5, 0, 15, 0, 14, 8),
 )
 
-# What the case turns on, over the plain Llama case.
+# The features that the case adds to the plain Llama case.
 CASES = {
     "half": LLAMA,
     "half, table of half width": replace(LLAMA, table_width="half", table_dtype=torch.bfloat16),
@@ -110,7 +111,8 @@ CASES = {
     "static cache": STATIC,
     "static cache, norm and bias": replace(STATIC, qk_norm=True, bias=True),
 }
-# Each of these runs with one config of a fused kernel, or of both: the helpers are the same.
+# Each of these cases runs with one config of a fused kernel, or of both, because the helper
+# functions are the same.
 OPTIONS = {
     "grouped q": replace(LLAMA, projection="grouped", bias=True),
     "n-major": replace(LLAMA, projection="n_major", bias=True),
@@ -188,7 +190,7 @@ OPTIONS = {
     ),
 }
 
-# What concerns the addresses of weights and stores, and so each kernel by itself.
+# These cases concern the addresses of weights and stores, and so each kernel separately.
 EVERYWHERE = (
     *("grouped q", "n-major", "n-major, interleaved", "fp8 cache", "ragged", "no v"),
     *("gates", "gates behind"),
@@ -220,7 +222,7 @@ TILED = {
 
 
 def in_turn(configs: dict[str, Any]) -> list[Any]:
-    """Each case with one of the configs in turn."""
+    """Returns each case with one of the configs in turn."""
     return [
         pytest.param(case, config, id=f"{case_name}-{name}")
         for number, (case_name, case) in enumerate(CASES.items())
@@ -238,13 +240,13 @@ def choice_of(a: FusedQkvArguments, config: Config) -> LoweringChoice:
 
 
 def fused_spec(a: FusedQkvArguments, config: Config, target: str = "sm100") -> KernelSpec:
-    """The kernel that projects, of a fused lowering of this config."""
+    """Returns the kernel that projects, for a fused lowering with this config."""
     chip = get_target(target)
     return choices.specs_of(prepare(a), choice_of(a, config), chip)[-1]
 
 
 def run_fused(a: FusedQkvArguments, config: Config) -> torch.Tensor:
-    """q by a fused kernel of this config; new memory holds NaN."""
+    """Computes q by a fused kernel with this config. New memory holds NaN."""
     machine = Interpreter(replace(SM100, num_sms=3))
     choice = choice_of(a, config)
     program = drive(choices.choice_steps(prepare(a), choice, machine.target), machine)
@@ -254,13 +256,13 @@ def run_fused(a: FusedQkvArguments, config: Config) -> torch.Tensor:
 
 
 def run_epilogue(a: FusedQkvArguments) -> torch.Tensor:
-    """After GEMMs in fp32, so that the epilogue's rounding is the only one."""
+    """Runs the epilogue after GEMMs in fp32, so that its rounding is the only one."""
     machine, call = Interpreter(SM100), prepare(a)
     q = machine.perform(result_buffer(a))
     weights = [weight for weight in (a.q_weight, a.k_weight, a.v_weight) if weight is not None]
     rows = weight_rows(*weights)
     if rows is not None:
-        # The weights widened in place, so that they stay rows of one tensor.
+        # The weights are converted in place, so that they stay rows of one tensor.
         base = a.q_weight._base
         assert base is not None
         wide = base.float()
@@ -285,12 +287,13 @@ def epilogue_launch(call: StoreCall, config: EpilogueConfig) -> Launch:
 
 
 def made(steps: Any, machine: Interpreter) -> Any:
-    """What a part of a call's steps gives."""
+    """Returns the result of a part of a call's steps."""
     return drive(steps, machine).outcome
 
 
 def check(op: Any, a: Any, run_kernel: Any, tolerances: Any = None) -> None:
-    """Result and caches against the reference in float64; untouched slots bit for bit."""
+    """Compares the result and the caches with the reference in float64, and untouched slots bit for
+    bit."""
     tolerances = tolerances or op.tolerances
     exact = in_float64(a)
     want = op.reference(exact)
@@ -325,7 +328,7 @@ BY_KERNEL: dict[str, Any] = {
 @pytest.mark.parametrize("kernel", BY_KERNEL)
 @pytest.mark.parametrize("alone", "qkv")
 def test_one_projection_alone_has_a_bias(alone: str, kernel: str) -> None:
-    """Whisper's keys have none; the two others do."""
+    """In Whisper, for example, the keys have no bias and the two others have one."""
     a = qkv_cache.OP.sample_inputs(replace(LLAMA, bias=True))
     a = replace(a, **{f"{letter}_bias": None for letter in "qkv" if letter != alone})
     check(qkv_cache.OP, a, BY_KERNEL[kernel])
@@ -334,7 +337,7 @@ def test_one_projection_alone_has_a_bias(alone: str, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", BY_KERNEL)
 @pytest.mark.parametrize("wide", "qkv")
 def test_one_bias_is_of_another_dtype(wide: str, kernel: str) -> None:
-    """The three are not read by one load."""
+    """One load cannot read all three biases."""
     a = qkv_cache.OP.sample_inputs(replace(LLAMA, bias=True))
     a = replace(a, **{f"{wide}_bias": getattr(a, f"{wide}_bias").float()})
     check(qkv_cache.OP, a, BY_KERNEL[kernel])
@@ -423,7 +426,7 @@ def test_store(case: AttentionCase) -> None:
     check(cache_store.OP, cache_store.OP.sample_inputs(case), run_store)
 
 
-#: What fits, ties and overflows of both formats, with signs.
+#: Numbers that fit, ties and numbers that overflow in both formats, with both signs.
 EDGES = (0.0, 3.3, 440.0, 448.0, 464.0, 464.1, 480.0, 5e4, 57344.0, 61439.0, 61440.0, 7e4, 1e30)
 BEYOND = torch.tensor([*EDGES, torch.inf, torch.nan, *(-x for x in EDGES), -torch.inf, 1.0, 2.0])
 
@@ -431,7 +434,8 @@ BEYOND = torch.tensor([*EDGES, torch.inf, torch.nan, *(-x for x in EDGES), -torc
 @pytest.mark.parametrize("saturates", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_what_an_8_bit_cache_cannot_hold(dtype: torch.dtype, saturates: bool) -> None:
-    """The largest number, or what IEEE's rounding gives: infinity, or NaN where there is none."""
+    """The kernel stores the largest number, or the result of IEEE rounding: infinity, or NaN if the
+    format has no infinity."""
     case = replace(LLAMA, rope_style="none", rotary_dim=0, cache_dtype=dtype, dtype=torch.float32)
     arguments = replace(cache_store.OP.sample_inputs(case), cache_saturates=saturates)
     arguments.k.copy_(BEYOND.repeat(8)[: arguments.k[0].numel()].view(arguments.k[0].shape))
@@ -450,7 +454,7 @@ def test_what_an_8_bit_cache_cannot_hold(dtype: torch.dtype, saturates: bool) ->
         page, slot = divmod(int(arguments.slot_mapping[0]), case.page_size)
         written = cache[page, slot].float().flatten()[: len(BEYOND)]
         torch.testing.assert_close(written, wanted, rtol=0, atol=0, equal_nan=True)
-    if dtype == torch.float8_e5m2 and not saturates:  # as every release of torch has it
+    if dtype == torch.float8_e5m2 and not saturates:  # every release of torch does so
         torch.testing.assert_close(BEYOND.to(dtype).float(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -462,7 +466,7 @@ def test_store_takes_any_strides() -> None:
 
 
 def with_rows_apart(case: AttentionCase, stride: int) -> FusedQkvArguments:
-    """A call without memory, whose rows of x are so far apart."""
+    """Returns a call without memory whose rows of x are `stride` elements apart."""
     a = qkv_cache.OP.sample_inputs(case, "meta")
     return replace(a, x=a.x.as_strided(a.x.shape, (stride, 1)))
 
@@ -501,7 +505,8 @@ def test_static_counts_are_baked(static_tokens: bool) -> None:
 
 @pytest.mark.parametrize("runner", ["swapped", "tiled"])
 def test_out_of_range_slots_are_masked(runner: str) -> None:
-    """A GPU cannot raise for one: the token is left out, and nothing else is written."""
+    """A GPU cannot raise an error for such a slot. The token is left out, and nothing else is
+    written."""
     arguments = qkv_cache.OP.sample_inputs(LLAMA)
     outside = arguments.slot_mapping.clone()
     capacity = LLAMA.num_pages * LLAMA.page_size
@@ -522,7 +527,7 @@ def test_out_of_range_slots_are_masked(runner: str) -> None:
 
 
 def test_infinities_stay_where_they_are() -> None:
-    """V is not rotated: an infinity in one dim must not make NaN of its partner."""
+    """V is not rotated, so an infinity in one dim must not make NaN of its partner."""
     arguments = qkv_cache.OP.sample_inputs(replace(LLAMA, dtype=torch.float16))
     arguments.v_weight[:, 0] = 60000.0
     arguments.x.abs_().add_(1.0)

@@ -1,4 +1,5 @@
-"""Tuning without a GPU: which lowerings are tried, which wins, what is kept and when it is not."""
+"""Tests tuning without a GPU: which lowerings are tried, which one wins, what is stored, and when
+it is not."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CASE = Case(LLAMA_8B, 64, SM90, packed=False)
 
 
 class FakeTimer:
-    """Seconds by trial name, one second for the others; counts its calls."""
+    """Returns seconds by the name of a trial, and one second for other trials. Counts its calls."""
 
     def __init__(self, **seconds):
         self.seconds = seconds

@@ -9,7 +9,7 @@ def gather(
     x_ptr, ids_ptr, out_ptr, num_rows, X_STRIDES: tl.constexpr, BLOCK: tl.constexpr,
     bias_ptr=None, BIAS_STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
-    """out [num_rows, BLOCK] = x[ids] + bias."""
+    """Computes out [num_rows, BLOCK] = x[ids] + bias."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     taken = tl.load(ids_ptr + row) * X_STRIDES[0] + columns * X_STRIDES[1]

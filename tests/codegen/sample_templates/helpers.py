@@ -1,4 +1,4 @@
-"""Helpers that the sample templates share; their local names clash on purpose."""
+"""Helper functions that the sample templates share. Their local names clash on purpose."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def square(value):
 
 @triton.jit
 def activate(accumulator, KIND: tl.constexpr):
-    """relu, squared relu, or nothing; returns from inside compile-time branches."""
+    """Computes relu, squared relu, or nothing. Returns from inside compile-time branches."""
     if KIND == "none":
         return accumulator
     positive = tl.where(accumulator > 0, accumulator, 0.0)
@@ -29,7 +29,7 @@ def clamp(value, BOUND: tl.constexpr):
 
 @triton.jit
 def double_and_half(value):
-    """Assigns its own parameter and names a local as the caller does."""
+    """Assigns to its own parameter, and names a local as the caller does."""
     result = value * 2.0
     value = value * 0.5
     return result, value

@@ -13,7 +13,7 @@ UNUSED = object()
 
 @triton.jit
 def vector_add(x_ptr, y_ptr, out_ptr, n, ALPHA: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x + ALPHA * y over n elements."""
+    """Computes out = x + ALPHA * y over n elements."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
@@ -28,7 +28,8 @@ def gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """c[m, N] = activation(a[m, K] @ b[N, K]^T + bias), bf16 in and out, fp32 inside."""
+    """Computes c[m, N] = activation(a[m, K] @ b[N, K]^T + bias). Inputs and output are bf16, and
+    the arithmetic is fp32."""
     tl.static_assert(K % 8 == 0, "rows are loaded in whole vectors")
     TILES_N: tl.constexpr = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0)
@@ -69,7 +70,7 @@ def tma_gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
-    """c[m, N] = a[m, K] @ b[N, K]^T by descriptors, over a persistent loop of tiles."""
+    """Computes c[m, N] = a[m, K] @ b[N, K]^T with descriptors, in a persistent loop over tiles."""
     a_desc = tl.make_tensor_descriptor(a_ptr, [m, K], [K, 1], [BLOCK_M, BLOCK_K])
     b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
     c_desc = tl.make_tensor_descriptor(c_ptr, [m, N], [N, 1], [BLOCK_M, BLOCK_N])
@@ -90,7 +91,7 @@ def tma_gemm(
 
 @triton.jit
 def softmax_rows(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr):
-    """out = softmax(SCALE * x) over rows of WIDTH elements, one row per program."""
+    """Computes out = softmax(SCALE * x) over rows of WIDTH elements, with one row per program."""
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
     row = tl.program_id(0) * WIDTH
@@ -105,7 +106,8 @@ def branches(
     x_ptr, out_ptr, n, limit,
     BLOCK: tl.constexpr, STEPS: tl.constexpr, MODE: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Run-time and compile-time branches, loops of both kinds, helpers with equal local names."""
+    """Has run-time and compile-time branches, loops of both kinds, and helpers with equal local
+    names."""
     tile = tl.program_id(0)
     if tile * BLOCK >= n:
         return
@@ -137,7 +139,8 @@ def branches(
 
 @triton.jit
 def index_games(x_ptr, out_ptr, rows, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """Index arithmetic that folds: out[i] = x[i] + group of i, rows is a multiple of 16."""
+    """Has index arithmetic that can be folded: out[i] = x[i] + group of i. rows is a multiple of
+    16."""
     lane = tl.arange(0, WIDTH)
     row = tl.program_id(0)
     offsets = row * WIDTH + lane
@@ -151,7 +154,7 @@ def index_games(x_ptr, out_ptr, rows, WIDTH: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def strided_sum(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """out[0] = sum of x[:n], n a multiple of 16: the blocks of 16 are never cut."""
+    """Computes out[0] = sum of x[:n]. n is a multiple of 16, so blocks of 16 are never cut."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -166,14 +169,15 @@ def _larger(a, b):
 
 @triton.jit
 def reduce_with(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    """Passes a helper as an argument instead of calling it."""
+    """Passes a helper function as an argument instead of calling it."""
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
     tl.store(out_ptr, tl.reduce(x, 0, _larger))
 
 
 @triton.jit
 def sums_of_rows(x_ptr, out_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """out = x [ROWS, COLUMNS] summed over columns; an axis from the end, a positional mask."""
+    """Sums out = x [ROWS, COLUMNS] over columns, with an axis counted from the end and a positional
+    mask."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     x = tl.load(x_ptr + rows[:, None] * COLUMNS + columns[None, :])
     sums = tl.where(COLUMNS > 0, tl.sum(x, axis=-1), tl.zeros((ROWS,), tl.int32))

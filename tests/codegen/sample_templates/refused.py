@@ -1,4 +1,4 @@
-"""Templates that the emitter must refuse, since it cannot emit them exactly. Each has another
+"""Templates that the emitter must refuse, because it cannot emit them exactly. Each has a different
 reason."""
 
 import triton

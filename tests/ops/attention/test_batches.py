@@ -1,8 +1,9 @@
-"""`cache_attention` as an engine calls it: keys of all layers in the rows of one tensor, pages by
-table, ragged prompts padded at the end, and decode steps with padding sequences.
+"""Tests `cache_attention` as an engine calls it.
 
-A table is as wide as the longest sequence may become. Entries that no key needs are those of a page
-that nobody owns: padding (-1) clamped to 0, and pages behind a window that were given back.
+The keys of all layers are in the rows of one tensor, and a table gives the pages. Ragged prompts
+are padded at the end, and decode steps have padding sequences. A table is as wide as the longest
+sequence may become. Entries that no key needs name a page that no sequence owns: padding (-1) is
+clamped to 0, and pages behind a window were given back.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ TARGETS = pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: ta
 
 @dataclass(frozen=True)
 class Batch:
-    """queries, keys: of each sequence. tail: queries of no sequence behind all others. window: 0
-    for none; pages wholly behind it are given back."""
+    """A batch.
+
+    queries, keys: the number of each sequence's queries and keys.
+    tail: the number of queries behind all others that belong to no sequence.
+    window: the size of the window, or 0. Pages wholly behind it are given back.
+    """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -42,7 +47,8 @@ class Batch:
 
 
 def call(batch: Batch) -> AttentionArguments:
-    """The call; all rows but the keys of its layer are NaN, those of the unowned page 0 too."""
+    """Returns the call. All rows except the keys of its layer are NaN, including those of page 0,
+    which no sequence owns."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape):
@@ -84,7 +90,8 @@ def call(batch: Batch) -> AttentionArguments:
 
 
 def by_sdpa(a: AttentionArguments, batch: Batch) -> torch.Tensor:
-    """PyTorch's attention of each sequence by itself, in float64; zeros for the tail."""
+    """Computes PyTorch's attention in float64, for each sequence separately. The tail gets
+    zeros."""
     out, first = a.q.new_zeros(a.q.shape, dtype=torch.float64), 0
     for b, (queries, keys) in enumerate(zip(batch.queries, batch.keys, strict=True)):
         place = torch.arange(keys)
@@ -152,7 +159,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 @TARGETS
 def test_a_decode_step_by_table_is_what_each_sequence_gives_alone(name, target):
-    """A padding sequence has a key length of 0, and a table of the unowned page."""
+    """A padding sequence has a key length of 0, and a table of pages that no sequence owns."""
     batch = STEPS[name]
     a = call(batch)
     want = by_sdpa(a, batch)
@@ -165,7 +172,7 @@ def test_a_decode_step_by_table_is_what_each_sequence_gives_alone(name, target):
 
 
 def planned(tokens, sequences, columns, target, heads=(32, 8, 128), ragged=True):
-    """The launches of a call on meta tensors, of pages of 256."""
+    """Returns the launches of a call on meta tensors, with pages of 256."""
     query_heads, kv_heads, width = heads
 
     def meta(*shape, dtype=torch.int32):
@@ -193,10 +200,10 @@ def planned(tokens, sequences, columns, target, heads=(32, 8, 128), ragged=True)
 def test_programs_follow_the_tokens_and_not_what_any_sequence_might_have(
     tokens, sequences, columns, target
 ):
-    """An engine does not say how the tokens are divided: one sequence may have all of them. There
-    is room for that, and at most one tile of each sequence is not full."""
+    """An engine does not say how the tokens are divided, so one sequence may have all of them.
+    There are enough programs for that case, and at most one tile of each sequence is not full."""
     (first, *_) = planned(tokens, sequences, columns, target)
-    # Tiles of 64 rows at least: 16 tokens of 4 heads that share keys.
+    # The tiles have at least 64 rows, which are 16 tokens of 4 heads that share keys.
     assert prod(first.grid) <= (tokens // 16 + sequences) * 8 * (
         1 if first.spec.kernel == "attention_decode" else 4
     )
@@ -205,7 +212,7 @@ def test_programs_follow_the_tokens_and_not_what_any_sequence_might_have(
 @TARGETS
 @pytest.mark.parametrize("sequences", [1, 2, 8, 32, 64, 128, 256])
 def test_a_decode_step_fills_the_chip(sequences, target):
-    """Few sequences are split over the multiprocessors, as far as their table reaches."""
+    """A few sequences are split over the multiprocessors, as far as their table reaches."""
     (first, *rest) = planned(sequences, sequences, 32, target, ragged=False)
     assert first.spec.kernel == "attention_decode"
     assert prod(first.grid) >= 0.85 * target.num_sms

@@ -1,4 +1,5 @@
-"""`cache_attention`: what it refuses, what it never looks at, and which kernel a call gets."""
+"""Tests `cache_attention`: which calls it refuses, which memory it never reads, and which kernel a
+call gets."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ B, HEADS, KV_HEADS, WIDTH, ROOM = 2, 8, 2, 16, 80
 
 
 def call(queries=1, seed=0, **options) -> AttentionArguments:
-    """A static cache, head-major, of which 70 keys of the first and 5 of the second are present."""
+    """Returns a call with a head-major static cache, in which 70 keys of the first sequence and 5
+    of the second are present."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(B * queries, HEADS, WIDTH, generator=generator)
     k, v = (torch.randn(B, KV_HEADS, ROOM, WIDTH, generator=generator) for _ in "kv")
@@ -53,7 +55,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 def test_keys_that_nobody_sees_may_hold_nan(way, target):
-    """In the reference and in the kernel, whichever way the mask comes."""
+    """This holds for the reference and for the kernel, in whichever form the mask is given."""
     a = call(**WAYS[way])
     clean = OP.reference(a)
     hidden = ~seen_by((70, 5))[:, 0, 0]
@@ -65,7 +67,7 @@ def test_keys_that_nobody_sees_may_hold_nan(way, target):
 
 
 MANY = 30
-# way -> (arguments, first and last key that some query of each sequence sees).
+# For each form: (arguments, the first and the last key that some query of each sequence sees).
 WAYS_OF_MANY = {
     "mask tensor": ({"mask": "none", "attn_mask": seen_by((70, 5), MANY)}, ((0, 69), (0, 4))),
     "lengths": ({"mask": "none", "key_lengths": torch.tensor([70, 5])}, ((0, 69), (0, 4))),
@@ -85,7 +87,7 @@ TILES = [
 @pytest.mark.parametrize("way", WAYS_OF_MANY)
 @pytest.mark.parametrize("config", TILES, ids=str)
 def test_values_that_none_of_many_queries_sees_may_be_nan(way, config):
-    """By pointers and by descriptors, in loops of their own and in one."""
+    """The kernel reads values by pointers and by descriptors, in separate loops and in one loop."""
     options, extents = WAYS_OF_MANY[way]
     a = call(MANY, **options)
     clean = OP.reference(a)
@@ -112,7 +114,7 @@ def test_a_query_that_sees_nothing_gives_zeros_as_sdpa_does(queries):
 
 
 def test_a_row_of_the_lowest_finite_number_averages_all_keys():
-    """A softmax of equal numbers, as eager has it: only minus infinity hides."""
+    """As in eager, the softmax of equal numbers is an average. Only minus infinity hides a key."""
     lowest = torch.finfo(torch.bfloat16).min
     mask = torch.full((B, 1, 1, ROOM), lowest, dtype=torch.bfloat16)
     a = call(mask="none", attn_mask=mask)
@@ -122,8 +124,8 @@ def test_a_row_of_the_lowest_finite_number_averages_all_keys():
 
 
 def long_call(queries, dtype, mask_dtype, lowest, **options) -> AttentionArguments:
-    """A static cache of 320 keys, of which 130 of the first sequence and 5 of the second are
-    present; all others have the mask's lowest number."""
+    """Returns a call with a static cache of 320 keys. 130 keys of the first sequence and 5 of the
+    second are present; all other keys have the mask's lowest number."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(B * queries, HEADS, WIDTH, generator=generator)
     k, v = (torch.randn(B, 320, KV_HEADS, WIDTH, generator=generator) for _ in "kv")
@@ -146,7 +148,8 @@ def long_call(queries, dtype, mask_dtype, lowest, **options) -> AttentionArgumen
 )
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "scale": 1.0}], ids=str)
 def test_blocks_of_the_lowest_number_are_not_read(queries, dtype, mask_dtype, options):
-    """Beside an ordinary number: NaN in such blocks changes no bit, nor does a sink."""
+    """The row has an ordinary number, too. NaN in such blocks changes no bit, and neither does a
+    sink."""
     lowest = torch.finfo(mask_dtype).min
     a = long_call(queries, dtype, mask_dtype, lowest, **options)
     a = replace(a, sinks=torch.linspace(-1, 1, HEADS))
@@ -161,8 +164,8 @@ def test_blocks_of_the_lowest_number_are_not_read(queries, dtype, mask_dtype, op
 @pytest.mark.parametrize("queries", [1, 70])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_row_of_the_lowest_number_keeps_its_tile_whole(queries, dtype):
-    """A query of padding sees all keys, by logits without their last digits; its neighbours see
-    what they saw."""
+    """A padding query sees all keys, with logits that have lost their last digits. The results of
+    its neighbours do not change."""
     a = long_call(queries, dtype, dtype, torch.finfo(dtype).min)
     a.attn_mask[1, 0, 0] = torch.finfo(dtype).min
     got, want = interpret(OP, a).outcome.result, OP.reference(a)

@@ -1,4 +1,4 @@
-"""What `mask_blocks` means, and what it refuses."""
+"""Tests the meaning of `mask_blocks`, and the calls that it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INF = float("inf")
 
 
 def listed(mask, **options):
-    """[(block, whole), ...] of every tile, in the order of the result."""
+    """Returns [(block, whole), ...] of every tile, in the order of the result."""
     made = OP.torch_op(mask, **options).flatten(0, 2).tolist()
     return [[divmod(entry, 2) for entry in row[1 : 1 + row[0]]] for row in made]
 
@@ -31,13 +31,14 @@ def test_a_block_is_listed_once_some_query_sees_one_key_of_it():
 def test_a_block_is_whole_where_all_queries_that_are_there_see_all_of_its_keys():
     mask = torch.ones(1, 1, 130, 200, dtype=torch.bool)
     mask[..., 5, 70] = False
-    # The last tile has two queries, the last block eight keys.
+    # The last tile has two queries, and the last block has eight keys.
     assert listed(mask) == [[(0, 1), (1, 0), (2, 1), (3, 0)], [(0, 1), (1, 1), (2, 1), (3, 0)]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_of_numbers_that_are_added_minus_infinity_alone_hides(dtype):
-    """A row of nothing but the least finite number gives the average of all keys, so it is seen."""
+    """A row that holds only the lowest finite number gives the average of all keys, so its keys are
+    seen."""
     mask = torch.zeros(1, 1, 1, 320, dtype=dtype)
     mask[..., 0:64] = -INF
     mask[..., 64:128] = torch.finfo(dtype).min
@@ -58,7 +59,7 @@ def test_lowest_numbers_hide_where_every_query_of_a_tile_has_an_ordinary_one(dty
     mask[..., 128, 0] = lowest
     everything = [(0, 0), (1, 0), (2, 0)]
     assert listed(mask, hide_lowest=True) == [[(0, 0), (1, 0)], everything]
-    mask[..., 128, 0] = lowest / 8  # too low to hide the others
+    mask[..., 128, 0] = lowest / 8  # too low to hide the other keys
     assert listed(mask, hide_lowest=True)[1] == everything
     mask[..., 128, 1] = -INF
     mask[..., 128, 2] = 0
@@ -76,8 +77,8 @@ def test_numbers_that_are_not_numbers_are_seen_and_hide_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_what_hides_leaves_no_weight_in_either_base(dtype):
-    """At the bounds: the highest of the lowest numbers, the lowest of the ordinary ones, and logits
-    as far apart as they may be."""
+    """The test is at the bounds: the highest of the lowest numbers, the lowest of the ordinary
+    numbers, and logits that are as far apart as they may be."""
     unit = largest_power(dtype)
     sums = torch.tensor([LOWEST + LOGIT, ORDINARY - LOGIT], dtype=torch.float64) * unit
     assert sums.float().softmax(0).tolist() == [0.0, 1.0]
@@ -108,7 +109,7 @@ def test_what_no_list_is_made_of(mask, message):
 
 
 def test_sizes_may_be_dynamic():
-    """One traced graph serves other numbers of queries and keys."""
+    """One traced graph serves other numbers of queries and keys, too."""
     torch._dynamo.reset()
     compiled = torch.compile(OP.torch_op, backend="aot_eager", dynamic=True, fullgraph=True)
     for queries, keys in ((3, 70), (200, 333)):

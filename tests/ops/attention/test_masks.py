@@ -1,4 +1,4 @@
-"""Windows of masks: which sizes a call takes."""
+"""Tests windows of masks: which sizes a call accepts."""
 
 from types import SimpleNamespace
 

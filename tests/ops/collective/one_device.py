@@ -161,7 +161,7 @@ class Rank:
         return [case for case, most in limits if most is None or case.num_tokens <= most]
 
     def arguments(self, case: RowsCase, rank: int | None = None) -> Any:
-        """Returns a rank's arguments of a case, this rank's by default; all ranks have the same
+        """Returns the arguments of a rank, by default this rank, in a case. All ranks have the same
         residual and norm."""
         seed = 1 + (self.rank if rank is None else rank)
         x = sample_reduce(case, self.device, seed)["x"]

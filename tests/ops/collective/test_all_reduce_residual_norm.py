@@ -1,5 +1,5 @@
-"""The kernel of sums over ranks without GPUs: each rank is a process of its own, and the
-interpreter's loads and stores go to memory that all of them have."""
+"""Tests the kernel of sums over ranks without GPUs. Each rank is a separate process, and the
+interpreter's loads and stores go to memory that all ranks share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ CALLS = 3
 
 
 def parts_of(case, ranks):
-    """What each rank gives to the op: a part of its own, and the same for the rest."""
+    """Returns the arguments that each rank gives to the op: a separate part, and the same other
+    arguments."""
     whole = op.sample_inputs(case)
     parts = [sample_reduce(case, "cpu", seed=1 + rank)["x"] for rank in range(ranks)]
     return [replace(whole, x=x, group="ranks", num_ranks=ranks) for x in parts]
@@ -54,7 +55,7 @@ def be_rank(rank, a, config, memories, addresses, results):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_get_the_same_bits_and_the_right_ones(name):
-    """Three calls one after the other: slots are written again."""
+    """Makes three calls one after the other, so that slots are written again."""
     case, config, ranks = CASES[name]
     parts = parts_of(case, ranks)
     nbytes = shared_bytes(config, ranks, case.dtype.itemsize * case.n)
@@ -85,14 +86,16 @@ def test_ranks_get_the_same_bits_and_the_right_ones(name):
 
 @pytest.fixture
 def fake_ranks():
-    """The first of two ranks that are not there; gives the group's name."""
+    """Makes this process the first of two ranks that do not exist. Returns the name of the
+    group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.group.WORLD.group_name
     dist.destroy_process_group()
 
 
 def test_without_memory_in_common_the_library_sums(fake_ranks):
-    """And nothing is remembered: a call that is captured has none, and the next may have some."""
+    """The choice is not remembered: a captured call has no common memory, but the next call may
+    have some."""
     a = replace(op.sample_inputs(RowsCase("", n=72)), group=fake_ranks, num_ranks=2)
     machine = Interpreter()
     program = drive(all_reduce_residual_norm_steps(a, machine.target), machine)
@@ -105,7 +108,7 @@ def test_without_memory_in_common_the_library_sums(fake_ranks):
 
 
 def test_more_ranks_sum_many_tokens_by_the_library(fake_ranks):
-    """Each would read all rows of all others."""
+    """Otherwise each rank would read all rows of all other ranks."""
     few = most_tokens(4096, 8)
     case = RowsCase("", num_tokens=few, n=4096)
     for tokens, name in ((few, "peer kernel"), (few + 1, "norm kernel")):
@@ -116,7 +119,7 @@ def test_more_ranks_sum_many_tokens_by_the_library(fake_ranks):
 
 
 def test_a_call_is_made_again_through_the_same_memory():
-    """By address: what the ranks share is no argument's memory."""
+    """The second call is found by addresses. The memory that ranks share is no argument."""
     a = replace(parts_of(RowsCase(""), 2)[0])
     machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0))
     program = drive(all_reduce_residual_norm_steps(a, machine.target), machine)
@@ -128,7 +131,7 @@ def test_a_call_is_made_again_through_the_same_memory():
 
 @dataclass
 class Broken(Interpreter):
-    """No kernel of it compiles."""
+    """An interpreter in which no kernel compiles."""
 
     def launcher(self, launch):
         raise ValueError("no such kernel")
@@ -136,7 +139,8 @@ class Broken(Interpreter):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """The op as on a GPU whose kernels do not compile; `broken.sums` are the sums over ranks."""
+    """Runs the op as on a GPU whose kernels do not compile. `broken.sums` counts the sums over
+    ranks."""
     machine = Broken()
     machine.sums = []
     monkeypatch.setattr(calls, "machine_of", lambda device: machine)
@@ -153,7 +157,8 @@ def broken(monkeypatch):
 
 @pytest.mark.parametrize("norm", ["rms", "weightless"])
 def test_a_rank_whose_norm_kernel_fails_sums_once_as_the_others_do(fake_ranks, broken, norm):
-    """The reference would call a second collective, and other ranks' next one would meet it."""
+    """If the reference called a second collective, the next collective of other ranks would meet
+    it."""
     case = RowsCase("", n=72, norm=norm, norm_offset=1.0)
     a = replace(op.sample_inputs(case), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
@@ -166,7 +171,8 @@ def test_a_rank_whose_norm_kernel_fails_sums_once_as_the_others_do(fake_ranks, b
 
 
 def test_a_rank_whose_kernel_fails_when_the_others_run_it_raises(fake_ranks, broken):
-    """They wait in theirs, and a collective of this rank alone is not what they wait for."""
+    """The other ranks wait in their kernel. A collective of this rank alone would not end their
+    wait."""
     broken.peers = PeerMemory(1024, 2048, 0)
     a = replace(op.sample_inputs(RowsCase("", n=72)), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
@@ -202,7 +208,7 @@ def test_alone_the_reference_takes_over(broken):
 
 
 def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
-    """Another group of the name may have other ranks: a call that was remembered asks anew."""
+    """Another group of the same name may have other ranks, so a remembered call asks again."""
     a = parts_of(RowsCase(""), 2)[0]
     held = [True]
     machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0, lambda: held[0]))
@@ -222,7 +228,7 @@ def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
     run = calls.Calls(op.OP, "cuda")
     for _ in range(3):
         run(*args, **kwargs)
-    assert launched == [1024, 1024]  # the third is the second once more
+    assert launched == [1024, 1024]  # the third call repeats the second
     held[0], machine.peers = False, PeerMemory(4096, 8192, 1)
     run(*args, **kwargs)
     assert launched == [1024, 1024, 4096]

@@ -103,8 +103,8 @@ def _started(device: str, ranks: int, folder: Path) -> list[subprocess.Popen]:
 
 
 def _ended(running: list[subprocess.Popen], limit_s: float) -> list[float | None]:
-    """Waits for processes and returns when each ended; kills those that have not by the limit, and
-    gives None for them."""
+    """Waits for processes and returns the time at which each ended. Kills processes that run beyond
+    the limit, and returns None for them."""
     ended: list[float | None] = [None] * len(running)
     limit = time.time() + limit_s
     while None in ended and time.time() < limit:

@@ -34,8 +34,8 @@ DENSE = {"weight_format": "dense", "scale_block": [], "zero_point": 0}
 
 
 def by_hand(codes, scale, zero):
-    """Computes (code - zero) * scale, [..., K], in float64, with a scale and a zero for each row
-    and GROUP columns."""
+    """Computes (code - zero) * scale, [..., K], in float64. Each row and each GROUP columns have a
+    scale and a zero."""
     rows = codes.double().flatten(0, -2)
     scale, zero = (t.double().repeat_interleave(GROUP, 1) for t in (scale, zero))
     return ((rows - zero) * scale).view(codes.shape)

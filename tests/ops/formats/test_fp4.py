@@ -1,4 +1,5 @@
-"""E2M1, NVFP4, MXFP4 and the 128x4 scale layout, bit for bit against their written definitions."""
+"""Compares E2M1, NVFP4, MXFP4 and the 128x4 scale layout with their written definitions, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ ALL_CODES = torch.arange(16, dtype=torch.uint8)
 
 
 def nearest_code(x: float) -> int:
-    """E2M1 rounding by search: nearest magnitude, ties to the even code."""
+    """Rounds to E2M1 by search: returns the nearest magnitude, and the even code in a tie."""
     gaps = [(abs(abs(x) - m), code % 2, code) for code, m in enumerate(fp4.MAGNITUDES)]
     return min(gaps)[2] | (8 if torch.signbit(torch.tensor(x)) else 0)
 
@@ -101,7 +102,8 @@ def test_nvfp4_error_is_half_a_step(k):
     x = torch.randn(9, k)
     packed, scales = nvfp4.quantize(x)
     error = (nvfp4.dequantize(packed, scales) - x).abs().unflatten(-1, (-1, 16)).amax(-1)
-    # The widest step, 4 to 6, times the scale; the scale itself may be rounded down by 1/16.
+    # The bound is the widest step, from 4 to 6, times the scale. The scale itself may be rounded
+    # down by 1/16.
     assert (error <= scales.float() * 1.5).all()
 
 

@@ -1,4 +1,4 @@
-"""Block-scaled fp8 against its written definition."""
+"""Compares block-scaled fp8 with its written definition."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_weights_are_scaled_per_tile(shape):
     rows, columns = shape[-2:]
     assert scales.shape == (*shape[:-2], -(-rows // 128), -(-columns // 128))
     back = fp8_block.dequantize(codes, scales)
-    # e4m3 keeps 3 bits after the leading one; below its normal range the step is fixed.
+    # e4m3 keeps 3 bits after the leading bit. Below its normal range, the step is fixed.
     assert ((back - w).abs() <= w.abs() / 16 + scales.max() * 2.0**-10).all()
 
 

@@ -1,4 +1,5 @@
-"""One row of `codegen/formats.py` adds a format to every op and pattern that has weights."""
+"""Tests that one row of `codegen/formats.py` adds a format to every op and pattern that has
+weights."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 
 from tilewright.ops import ArgumentError, linear_activation
 
-# In one process for all, whose start is most of it; and not in this one, as the row has to be there
-# before what reads the table is imported.
+# One process runs all checks, because its start takes most of the time. It is a separate process,
+# because the row must exist before any module that reads the table is imported.
 SCRIPT = """
 from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat
 

@@ -1,4 +1,5 @@
-"""Cache windows: every layout is the same four axes, and disjointness is decided exactly."""
+"""Tests cache windows: every layout has the same four axes, and it is decided exactly whether two
+windows are disjoint."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ def test_disjointness_agrees_with_counting_addresses():
         meets = bool(addresses(shapes[0], strides[0], 0) & addresses(shapes[1], strides[1], apart))
         met += meets
         assert strided_disjoint(shapes[0], strides[0], shapes[1], strides[1], apart) != meets
-    assert 100 < met < 500  # both answers were asked for
+    assert 100 < met < 500  # both answers occurred
 
 
 def test_k_and_v_of_one_base_share_nothing():
@@ -121,7 +122,7 @@ def test_k_and_v_of_one_base_share_nothing():
 
 
 def test_a_symbolic_page_count_is_still_disjoint_where_strides_prove_it():
-    """[P, 2, L, S, H, D] keeps K and V apart whatever P is; [2, P, S, H, D] does so too."""
+    """[P, 2, L, S, H, D] keeps K and V apart for every P, and [2, P, S, H, D] does so, too."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv())

@@ -1,4 +1,4 @@
-"""Ends of groups in any order, put in order: each row keeps its expert."""
+"""Tests that ends of groups in any order are put in order, and that each row keeps its expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which weights are the rows of one tensor, so that one product has all of their columns."""
+"""Tests which weights are the rows of one tensor, so that one product computes all their
+columns."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ HEADS, GROUP, D, K = 2, 3, 4, 8
 
 
 def packed():
-    """Q's, K's and V's heads of each group one behind the other in one tensor."""
+    """Returns weights in one tensor, in which the heads of Q, K and V of each group follow each
+    other."""
     return torch.empty(HEADS, GROUP + 2, D, K)
 
 

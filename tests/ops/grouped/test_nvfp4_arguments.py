@@ -1,5 +1,5 @@
-"""Bad input of `grouped_matmul_dynamic_scaled_nvfp4`: named before anything is computed; and what
-is unusual but good."""
+"""Tests bad input of `grouped_matmul_dynamic_scaled_nvfp4`, which must be named before anything is
+computed, and unusual input that is good."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def with_ids(*ids):
 
 
 def cut(a, columns):
-    """Both operands with so many bytes per row."""
+    """Returns both operands with this many bytes per row."""
     return replace(a, a=a.a[:, :columns].contiguous(), b=a.b[..., :columns].contiguous())
 
 
-# what is wrong -> (the argument named, words of the message, arguments made wrong).
+# For each fault: (the argument that is named, words of the message, a function that makes the
+# arguments wrong).
 BAD = {
     "offsets decrease": ("group_offsets", "non-decreasing", with_offsets(0, 128, 31, 191)),
     "offsets beyond the rows": ("group_offsets", "at most 191 rows", with_offsets(0, 31, 128, 192)),
@@ -135,7 +136,7 @@ def test_a_quantised_tensor_needs_its_scales():
 
 
 def test_a_graph_traces_with_what_only_values_show():
-    """Metadata is all that a fake tensor has; the values are looked at when the op runs."""
+    """A fake tensor has only metadata. The values are checked when the op runs."""
     a = with_ids(0, 9, 2)(op.sample_inputs(CASE))
     meta = {f.name: getattr(a, f.name) for f in fields(a)}
     meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in meta.items()}
@@ -152,7 +153,7 @@ def test_all_rows_on_one_expert_and_no_groups_at_all_are_ordinary():
 
 
 def test_buffers_may_be_longer_than_the_groups_in_use():
-    """What lies behind the active groups is not looked at."""
+    """The op does not read the memory behind the active groups."""
     a = op.sample_inputs(CASE)
     tail = torch.tensor([-77], dtype=torch.int32)
     longer = {
@@ -184,7 +185,8 @@ def test_rows_that_tma_cannot_reach_go_to_the_reference():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 @pytest.mark.parametrize("sizes", [(31, 97, 63), (131, 97, 263)], ids=["swapped", "tiled"])
 def test_gpu_indices_that_nothing_checks_reach_no_other_memory(sizes, monkeypatch):
-    """On a GPU values are looked at on demand only; groups whose own numbers are good are right."""
+    """On a GPU, values are checked only on request. Groups whose own numbers are good give right
+    results."""
     a = op.sample_inputs(replace(CASE, sizes=sizes, ids=(0, 3, 2)), "cuda")
     want = op.OP.call(a)
     whole, rest = sum(sizes), sum(sizes[:2])
@@ -194,7 +196,7 @@ def test_gpu_indices_that_nothing_checks_reach_no_other_memory(sizes, monkeypatc
         tensor[place] = value
         return replace(a, **{name: tensor})
 
-    # With how many rows from the first on stay as they were.
+    # The number of rows, from the first on, that stay as they were.
     for wrong, good in (
         (changed("group_offsets", -1, 1 << 20), whole),
         (changed("group_offsets", 2, 20), 20),

@@ -1,10 +1,12 @@
 """MAX's own test matrix for `grouped_matmul_dynamic_scaled_nvfp4`.
 
-Every case: through the reference (CPU) and through the GPU's own kernel at MAX's dims; a subset
-through the emitted SM100 source on Triton's interpreter. Without a GPU N and K are shrunk, never
-the rows: groups that straddle blocks of 128 rows, empty groups, experts that repeat or are -1 stay.
+Every case runs through the reference on a CPU, and through the kernel on a GPU at MAX's sizes. Some
+cases also run through the emitted SM100 source on Triton's interpreter. Without a GPU, N and K are
+smaller, but the rows are not: groups that cross blocks of 128 rows, empty groups, and experts that
+repeat or are -1 stay.
 
-Values are standard normal, quantised to NVFP4; expert_scales[e] = 1 + (e + 1) / E, as MAX has it.
+The values are standard normal and quantised to NVFP4. As in MAX, expert_scales[e] = 1 + (e + 1) /
+E.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
 ]
 EXPERTS = 8
-# What two operands in four bits cost, and what the sum's order and the rounding may.
+# The errors that two operands in four bits may cause, and the errors that the order of the sum and
+# the rounding may cause.
 QUANTISED, EXACT = 0.02, 1e-5
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows per group, each group's expert, rows (N) and columns (K) of the weights, experts."""
+    """The rows per group, the expert of each group, the rows (N) and columns (K) of the weights,
+    and the number of experts."""
 
     sizes: tuple[int, ...]
     ids: tuple[int, ...]
@@ -50,7 +54,7 @@ class Case:
         return f"{self.rows}x{self.inner} {groups}"
 
     def shrunk(self, rows: int, inner: int) -> Case:
-        """The same groups of a smaller weight."""
+        """Returns the same groups with a smaller weight."""
         return replace(self, rows=rows, inner=inner)
 
 
@@ -75,8 +79,8 @@ DISPATCH_SIZES = (
 
 
 def dispatch_ids(sizes: tuple[int, ...], none: bool) -> tuple[int, ...]:
-    """Experts out of order, one of them twice where there are nine groups; none: every third
-    group has no expert."""
+    """Returns experts in no order; with nine groups, one expert occurs twice. With `none`, every
+    third group has no expert."""
     experts = (3 * group % EXPERTS for group in range(len(sizes)))
     return tuple(-1 if none and group % 3 == 1 else e for group, e in enumerate(experts))
 
@@ -88,7 +92,7 @@ DISPATCH = tuple(
     for none in ((False, True) if len(sizes) > 1 else (False,))
 )
 MATRIX = PLAIN + DISPATCH
-# Straddling, empty and single-row groups, no experts, many groups of one row.
+# Groups that cross blocks, empty groups, groups of one row, no experts, and many groups of one row.
 INTERPRETED = (
     *(PLAIN[i] for i in (1, 5, 6, 7, 8, 10)),
     *(
@@ -100,7 +104,7 @@ INTERPRETED = (
 
 @lru_cache(maxsize=4)
 def weights(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(weights [E, N, K], their codes, their scales in the tensor core's layout)."""
+    """Returns (weights [E, N, K], their codes, their scales in the tensor core's layout)."""
     generator = torch.Generator(device).manual_seed(1)
     shape = (case.experts, case.rows, case.inner)
     w = torch.randn(shape, generator=generator, device=device)
@@ -109,7 +113,7 @@ def weights(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def arguments(case: Case, device: str) -> tuple[op.Nvfp4MatmulArguments, torch.Tensor]:
-    """(arguments of the op, the activations that were quantised)."""
+    """Returns (arguments of the op, the activations that were quantised)."""
     generator = torch.Generator(device).manual_seed(2)
     offsets = torch.tensor([0, *case.sizes], device=device).cumsum(0)
     x = torch.randn(sum(case.sizes), case.inner, generator=generator, device=device)
@@ -123,14 +127,15 @@ def arguments(case: Case, device: str) -> tuple[op.Nvfp4MatmulArguments, torch.T
 
 
 def calc_diff(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """DeepGEMM's distance of two tensors: 1 - 2 <a, e> / (<a, a> + <e, e>)."""
+    """Returns DeepGEMM's distance of two tensors, 1 - 2 <a, e> / (<a, a> + <e, e>)."""
     actual, exact = actual.double(), exact.double()
     norms = (actual * actual + exact * exact).sum()
     return float(1 - 2 * (actual * exact).sum() / norms) if norms else 0.0
 
 
 def by_group(case: Case, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Rows of `a` times their expert's weights, times its factor, in float64; -1: zeros."""
+    """Computes rows of `a` times the weights of their expert, times the expert's factor, in
+    float64. Expert -1 gives zeros."""
     groups = []
     for rows, expert in zip(a.split(case.sizes), case.ids, strict=True):
         factor = (1 + (expert + 1.0) / case.experts) if expert >= 0 else 0.0
@@ -139,7 +144,7 @@ def by_group(case: Case, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def check(case: Case, actual: torch.Tensor, a: op.Nvfp4MatmulArguments, x: torch.Tensor) -> None:
-    """MAX's criteria, and the op's own tolerance."""
+    """Checks MAX's criteria, and the op's own tolerance."""
     w, codes, layout = weights(replace(case, sizes=(), ids=()), str(x.device.type))
     offsets, columns = a.group_offsets.long(), case.inner // nvfp4.BLOCK
     scales = nvfp4.read_scales(
@@ -156,7 +161,8 @@ def check(case: Case, actual: torch.Tensor, a: op.Nvfp4MatmulArguments, x: torch
 
 
 def dequantized_weights(case: Case, codes: torch.Tensor, layout: torch.Tensor) -> torch.Tensor:
-    """bf16, exact; by the formula of the layout, not by the functions under test."""
+    """Returns the exact weights in bf16. They are decoded by the formula of the layout, not by the
+    functions under test."""
     row = torch.arange(case.rows, device=codes.device)[:, None]
     column = torch.arange(case.inner // nvfp4.BLOCK, device=codes.device)[None, :]
     place = (row // 128 * -(-case.inner // 64) + column // 4) * 512
@@ -168,8 +174,8 @@ def dequantized_weights(case: Case, codes: torch.Tensor, layout: torch.Tensor) -
 
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_reference(case):
-    """N and K an eighth of MAX's: whole groups of scales, and N that 128 does not divide stays
-    so."""
+    """N and K are an eighth of MAX's. Groups of scales stay whole, and N that 128 does not divide
+    stays so."""
     small = case.shrunk(case.rows // 8, max(-(-case.inner // 256), 1) * 32)
     a, x = arguments(small, "cpu")
     check(small, op.OP.call(a), a, x)
@@ -177,8 +183,9 @@ def test_reference(case):
 
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 def test_interpreted_sm100_source(case):
-    """The source that SM100 gets. N 144: two blocks of rows, the second padded; K 288: two steps,
-    of the second an eighth."""
+    """The interpreter runs the source for SM100. With N = 144 there are two blocks of rows, the
+    second of which is padded. With K = 288 there are two steps, and the second uses an eighth of
+    its columns."""
     small = case.shrunk(144, 288)
     a, x = arguments(small, "cpu")
     config = nvfp4_config(a.num_groups, x.shape[0], SM100)
@@ -195,7 +202,7 @@ def test_interpreted_sm100_source(case):
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=GPU, id=str(c)) for c in MATRIX])
 def test_gpu_kernel(case):
-    """MAX's dims, through the registered op, and once more for the same bits."""
+    """Runs the registered op at MAX's sizes, and runs it again to compare the bits."""
     a, x = arguments(case, "cuda")
     got = op.OP.call(a)
     check(case, got, a, x)

@@ -1,4 +1,4 @@
-"""The LoRA kernels that the plan takes for real sizes, on a GPU, against float64."""
+"""Compares the LoRA kernels that the plan takes for real sizes with float64, on a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = [
         ids=(4, 0, -1, 2, 2, 1), layout="stacked", hidden=4096,
     ),
 ]  # fmt: skip
-# One adapter, of rows that a library's product is faster for.
+# One adapter, with so many rows that a library's product is faster.
 ONE = LoraCase(
     "a batch", "single", num_rows=700, num_adapters=1, hidden=1024, layout="stacked",
     ranks=(64, 64, 64),
@@ -76,7 +76,7 @@ def test_kernels_compute_the_op_and_repeat_bit_for_bit(op, case, monkeypatch):
 @pytest.mark.parametrize("op", [lora_shrink.OP, lora_expand.OP], ids=lambda op: op.name)
 @pytest.mark.parametrize("name", ["rows", "sorted first", "high ranks", "groups"])
 def test_a_repeat_sees_what_is_there_now(op, name, monkeypatch):
-    """Same addresses, other rows and other adapters."""
+    """The addresses are the same, but the rows and the adapters differ."""
     monkeypatch.delenv("TILEWRIGHT_DEBUG", raising=False)
     a = op.sample_inputs(next(case for case in CASES if case.name == name), "cuda")
     before = as_tuple(op.call(a))
@@ -109,7 +109,8 @@ def test_one_adapter_goes_to_the_library_and_does_so_again(case):
 
 
 def test_the_cache_write_takes_a_delta_that_the_library_began(monkeypatch):
-    """Shrink by the library, expand and fused_qkv_paged, against the same with a float64 delta."""
+    """The library computes the shrink, and then expand and fused_qkv_paged run. The result is
+    compared with the same ops on a float64 delta."""
     monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
     op = get_op("fused_qkv_paged")
     case = replace(

@@ -1,6 +1,7 @@
-"""The shrink of one adapter by a library's product: when it is taken, what it computes, and again.
+"""Tests the shrink of one adapter by a library's product: when it is taken, what it computes, and
+its repetition.
 
-The lowering for CUDA runs here on CPU tensors, its kernels on Triton's interpreter.
+The lowering for CUDA runs here on CPU tensors, with its kernels on Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def test_the_library_is_for_what_it_computes_alike_and_fast():
 
 
 def performed(a, way, machine):
-    """A call by one way of calling a library."""
+    """Performs a call by one way to call a library."""
 
     def steps():
         out = yield Buffer.like(lora_shrink.fake(a))
@@ -126,7 +127,8 @@ CASES = {
 
 
 def one_group(inclusive):
-    """Arguments of rows of one group, and rows of none behind, which hold NaN."""
+    """Returns arguments whose first rows belong to one group. The rows behind belong to no group
+    and hold NaN."""
     a = OP.sample_inputs(ONE_GROUP)
     a.a[17:] = torch.nan
     if inclusive:
@@ -155,7 +157,7 @@ def test_rows_of_no_group_are_zero(inclusive):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_repeat_calls_the_library_again(name):
-    """On other contents at the same addresses, into a new result."""
+    """The addresses are the same and the contents differ. The result is new."""
     case, way = CASES[name]
     a, machine = OP.sample_inputs(case), Interpreter()
     args, kwargs = OP.split(a)
@@ -194,7 +196,7 @@ def test_reports_say_what_the_library_does():
 
 
 def test_weights_on_a_stack_are_seen_as_one():
-    """q, k and v as parts of one tensor, in this order; in another they are joined."""
+    """q, k and v are parts of one tensor in this order. In another order, they are joined."""
     stack = torch.zeros(1, 192, 128, dtype=torch.bfloat16)
     q, k, v = stack.split(64, 1)
     x = torch.zeros(4096, 128, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The LoRA ops: Modular MAX's test table, what it leaves out, and bad input."""
+"""Tests the LoRA ops: Modular MAX's test table, cases that it leaves out, and bad input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tilewright.ops.lora import expand as lora_expand
 from tilewright.ops.lora import shrink as shrink_op
 from tilewright.ops.lora.cases import EXPAND_CASES, SHRINK_CASES
 
-# Sizes of the groups, their adapters, rows of the base model behind them: as MAX's tests have them.
+# The sizes of the groups, their adapters, and the number of rows of the base model behind them, as
+# in MAX's tests.
 MAX_TABLE = [
     ((16,), (0,), 0),
     ((8, 12, 10), (0, 0, 0), 0),
@@ -103,7 +104,7 @@ def test_expand_adds_to_each_projection_and_copies_what_has_no_adapter():
 
 
 def test_without_adapters_a_row_is_its_base():
-    """A pool that no adapter was loaded into yet."""
+    """No adapter was loaded into the pool yet."""
     s, base, weight = torch.ones(1, 3, 8), torch.randn(3, 5), torch.ones(0, 5, 8)
     ids, scales = torch.full((3,), -1), torch.ones(0)
     made = lora_expand_add(

@@ -1,5 +1,5 @@
-"""A LoRA call at the addresses of an earlier one: the same kernels, into new results and
-scratch."""
+"""Tests a LoRA call at the addresses of an earlier call: it runs the same kernels, into new results
+and scratch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def results_of(result):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("op", OPS)
 def test_the_second_call_runs_the_kernels_of_the_first(op, name):
-    """On what is there by then, into new memory laid out as before."""
+    """The second call reads the present contents, and writes new memory with the layout of the
+    first."""
     op, machine = OPS[op], Interpreter()
     a = op.sample_inputs(CASES[name])
     args, kwargs = op.split(a)
@@ -70,7 +71,8 @@ def test_a_repeat_gets_memory_in_which_split_k_exchanges_sums():
 
 
 def test_a_call_whose_ids_are_copied_is_not_repeated():
-    """A kernel reads contiguous ids: of others it gets a copy, which is of that call alone."""
+    """A kernel reads contiguous ids. For other ids, a call makes a copy, which belongs to that call
+    alone."""
     machine, op = Interpreter(), OPS["shrink"]
     a = op.sample_inputs(ROWS)
     wide = torch.stack((a.expert_ids, a.expert_ids), 1)

@@ -1,5 +1,8 @@
-"""Which calls of `mla_prefill` are computed absorbed, and that they mean the same: few queries to
-many keys, wherever these lie."""
+"""Tests which calls of `mla_prefill` are computed in absorbed form, and that this gives the same
+results.
+
+These calls have few queries and many keys, wherever the keys lie.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ CASES = {
 
 
 def assert_absorbed(op, a):
-    """Also that the cache is written as it is otherwise."""
+    """Also checks that the cache is written as in the other form."""
     given, expected = clone(a), as_double(clone(a))
     want = op.reference(expected)
     program = interpret(op, given)
@@ -60,7 +63,7 @@ def test_few_queries_of_a_cache_are_absorbed(case):
 
 
 def given_latents():
-    """300 latents for each of two sequences."""
+    """Returns 300 latents for each of two sequences."""
     case = PrefillCase(
         "given", keys="given", slots="none", runs=True, new_tokens=(300, 300), norm=False,
         cached_tokens=(0, 0), rope_on="q", rope_style="half", table_width="full", num_pages=100,
@@ -101,7 +104,7 @@ LITE = DecodeSizes(1, 4096, 16, 128, 64, 128, 512, 16)
 
 
 def test_what_the_plan_says_of_a_published_model():
-    """DeepSeek-V2-Lite: a step, some drafted tokens, a prefill."""
+    """The calls are a step, some drafted tokens, and a prefill of DeepSeek-V2-Lite."""
     assert absorbs(LITE)
     assert absorbs(replace(LITE, queries=4, rows=32))
     assert not absorbs(replace(LITE, queries=512, rows=32))

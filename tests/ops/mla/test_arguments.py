@@ -1,4 +1,4 @@
-"""Bad input of the MLA ops: an error that names the argument, and not one element written."""
+"""Tests bad input of the MLA ops: the error names the argument, and no element is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tilewright.ops.mla.prefill.prefill import OP as PREFILL
 
 
 def assert_refused(op, a, argument, words):
-    """The call raises, naming `argument`; caches stay as they are."""
+    """Checks that the call raises an error that names `argument`, and that caches stay as they
+    are."""
     caches = {name: getattr(a, name) for name in op.mutated}
     before = {n: None if c is None else c.clone() for n, c in caches.items()}
     with pytest.raises(ArgumentError, match=words) as caught:
@@ -265,7 +266,7 @@ def test_a_plan_refuses_what_does_not_fit():
 
 
 def test_good_arguments_are_taken():
-    """The control of everything above."""
+    """This is the control for all tests above."""
     for op in (STORE, PREFILL, BRANCH, PLAN):
         a = clone(op.sample_inputs(op.cases[0]))
         made = results_of(op.call(a))

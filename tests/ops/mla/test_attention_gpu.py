@@ -1,4 +1,4 @@
-"""The MLA attention core on a GPU against float64, with CUDA graphs and at real widths."""
+"""Compares the MLA attention core on a GPU with float64, in CUDA graphs and at real sizes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CASES = [
         replace(LATER, name="many long", queries=(40,) * 20, keys=(2100,) * 20),
         query_starts=torch.full((20,), 2060),
     ),
-    # Many tiles; the last is long enough for the library.
+    # There are many tiles. The last case is long enough for the library.
     with_options(replace(LATER, name="long", queries=(300, 257), keys=(2300, 2111)),
                  query_starts=torch.tensor([2000, 1854])),
     with_options(replace(REAL, name="long", queries=(2200,), keys=(2200,)), mask="none"),
@@ -89,8 +89,8 @@ def test_attention_is_that_of_float64(case):
 
 
 def test_every_call_gives_the_same_bits():
-    """Sequences of which the longest take specialised warps: without a barrier too many in a tile's
-    memory, one call of ten was not finite."""
+    """The longest sequences run with specialised warps. When a tile's memory had one barrier too
+    many, one of ten calls was not finite."""
     lengths = (3072, 512, 256, 64)
     long = Case("long and short", lengths, lengths, 64, 128, 64, 128, torch.bfloat16)
     a = on_gpu(with_options(long, scale=0.1, out_dtype=torch.bfloat16))
@@ -102,7 +102,7 @@ def test_every_call_gives_the_same_bits():
 
 @pytest.mark.parametrize("case", [LATER, BYTES], ids=lambda c: c.name)
 def test_a_graph_follows_its_offsets(case):
-    """One capture serves other lengths, no longer ones in all."""
+    """One capture serves other lengths, if their sum is not larger."""
     a = on_gpu(with_options(case, out_dtype=torch.bfloat16, scale=0.1, **prefix(case)))
     attend(a)
     graph = torch.cuda.CUDAGraph()
@@ -175,7 +175,7 @@ ROTATED = {
 }  # fmt: skip
 
 
-# (where, style and form of the tables, whether a row of them is a position)
+# (positions, style and form of the tables, whether a position selects a row of them)
 ROTATIONS = [
     *(("ragged, starts", style, True) for style in ("half", "interleaved, paired", "half, full")),
     *(("dense", style, False) for style in ("half", "interleaved, paired", "half, full")),

@@ -1,5 +1,8 @@
-"""`mla_decode` beside attention of expanded latents, on Triton's interpreter: which keys a query
-sees, in all the forms of saying it; tiles of many heads and of several tokens; split keys."""
+"""Compares `mla_decode` with attention of expanded latents, on Triton's interpreter.
+
+The tests cover which keys a query sees, in all forms of a mask; tiles with many heads and with
+several tokens; and split keys.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ KEYS = 150
 
 @dataclass(frozen=True)
 class Sizes:
-    """B sequences of S tokens; of a head N, R and V columns; L: the latents' rank."""
+    """B sequences have S tokens each. A head has N, R and V columns. L is the rank of the
+    latents."""
 
     heads: int = 16
     tokens: int = 1
@@ -46,7 +50,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Call:
-    """A call, and which keys [B, 1, S, K] its queries see; others have NaN in the cache."""
+    """A call, and the keys [B, 1, S, K] that its queries see. Other keys have NaN in the cache."""
 
     arguments: MlaDecodeArguments
     seen: torch.Tensor
@@ -54,7 +58,7 @@ class Call:
 
 
 def call_of(sizes: Sizes, mask: str, seed: int = 0) -> Call:
-    """mask: "positions", "window", "lengths", "bool" or "float"."""
+    """Returns a call. `mask` is "positions", "window", "lengths", "bool" or "float"."""
     torch.manual_seed(seed)
     b, s, h = sizes.batch, sizes.tokens, sizes.heads
     last = torch.randint(KEYS // 2, KEYS - 1, (b, 1, 1)) + torch.arange(s)[:, None] - s + 1
@@ -94,7 +98,7 @@ def call_of(sizes: Sizes, mask: str, seed: int = 0) -> Call:
 
 
 def _mask(seen, form, more):
-    """With `more` keys that are hidden."""
+    """Returns the mask with `more` additional keys, which are hidden."""
     seen = torch.nn.functional.pad(seen, (0, more))
     if form != "float":
         return seen
@@ -102,7 +106,8 @@ def _mask(seen, form, more):
 
 
 def _paged(keys, page):
-    """(block table, pages), the pages in no order; what no key is written to is NaN."""
+    """Returns (block table, pages). The pages are in no order. Slots to which no key is written
+    hold NaN."""
     batch, columns = keys.shape[0], -(-keys.shape[1] // page)
     table = torch.randperm(batch * columns + 2)[: batch * columns].view(batch, columns)
     pages = keys.new_full((batch * columns + 2, page, keys.shape[2]), torch.nan)
@@ -113,7 +118,8 @@ def _paged(keys, page):
 
 
 def expanded(call: Call, dtype: torch.dtype) -> torch.Tensor:
-    """What a graph computes that up-projects every key, its steps in a dtype; [T, H, V]."""
+    """Computes attention as a graph that up-projects every key, with its steps in a dtype. Returns
+    [T, H, V]."""
     a = call.arguments
     b, h, nope = call.seen.shape[0], a.q.shape[1], a.kv_b_weight.shape[0] // a.q.shape[1] - a.v_dim
     keys = call.keys.nan_to_num(0.0).to(dtype)
@@ -145,7 +151,7 @@ WIDTHS = {
 MASKS = ("positions", "window", "lengths", "bool", "float")
 
 
-#: All masks at the first widths, two of them at the others in turn.
+#: All masks at the first widths. The other widths take two of the masks in turn.
 MASKED_WIDTHS = [
     (name, mask)
     for number, name in enumerate(WIDTHS)
@@ -155,7 +161,7 @@ MASKED_WIDTHS = [
 
 @pytest.mark.parametrize(("name", "mask"), MASKED_WIDTHS)
 def test_absorbed_attention_is_no_less_accurate_than_that_of_expanded_latents(name, mask):
-    """Both against float64. Slots that nobody sees hold NaN."""
+    """Both are compared with float64. Slots that no query sees hold NaN."""
     call = call_of(WIDTHS[name], mask)
     exact = expanded(call, torch.float64)
     graph = rms_error(expanded(call, torch.bfloat16), exact)
@@ -167,7 +173,7 @@ def test_absorbed_attention_is_no_less_accurate_than_that_of_expanded_latents(na
 @pytest.mark.parametrize("mask", ["positions", "bool"])
 @pytest.mark.parametrize("name", ["16 heads", "40 heads of rank 512", "several tokens"])
 def test_parts_of_the_keys_merge(name, mask):
-    """Of five some have no block at all."""
+    """Some of the five parts have no block at all."""
     a = call_of(WIDTHS[name], mask).arguments
     rank = a.latent.shape[2]
     q = torch.randn(*a.q.shape[:2], rank + a.rope_keys.shape[2]).bfloat16()
@@ -179,7 +185,7 @@ def test_parts_of_the_keys_merge(name, mask):
         steps = attention_steps(call, SM90, DecodeConfig(*tiles, splits, num_stages=1), rope)
         results.append(drive(steps, machine).outcome.result)
     assert machine.kernels[-2:] == ["attention_decode", "attention_merge"]
-    # Weights are rounded relative to the largest of a part.
+    # Weights are rounded relative to the largest weight of a part.
     assert all(rms_error(parts, results[0].double()) < 2**-8 for parts in results[1:])
 
 
@@ -195,7 +201,7 @@ def test_ragged_parts_merge():
 
 
 def test_no_key_is_copied():
-    """Two columns of one cache with room behind each entry."""
+    """The keys are two column ranges of one cache, with room behind each entry."""
     a = call_of(WIDTHS["16 heads"], "positions").arguments
     wide = torch.full((2, KEYS, 100), torch.nan, dtype=torch.bfloat16)
     latent, rope_keys = wide[..., 4:68], wide[..., 70:86]
@@ -248,10 +254,10 @@ def test_weights_apart_that_do_not_fit_are_named(name, change, words):
 
 
 def apart(a):
-    """The same call with the up-projection's halves as weights of their own."""
+    """Returns the same call with the halves of the up-projection as separate weights."""
     per_head = a.kv_b_weight.unflatten(0, (a.q.shape[1], -1))
     k_weight, v_weight = per_head.split((per_head.shape[1] - a.v_dim, a.v_dim), dim=1)
-    # As engines keep W_UV: transposed.
+    # Engines keep W_UV transposed.
     return replace(a, kv_b_weight=k_weight.clone(), v_weight=v_weight.mT.contiguous().mT)
 
 
@@ -288,7 +294,7 @@ def test_it_can_be_called_by_hand():
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("turned", [False, True])
 def test_each_head_has_a_weight_of_its_own(tokens, turned):
-    """Widths that fill no tile; rows and weights that lie among others, which hold NaN."""
+    """The widths fill no tile. Rows and weights lie among others, which hold NaN."""
     heads, k, width = 3, 40, 72
     x = torch.full((tokens, heads, k + 8), torch.nan).bfloat16()[..., :k].normal_()
     shape = (heads, width + 8, k) if turned else (heads, k + 8, width)

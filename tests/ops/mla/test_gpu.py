@@ -1,9 +1,10 @@
-"""MLA ops on a GPU at DeepSeek's widths: ragged batches with a prefix, chunks, GLM's heads, more
-keys than queries by position, the 8-bit core; each against float64, and twice the same bits.
+"""Compares the MLA ops on a GPU with float64 at DeepSeek's sizes, and checks that two runs give the
+same bits.
 
-Latents go through a cache of 16 bits in float64 too. Those are what is quantised: rounded or not,
-some come to lie at the other side of the middle of two codes, and where a query sees few keys that
-alone is more than what the kernels err by.
+The cases have ragged batches with a prefix, chunks, GLM's heads, more keys than queries by
+position, and the 8-bit core. In float64, latents also go through a cache of 16 bits, because these
+rounded latents are what is quantised. Rounding moves some latents across the middle between two
+codes. If a query sees few keys, this difference alone is larger than the error of the kernels.
 """
 
 from __future__ import annotations
@@ -50,20 +51,21 @@ CASES = [
     (BRANCH, BranchCase("narrow", **RAGGED, **NARROW)),
     (PREFILL, PrefillCase("narrow", **RAGGED, **NARROW)),
 ]
-# Weights of 8 bits err by up to a sixteenth each; keys and values are the same codes.
+# Each weight of 8 bits has an error of up to a sixteenth. Keys and values are the same codes.
 NARROW_TOLERANCE = Tolerance(relative=2.0**-4, of_rms=2.0**-1)
 # Latents that go through no cache are not rounded in float64.
 WIDER = Tolerance(relative=2.0**-7, of_rms=2.0**-4)
 
 
 def exact_arguments(op: Any, case: Any) -> Any:
-    """In float64, all but the caches that are written."""
+    """Returns the arguments in float64, except the caches that are written."""
     given = op.sample_inputs(case)
     caches = {name: getattr(given, name) for name in op.mutated}
     return replace(as_double(given), **caches)
 
 
-# Keys that are made joined for the library, however few: one sequence, and a batch of equal runs.
+# Keys are joined for the library, however few they are: for one sequence, and for a batch of equal
+# runs.
 ALONE = {**POOL, "new_tokens": (300,), "cached_tokens": (0,)}
 RUNS = {**POOL, "keys": "given", "slots": "none", "runs": True, "cached_tokens": (0, 0)}
 JOINED = [
@@ -84,13 +86,14 @@ def test_joined_keys_for_the_library(op, case, monkeypatch):
 
 
 def test_the_library_writes_between_the_rope_columns():
-    """Into memory that is not contiguous, the same numbers, and no other memory is taken."""
+    """The library writes into memory that is not contiguous. The numbers are the same, and no other
+    memory is allocated."""
     rows, heads, widths = 512, 16, (64, 256)
     latent = torch.randn(rows, 512, device="cuda").bfloat16()
     weight = torch.randn(heads * widths[1], 512, device="cuda").bfloat16()
     joined = torch.zeros(rows, heads, sum(widths), device="cuda", dtype=torch.bfloat16)
     out = joined[..., widths[0] :]
-    for _ in range(2):  # the library's own workspace comes with its first call
+    for _ in range(2):  # the library allocates its own workspace in its first call
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -108,7 +111,8 @@ def test_the_op_on_a_gpu(op, case, monkeypatch):
 
 
 def check(op, case, tolerance, monkeypatch):
-    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")  # a kernel that fails is no reference's turn
+    # A kernel that fails raises, and the reference does not run.
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
     exact = exact_arguments(op, case)
     expected = op.reference(exact)
     a = op.sample_inputs(case, "cuda")

@@ -1,5 +1,9 @@
-"""How the MLA ops run on a GPU, beside what `tests/ops/test_lowerings.py` says of every op: the
-8-bit core, the library's attention, the memory of chunks. On Triton's interpreter."""
+"""Tests how the MLA ops run on a GPU, in addition to the tests of every op in
+`tests/ops/test_lowerings.py`.
+
+The tests cover the 8-bit core, the library's attention, and the memory of chunks, on Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def kernels_of(program):
 
 
 def test_the_8_bit_core_is_the_op():
-    """Its scales are filled in memory of the call's own, so that it can be repeated."""
+    """The scales are written to memory of the call itself, so that the call can be repeated."""
     case = PrefillCase("narrow", weight="quantized", rank=128, attention_dtype=FP8)
     op = get_op("mla_prefill")
     a = replace(op.sample_inputs(case), k_scale=0.5)
@@ -47,9 +51,9 @@ def test_the_8_bit_core_is_the_op():
 ONE = {"new_tokens": (21,), "cached_tokens": (0,)}
 
 
-# What is launched around the library. Keys are made joined, their rope columns written with the
-# queries; or in a launch of their own, where queries came rotated, and where no tile of the
-# up-projection fits the rows of a head.
+# The launches around the library. Keys are joined, and their rope columns are written together with
+# the queries. If the queries come rotated, or if no tile of the up-projection fits the rows of a
+# head, a separate launch writes these columns.
 LIBRARY_CASES = {
     "mla_prefill": (PrefillCase("one", **ONE), {"mla_query"}),
     "runs": (
@@ -65,7 +69,8 @@ LIBRARY_CASES = {
 
 
 def run_case(case):
-    """The program of a case, its result that of the reference and its plan the same kernels."""
+    """Runs a case. Checks that its result is that of the reference, and that its plan has the same
+    kernels. Returns the program."""
     op = get_op("mla_prefill_branch_fp8" if isinstance(case, BranchCase) else "mla_prefill")
     a = op.sample_inputs(case)
     expected = op.reference(as_double(clone(a)))
@@ -86,15 +91,15 @@ def test_the_library_is_given_both_parts_of_keys_and_queries(case, around, monke
 
 
 def test_given_codes_have_the_scale_of_their_row_and_block():
-    """Two blocks of columns: a row's scales are not those of its neighbour."""
+    """There are two blocks of columns, and the scales of neighbouring rows differ."""
     cases = get_op("mla_prefill").cases
     run_case(replace(next(case for case in cases if case.name == "codes"), rank=256))
 
 
 @pytest.mark.parametrize("name", ["key_slots", "whole_table"])
 def test_a_write_by_slots_is_not_given_the_bounds_of_sequences(name):
-    """With them the kernel would search each token's sequence, and would be another one for each
-    of their strides."""
+    """With these bounds, the kernel would search the sequence of each token, and each stride of the
+    bounds would need another kernel."""
     op = get_op("mla_prefill")
     a = op.sample_inputs(next(case for case in op.cases if case.name == name))
     assert a.row_offsets is not None
@@ -127,7 +132,7 @@ def test_a_chip_without_a_record_has_no_library(monkeypatch):
 
 @pytest.mark.parametrize("name", ["mla_prefill", "branch"])
 def test_one_sequence_without_a_prefix_is_dense(name):
-    """Its lengths are in the shapes."""
+    """The shapes give the lengths of the sequence."""
     program = run_case(LIBRARY_CASES[name][0])
     (core,) = [spec for spec in program.specs if spec.kernel == "mla_attention"]
     assert core.constant("RAGGED") is False
@@ -147,7 +152,7 @@ def test_memory_that_tma_cannot_reach_is_copied():
 
 @pytest.mark.parametrize("name", ["kv_b_scale", "latent_scale"])
 def test_scales_that_are_not_whole_16_bytes_are_told_apart(name):
-    """A kernel for aligned ones would read them at wrong addresses."""
+    """A kernel for aligned scales would read such scales at wrong addresses."""
     op = get_op("mla_prefill")
     a = sample(op, "codes")
     scale = getattr(a, name)
@@ -165,7 +170,7 @@ def test_scales_that_are_not_whole_16_bytes_are_told_apart(name):
 
 @pytest.mark.parametrize("name", ["mla_prefill", "mla_prefill_branch_fp8"])
 def test_scales_that_are_not_positive_are_the_references(name):
-    """The op takes any finite one."""
+    """The op accepts any finite scale."""
     op = get_op(name)
     a = replace(sample(op, "paged" if name == "mla_prefill" else "plain"), scale=-0.5)
     choice = op.choose("cuda", a)
@@ -174,7 +179,8 @@ def test_scales_that_are_not_positive_are_the_references(name):
 
 
 class Counting(Interpreter):
-    """Runs no kernel; most: bytes of a call's own memory that were there at once."""
+    """Runs no kernel. `most` is the largest number of bytes of the call's own memory that existed
+    at once."""
 
     def __init__(self):
         super().__init__(SM90, runs=False)
@@ -191,7 +197,8 @@ class Counting(Interpreter):
 
 
 def most_memory(chunks):
-    """Of a call whose keys, 16 times as many as its queries, come in so many chunks."""
+    """Returns the most memory of a call that has 16 times as many keys as queries, in this many
+    chunks."""
     op = get_op("mla_prefill_branch_fp8")
     case = BranchCase("many keys", new_tokens=(16,), cached_tokens=(240,), num_pages=40)
     case = replace(case, buffer_size=-(-256 // chunks))

@@ -1,5 +1,5 @@
-"""What the MLA ops mean: against attention written out, Modular MAX's shapes and its step by step
-form, and what the ops promise beyond it."""
+"""Compares the MLA ops with attention that is written out, with Modular MAX's shapes and with its
+step-by-step form, and tests the ops' further promises."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def rms_norm(x, weight, eps=1e-6):
 
 
 def turn(x, cos, sin):
-    """Pairs of neighbours rotated: complex numbers times complex numbers."""
+    """Rotates pairs of neighbours, by products of complex numbers."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
 
 
 def written_out(q, latent, k_rope, weight, v_dim, scale, seen):
-    """q [S, H, N + R] over keys [K, .], as a DeepSeek layer does it without a cache."""
+    """Computes attention of q [S, H, N + R] to keys [K, .], as a DeepSeek layer does without a
+    cache."""
     heads, nope = q.shape[1], q.shape[2] - k_rope.shape[1]
     kv = (latent @ weight.T).unflatten(-1, (heads, nope + v_dim))
     rope = k_rope.unsqueeze(1).expand(-1, heads, -1)
@@ -45,7 +46,8 @@ def written_out(q, latent, k_rope, weight, v_dim, scale, seen):
 
 
 def branch_written_out(a):
-    """The branch op's result and cache step by step, in float64, one sequence after the other."""
+    """Computes the result and the cache of the branch op step by step in float64, one sequence
+    after the other."""
     rank = a.kv_b_proj.shape[1]
     blocks = a.blocks.clone()
     pages = blocks[:, 0, a.layer_idx, :, 0]
@@ -78,7 +80,7 @@ def branch_written_out(a):
     return out, blocks
 
 
-# (prompt, context) of MAX's ragged tests, at its widths for few heads.
+# (prompt, context) of MAX's ragged tests, at MAX's widths for few heads.
 SHAPES = [(120, 120), (12, 12), (350, 700), (120, 240), (1, 17), (64, 1088)]
 WIDE = {"rank": 512, "rope_dim": 64, "nope": 128, "v_dim": 128, "num_heads": 2}
 
@@ -114,7 +116,7 @@ def test_chunks_merge_to_the_result_of_one(case):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", [STORE, PREFILL, BRANCH], ids=lambda op: op.name)
 def test_twice_is_once(op, device):
-    """Neither q nor the latents change, and the second call leaves the cache of the first."""
+    """Neither q nor the latents change, and the second call leaves the cache as the first did."""
     a = op.sample_inputs(op.cases[0], device)
     before = clone(a)
     first = op.call(a)
@@ -132,8 +134,8 @@ def test_twice_is_once(op, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_large_zero_and_denormal_latents_have_defined_results(device):
-    """Latents past 448 * 1200 / 448 saturate, rows of zeros and below fp32's normal range are
-    zeros: no NaN anywhere."""
+    """Latents larger than 448 * 1200 / 448 saturate. Rows of zeros, and rows below fp32's normal
+    range, become zeros. No result is NaN."""
     a = BRANCH.sample_inputs(BranchCase("rows", new_tokens=(4,), cached_tokens=(3,)), device)
     rank = a.kv_b_proj.shape[1]
     a = replace(a, kv_norm_gamma=torch.full_like(a.kv_norm_gamma, 3000.0))
@@ -175,7 +177,7 @@ def test_a_query_that_sees_nothing_gives_zeros():
         next(case for case in PREFILL.cases if case.name == "static_bool_mask")
     )
     out = PREFILL.call(a)
-    assert not out[4].any()  # the last query of the first sequence is masked whole
+    assert not out[4].any()  # the last query of the first sequence is masked as a whole
     assert out[3].any()
 
 
@@ -196,7 +198,8 @@ def test_keys_given_without_a_cache(causal):
 
 
 def test_more_keys_than_queries_by_position():
-    """A StaticCache of finished latents: positions say what is seen, the rest may be anything."""
+    """The cache is a StaticCache of finished latents. Positions decide which latents are seen; the
+    others may hold anything."""
     queries, keys = 3, 16
     generator = torch.Generator().manual_seed(0)
     q, latent, rope, weight = (

@@ -1,4 +1,5 @@
-"""MLA calls made again: every launch and library call of the first, over new memory."""
+"""Tests repeated MLA calls: they make every launch and library call of the first call, with new
+memory."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from tilewright.ops.mla.cases import BranchCase, PrefillCase
 from tilewright.ops.runtime.program import drive
 from tilewright.ops.runtime.replay import repeat
 
-# Keys from a static cache, whose rows past the last query are left out; from pages, ragged;
-# a dequantised weight; latents that are given; quantised latents.
+# The cases have keys from a static cache, without the rows past the last query; keys from pages,
+# ragged; a dequantised weight; latents that are given; and quantised latents.
 CASES = [
     ("mla_prefill", "static_cache"),
     ("mla_prefill", "fp8_weight"),
@@ -26,7 +27,7 @@ CASES = [
 
 
 def called(op, a):
-    """(the result, what makes the same call again)"""
+    """Returns (the result, a function that makes the same call again)."""
     machine = Interpreter(SM90)
     args, kwargs = op.split(a)
     program = drive(steps_of(op, a, machine.target), machine)
@@ -44,7 +45,8 @@ def test_a_call_made_again_is_the_same_call_over_new_memory(name, case):
 
 
 def test_what_a_call_fills_itself_is_filled_again():
-    """The offsets of equal runs of queries beside ragged keys, and the scales of the 8-bit core."""
+    """The call writes the offsets of equal runs of queries next to ragged keys, and the scales of
+    the 8-bit core."""
     op = get_op("mla_prefill")
     case = PrefillCase("8-bit core", weight="quantized", rank=128, attention_dtype=FP8,
                        new_tokens=(4, 4), cached_tokens=(3, 9))  # fmt: skip
@@ -68,7 +70,8 @@ ONE = {"new_tokens": (21,), "cached_tokens": (0,)}
     ids=["joined", "in a launch", "joined codes"],
 )
 def test_a_call_of_the_library_is_made_again(name, case, monkeypatch):
-    """Joined keys are scratch: the library and a launch write them, the library reads them."""
+    """Joined keys are scratch memory. The library and a launch write them, and the library reads
+    them."""
     take_every_call(monkeypatch)
     op = get_op(name)
     check_made_again(op, op.sample_inputs(case))

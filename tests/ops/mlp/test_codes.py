@@ -1,5 +1,5 @@
-"""Weights of codes in the kernels of linears without a GPU: each format in tiles of every kind, and
-arguments that say nothing sensible."""
+"""Tests weights of codes in the kernels of linears without a GPU: each format in tiles of every
+kind, and arguments that make no sense."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPS = {
     ),
     "residual": (linear_residual, linear_residual_steps, residual_problem, RESIDUAL_CASES),
 }
-# Rows, tokens and parts, and whether steps are as long as the scales allow, or half as long.
+# Rows, tokens and parts, and whether steps are as long as the scales allow or half as long.
 TILES = [(64, 16, 3, 1), (32, 16, 1, 2)]
 
 
@@ -51,8 +51,8 @@ def coded_case(cases, name):
     ],
 )
 def test_tiles(which, name, tiles, x_in_order):
-    """All pairs of an op, a format and tiles, on memory that holds NaN before; x in the order of
-    memory, or permuted by an earlier kernel."""
+    """The cases are all pairs of an op, a format and tiles. Memory holds NaN before. x is in memory
+    order, or an earlier kernel has permuted it."""
     module, steps, problem_of, cases = OPS[which]
     a = module.sample_inputs(coded_case(cases, name))
     q, (rows, tokens, parts, divisor) = problem_of(a).quantization, tiles
@@ -86,8 +86,8 @@ DOTTED = [
 
 @pytest.mark.parametrize(("which", "name"), DOTTED)
 def test_dot_products(which, name):
-    """Every format that is multiplied without tensor cores: steps of which the last is not whole,
-    a program for each token."""
+    """Tests every format that is multiplied without tensor cores. The last step is not whole, and
+    each token has its own program."""
     module, steps, problem_of, cases = OPS[which]
     a = module.sample_inputs(coded_case(cases, name))
     q = problem_of(a).quantization
@@ -99,7 +99,7 @@ def test_dot_products(which, name):
 
 
 def test_dot_products_read_words_that_lie_apart():
-    """The kernel takes the stride between the words of a row, which the plan keeps at one."""
+    """The kernel takes the stride between the words of a row. The plan keeps the words adjacent."""
     a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
     spread = a.weight.new_full((a.weight.shape[0], 2 * a.weight.shape[1]), -1)
     spread[:, ::2] = a.weight
@@ -130,7 +130,7 @@ def test_one_token_is_multiplied_by_dot_products():
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_what_is_no_number_stays_none_in_integers(name, bad):
-    """Integers have no infinity: a run of x with one makes the sums of its rows no numbers."""
+    """Integers have no infinity. If a run of x contains one, the sums of its rows become NaN."""
     a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, name), num_tokens=1))
     a.x[0, 5] = bad
     made = interpret(linear_residual.OP, a).outcome.result
@@ -138,7 +138,8 @@ def test_what_is_no_number_stays_none_in_integers(name, bad):
 
 
 def test_numbers_far_below_the_largest_keep_their_digits():
-    """x of one large number, whose codes are zero, and small ones: as exact as fp32 sums."""
+    """x has one large number, whose codes are zero, and small numbers. The result is as exact as a
+    sum in fp32."""
     a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
     a.x.mul_(2.0**-11)
     a.x[0, 3] = 16.0
@@ -152,7 +153,8 @@ def test_numbers_far_below_the_largest_keep_their_digits():
 
 
 def test_a_zero_that_is_no_code_keeps_the_tensor_cores_kernel():
-    """32 codes of zero less 20, by equal numbers, are more than an int32 holds."""
+    """32 codes, from which a zero point of 20 is subtracted, times equal numbers exceed an
+    int32."""
     a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
     a.x.fill_(1.9921875)
     a.weight.zero_()
@@ -182,7 +184,7 @@ def test_x_of_several_tokens_is_ordered_once_for_both_weights(name, tokens):
 
 
 def test_codes_of_several_rows_are_multiplied_by_each_weight_alone():
-    """Words that hold the codes of several rows are decoded in the order of memory."""
+    """Words that hold the codes of several rows are decoded in memory order."""
     case = replace(coded_case(ACTIVATION_CASES, "awq"), num_tokens=MOST_GATED_TOKENS + 1)
     a = linear_activation.sample_inputs(case)
     program = interpret(linear_activation.OP, a)
@@ -207,8 +209,8 @@ def test_a_gate_with_contiguous_rows_leaves_the_order_of_x_to_its_up_projection(
 
 @pytest.mark.parametrize("name", ["nvfp4_factor", "int8_factor", "mxfp4"])
 def test_a_factor_is_that_of_all_scales(name):
-    """A weight with a factor, and one with all its scales multiplied by it: a power of two, which
-    changes no rounding."""
+    """One weight has a factor, and in another weight all scales are multiplied by that factor. It
+    is a power of two, which changes no rounding."""
     for module, cases in ((linear_activation, ACTIVATION_CASES), (linear_residual, RESIDUAL_CASES)):
         a = module.sample_inputs(coded_case(cases, name))
         up = {"up_factor": torch.full((1, 1), 0.25)} if module is linear_activation else {}
@@ -223,7 +225,7 @@ def test_a_factor_is_that_of_all_scales(name):
 
 
 def scaled(scale, exponent):
-    """Scales multiplied by a power of two, exactly."""
+    """Returns scales multiplied exactly by a power of two."""
     if scale.dtype == torch.uint8:
         return scale + exponent
     return scale.float() * 2.0**exponent
@@ -231,8 +233,8 @@ def scaled(scale, exponent):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_e2m1_number_by_every_e4m3_scale(dtype):
-    """Exact: a token for each code, which it selects, and a row for each scale, which its last
-    group has. Not of NaN, which the interpreter takes for 480."""
+    """The products are exact. A token for each code selects the code, and a row for each scale has
+    it in its last group. NaN is left out, because the interpreter takes it for 480."""
     codes, k = torch.arange(16), 64
     numbers = torch.cat((torch.arange(127), torch.arange(128, 255))).to(torch.uint8)
     rows = len(numbers)
@@ -256,7 +258,7 @@ def test_every_e2m1_number_by_every_e4m3_scale(dtype):
 
 @pytest.mark.parametrize("name", ["int8", "int4_in_bytes", "awq"])
 def test_numbers_are_those_of_the_dense_weight(name):
-    """The reference, against the op with the weight dequantised by hand in float64."""
+    """Compares the reference with the op on the weight that is dequantised by hand in float64."""
     a = linear_residual.sample_inputs(coded_case(RESIDUAL_CASES, name))
     made = a.linear.dequantize(torch.float64)
     wide = linear_residual.LinearResidualArguments(
@@ -274,7 +276,7 @@ def test_scales_of_odd_columns_have_no_kernel():
 
 
 def test_a_row_of_several_tensors_of_codes():
-    """Halves of one tensor, the scales too."""
+    """The tensors are halves of one tensor, and so are their scales."""
     a = linear_activation.sample_inputs(coded_case(ACTIVATION_CASES, "fp8"))
     words = torch.cat((a.weight, a.up_weight)).chunk(2)
     scales = torch.cat((a.weight_scale, a.up_scale)).chunk(2)
@@ -314,7 +316,7 @@ def test_bad_arguments_are_named(change, argument):
 
 
 def test_bytes_that_fill_no_words_are_not_dotted():
-    """Codes in words of eight do not ask where bytes begin."""
+    """Codes in words of eight need no alignment of bytes."""
     for per_int32, whole, said in (
         *((4, False, "the codes do not form whole 32-bit words"), (4, True, None)),
         *((8, False, None), (8, True, None)),

@@ -1,5 +1,8 @@
-"""The layer norm of x in front of a linear: statistics of whole rows, one rounding before the
-product, and a norm by itself where the kernel has none."""
+"""Tests the layer norm of x in front of a linear.
+
+It has the statistics of whole rows, and one rounding before the product. If the kernel has no norm,
+the norm runs separately.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tilewright.ops.runtime.program import Launch, Library, drive
 
 OP = linear_activation.OP
 CASE = LinearCase("up", k=328, n=72, bias=True, norm="layer", activation="relu")
-# What rows are made of normal numbers: x * size + offset.
+# Rows are made from normal numbers as x * size + offset.
 ROWS = {
     "plain": (1.0, 0.0),
     "far from zero": (1.0, 1000.0),
@@ -61,9 +64,9 @@ def graph(a):
     ids=str,
 )
 def test_the_kernel_is_no_less_accurate_than_the_graph(rows, dtype):
-    """Of columns that fill no tile and no power of two; the sixteen rows of a tile. Both round at
-    the same places, of numbers that differ in float32's last digits: each is the better one by a
-    few hundredths as often as not."""
+    """The columns fill no tile and are no power of two; a tile has sixteen rows. Kernel and graph
+    round at the same places, but their numbers differ in the last digits of float32. Either may be
+    better by a few hundredths."""
     size, offset = ROWS[rows]
     ours, theirs = [], []
     for seed, norm in enumerate(("layer", "layer_unbiased", "layer_bare", "layer")):
@@ -78,7 +81,7 @@ def test_the_kernel_is_no_less_accurate_than_the_graph(rows, dtype):
 
 
 def test_float32_rows_far_from_zero_keep_their_variance():
-    """No kernel: the reference."""
+    """No kernel takes such rows, so the reference runs."""
     a = sample(dtype=torch.float32, num_tokens=3)
     a.x.add_(1000)
     program = OP.call(a)
@@ -111,8 +114,8 @@ TILES = [
     ids=str,
 )
 def test_tiles(layout, tokens, config):
-    """All pairs of a layout, a number of tokens and tiles, on memory that holds NaN before; more
-    tokens than a tile has are further tiles."""
+    """The cases are all pairs of a layout, a number of tokens and tiles. Memory holds NaN before.
+    If there are more tokens than a tile has, there are further tiles."""
     a = sample(layout=layout, num_tokens=tokens, norm_offset=1.0)
     problem = OP.tolerances[a.x.dtype].problem(run(a, config).outcome.result, OP.reference(a))
     assert problem is None, problem
@@ -155,8 +158,8 @@ FEW = {"num_tokens": MOST_LAYER_NORMED_TOKENS}
     ids=["few", "float16", "codes", "long rows", "some tokens", "many tokens"],
 )
 def test_which_kernel_norms(changes, inside, target):
-    """If the kernel does not norm x, another kernel does, or PyTorch if rows are long. The rest is
-    the call without a norm."""
+    """If the kernel does not compute the norm of x, another kernel does, or PyTorch does if rows
+    are long. The rest is the call without a norm."""
     a = sample(**changes)
     program = interpret(OP, a, target)
     steps = [step for step, _ in program.steps if isinstance(step, (Launch, Library))]

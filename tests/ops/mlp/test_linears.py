@@ -1,5 +1,5 @@
-"""The steps of linears without a GPU: tiles of every kind, parts of a sum, calls made again, and
-what the library computes."""
+"""Tests the steps of linears without a GPU: tiles of every kind, parts of a sum, repeated calls,
+and the part that the library computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tilewright.ops.runtime.replay import repeat
 
 UP = LinearCase("up", layout="separate", k=328, n=72, bias=True, norm="rms")
 DOWN = LinearCase("down", k=328, n=72, bias=True, scale=0.5)
-# Rows, tokens, columns, parts: tiles that reach past every size, or past none.
+# Rows, tokens, columns and parts. Some tiles reach past every size, and others past none.
 CONFIGS = [
     LinearConfig(16, 16, 64, 1, 4, 2),
     LinearConfig(64, 16, 64, 3, 4, 2),
@@ -54,7 +54,8 @@ def close(module, a, result):
     ),
 )
 def test_tiles(op, tokens, config):
-    """On memory that holds NaN before; more tokens than a tile has are further tiles."""
+    """Memory holds NaN before. If there are more tokens than a tile has, there are further
+    tiles."""
     module, steps, case = op
     a = module.sample_inputs(replace(case, num_tokens=tokens))
     machine = Interpreter()
@@ -62,12 +63,12 @@ def test_tiles(op, tokens, config):
     close(module, a, program.outcome.result)
     for step, answer in program.steps:
         if isinstance(step, SplitK):
-            assert (answer[1] == 0).all()  # for the next launch
+            assert (answer[1] == 0).all()  # ready for the next launch
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 80), (72, 64), (72, 80)])
 def test_what_lies_behind_rows_and_columns_is_not_read(n, k):
-    """A weight among NaN, of which rows, columns or both fill no whole tile."""
+    """The weight lies among NaN. Its rows, its columns or both fill no whole tile."""
     a = linear_residual.sample_inputs(LinearCase("tiles", k=k, n=n, num_tokens=2))
     around = torch.full((n + 64, k + 64), torch.nan, dtype=a.weight.dtype)
     around[:n, :k] = a.weight
@@ -79,7 +80,7 @@ def test_what_lies_behind_rows_and_columns_is_not_read(n, k):
 
 @pytest.mark.parametrize("name", ["split", "awq"])
 def test_gate_and_up_of_sm100(name):
-    """Where the second product takes x as a value of its own."""
+    """In this kernel, the second product takes x as a value of its own."""
     case = next(case for case in linear_activation.OP.cases if case.name == name)
     a = linear_activation.sample_inputs(replace(case, num_tokens=2))
     (spec,) = linear_activation.OP.plan_for(a, "sm100").specs
@@ -90,7 +91,8 @@ def test_gate_and_up_of_sm100(name):
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[3]], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 20])
 def test_a_norm_of_the_result(tokens, config):
-    """By a launch of its own; float16, whose range the sums may leave before the norm."""
+    """A separate launch computes the norm. In float16, the sums may leave the range of the dtype
+    before the norm."""
     case = replace(DOWN, num_tokens=tokens, norm="rms", dtype=torch.float16)
     a = linear_residual.sample_inputs(case)
     a.weight.mul_(3e4)

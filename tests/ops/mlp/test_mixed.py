@@ -1,5 +1,5 @@
-"""Linears of many tokens whose weights are codes: which of them a product decodes, its kernel's
-machine code, and on a GPU its numbers."""
+"""Tests linears of many tokens whose weights are codes: which of them a product decodes, the
+machine code of its kernel, and its numbers on a GPU."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def test_an_activation_without_a_second_weight_is_a_part_of_the_product():
     assert kernels_of_gate(case_of("int4", 1000, 512, 1024)) == ["mixed_linear"]
 
 
-# (n, k, tokens) -> whether one kernel for both weights is faster: not where whole tiles leave half
-# of the multiprocessors idle, and parts of K do not.
+# For each (n, k, tokens), whether one kernel for both weights is faster. It is not faster if whole
+# tiles leave half of the multiprocessors idle and parts of K do not.
 PAIRS = {
     (14336, 4096, 1024): True,
     (14336, 4096, 8192): True,
@@ -151,7 +151,7 @@ def test_rows_that_tma_cannot_step_over_are_not_decoded():
     assert decoding_obstacle(replace(a, x=x), SM90).startswith("x: rows")
 
 
-# (n, k, tokens) of Llama-3-8B -> the tiles that were the fastest on an H100.
+# For each (n, k, tokens) of Llama-3-8B, the tiles that were fastest on an H100.
 FASTEST = {
     (4096, 14336, 256): (256, True),
     (14336, 4096, 256): (256, False),
@@ -175,7 +175,8 @@ def test_the_plan_takes_the_tiles_that_were_measured_to_be_fastest(sizes):
     ("name", "tokens"), [("int4", 1024), ("awq", 256), ("int8", 1000), ("nvfp4", 256)]
 )
 def test_machine_code(name, tokens):
-    """Compiled for Hopper: no spills, products of the tensor core and loads and stores by TMA."""
+    """The kernel is compiled for Hopper. It must have no spills, use the tensor core's products,
+    and load and store by TMA."""
     (spec,) = planned(case_of(name, tokens, 6144, 4096)).specs
     assert_is_good(spec)
 
@@ -235,7 +236,7 @@ INSTRUCTIONS = {
 
 
 def executed(text: str, **operands: int) -> int:
-    """The result of inline assembly. operands: by number, as `_1`."""
+    """Returns the result of inline assembly. The operands are given by number, as in `_1`."""
     registers = {name.replace("_", "$"): value for name, value in operands.items()}
     for line in filter(None, map(str.strip, text.split(";"))):
         if line.startswith(".reg"):
@@ -252,7 +253,7 @@ def pair(even: float, odd: float) -> int:
 
 
 def assembly(*needed: str) -> str:
-    """The only inline assembly of the template that has all of these parts."""
+    """Returns the only inline assembly of the template that contains all of these texts."""
     (found,) = [text for text in ASSEMBLY if all(part in text for part in needed)]
     return found
 
@@ -271,7 +272,7 @@ def test_nibbles_become_their_distances_from_the_zero(zero):
 
 
 def test_nibbles_in_another_order():
-    """The pair of AWQ's nibbles 1 and 5."""
+    """Tests the pair of AWQ's nibbles 1 and 5."""
     text = assembly("and.b32 p, p, $5", "$9")
     for code in range(16):
         word = code << 4 | (15 - code) << 20
@@ -301,13 +302,13 @@ def test_floats_of_four_bits():
     text = assembly("0x01C001C0")
     known = fp4.decode(torch.arange(16), torch.float32).tolist()
     for code in range(16):
-        # The even code in the low nibble: byte 4 is that of the shifted word.
+        # The even code is in the low nibble, so byte 4 is that of the shifted word.
         made = executed(text, _1=code | (15 - code) << 4, _3=0x0040)
         assert numbers(made, 1) == (known[code], known[15 - code])
 
 
 def test_a_scale_of_more_digits_is_rounded_once():
-    """The product with a scale that two numbers of bfloat16 make up."""
+    """Two numbers of bfloat16 make up the scale."""
     text = assembly("mul.rn.bf16x2 p, $1, $3")
     for digits in range(1024, 2048, 7):
         scale = digits / 2**14
@@ -322,7 +323,7 @@ GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
 ]
-# Rows, columns and tokens: whole tiles, parts of each, a tile that programs share, many waves.
+# Rows, columns and tokens: whole tiles, parts of each, a tile that programs share, and many waves.
 SHAPES = [
     (512, 1024, 256),
     (264, 1056, 131),
@@ -341,16 +342,19 @@ def on_gpu(op, case, seed=0):
 
 
 def roundings(op, a):
-    """The number of values that are rounded to bfloat16 on the way to an element of the result:
-    of each product the weight, the normed x and, before an activation, the product; and the
-    result."""
+    """Returns how many values are rounded to bfloat16 on the way to an element of the result.
+
+    For each product these are the weight, the normalised x and, before an activation, the product.
+    The result itself is rounded, too.
+    """
     products = sum(weight is not None for weight in a.weights)
     return 1 + products * (1 + bool(a.norm.kind) + (op is linear_activation))
 
 
 def assert_near(op, a, made):
-    """The result is as near to float64 as the graph that rounds its weight to bfloat16, or to one
-    that does not round it. Roundings are independent, and each errs by 2^-9 at most."""
+    """Asserts that the result is as near to float64 as the graph that rounds its weight to
+    bfloat16, or as a graph that does not round it. Roundings are independent, and each has an error
+    of at most 2^-9."""
     exact = op.reference(in_float64(a))
     assert made.isfinite().all()
     error, most = relative_error(made, exact), roundings(op, a) ** 0.5 * 2.0**-9
@@ -410,7 +414,7 @@ class TestShapesOnGpu:
     @pytest.mark.parametrize("tiles", TILES, ids=str)
     @pytest.mark.parametrize("activation", ["silu", "gelu"])
     def test_pair(self, shape, tiles, activation, monkeypatch):
-        """One kernel for both weights, and two, whatever the plan would choose."""
+        """Tests one kernel for both weights, and two kernels, whatever the plan would choose."""
         n, k, tokens = shape
         case = case_of("nvfp4", tokens, n, k, layout="separate", bias=True, activation=activation)
         a = on_gpu(linear_activation, case)
@@ -433,7 +437,8 @@ class TestReplaysOnGpu:
     pytestmark = GPU
 
     def test_graph(self, tokens):
-        """A captured call gives the same numbers at each replay, with other activations too."""
+        """A captured call gives the same numbers in each replay, and also with other
+        activations."""
         a = on_gpu(linear_residual, case_of("int4", tokens, 6144, 4096))
         expected = linear_residual.OP.call(a)
         side = torch.cuda.Stream()

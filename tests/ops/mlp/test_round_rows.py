@@ -1,5 +1,5 @@
-"""round_rows without a GPU: the kernel gives the bits of the formula, for every option, number of
-programs, and number that is no number."""
+"""Tests round_rows without a GPU: the kernel gives the bits of the formula for every option and
+number of programs, and for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ HALF_CASES = [case for case in OP.cases if case.dtype.itemsize == 2]
 
 
 def by_token(x):
-    """compressed-tensors' rounding of tokens: codes, scale and decoded numbers."""
+    """Rounds tokens as compressed-tensors does. Returns the codes, the scale and the decoded
+    numbers."""
     zero = torch.zeros((), dtype=x.dtype)
     largest = torch.maximum(x.amax(-1, True).clamp(min=0), -x.amin(-1, True).clamp(max=0))
     scale = largest / 448
@@ -35,7 +36,7 @@ def by_token(x):
 
 
 def by_block(x):
-    """finegrained-fp8's rounding of blocks of 128 columns."""
+    """Rounds blocks of 128 columns as finegrained-fp8 does."""
     blocks = x.float().unflatten(-1, (-1, 128))
     scale = blocks.abs().amax(-1, keepdim=True) / 448
     codes = (blocks / scale.clamp(min=1e-12)).to(E4M3)
@@ -50,7 +51,7 @@ LIBRARIES = {
 
 
 def same(one, other):
-    """Whether two tensors have the same bits, but for those of NaN."""
+    """Whether two tensors have the same bits, except for the bits of NaN."""
     one, other = one.float(), other.float()
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
@@ -107,7 +108,7 @@ def test_a_row_of_zeros_without_a_bound_is_no_number():
 @pytest.mark.parametrize("norm", ["", "rms"])
 @pytest.mark.parametrize("group", [0, 64])
 def test_programs_that_share_a_row(group, norm, width):
-    """Also programs whose last columns lie past the row."""
+    """Some programs have last columns past the end of the row."""
     case = RoundCase("", num_tokens=3, n=448, norm=norm, group=group, rounded=True, least=1e-6)
     a = OP.sample_inputs(case)
     machine = Interpreter()

@@ -1,4 +1,5 @@
-"""`scaled_linear` on a GPU beside float64 of the same codes, and what it does not take."""
+"""Compares `scaled_linear` on a GPU with float64 of the same codes, and tests the calls that it
+refuses."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ TENSORS = replace(ROWS, scale_block=(6144, 4096), x_scale=(1, 1))
 
 
 def exact(a):
-    """The result in float64."""
+    """Computes the result in float64."""
     return scaled_linear.reference(replace(a, out_dtype=torch.float64))
 
 
 def graphs_own(a):
-    """The result of the graph that the op stands for: both operands rounded, then multiplied."""
+    """Computes the result of the graph that the op stands for: both operands are rounded and then
+    multiplied."""
     rows = scaled_linear.scaled_numbers(a.x.double(), a.x_scale).to(a.out_dtype)
     weight = a.linear.dequantize(torch.float64).to(a.out_dtype)
     return torch.nn.functional.linear(rows, weight, a.bias)
@@ -77,13 +79,13 @@ def test_no_tokens_ask_the_library_for_nothing(name, monkeypatch):
 
 
 def strided_bias(a):
-    """The call with a bias of every second element of a tensor."""
+    """Returns the call with a bias that has every second element of a tensor."""
     return replace(a, bias=torch.stack((a.bias, a.bias + 1), -1)[:, 0])
 
 
 @pytest.mark.parametrize("name", ["tensors", "rows"])
 def test_the_library_is_given_a_bias_of_neighbours(name, monkeypatch):
-    """It reads N numbers from the first on, whatever their stride."""
+    """The library reads N numbers from the first on, whatever their stride is."""
     a = strided_bias(OP.sample_inputs(replace(BY_NAME[name], bias=True)))
     given = []
     monkeypatch.setattr(torch, "_scaled_mm", lambda *_, bias, **options: given.append(bias))
@@ -94,7 +96,7 @@ def test_the_library_is_given_a_bias_of_neighbours(name, monkeypatch):
 
 
 def test_blocks_are_given_a_bias_of_neighbours():
-    """Their stand-in holds to it."""
+    """The stand-in for products by blocks requires such a bias."""
     a = strided_bias(OP.sample_inputs(replace(BY_NAME["blocks"], bias=True)))
     made = interpret(OP, a).outcome.result
     assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
@@ -122,7 +124,7 @@ def test_rows_that_the_library_cannot_reach_have_a_reason(argument):
 @pytest.mark.parametrize("name", ["tensors", "blocks"])
 @pytest.mark.parametrize("argument", ["x", "weight"])
 def test_codes_at_any_address_are_given_from_whole_16_bytes_on(argument, name, monkeypatch):
-    """Calls of the same metadata differ in the address alone."""
+    """Calls with the same metadata differ only in the address."""
     a = OP.sample_inputs(BY_NAME[name])
     codes = getattr(a, argument)
     a = replace(a, **{argument: part_of_wider(codes, codes.shape[1] + 32, 8)})
@@ -144,7 +146,8 @@ SCALE_BLOCKS = {
 
 
 def with_scales(name, dtype):
-    """A call whose weight has scales of `dtype`, 384 rows and, by blocks, two blocks of columns."""
+    """Returns a call whose weight has scales of `dtype`, 384 rows and, by blocks, two blocks of
+    columns."""
     block = SCALE_BLOCKS[name]
     x_scale = ("tokens", "blocks" if name == "blocks" else 1) if name != "one" else (1, 1)
     case = replace(BY_NAME["rows"], n=384, k=256, scale_block=block, x_scale=x_scale)
@@ -201,7 +204,7 @@ GPU = [
 
 
 def on_gpu(case, seed=0):
-    """Arguments on the GPU, where that has a product of their kind."""
+    """Returns arguments on the GPU, if the GPU has a product of their kind."""
     a = OP.sample_inputs(case, device="cuda", seed=seed)
     obstacle = OP.target_obstacle(a, device_target(a.x.device)) or scaled_linear.library_obstacle(a)
     if obstacle:

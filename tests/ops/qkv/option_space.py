@@ -28,8 +28,8 @@ def bounded(examples):
 
 @st.composite
 def attention_cases(draw, kernels=False):
-    """Draws an AttentionCase of `fused_qkv_paged`. kernels: draws only sizes that emitted kernels
-    support."""
+    """Draws an AttentionCase of `fused_qkv_paged`. With `kernels`, draws only sizes that emitted
+    kernels support."""
     options = {**draw(shapes(kernels)), **draw(dtypes(kernels))}
     options |= draw(weights(options))
     options |= draw(norms(options)) | draw(ropes(options)) | draw(caches(options))
@@ -198,7 +198,8 @@ def addresses(draw, chosen):
     if form == "flat":
         limit *= options["num_pages"]
     count = draw(st.integers(0, min(limit, 9)))
-    # A slot that counts from the end may equal that of another token; a skipped token has no slot.
+    # A slot that counts from the end may equal the slot of another token. A skipped token has no
+    # slot.
     most = count if options["indexing"] == "paged" else 0
     options["skipped"] = draw(st.integers(0, min(most, 3)))
     repeats = options["num_pages"] if form == "per_sequence" else 1

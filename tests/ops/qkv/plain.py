@@ -1,7 +1,7 @@
 """An independent implementation of the attention ops, in float64, token by token and element by
 element.
 
-It uses nothing of tilewright. `outcome` returns the result that a call must have, and the elements
+It uses no code of tilewright. `outcome` returns the result that a call must have, and the elements
 of the caches that it may write.
 """
 
@@ -17,8 +17,8 @@ from tilewright.ops.contract import Tolerance
 
 @dataclass
 class Outcome:
-    """The result of a call: q in float64 (None for a store), caches in float64 by name, and masks
-    of the written elements."""
+    """The result of a call: q in float64 (None for a store), the caches in float64 by name, and
+    masks of the written elements."""
 
     q: torch.Tensor | None
     caches: dict[str, torch.Tensor]
@@ -29,7 +29,8 @@ class Outcome:
 def outcome(a, rounds_x=False):
     """Computes the result of `fused_qkv_paged` or `paged_kv_store` for these arguments.
 
-    rounds_x: whether a normed x is rounded to its dtype before the product, as in kernels.
+    `rounds_x` says whether a normalised x is rounded to its dtype before the product, as in
+    kernels.
     """
     if hasattr(a, "x"):
         x = activations(a)
@@ -119,10 +120,10 @@ NF4 = torch.tensor(
     ),
     dtype=torch.float64,
 )  # fmt: skip
-# In fp32, as in bitsandbytes: multiples of 1 / 192.
+# The numbers are in fp32, as in bitsandbytes: multiples of 1 / 192.
 FP4 = (torch.tensor([0.0, 1, 128, 192, 64, 96, 32, 48]) / 192).double()
 FP4 = torch.cat([FP4, -FP4])
-#: The numbers that the codes of a format stand for.
+#: The numbers for which the codes of a format stand.
 NUMBERS = {"nvfp4": E2M1, "mxfp4": E2M1, "nf4": NF4, "fp4": FP4}
 
 
@@ -219,7 +220,7 @@ def rotated(a, x):
 
 
 def token_places(a, num_tokens):
-    """Returns (page, offset) of each token; None for a token without a place."""
+    """Returns (page, offset) of each token, or None for a token without a place."""
     pages, size = a.k_window[0], a.k_window[1]
     for token in range(num_tokens):
         if a.slots == "per_sequence":
@@ -234,7 +235,7 @@ def token_places(a, num_tokens):
 
 
 def table_slot(a, token, size):
-    """Returns the flat slot that the block table names; -1 for none."""
+    """Returns the flat slot that the block table names, or -1 for none."""
     if a.slots == "block_table":
         sequence, position = int(a.sequence_ids[token]), int(a.positions[token])
         if a.indexing == "paged" and (sequence < 0 or position < 0):
@@ -247,7 +248,7 @@ def table_slot(a, token, size):
 
 
 def store(a, result, name, window, values, scale, repeat, places):
-    """Writes one token after the other, each head `repeat` times."""
+    """Writes one token after the other. Each head is written `repeat` times."""
     shape, strides, offset = window[:4], window[4:8], window[8]
     cache, touched = (
         torch.as_strided(base[name], shape, strides, offset)
@@ -265,7 +266,7 @@ def store(a, result, name, window, values, scale, repeat, places):
             cache[place][head], touched[place][head] = value, True
 
 
-#: A library GEMM rounds its result before the epilogue, like the graph that it replaces.
+#: A library GEMM rounds its result before the epilogue, as the replaced graph does.
 LIBRARY = {
     torch.bfloat16: Tolerance(relative=2.0**-7, of_rms=2.0**-6),
     torch.float16: Tolerance(relative=2.0**-10, of_rms=2.0**-9),
@@ -276,9 +277,12 @@ LIBRARY = {
 
 
 def rounds_operands(a):
-    """Whether kernels round an operand of the product to 16 bits: x times its norm's weight, or the
-    numbers of a table. The replaced graphs round the normed x and the weight too. Also true for fp8
-    codes on a GPU, since tensor cores align their products to some 14 bits before they add them."""
+    """Whether kernels round an operand of the product to 16 bits.
+
+    This operand is x times its norm's weight, or the numbers of a table. The replaced graphs round
+    the normalised x and the weight, too. Also true for fp8 codes on a GPU, because tensor cores
+    align their products to some 14 bits before they add them.
+    """
     x = getattr(a, "x", None)
     if x is not None and x.is_cuda and x.dtype == torch.float8_e4m3fn:
         return True
@@ -290,8 +294,9 @@ GUARD = 256
 
 
 def guarded(a, op):
-    """Returns the arguments with each cache inside a larger buffer of random bits, and a function
-    that checks that only `touched` has changed, in the cache and in the buffer around it."""
+    """Returns the arguments with each cache inside a larger buffer of random bits. Also returns a
+    function that checks that only the elements in `touched` have changed, in the cache and in the
+    buffer around it."""
     checks, caches = [], {}
     for name in op.mutated:
         cache = getattr(a, name)
@@ -322,8 +327,8 @@ def bits(tensor):
 
 
 def mismatches(op, a, q, expected, tolerances=None):
-    """Returns sentences that describe differences between a call's result and `expected`. `a` holds
-    the written caches."""
+    """Returns sentences that describe differences between the result of a call and `expected`. `a`
+    holds the written caches."""
     tolerances = tolerances or op.tolerances
     if expected.q is not None:
         problem = tolerances[q.dtype].problem(q, expected.q)

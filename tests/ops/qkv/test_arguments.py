@@ -1,4 +1,5 @@
-"""Every argument the attention ops cannot take is named, and nothing has been written by then."""
+"""Tests that every argument that the attention ops refuse is named, and that nothing has been
+written by then."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def slots(*values):
     return lambda a: {"slot_mapping": torch.tensor(values)}
 
 
-# op, case, what is changed, the argument that is blamed, a part of the message
+# (op, case, the change, the argument that the error names, a part of the message)
 BOTH = [
     (FLAT, lambda a: {"slot_mapping": a.slot_mapping[:, None]}, "slot_mapping", "one axis"),
     (FLAT, lambda a: {"slot_mapping": a.slot_mapping[:4]}, "slot_mapping", r"\[T\] = \[5\]"),
@@ -166,7 +167,7 @@ def test_a_bad_argument_is_named_before_anything_is_written(op, case, change, ar
 
 
 def test_a_source_beside_the_cache_in_one_storage_is_fine():
-    """Aliasing is of elements, not of storages."""
+    """Aliasing concerns elements, not storages."""
     a = STORE.sample_inputs(FLAT)
     storage = torch.zeros(2, *a.k_cache.shape, dtype=torch.bfloat16)
     beside = replace(a, k_cache=storage[0], k=storage[1, :5, 0])
@@ -185,7 +186,7 @@ def test_rows_of_x_may_be_further_apart():
 
 
 def test_gpu_values_are_checked_only_on_request(monkeypatch):
-    """Nothing here is on a GPU; the switch itself is what the check reads."""
+    """No tensor here is on a GPU. The check only reads the switch."""
     from tilewright.ops.contract import debug_values
 
     monkeypatch.delenv("TILEWRIGHT_DEBUG", raising=False)

@@ -1,5 +1,5 @@
-"""The norm of x in front of the projection: which kernel has it, what is done without one, and that
-no number gets worse by it."""
+"""Tests the norm of x in front of the projection: which kernel computes it, what happens without
+such a kernel, and that no result becomes less accurate."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def problem(**changes):
 
 
 def hf_norm(x, weight, eps):
-    """Two roundings."""
+    """Computes the norm with two roundings."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def own_norm(x, weight, eps):
-    """One."""
+    """Computes the norm with one rounding."""
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 @pytest.mark.parametrize("norm", [hf_norm, own_norm])
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
 def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size, monkeypatch):
-    """Of 16 tokens of any size, with a few columns that are larger than the others. Which of two
-    roundings is the larger changes with the size of what is rounded: over an octave they are
-    alike."""
+    """There are 16 tokens of any size, with a few columns that are larger than the others. Which of
+    two roundings is larger depends on the size of the rounded number. Over an octave, both are
+    equally large."""
     monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", 16)
     ours, graph = [], []
     for step in range(4):
@@ -69,7 +69,8 @@ def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_behind_a_layer_norm_it_rounds_as_the_graph_does(dtype, monkeypatch):
-    """Of rows far from zero, too, whose mean is many times what is left without it."""
+    """Some rows are far from zero, so that their mean is much larger than the deviations from
+    it."""
     monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", 16)
     ours, graph = [], []
     for offset in (0.0, 1.0, 1000.0):
@@ -103,7 +104,7 @@ def test_few_tokens_are_normed_by_the_kernel_that_projects_them(target):
         choice = choose(normed, tokens, target)
         assert choice.norms_x == inside
         assert ("x is normalized first, then" in choice.reason) != inside
-        # Behind a norm by itself everything is as without one.
+        # If the norm runs separately, everything is as without a norm.
         plain = choose(problem(num_tokens=tokens, input_norm=""), tokens, target)
         if not inside:
             assert (choice.config, choice.epilogue) == (plain.config, plain.epilogue)
@@ -169,7 +170,7 @@ def test_a_call_made_again_norms_again(tokens):
 
 
 def test_a_tile_of_the_norm_s_weight_takes_its_share_of_memory():
-    """More stages than fit are no candidate."""
+    """Numbers of stages that do not fit are no candidates."""
     widest = SwappedConfig(64, 32, 128, 4, 5)
     wide = {"head_dim": 128, "hidden": 4096}
     assert fits(problem(**wide, input_norm=""), widest, SM90)
@@ -177,7 +178,8 @@ def test_a_tile_of_the_norm_s_weight_takes_its_share_of_memory():
 
 
 def test_what_is_measured_is_what_norms():
-    """A kernel beside other kernels that norm x; else, with x normed before, all that there is."""
+    """A kernel that computes the norm of x is measured next to others that do. Otherwise all
+    kernels are measured, with x normalised before."""
     few = trials(Case(problem(), 1, SM90, packed=False))
     assert len(few) > 2
     assert all(choice.norms_x for choice in few.values())

@@ -1,4 +1,5 @@
-"""The projection by library GEMMs: its numbers, and the strides that the epilogue builds on."""
+"""Tests the projection by library GEMMs: its numbers, and the strides that the epilogue relies
+on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ T, H, G, D, K = 5, 3, 2, 4, 8
 
 
 def weight(*shape, every=None):
-    """A weight, or every other slice along an axis of one twice as long."""
+    """Returns a weight, or every other slice along an axis of a weight that is twice as long."""
     if every is None:
         return torch.randn(*shape)
     wide = list(shape)
@@ -70,7 +71,8 @@ BY_BLOCK = replace(CODES, scale_block=(128, 128), x_scale="block")
 
 
 def by_library(case, target=SM90):
-    """(names of the kernels, (result, caches), what they should be) of a call by the library."""
+    """Computes a call by the library. Returns (names of the kernels, (result, caches), the expected
+    result and caches)."""
     a, wanted = (qkv_cache.OP.sample_inputs(case) for _ in range(2))
     call = prepare(a)
     choice = library_choice(call.problem, a.x.shape[0], target, False, None)

@@ -1,4 +1,5 @@
-"""The CUDA lowerings at real sizes, each forced in turn, against the reference in float64."""
+"""Compares the CUDA lowerings at real sizes with the reference in float64. Each lowering is forced
+in turn."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def results(a: FusedQkvArguments, choice: Any) -> list[torch.Tensor]:
 
 
 def check_lowerings(arguments: FusedQkvArguments, best: int | None = None) -> list[str]:
-    """Every lowering (of each kind the `best`) is right and repeats itself bit for bit; names."""
+    """Checks that every lowering (the `best` of each kind) is right and gives the same bits again.
+    Returns the names."""
     exact = in_float64(arguments)
     want = [qkv_cache.reference(exact), exact.k_cache, exact.v_cache]
     target = device_target(arguments.x.device)
@@ -132,8 +134,8 @@ def check_result(got: torch.Tensor, right: torch.Tensor, rounded_twice: bool, wh
     if not rounded_twice:
         assert tolerance.problem(got, right) is None, what
         return
-    # The library rounds between its GEMM and the epilogue, and a kernel that norms x before its
-    # product, as the unfused graph does.
+    # The library rounds between its GEMM and the epilogue. A kernel that computes the norm of x
+    # rounds before its product, as the unfused graph does.
     if got.dtype.itemsize == 1:
         right = right.clamp(-torch.finfo(got.dtype).max, torch.finfo(got.dtype).max)
     allowed = max(2.0**-8, tolerance.relative)
@@ -164,7 +166,7 @@ SAMPLES = {case.name: case for case in qkv_cache.OP.cases if case.dtype != torch
 def test_no_sample_falls_back_to_the_reference(
     case: AttentionCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")  # what fails raises
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")  # a failure raises an error
     arguments = samples(case)
     assert qkv_cache.OP.choose("cuda", arguments).lowering.name == "emitted_kernel"
     exact, written = in_float64(arguments), with_fresh_caches(arguments)
@@ -178,7 +180,8 @@ def test_no_sample_falls_back_to_the_reference(
 @pytest.mark.parametrize("saturates", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_what_an_8_bit_cache_cannot_hold(dtype: torch.dtype, saturates: bool) -> None:
-    """The reference's bits, and without saturation those of PyTorch's cast where that does not."""
+    """The kernel gives the reference's bits. Without saturation it gives the bits of PyTorch's
+    cast, if that does not saturate."""
     case = replace(LLAMA, rope_style="none", rotary_dim=0, cache_dtype=dtype, dtype=torch.float32)
     arguments = cache_store.OP.sample_inputs(case, device="cuda")
     edges = (448.0, 464.0, 464.1, 500.0, 57344.0, 61439.0, 61440.0, 7e4, 1e30, torch.inf, torch.nan)
@@ -215,7 +218,8 @@ def test_stores(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graphs_of_split_k_launches_may_run_side_by_side() -> None:
-    """Two graphs captured on one stream, replayed on two at once: counters are not shared."""
+    """Two graphs are captured on one stream and replayed on two streams at once. They do not share
+    counters."""
     arguments = samples(replace(LLAMA, num_tokens=16, qk_norm=True, hidden=4096))
     target = device_target(arguments.x.device)
     assert target is not None
@@ -271,7 +275,7 @@ def test_no_kernel_is_compiled_for_a_token_count() -> None:
 
 
 def test_tensors_off_the_16_byte_grid() -> None:
-    """Unaligned x goes elsewhere than TMA, unaligned tables and slots are read as they are."""
+    """An unaligned x is not loaded by TMA. Unaligned tables and slots are read as they are."""
     arguments = samples(replace(LLAMA, hidden=1024, num_tokens=100))
 
     def shifted(tensor: torch.Tensor) -> torch.Tensor:

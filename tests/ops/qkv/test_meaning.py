@@ -1,4 +1,5 @@
-"""The references against attention code written the usual way, slot by slot (plain.py)."""
+"""Compares the references with attention code that is written the usual way, slot by slot
+(plain.py)."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ CASES = [
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_reference_is_the_usual_attention_code(op, case):
-    """In float64, where the two may differ by the order of their sums only; untouched elements of
-    the caches, and the memory around them, keep their bits."""
+    """In float64, the two may differ only by the order of their sums. Untouched elements of the
+    caches, and the memory around the caches, keep their bits."""
     a = double(op.sample_inputs(case))
     a, changes = plain.guarded(a, op)
     expected = plain.outcome(a)
@@ -54,7 +55,8 @@ def test_no_other_slot_changes_by_a_bit(op, case):
 
 
 def test_rounding_happens_once():
-    """A bf16 chain would round after the projection, the norm and each product of the rope."""
+    """A chain of bf16 operations would round after the projection, the norm and each product of the
+    rotation."""
     case = AttentionCase("once", rope_style="half", rotary_dim=32, qk_norm=True, bias=True)
     a = QKV.sample_inputs(case)
     exact = QKV.reference(double(a))

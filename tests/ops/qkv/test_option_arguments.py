@@ -1,4 +1,5 @@
-"""Bad addresses, scales, formats and norms: each is named, and nothing has been written by then."""
+"""Tests bad addresses, scales, formats and norms: each is named, and nothing has been written by
+then."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def put(name, where, value):
 
 
 def entry(name, value):
-    """The table entry that token 0 needs."""
+    """Returns the table entry that token 0 needs."""
 
     def change(a):
         sequence = 0 if a.sequence_ids is None else int(a.sequence_ids.clamp(min=0)[0])
@@ -250,7 +251,8 @@ def test_bad_values_on_a_gpu_are_named_when_debugging(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 @pytest.mark.parametrize("case", [TABLE, RAGGED], ids=lambda case: case.name)
 def test_a_token_without_a_place_on_a_gpu_is_not_written(case):
-    """Not asked to read values there, an op writes what it can and nothing else."""
+    """If an op is not asked to check values on the GPU, it writes the tokens that it can and
+    nothing else."""
     a, changes = plain.guarded(STORE.sample_inputs(case, "cuda"), STORE)
     table = torch.full_like(a.lookup_table.int(), 1 << 20)
     STORE.call(replace(a, lookup_table=table))

@@ -1,4 +1,4 @@
-"""A report names the kernels that a launch at the same shapes would take."""
+"""Tests that a report names the kernels that a launch with the same shapes takes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Modular MAX's op against its description, written out byte by byte and token by token."""
+"""Compares Modular MAX's op with its description, which is written out byte by byte and token by
+token."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PLAIN, GPTQ, FP8 = CASES["plain"], CASES["gptq"], CASES["fp8_blocks"]
 
 
 def gptq_weight(a):
-    """[N, K] in float64 from the bytes of the buffer."""
+    """Decodes the weight [N, K] in float64 from the bytes of the buffer."""
     raw, n_rows = bytes(a.weight.flatten().tolist()), a.weight.shape[1]
     hidden, group = a.hidden_state.shape[1], a.group_size
     scales_at = n_rows * hidden // 2
@@ -48,7 +49,7 @@ def fp8_weight(a):
 
 
 def outcome(a):
-    """y = x @ W^T + bias in float64; q and, by blocks, what is stored."""
+    """Computes y = x @ W^T + bias in float64. Returns q and, by blocks, the stored values."""
     if a.group_size:
         weight = gptq_weight(a)
     else:
@@ -93,7 +94,7 @@ def test_result_and_pages_are_those_of_the_description(case):
     ("name", "launches"), [("plain", 2), ("gptq_zeros", 2), ("fp8_blocks_across_heads", 3)]
 )
 def test_a_call_is_repeated_where_its_scales_are_views(name, launches, interpreter, monkeypatch):
-    """Scales that are expanded, since a block has rows of two projections, are a call's own."""
+    """Expanded scales belong to a call, because a block has rows of two projections."""
     whole = []
     op = replace(OP, validate_values=whole.append)
     run, a = calls.Calls(op, "cuda"), OP.sample_inputs(CASES[name])
@@ -112,12 +113,13 @@ def test_values_beyond_an_8_bit_floats_range_saturate():
     OP.call(a)
     written = a.blocks.double()[expected.touched["blocks"]]
     assert (written.abs() == 448).sum() > 100
-    # NaN stays NaN: the first head's K of every token.
+    # NaN stays NaN: the K of the first head of every token.
     assert written.isnan().sum() == 32 * a.hidden_state.shape[0]
 
 
 def test_the_projection_is_rounded_once():
-    """MAX rounds before it adds the bias, and again after; the sum rounded once is closer."""
+    """MAX rounds before it adds the bias, and again afterwards. A sum that is rounded once is
+    closer."""
     a = OP.sample_inputs(RaggedCase("once", bias=True))
     q, exact = OP.call(a), outcome(a).q
     once = exact.to(torch.bfloat16)
@@ -140,7 +142,7 @@ def test_a_block_of_scales_may_be_all_of_a_projection(sizes):
 
 
 def test_gptq_scales_are_not_cut_off():
-    """MAX takes fp16 scales as bf16, cut off: 1 + 2^-10 would be 1."""
+    """MAX reads fp16 scales as truncated bf16: 1 + 2^-10 would be 1."""
     a = OP.sample_inputs(replace(GPTQ, dtype=torch.float32))
     halves = a.weight.flatten()[256 * 32 :].view(torch.float16)
     halves.fill_(1 + 2**-10)
@@ -159,7 +161,7 @@ def test_mla_writes_k_alone():
 
 
 def test_mla_writes_the_first_head_of_blocks_with_more():
-    """A latent is one head; the heads beside it in the blocks are others' memory."""
+    """A latent is one head. The other heads in the blocks belong to other data."""
     a = OP.sample_inputs(CASES["mla"])
     more = torch.cat((a.blocks, torch.randn_like(a.blocks)), dim=4)
     others = more[..., 1:, :].clone()
@@ -381,7 +383,7 @@ def test_bad_values_on_a_gpu_are_named_when_debugging(case, change, argument, me
     good = OP.sample_inputs(case, "cuda")
     bad = changed(good, change)
     moved = {name: t.cuda() for name, t in vars(bad).items() if isinstance(t, torch.Tensor)}
-    # A copy of the blocks would not be the weight's memory any more.
+    # A copy of the blocks would no longer be the weight's memory.
     bad = replace(bad, **{**moved, "blocks": good.blocks})
     before = good.blocks.clone()
     with pytest.raises(ArgumentError, match=message) as caught:
@@ -392,7 +394,7 @@ def test_bad_values_on_a_gpu_are_named_when_debugging(case, change, argument, me
 
 
 def test_a_row_of_zeros_may_have_a_scale_of_zero():
-    """Quantising a padding row gives that."""
+    """Quantising a padding row gives such a scale."""
     a = OP.sample_inputs(CASES["fp8_channel"])
     a.hidden_state[4] = 0
     a.input_scale[4] = 0

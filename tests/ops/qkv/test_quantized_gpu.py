@@ -1,4 +1,4 @@
-"""The CUDA lowerings of quantised weights at real sizes against the reference in float64."""
+"""Compares the CUDA lowerings of quantised weights at real sizes with the reference in float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NF4 = replace(
     scale_block=(1, 64),
     scale_dtype=torch.float32,
 )
-# Tiles of fewer rows than wgmma's.
+# Tiles with fewer rows than the tiles of wgmma.
 SHORT = {"head_dim": 32, "rotary_dim": 32}
 CASES = {
     "nibbles": replace(LLAMA, zero_point=8),
@@ -86,7 +86,7 @@ CASES = {
     "mxfp4, short tiles": replace(BYTES, weight_format="mxfp4", scale_block=(1, 32), **SHORT),
     "row norm": replace(CODES, qk_norm=True, norm_width="row"),
 }
-# One in so many of the configs that would be tried.
+# One of this many of the configs that would be tried.
 SHARE = 13
 
 
@@ -119,7 +119,8 @@ def test_lowerings_are_right_and_repeat_themselves(name: str) -> None:
         first, second = (results(with_fresh_caches(a), choice) for _ in range(2))
         for got, again, right in zip(first, second, want, strict=True):
             if choice.name == "library":
-                # It rounds the weight, and between its GEMM and the epilogue, as the graph does.
+                # The library path rounds the weight, and rounds between its GEMM and the epilogue,
+                # as the graph does.
                 assert (got - right).norm() < 2.0**-7 * right.norm(), choice.reason
             else:
                 assert tolerance.problem(got, right) is None, choice.reason
@@ -130,7 +131,8 @@ def test_lowerings_are_right_and_repeat_themselves(name: str) -> None:
     "name", ["nibbles", "gptq", "awq", "fp8 blocks", "nf4", "fp4, 300 tokens", "nvfp4", "mxfp4"]
 )
 def test_never_less_accurate_than_the_graph(name: str) -> None:
-    """Beside w = bf16((code - zero) * scale) and a GEMM of that, both against float64."""
+    """Compares with w = bf16((code - zero) * scale) and a GEMM with this w, both against
+    float64."""
     case = replace(CASES[name], rope_style="none", rotary_dim=0, num_tokens=64)
     a = qkv_cache.OP.sample_inputs(case, device="cuda")
     exact = qkv_cache.reference(in_float64(a))
@@ -138,6 +140,6 @@ def test_never_less_accurate_than_the_graph(name: str) -> None:
     graph = (results(with_fresh_caches(a), rounded)[0].double() - exact).norm()
     for choice in choices(a)[:-1]:
         ours = (results(with_fresh_caches(a), choice)[0].double() - exact).norm()
-        # bfloat16 holds NVFP4's products of number and scale: both multiply the same weight, and
-        # differ by the order of a sum in fp32.
+        # bfloat16 holds NVFP4's products of number and scale exactly. Both multiply the same
+        # weight, and differ only by the order of a sum in fp32.
         assert ours <= graph * (1 + 2.0**-12), choice.reason

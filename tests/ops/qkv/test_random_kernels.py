@@ -1,7 +1,8 @@
-"""Random settings of every option through plan and kernels: on Triton's interpreter, and on a GPU.
+"""Runs random settings of every option through plan and kernels, on Triton's interpreter and on a
+GPU.
 
-Results start as NaN, caches lie inside buffers of random bits, and what is expected is plain
-float64 code (plain.py).
+Results start as NaN, caches lie inside buffers of random bits, and plain float64 code (plain.py)
+computes the expected results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ KERNEL_CASES = attention_cases(kernels=True)
 
 
 def check(op, a, run):
-    """run: gives q and the name of the lowering."""
+    """Checks a call. `run` returns q and the name of the lowering."""
     a, changes = plain.guarded(a, op)
     expected = plain.outcome(plain.on_cpu(a), rounds_x=True)
     q, name = run(a)
@@ -34,7 +35,7 @@ def check(op, a, run):
 
 
 def library_tolerances(a):
-    """A library's numbers were rounded before they were clipped, when they were larger."""
+    """A library rounds numbers before they are clipped, when they are larger."""
     if not a.clip:
         return plain.LIBRARY
     whole = plain.outcome(plain.on_cpu(replace(a, clip=0.0)))
@@ -74,7 +75,7 @@ def test_interpreted_kernels_are_plain_code(name):
 @pytest.mark.parametrize("name", OPS)
 def test_kernels_on_a_gpu_are_plain_code(name, monkeypatch, chosen):
     op = get_op(name)
-    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")  # a kernel that fails is not covered up
+    monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")  # a kernel that fails raises an error
 
     def called(a):
         chosen.clear()

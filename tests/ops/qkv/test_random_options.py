@@ -1,7 +1,7 @@
-"""Random settings of every option: the ops against plain code in float64 (plain.py).
+"""Compares the ops with plain code in float64 (plain.py), for random settings of every option.
 
-The caches lie inside buffers of random bits: whatever no token names keeps its bits, in the cache
-and around it.
+The caches lie inside buffers of random bits. Elements that no token names keep their bits, in the
+cache and around it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check(op, case, seed):
     expected = plain.outcome(a)
     assert not expected.twice
     q = op.call(a)
-    # What x is divided by is a sum that is rounded too.
+    # The sum by which x is divided is rounded, too.
     allowed = op.tolerances
     if normed(a):
         allowed = {dtype: replace(one, of_rms=2 * one.of_rms) for dtype, one in allowed.items()}
@@ -61,7 +61,7 @@ def test_fakes_are_like_results(case, seed):
 
 
 def test_the_space_reaches_every_option():
-    """What hypothesis draws has every keyword of the op at more than its default."""
+    """hypothesis draws a value other than the default for every keyword of the op."""
     seen = {}
 
     @bounded(400)
@@ -80,7 +80,7 @@ def test_the_space_reaches_every_option():
 
 
 def test_a_wrong_bit_shows():
-    """The control: the check sees an element off by little, and a stray write."""
+    """The control: the check detects an element that is slightly wrong, and a stray write."""
     case = next(case for case in QKV.cases if case.name == "ragged")
     a, changes = plain.guarded(QKV.sample_inputs(case), QKV)
     expected = plain.outcome(a)

@@ -1,4 +1,5 @@
-"""Scratch arguments: like the given ones to a kernel, and nothing of the user's memory in them."""
+"""Tests scratch arguments: to a kernel they look like the given arguments, and they use none of the
+user's memory."""
 
 from __future__ import annotations
 

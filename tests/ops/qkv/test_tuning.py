@@ -1,4 +1,5 @@
-"""Tuning without a GPU: when a measurement is asked for, on what, and what becomes of it."""
+"""Tests tuning without a GPU: when a measurement is requested, with which arguments, and what
+happens to its result."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CASE = AttentionCase(
 
 
 class Bench:
-    """Stands for the GPU: times by trial name, what was asked, and in which modes of torch."""
+    """Stands for the GPU. It has times by the name of a trial, and records the requests and the
+    modes of torch in which they came."""
 
     def __init__(self):
         self.fastest = "library"
@@ -41,7 +43,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    """A pretended H200 with a cache folder of its own."""
+    """Makes this machine look like an H200 with a cache folder of its own."""
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "machine", lambda index: Machine("H200", (("triton", "0"),)))
     monkeypatch.setattr(tuning, "_known", {})
@@ -55,7 +57,7 @@ def bench(monkeypatch, tmp_path):
 
 
 def measured(tokens=5, **changes):
-    """What a call takes under `tune`; None where that is the plan's choice."""
+    """Returns the lowering that a call takes under `tune`, or None if it is the plan's choice."""
     a = OP.sample_inputs(replace(CASE, num_tokens=tokens))
     return tuning.measured_lowering(prepare(replace(a, tune=True, **changes)), SM90)
 
@@ -100,7 +102,7 @@ def test_nothing_is_measured_while_a_graph_is_captured(bench):
     bench.capturing = False
     assert measured().source == HERE
     bench.capturing = True
-    tuning._known.clear()  # a process that finds it on disk
+    tuning._known.clear()  # another process finds the result on disk
     assert measured().source == HERE
     assert len(bench.asked) == 1
 

@@ -1,4 +1,5 @@
-"""Tuning on the GPU at hand: real times, kept, and nothing of the user's touched."""
+"""Tests tuning on the GPU of this machine: the times are real and are stored, and no memory of the
+user is touched."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_a_capture_measures_nothing_and_works(folder):
 
 
 def test_inside_a_memory_pool_nothing_stays_behind(folder):
-    """As in the warm-up of Inductor's CUDA graphs: what tuning allocates goes elsewhere."""
+    """This is the case in the warm-up of Inductor's CUDA graphs. Memory that tuning allocates goes
+    elsewhere."""
     a = replace(OP.sample_inputs(replace(CASE, num_tokens=20), device="cuda"), tune=True)
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):

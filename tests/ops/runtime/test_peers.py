@@ -1,4 +1,5 @@
-"""When ranks ask each other for memory, and when they do without; the asking itself needs GPUs."""
+"""Tests when ranks ask each other for memory, and when they do without it. Asking itself needs
+GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def wanted(**changes):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How often the ranks were asked; `asked.group` and `asked.capturing` may be set."""
+    """Counts how often the ranks were asked. `asked.group` and `asked.capturing` may be set."""
     found = SimpleNamespace(count=0, group=object(), capturing=False, answer=(1024, 2048, 1))
 
     def apart(function):
@@ -48,7 +49,8 @@ def test_ranks_agree_once_for_a_form(asked):
 
 
 def test_a_kernel_of_another_kind_is_compiled_on_all_ranks_before_one_runs(asked):
-    """Or on none: one whose kernel fails later would leave the others waiting in theirs."""
+    """Otherwise no rank runs it. If a kernel failed later on one rank, the other ranks would wait
+    in their kernels."""
     memory(asked)
     other = wanted(kind="norm none")
     for answer, given in ((True, asked.answer), (False, None)):
@@ -92,7 +94,7 @@ def test_a_group_that_is_not_there_has_no_size():
 
 
 def test_what_one_rank_cannot_do_no_rank_does(monkeypatch):
-    """Each says whether it can, and with what; the least of all answers counts."""
+    """Each rank says whether it can share memory, and how much. The smallest answer counts."""
     others = []
 
     def all_reduce(answers, kind, group):
@@ -112,7 +114,7 @@ def test_what_one_rank_cannot_do_no_rank_does(monkeypatch):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """Memory of the CPU in place of a GPU's, and a rank that agrees with itself."""
+    """Uses memory of the CPU in place of a GPU's memory, and a rank that agrees with itself."""
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -145,7 +147,8 @@ def test_memory_is_zero_and_kept(on_the_cpu):
 
 
 def test_a_rank_waits_for_one_that_did_not_send_what_it_has(on_the_cpu):
-    """In the last of either slot, and where the count of rows begins again."""
+    """This holds for the last value of either slot, and at the point where the count of rows starts
+    again."""
     peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
     ((rank, ((numbers, waits),)),) = on_the_cpu.watched
     assert (rank, numbers) == (1, (0, 10))
@@ -156,7 +159,7 @@ def test_a_rank_waits_for_one_that_did_not_send_what_it_has(on_the_cpu):
     assert waits()
     here[2, 1, 0] = 7
     assert not waits()
-    here[2, 0, 0] = 8  # the other was ahead when it ended
+    here[2, 0, 0] = 8  # the other rank was ahead when it ended
     assert not waits()
     here[3, 1, 0], there[3, 1, 1] = 2**31 - 1, -(2**31) + 1
     assert waits()
@@ -171,14 +174,15 @@ def test_ranks_that_cannot_be_watched_share_memory_nonetheless(on_the_cpu, caplo
 
 
 def test_a_collective_that_fails_on_one_rank_is_raised(on_the_cpu, monkeypatch):
-    """The others are in it, or behind it: alone it would be in another one with them."""
+    """The other ranks are in the same collective, or behind it. If this rank went on alone, they
+    would meet in different collectives."""
     monkeypatch.setattr(peers, "_gathered", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
 
 
 def test_a_gpu_that_fails_while_it_is_asked_is_no_gpu_that_says_nothing(on_the_cpu, monkeypatch):
-    """Copies that were under way never come, and the next one raises."""
+    """Copies that were under way never arrive, and the next copy raises an error."""
     peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
     ((_, ((_, waits),)),) = on_the_cpu.watched
     calls = []

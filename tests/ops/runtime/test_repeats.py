@@ -1,7 +1,8 @@
-"""The same call again: found by addresses, launched as at first, and never where it may not be.
+"""Tests repeated calls: they are found by addresses, launched as the first call was, and not
+repeated where that is not allowed.
 
-The implementation for CUDA runs here on CPU tensors: its kernels on Triton's interpreter, or named
-and not run.
+The implementation for CUDA runs here on CPU tensors. Its kernels run on Triton's interpreter, or
+they are recorded but not run.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from tilewright.ops.runtime.replay import repeat
 
 
 class Recorder(Interpreter):
-    """Runs no kernel. launches: each kernel's name and values, with addresses for tensors; own: the
-    new memory by address."""
+    """Runs no kernel.
+
+    launches: the name and the values of each kernel, with addresses in place of tensors.
+    own: the new memory by address.
+    """
 
     def __init__(self):
         super().__init__(SM90, runs=False)
@@ -52,7 +56,7 @@ class Recorder(Interpreter):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what would make the CPU wait for a GPU, or read from it."""
+    """Refuses operations that would make the CPU wait for a GPU, or read from it."""
 
     BANNED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique")
 
@@ -80,20 +84,21 @@ BUILT = [
 
 @pytest.mark.parametrize("op", BUILT, ids=lambda op: op.name)
 def test_a_repeat_launches_what_the_first_call_launched(op):
-    """Whatever lay at one place of the call's own memory lies at one place of the new; arguments
-    lie where they lay. Nothing in either call waits for the GPU."""
+    """Values that lay at one place of the call's own memory lie at one place of the new memory.
+    Arguments lie where they lay. Nothing in either call waits for the GPU."""
     repeated = [case for case in cases_here(op) if is_repeated(op, op.sample_inputs(case))]
     assert len(repeated) >= 3
 
 
 def cases_here(op):
-    """The cases but for products that PyTorch's library has on GPUs alone."""
+    """Returns the cases without products that PyTorch's library has only on GPUs."""
     by_blocks = op.name == "scaled_linear"
     return [case for case in op.cases if not by_blocks or case.scale_block != (128, 128)]
 
 
 def is_repeated(op, a, moved=None):
-    """Whether a call is repeated; with arguments `moved` instead, as a first call with them is."""
+    """Whether a call is repeated. With other arguments `moved`, the result must be that of a first
+    call with them."""
     if op.choose("cuda", a).lowering.build is None:
         return False
     machine, (args, kwargs) = Recorder(), op.split(a)
@@ -139,7 +144,7 @@ def test_a_repeat_finds_the_arguments_that_move(op):
 
 
 def relocated(tensor):
-    """Copies a tensor to other memory, in the same layout and at the same remainder by 16."""
+    """Copies a tensor to other memory, with the same layout and the same remainder modulo 16."""
     if tensor is None:
         return None
     memory = tensor.untyped_storage().clone()
@@ -158,7 +163,7 @@ ROWS = LoraCase("rows", num_rows=6, num_adapters=3, hidden=24, ranks=(2, 3, 0))
 
 
 class Breakable(Interpreter):
-    """Its kernels fail on request."""
+    """An interpreter whose kernels fail on request."""
 
     broken = False
 
@@ -199,7 +204,7 @@ class Checked:
             return self.run(*args, **kwargs)
 
     def known(self, arguments):
-        """The result of a second call, which prepares what a third one does."""
+        """Returns the result of a second call, which prepares the third call."""
         self(arguments)
         return self(arguments)
 
@@ -241,12 +246,14 @@ def test_an_argument_that_moves_is_read_where_it_lies(machine):
         assert torch.equal(run(replace(a, a=factor * a.a)), factor * first)
     assert run.checks == 2
     off = torch.empty(a.a.numel() + 1, dtype=a.a.dtype)[1:].view_as(a.a).copy_(a.a)
-    assert torch.equal(run(replace(a, a=off)), first)  # another kernel: it is not aligned
+    # It takes another kernel, because it is not aligned.
+    assert torch.equal(run(replace(a, a=off)), first)
     assert run.checks == 3
 
 
 def test_arguments_that_move_are_told_apart(machine):
-    """One tensor for two arguments, then two: neither is taken for the other."""
+    """One tensor is given for two arguments, and then two tensors are. Neither call is taken for
+    the other."""
     op = get_op("all_reduce_residual_norm")
     run, a = Checked(op), op.sample_inputs(op.cases[0])
     twice = replace(a, residual=a.x)
@@ -280,7 +287,7 @@ def test_what_may_move_is_declared_right(moving):
 
 @pytest.mark.parametrize("op", BUILT, ids=lambda op: op.name)
 def test_the_key_tells_every_argument(op):
-    """Leaving any argument out of the key, or taking one for another, would show here."""
+    """If the key left out an argument, or confused it with another, this test would show it."""
     a, keys = op.sample_inputs(op.cases[0]), CallKeys(op.kinds, op.moving)
     known = keys(*op.split(a))
     assert known == keys(*op.split(a))
@@ -323,7 +330,7 @@ def test_a_repeat_loses_no_gradient_silently(machine):
     args, kwargs = run.op.split(a)
     with torch.enable_grad(), pytest.raises(ArgumentError, match="requires grad"):
         run.run(*args, **kwargs)
-    run(a)  # without grad mode it may
+    run(a)  # without grad mode the call is allowed
     assert run.checks == 2
 
 
@@ -365,7 +372,7 @@ def test_what_is_not_measured_yet_is_not_repeated(machine):
 
 @pytest.mark.parametrize("projection", ["packed", "apart", "per_head", "grouped"])
 def test_a_library_is_repeated_too(projection, monkeypatch):
-    """On a chip without a record calls go to library GEMMs: new x at the old address."""
+    """On a chip without a record, calls use library GEMMs. A new x lies at the old address."""
     machine = Interpreter(replace(SM90, features=frozenset()))
     monkeypatch.setattr(calls, "machine_of", lambda device: machine)
     heads = {"per_head": 4, "grouped": 2}.get(projection)
@@ -385,7 +392,7 @@ def test_a_library_is_repeated_too(projection, monkeypatch):
 
 
 def test_on_the_cpu_nothing_is_repeated():
-    """There values are checked at every call, so no call is known again by its addresses."""
+    """On the CPU, values are checked in every call, so no call is recognised by its addresses."""
     checks = []
     op = replace(get_op("paged_kv_store"), validate_values=checks.append)
     run = calls.Calls(op, "cpu")
@@ -401,7 +408,8 @@ class SumArguments:
 
 
 def test_a_list_of_tensors_is_neither_kept_nor_taken_for_another(machine):
-    """Somebody's own op: a key made of the tensors themselves would keep them alive."""
+    """A key that holds the tensors themselves would keep them alive. The op here is a user's
+    own."""
 
     def steps(a, target):
         out = yield Buffer.like(a.xs[0])

@@ -1,4 +1,5 @@
-"""Any call made again: which memory each launch and library call gets, and what is refused."""
+"""Tests repeated calls in general: which memory each launch and library call gets, and which calls
+are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ from tilewright.ops.runtime.replay import repeat
 
 @dataclass
 class Recorder:
-    """Runs no kernel; launches: the values of each; made: all new memory, in order."""
+    """Runs no kernel.
+
+    launches: the values of each launch.
+    made: all new memory, in order.
+    """
 
     target: Target = SM90
     launches: list[tuple] = field(default_factory=list)
@@ -68,7 +73,7 @@ def launch(*values, grid=(1,)):
 
 
 def made_again(steps, *args, machine=None):
-    """(the result of a call, what makes it again)"""
+    """Returns (the result of a call, a function that makes the call again)."""
     machine = machine or Recorder()
     program = drive(steps, machine)
     return program.outcome.result, repeat(program, args, {}, machine)
@@ -82,7 +87,7 @@ X = torch.ones(4)
 
 
 def reading(read):
-    """One launch, of what `read` makes of the call's own scratch memory."""
+    """Makes one launch with the value that `read` computes from the call's own scratch memory."""
     out = yield Buffer((4,), torch.float32)
     own = yield Buffer((8,), torch.float32)
     yield launch(read(own), out)
@@ -145,7 +150,7 @@ def test_a_result_that_no_launch_fills_is_not_made_again():
 
 
 def test_a_call_that_says_so_is_not_made_again():
-    """And its steps are not kept, so that their memory may be freed."""
+    """The steps of such a call are not kept, so that their memory may be freed."""
 
     def steps():
         out = yield Buffer((4,), torch.float32)
@@ -226,7 +231,7 @@ def test_what_fills_no_result_may_have_scratch_memory():
 
 
 def test_split_k_scratch_is_asked_for_at_each_launch():
-    """In a captured graph each launch must have counters of its own."""
+    """In a captured graph, each launch must have its own counters."""
     machine = Recorder()
 
     def steps():
@@ -290,7 +295,7 @@ def test_what_makes_a_call_again_holds_no_tensor():
         return Outcome(out, "")
 
     class Forgetful(Recorder):
-        """Keeps no memory."""
+        """An interpreter that keeps no memory."""
 
         def perform(self, step):
             answer = super().perform(step)
@@ -307,7 +312,7 @@ def test_what_makes_a_call_again_holds_no_tensor():
 
 
 def test_the_key_tells_devices_apart():
-    """Memory that one GPU gave back may get its address on another."""
+    """Memory that one GPU gave back may have the same address as memory on another GPU."""
     x, other = torch.empty(0), torch.empty(0, device="meta")
     assert x.data_ptr() == other.data_ptr()
     keys = CallKeys({"x": "Tensor"})
@@ -315,7 +320,7 @@ def test_the_key_tells_devices_apart():
 
 
 class Compiled:
-    """Stands for a compiled kernel; logs the values of its launches."""
+    """Stands for a compiled kernel, and logs the values of its launches."""
 
     metadata = SimpleNamespace(global_scratch_size=0)
 
@@ -327,7 +332,7 @@ class Compiled:
 
 
 def test_what_a_gpu_launched_it_launches_again(monkeypatch):
-    """Nothing but the compiled kernel and the CUDA runtime is replaced."""
+    """Only the compiled kernel and the CUDA runtime are replaced."""
     log = []
     cuda = {
         "current_device": lambda: 0,
@@ -358,11 +363,11 @@ def test_what_a_gpu_launched_it_launches_again(monkeypatch):
 
 
 def test_counters_that_captured_launches_have_stay_theirs(monkeypatch):
-    """A graph is replayed when the slab is used up, too, and holds no tensor of it."""
+    """A graph may be replayed after the slab is used up, and it holds no tensor of the slab."""
     state = {"_slabs": {}, "_every_slab": [], "apart": lambda make: make()}
     state["_new_slab"] = lambda count, index: torch.zeros(64, dtype=torch.int32)
     for name, value in state.items():
         monkeypatch.setattr(kernel_launch, name, value)
-    places = {kernel_launch._taken(32, 0).data_ptr() for _ in range(6)}  # nobody keeps them
+    places = {kernel_launch._taken(32, 0).data_ptr() for _ in range(6)}  # the tensors are not kept
     assert len(places) == 6
     assert len(state["_every_slab"]) == 3

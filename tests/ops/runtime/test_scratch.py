@@ -1,7 +1,9 @@
-"""Counters that launches keep across calls: in CUDA graphs, memory pools, streams and threads.
+"""Tests counters that launches keep across calls: in CUDA graphs, memory pools, streams and
+threads.
 
-An engine warms a step up on a stream of its own and in a memory pool, captures it once for each of
-two sets of buffers, and replays the two in turn, all in a thread that is not the main one.
+An engine warms up a step on a separate stream and in a memory pool, and captures it once for each
+of two sets of buffers. It replays the two graphs in turn. All this happens in a thread that is not
+the main thread.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ SLAB = 4096
 
 @dataclass
 class Cuda:
-    """Stands for the CUDA runtime: current device, stream and pool of each thread. captured: the
-    streams that are captured, each as (device, stream)."""
+    """Stands for the CUDA runtime: the current device, stream and pool of each thread. `captured`
+    has the streams that are captured, each as (device, stream)."""
 
     captured: set[tuple[int, int]] = field(default_factory=set)
     made_in: list[object] = field(default_factory=list)
@@ -71,7 +73,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, getattr(found, name))
     state = {"_counters": {}, "_slabs": {}, "_every_slab": [], "_new_slab": found.new_slab}
     state |= {"_SLAB_COUNTERS": SLAB, "_ENOUGH_COUNTERS": SLAB // 2, "_STREAM_COUNTERS": 64}
-    # Memory of a graph's own pool, which a capture zeroes at each replay.
+    # This is memory of a graph's own pool, which a capture zeroes in each replay.
     empty, zeros = torch.empty, torch.zeros
     monkeypatch.setattr(torch, "empty", lambda *n, device=None, **o: empty(*n, **o))
     monkeypatch.setattr(torch, "zeros", lambda *n, device=None, **o: zeros(*n, **o))
@@ -85,14 +87,14 @@ def counters(tiles, device=CPU):
 
 
 def lines(tensor):
-    """The cache lines that counters lie in, as (memory, line)."""
+    """Returns the cache lines in which counters lie, as (memory, line)."""
     start = tensor.untyped_storage().data_ptr()
     first = tensor.data_ptr() - start
     return {(start, (first + 4 * n) // 128) for n in range(tensor.numel())}
 
 
 def are_apart(tensors):
-    """Whether no two share a cache line."""
+    """Whether no two of the tensors share a cache line."""
     found = [lines(tensor) for tensor in tensors]
     return len(set().union(*found)) == sum(map(len, found))
 
@@ -115,14 +117,16 @@ def test_a_stream_keeps_its_counters_and_captured_launches_have_their_own(cuda):
 
 
 def test_a_slab_is_not_of_the_pool_in_which_a_step_is_warmed_up(cuda):
-    """The pool of a warm-up may be given back, and with it all that the caller's thread made."""
+    """The pool of a warm-up may be given back, and with it everything that the caller's thread
+    allocated."""
     cuda.own.pool = "the caller's"
     counters(20)
     assert cuda.made_in == [None]
 
 
 def test_a_warm_up_leaves_enough_for_the_captures_behind_it(cuda):
-    """Two graphs of many launches each, each warmed up first, zero no counters at their replays."""
+    """Two graphs have many launches each, and each is warmed up first. They zero no counters in
+    their replays."""
     taken = []
     for _ in range(4):
         counters(20)  # the warm-up
@@ -134,7 +138,7 @@ def test_a_warm_up_leaves_enough_for_the_captures_behind_it(cuda):
 
 
 def test_a_capture_that_finds_no_slab_zeroes_counters_of_its_own(cuda):
-    """Nothing may be made or waited for in a capture; `new_slab` would fail the test."""
+    """In a capture, nothing may be allocated or waited for. `new_slab` would fail the test."""
     cuda.captured.add((0, 0))
     one, other = counters(20), counters(20)
     assert are_apart([one, other])
@@ -148,7 +152,7 @@ def test_a_capture_that_finds_no_slab_zeroes_counters_of_its_own(cuda):
 
 
 def test_the_capture_is_asked_of_the_call_s_own_device(cuda):
-    """The current device may be another: its stream is not the one that is captured."""
+    """The current device may be another one, and its stream is not the stream that is captured."""
     other = torch.device("cuda", 1)
     first = counters(20, other)
     cuda.captured.add((1, 0))
@@ -161,7 +165,7 @@ def test_the_capture_is_asked_of_the_call_s_own_device(cuda):
 
 
 def test_threads_on_streams_of_their_own_share_no_counters(cuda):
-    """The threads ask at once; none of them is the main one."""
+    """The threads ask at the same time, and none of them is the main thread."""
     count = 24
     ready = threading.Barrier(count)
 
@@ -190,7 +194,7 @@ def layers():
 
 
 def step(weights, x):
-    """A chain of linears: each reads what the one before made."""
+    """Computes a chain of linears. Each reads the result of the linear before it."""
     op = torch.ops.tilewright.linear_residual
     for down, up in weights:
         inner = op(x, down, torch.zeros(T, N, device="cuda", dtype=x.dtype))
@@ -200,7 +204,8 @@ def step(weights, x):
 
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 def test_linears_of_the_step_below_split_their_sums(target):
-    """Sums that are not split use no counters, so the tests on a GPU would not reach them."""
+    """Sums that are not split use no counters, so without this the tests on a GPU would not reach
+    them."""
     shapes = (T, K), (N, K), (T, N)
     given = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
     steps = linear_residual_steps(OP.arguments(*given), target)
@@ -209,8 +214,8 @@ def test_linears_of_the_step_below_split_their_sums(target):
 
 
 def replay_pairs(rounds):
-    """Two sets of buffers, each with a graph in one pool, replayed in turn on one stream: how often
-    a result was not that of the call without a graph."""
+    """Replays two graphs in turn on one stream. Each graph has its own set of buffers, and both use
+    one pool. Returns how often a result differed from the result of the call without a graph."""
     weights = layers()
     generator = torch.Generator("cuda").manual_seed(1)
     given = [torch.randn(T, K, device="cuda", generator=generator).bfloat16() for _ in range(4)]
@@ -234,7 +239,7 @@ def replay_pairs(rounds):
             x.copy_(given[turn % 4])
             graph.replay()
             wrong += not torch.equal(out, right[turn % 4])
-        if turn % 5 == 0:  # calls without a graph between, on another stream
+        if turn % 5 == 0:  # calls without a graph in between, on another stream
             wrong += not torch.equal(step(weights, given[0]), right[0])
     return wrong
 

@@ -1,6 +1,6 @@
-"""A rank that waits for one that has ended is aborted; no other is.
+"""Tests that a rank that waits for an ended rank is aborted, and that no other rank is.
 
-The processes are real; what says whether this rank waits is given.
+The processes are real. The test itself decides whether this rank waits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.skipif(
 )
 _FILE = Path(watch.__file__)
 _LONG = 20.0
-# Every look at what has ended takes so long here.
+# Every check of what has ended takes this long here.
 _EVERY_S = 0.05
 
 
 @contextmanager
 def started(*command):
-    """A process that lasts until it is told something."""
+    """Starts a process that runs until it is told to end."""
     running = subprocess.Popen(command or ("cat",), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield running
@@ -41,7 +41,7 @@ def started(*command):
 
 
 def told_of(process, rank=1):
-    """What another process, here a child, says of itself."""
+    """Returns what another process, here a child, reports about itself."""
     return watch.this_process(rank)._replace(
         pid=process.pid, started=watch._started(process.pid), rank=rank
     )
@@ -56,7 +56,7 @@ def until(condition):
 
 @pytest.fixture
 def watching():
-    """A watch whose message is kept, and how often it asked."""
+    """Returns a watch that keeps its message, and counts how often it asked the GPU."""
     said, asked = [], []
     made = watch.Watch(_EVERY_S, 0.2, said.append)
     made.said, made.asked = said, asked
@@ -81,7 +81,7 @@ def test_a_rank_that_waits_for_one_that_ended_is_ended(watching, killed):
     with started() as other:
         watching.of(told_of(other), True)
         time.sleep(3 * _EVERY_S)
-        assert not watching.asked  # no GPU is asked while all live
+        assert not watching.asked  # no GPU is asked while all processes live
         if killed:
             other.kill()
         else:
@@ -103,7 +103,8 @@ def test_a_gpu_that_does_not_answer_is_waited_for_no_longer(watching):
 
 
 def test_a_rank_that_waits_for_nobody_goes_on(watching):
-    """It is asked again: it may come to wait for that one later, or only have seemed to."""
+    """The watch asks the rank again, because it may wait for the ended rank later, or may only have
+    seemed to wait."""
     answers = [False, True, False, False]
     with started() as other:
         watching.of(told_of(other), lambda: answers.pop(0) if answers else False)
@@ -139,7 +140,7 @@ def test_one_process_is_watched_once_for_all_its_groups(watching):
         assert threading.active_count() == before + 1
         other.kill()
         until(lambda: watching.said)
-        watching.of(told_of(other), False)  # made anew beside one that has ended
+        watching.of(told_of(other), False)  # made again next to a rank that has ended
 
 
 def test_a_pid_that_was_given_again_is_not_the_rank(watching):
@@ -151,7 +152,7 @@ def test_a_pid_that_was_given_again_is_not_the_rank(watching):
 
 
 def test_it_must_be_said_for_a_while():
-    """New groups of the process that ended ask no sooner."""
+    """New groups with the ended process do not ask sooner."""
     said, asked = [], []
     made = watch.Watch(60.0, _LONG, said.append)
     with started() as other:
@@ -169,7 +170,7 @@ def test_it_must_be_said_for_a_while():
 
 
 def test_what_cannot_be_watched_is_not_known(watching, monkeypatch):
-    """So that the next group of its ranks says so, too; no descriptor is left."""
+    """Therefore the next group of the same ranks reports it, too. No descriptor stays open."""
 
     def full(thread):
         raise RuntimeError("can't start new thread")
@@ -306,7 +307,8 @@ def test_the_process_is_aborted_and_says_why():
 
 
 def test_a_handler_that_waits_for_the_gpu_does_not_keep_it_alive():
-    """As one does that writes a tensor's number: it holds its lock meanwhile."""
+    """A handler may wait for the GPU, for example to write a tensor's number, and holds its lock
+    meanwhile."""
     held = "import logging; kept = logging.StreamHandler(); watch.log.addHandler(kept); "
     code, said = rank(held + "kept.acquire(); " + _ENDS, "waits", "60")
     assert code == -signal.SIGABRT
@@ -314,7 +316,8 @@ def test_a_handler_that_waits_for_the_gpu_does_not_keep_it_alive():
 
 
 def test_a_normal_end_says_nothing():
-    """Before, and behind the end of another that it does not wait for; no thread holds it."""
+    """This holds before and after the end of another rank for which this rank does not wait. No
+    thread keeps the process alive."""
     assert rank("", "waits") == (0, "")
     assert rank(_ENDS, "alone", "0.4") == (0, "")
 

@@ -1,4 +1,4 @@
-"""Numbers that a graph makes itself: what is picked from them."""
+"""Tests numbers that a graph makes itself, when a part of them is selected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilewright.patterns.arithmetic.constants import constant_of
 
 
 def picked(indices):
-    """The numbers that the pattern language reads of a table at a list of places."""
+    """Returns the numbers that the pattern language reads from a table at a list of places."""
     found = []
 
     def backend(gm, _):

@@ -1,5 +1,5 @@
-"""Formulas are matched in any order, through casts and layout, and by nothing that means another
-thing."""
+"""Tests that formulas match in any order, through casts and changes of layout, and match nothing
+with another meaning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def match(formula, function, *args):
 
 
 def held(view, **inputs):
-    """What a view selects of an argument of the program."""
+    """Returns what a view selects from an argument of the program."""
     return selected(view.effect, inputs[view.value.node.name.removeprefix("l_").strip("_")])
 
 
@@ -225,7 +225,7 @@ CENTRED = {
 @pytest.mark.parametrize("name", CENTRED)
 def test_every_element_sees_its_own_run(name):
     function, width = CENTRED[name]
-    x = (8 * given()).round()  # sums in any order are exact
+    x = (8 * given()).round()  # sums are exact in any order
     found = match(X - MEAN, function, x)
     assert (found and found.bound["width"]) == width
     if found is not None:
@@ -249,7 +249,8 @@ def test_runs_of_two_lengths_are_no_one_width():
 
 
 def mamba(x, gate, weight):
-    """Mamba-2's: a gate, then an RMS norm of groups, its weight for whole rows."""
+    """Computes as Mamba-2 does: a gate, then an RMS norm of groups, with a weight for whole
+    rows."""
     gated = x.float() * F.silu(gate.float())
     groups = by_groups(gated)
     normed = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + 1e-5)

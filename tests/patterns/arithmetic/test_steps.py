@@ -1,4 +1,5 @@
-"""Reductions, clamps and fills are read as PyTorch reads their arguments, by position or name."""
+"""Tests that reductions, clamps and fills are read as PyTorch reads their arguments, by position or
+name."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ GIVEN = value("input", X)
 
 
 def made(op, *args, **kwargs):
-    """(the value of an operation, what PyTorch computes for it)."""
+    """Returns (the value of an operation, the result that PyTorch computes for it)."""
     function = getattr(torch, op.removeprefix("new_"), None) or getattr(torch.nn.functional, op)
     if op.startswith("new_"):
         function = lambda x, *a, **k: getattr(x, op)(*a, **k)  # noqa: E731

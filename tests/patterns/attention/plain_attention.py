@@ -53,8 +53,8 @@ def weighted(logits, v):
 
 
 def run(attend, args, symbols=()):
-    """Asserts that a compiled function is no worse than eager, and returns its report. symbols:
-    (argument, dimension) of dynamic sizes."""
+    """Asserts that a compiled function is no less accurate than eager, and returns its report.
+    `symbols` has (argument, dimension) of dynamic sizes."""
     torch._dynamo.reset()
     ours = cloned(args)
     for argument, dim in symbols:

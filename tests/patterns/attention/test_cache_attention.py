@@ -1,5 +1,8 @@
-"""Pattern `cache_attention`: caches are read where they lie; what gains nothing is not mentioned,
-what cannot be taken is advice, and lost where it reads a cache."""
+"""Tests the pattern `cache_attention`.
+
+Caches are read in place. A site that gains nothing is not mentioned. A site that the op does not
+take is advice, or lost if it reads a cache.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ from tilewright.compiler import lower
 
 
 def test_a_written_cache_is_read_where_it_lies():
-    """One head of keys for each of queries, and no mask: what is gained is the cache's."""
+    """There is one key head for each query head, and no mask, so that only the cache makes a
+    gain."""
 
     def attend(q, k, v, mask, positions, *_):
         k.index_copy_(2, positions, q)
@@ -45,7 +49,8 @@ def test_a_written_cache_is_read_where_it_lies():
 
 
 def paged(heads_first=False):
-    """q, pools of k and v [9, 4, Hkv, D] (heads first: [9, Hkv, 4, D]), mask, table [B, 3]."""
+    """Returns q, pools of k and v [9, 4, Hkv, D] (heads first: [9, Hkv, 4, D]), a mask, and a table
+    [B, 3]."""
     q, _, _, mask, *_ = inputs()
     generator = torch.Generator().manual_seed(1)
     shape = (9, KV_HEADS, 4, WIDTH) if heads_first else (9, 4, KV_HEADS, WIDTH)
@@ -144,7 +149,7 @@ def sum_of_another_share(q, k, v, mask, *_):
 
 
 def multiplied(q, k, v, mask, *_):
-    """As older GPT-2 code hides keys: what is hidden becomes zero, and then a large number."""
+    """Hides keys as older GPT-2 code does: a hidden score becomes zero, and then a large number."""
     mask = mask.to(q.dtype)
     return weighted(logits_of(q, k) * mask - 1e4 * (1 - mask), v)
 
@@ -186,7 +191,8 @@ def behind_a_write(q, k):
 
 
 def behind_a_projection(q, k):
-    """The keys are given where the graph makes the queries: they are those of earlier tokens."""
+    """The keys are given, and the graph computes the queries. The keys are those of earlier
+    tokens."""
     return F.linear(q, torch.ones(WIDTH, WIDTH, dtype=q.dtype)), k
 
 
@@ -229,7 +235,7 @@ def dropped(q, k, v, mask, *_):
 
 
 def written_in_part(q, k, v, mask, *_):
-    """The scores are also returned: they cannot vanish."""
+    """The scores are also returned, so they cannot vanish."""
     logits = logits_of(q, k)
     logits += torch.where(mask, 0.0, HIDDEN).to(q.dtype)
     return weighted(logits, v), logits
@@ -240,7 +246,7 @@ def written_in_part(q, k, v, mask, *_):
     [
         (weights_are_read, "do not return the attention weights"),
         (dropped, "dropout_p=0.0"),
-        (written_in_part, "read in its place"),
+        (written_in_part, "read the input or the result of the layer instead"),
     ],
 )
 def test_a_hint_says_what_to_change(attend, words):
@@ -258,13 +264,13 @@ def test_a_mask_beside_is_causal_is_to_say_all():
 
 
 def capped_from_below(q, k, v):
-    """No known logits: hidden ones are raised to a number once more."""
+    """The form of the logits is not known: hidden logits are raised to a number once more."""
     logits = torch.max(q @ k.mT, torch.tensor(-1e4, dtype=q.dtype))
     return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
 def masked_and_capped(q, k, v, mask, *_):
-    """ALiBi's models of one head of keys for each of queries, such as Baichuan's."""
+    """Models with ALiBi and one key head for each query head, such as Baichuan, compute this."""
     logits = torch.max(q @ k.mT + torch.where(mask, 0.0, HIDDEN), torch.tensor(HIDDEN))
     return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
@@ -288,7 +294,8 @@ def test_a_softmax_of_such_keys_that_cannot_be_read_is_mentioned(attend):
 
 
 def test_a_view_that_needs_the_graphs_own_strides():
-    """`view` of a result [B, H, S, D] that lies so; the op's lies by tokens."""
+    """The `view` needs a result [B, H, S, D] in this memory order. The op's result is ordered by
+    tokens."""
 
     def attend(q, k, v, mask, *_):
         return sdpa(q, k, v, attn_mask=mask).view(q.shape[0], -1)
@@ -297,7 +304,8 @@ def test_a_view_that_needs_the_graphs_own_strides():
 
 
 def test_a_cache_that_is_changed_by_the_name_of_its_write():
-    """Another match absorbs the write, whose result names the memory that attention reads."""
+    """Another match absorbs the write. The result of the write names the memory that attention
+    reads."""
 
     def attend(q, k, v, positions, new, *_):
         k.index_copy_(2, positions, new)

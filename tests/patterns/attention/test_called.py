@@ -1,4 +1,5 @@
-"""A call of `cache_attention` that the model makes itself is a match, and stays the same call."""
+"""Tests that a call of `cache_attention` that the model itself makes is a match, and stays the same
+call."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Calls(nn.Module):
-    """As an engine's attention function: keys and values in the rows of all layers."""
+    """Calls attention as an engine does, with keys and values in the rows of all layers."""
 
     def __init__(self, **sight):
         super().__init__()

@@ -1,5 +1,8 @@
-"""Keys and values in caches of 8-bit floats, with the scales of a checkpoint: `cache_attention`
-reads the codes where they lie, and `qkv_cache` writes them, no worse than eager."""
+"""Tests keys and values in caches of 8-bit floats, with the scales of a checkpoint.
+
+`cache_attention` reads the codes in place, and `qkv_cache` writes them. No result is less accurate
+than eager's.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def parameter(number):
     return nn.Parameter(number, requires_grad=False)
 
 
-#: Scales of K and V as checkpoints have them; they differ.
+#: The scales of K and V, as in checkpoints. They differ.
 SCALES = {
     "parameters": lambda: (parameter(torch.tensor(0.021)), parameter(torch.tensor(0.034))),
     "of one element": lambda: (torch.tensor([0.021]), torch.tensor([0.034])),
@@ -36,13 +39,13 @@ SCALES = {
 
 
 def repeated(x):
-    """[B, Hkv, K, D] as [B, Hq, K, D]."""
+    """Returns [B, Hkv, K, D] as [B, Hq, K, D]."""
     b, h, length, width = x.shape
     return x[:, :, None].expand(b, h, GROUP, length, width).reshape(b, h * GROUP, length, width)
 
 
 def of_heads(scale):
-    """A scale beside heads [B, Hkv, K, D]."""
+    """Returns a scale in the shape for heads [B, Hkv, K, D]."""
     return scale.view(-1, 1, 1) if scale.numel() > 1 else scale
 
 
@@ -72,7 +75,7 @@ def behind_the_repetition(q, cache, scale):
 
 
 class Reader(nn.Module):
-    """q [B, Hq, S, D] to caches [B, Hkv, K, D] in 8 bits."""
+    """Attends with q [B, Hq, S, D] to caches [B, Hkv, K, D] in 8 bits."""
 
     def __init__(self, decode, scales, attend=F.scaled_dot_product_attention):
         super().__init__()
@@ -106,20 +109,21 @@ def reader_args(queries=1, dtype=torch.bfloat16, codes=E4M3):
 
 
 def exact(item):
-    """In float64, codes as they are."""
+    """Returns the item in float64. Codes stay as they are."""
     eight = isinstance(item, torch.Tensor) and item.dtype in (E4M3, E5M2, torch.int8)
     return item.clone() if eight else upcast(item)
 
 
 def run(module, args, what=""):
-    """The report of a compiled module that was no worse than eager, both against float64 of the
-    same codes."""
+    """Runs a compiled module and returns its report. The result must be no less accurate than
+    eager's; both are compared with float64 of the same codes."""
     ours, eager, best = cloned(args), cloned(args), [exact(a) for a in args]
     expected, reference = module(*eager), upcast(module)(*best)
     compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
     assert_no_worse(compiled(*ours), expected, reference, what)
     for cache, theirs in zip(ours[1:3], eager[1:3], strict=True):
-        # A projection that is rounded once, and not twice, may lie on the other side of a middle.
+        # A projection that is rounded once, and not twice, may lie on the other side of the middle
+        # between two codes.
         assert (cache.view(torch.uint8) == theirs.view(torch.uint8)).float().mean() > 0.97
         assert ((cache.float() - theirs.float()).abs() <= theirs.float().abs() / 4).all()
     return reports()[-1]
@@ -181,7 +185,7 @@ def test_codes_without_a_tensor_of_scales(decode):
 
 
 def test_queries_in_eight_bits_stay_rounded():
-    """q_scale: what the graph rounds is what the op is given."""
+    """With q_scale, the op gets the queries that the graph has rounded."""
 
     def attend(q, k, v, attn_mask):
         q = (q / 0.02).clamp(-448, 448).to(E4M3).to(q.dtype) * 0.02
@@ -266,7 +270,7 @@ def pages_by_number(pool, table):
 
 
 class Pages(Reader):
-    """Queries to pools [N, P, Hkv, D] in 8 bits."""
+    """Attends to pools [N, P, Hkv, D] in 8 bits."""
 
     def forward(self, q, k_pool, v_pool, mask, table):
         def keys(pool, scale):
@@ -321,12 +325,12 @@ def in_single_by_the_reciprocal(heads, scale):
 
 
 def of_rows(scale):
-    """A scale beside heads [T, Hkv, D]."""
+    """Returns a scale in the shape for heads [T, Hkv, D]."""
     return scale.view(-1, 1) if scale.numel() > 1 else scale
 
 
 class Layer(Reader):
-    """x [B, S, K] to caches [B, Hkv, K, D], into which it writes."""
+    """Writes x [B, S, K] into caches [B, Hkv, K, D], and attends to them."""
 
     def __init__(self, scales, round_with, decode=in_its_dtype):
         super().__init__(decode, scales)

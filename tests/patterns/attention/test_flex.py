@@ -1,5 +1,8 @@
-"""Pattern `cache_attention` on `flex_attention`: what score_mod says is read and fused, no
-worse than eager; what cannot be read is a miss with its reason, and the call stays."""
+"""Tests the pattern `cache_attention` on `flex_attention`.
+
+A score_mod that can be read is fused, and the result is no less accurate than eager's. One that
+cannot be read is a miss with its reason, and the call stays.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]
 
-# Without it eager has Dynamo trace the call, and then runs the same unfused arithmetic.
+# Without this, eager makes Dynamo trace the call, and then runs the same unfused arithmetic.
 EAGER = "torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, WIDTH = 2, 4, 2, 3, 12, 16
 
 
 def inputs(kv_heads=KV_HEADS):
-    """q, k, v, positions [S], documents [K], padding [B, K], lengths [B], slopes [H]."""
+    """Returns q, k, v, positions [S], documents [K], padding [B, K], lengths [B] and slopes [H]."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -60,8 +63,8 @@ INF = float("inf")
 
 
 def attention(seen=causal, score_mod=None, **options):
-    """Makes a function of q, k and v of what is behind them among `inputs`. seen and score_mod get
-    (.., b, h, i, j, those tensors)."""
+    """Makes a function of q, k, v and the tensors behind them in `inputs`. `seen` and `score_mod`
+    get (.., b, h, i, j, those tensors)."""
 
     def make(*tensors):
         def score(s, *at):
@@ -86,7 +89,7 @@ def run(make, args):
     return reports()[-1]
 
 
-#: name -> (what is seen, what becomes of the score, what the mask is understood as)
+#: For each name: (the visible keys, the change of the score, the mask that the pattern reads).
 FORMS = {
     "places": (causal, None, "causal"),
     "positions": (lambda b, h, i, j, p, *_: p[i] >= j, None, "causal by position"),
@@ -178,7 +181,7 @@ def sums_used(*_):
         (sums_used, "its log-sum-exp, or its largest score, is used"),
         (
             attention(block_mask=CAUSAL),
-            "its block mask's lists may hide more than mask_mod says",
+            "the lists of its block mask may hide more keys than mask_mod does",
         ),
     ],
     ids=["squared", "sines", "whole_row", "sums_used", "block_mask"],

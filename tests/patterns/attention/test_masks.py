@@ -1,4 +1,5 @@
-"""Pattern `cache_attention`: each spelling of a mask is understood as what it hides."""
+"""Tests the pattern `cache_attention`: in each way to write a mask, the pattern recognises which
+keys the mask hides."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def triangle(size):
     return torch.tril(ones(size))
 
 
-#: name -> (mask of (k, positions, padding), what it is understood as)
+#: For each name: (mask from (k, positions, padding), the mask that the pattern reads).
 MASKS = {
     "causal": (lambda k, p, s: counted(k) <= p[:, None], "causal by position"),
     "window": (
@@ -157,7 +158,7 @@ MASKS = {
         lambda k, p, s: torch.where(counted(k) <= p[:, None], 0.0, -9.0),
         "tensor",
     ),
-    # Not understood: each differs in one thing from one of those above.
+    # Masks that are not recognised. Each differs in one point from a mask above.
     "later_keys_too": (lambda k, p, s: counted(k) > p[:, None] - 4, "tensor"),
     "window_of_other_places": (
         lambda k, p, s: (counted(k) <= p[:, None]) & (counted(k) > p.flip(0)[:, None] - 4),

@@ -1,5 +1,5 @@
-"""Pattern `cache_attention`: attention in any spelling becomes one op that reads each key once, no
-worse than eager."""
+"""Tests the pattern `cache_attention`: attention in any spelling becomes one op that reads each key
+once, and is no less accurate than eager."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def interleaved(q, k, v, mask, *_):
 
 
 def keys_of_pairs(q, k, v, mask, *_):
-    """A key's numbers lie along two axes, as a rotation of neighbours makes them."""
+    """The numbers of a key lie along two axes, as after a rotation of neighbours."""
     even, odd = k.unflatten(-1, (-1, 2)).unbind(-1)
     k = torch.stack([even - odd, even + odd], -1).flatten(-2)
     return sdpa(q, k, v, attn_mask=mask)
@@ -95,7 +95,7 @@ def with_sinks(q, k, v, mask, _, __, sinks):
 
 
 def with_sinks_of_groups(q, k, v, mask, _, __, sinks):
-    """Heads in two dimensions, by the head of keys that they share; without sequences (gpt-oss)."""
+    """Has heads in two dimensions, by the key head that they share, and no sequences (gpt-oss)."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     q = q.unflatten(1, (-1, GROUP))
     k, v = (x[:, :, None].expand(-1, -1, GROUP, -1) for x in (k, v))
@@ -113,7 +113,7 @@ def with_sinks_of_one_sequence(q, k, v, mask, _, __, sinks):
     return torch.cat([logits, extra], -1).softmax(-1)[..., :-1] @ repeat_kv(v)[0]
 
 
-# What follows has logits without a scale of their own.
+# The spellings below have logits without a scale of their own.
 
 
 def weights_of(logits, mask, v):
@@ -172,7 +172,7 @@ def baddbmm_of_nothing(q, k, v, mask, *_):
 
 
 def baddbmm_to_zeros(q, k, v, mask, *_):
-    """As GPT-NeoX-Japanese: beta is 1, and what is added is nothing."""
+    """Computes as GPT-NeoX-Japanese does: beta is 1, and the added tensor is zero."""
     zeros = torch.zeros(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], dtype=q.dtype)
     sums = torch.baddbmm(zeros, merged(q), merged(repeat_kv(k)).mT, beta=1.0, alpha=0.3)
     return weighted(sums.view(*q.shape[:3], -1).masked_fill(~mask, HIDDEN), v)
@@ -202,7 +202,7 @@ def groups_beside_queries(q, k, v, mask, *_):
 
 
 def bools_added(q, k, v, mask, *_):
-    """True is 1 in a sum, and hides nothing."""
+    """True counts as 1 in a sum, so it hides nothing."""
     return weighted(logits_of(q, k) + mask, v)
 
 
@@ -287,7 +287,7 @@ def test_logits_changed_by_item_that_stay(attend, code, words):
 
 
 def test_a_sum_over_two_dimensions_is_not_read():
-    """The near miss of `einsum`: the width of a head in two dimensions."""
+    """The near miss of `einsum`: the width of a head is in two dimensions."""
 
     def attend(q, k, v, mask, *_):
         q, k = (x.unflatten(-1, (2, -1)) for x in (q, repeat_kv(k)))
@@ -299,7 +299,8 @@ def test_a_sum_over_two_dimensions_is_not_read():
 
 
 def test_heads_across_which_a_view_cuts_are_not_read():
-    """The scaled products are seen as three blocks of four rows, of four heads of three queries."""
+    """The view shows the scaled products as three blocks of four rows. The products are of four
+    heads with three queries."""
 
     def attend(q, k, v, mask, *_):
         rows = (q @ repeat_kv(k).mT).flatten(1, 2) * 0.3
@@ -312,7 +313,7 @@ def test_heads_across_which_a_view_cuts_are_not_read():
 
 
 def test_keys_whose_numbers_lie_apart_are_not_read():
-    """The control of `keys_of_pairs`: a key's numbers lie a row of tokens apart."""
+    """The control of `keys_of_pairs`: the numbers of a key lie a row of tokens apart."""
 
     def attend(q, turned, v, mask, *_):
         return sdpa(q, turned.mT, v, attn_mask=mask)

@@ -1,5 +1,8 @@
-"""Pattern `cache_attention` on models written as public reference code is: every style is found
-with its mask understood, is no worse than eager, and reads nothing that is hidden."""
+"""Tests the pattern `cache_attention` on models that are written as public reference code is.
+
+Every style is found and its mask is recognised. No result is less accurate than eager's, and
+nothing hidden is read.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tilewright.compiler import reports
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 CAUSAL = "causal by position"
-#: What a style's mask is understood as; of one token where that differs.
+#: The mask that the pattern reads in a style. If the mask of one token differs, it is listed, too.
 MASKS = {
     "window_of_table": "sliding_window(4) by position",
     "local_chunks": "chunked(4) by position",
@@ -24,9 +27,9 @@ MASKS = {
     "modulo_ring": "tensor",
 }
 ONE_TOKEN = {"added_triangle": "none"}
-#: Styles whose cache write is another pattern's miss.
+#: Styles whose cache write is a miss of another pattern.
 MOVED = {styles.rolled_ring, styles.roll_and_copy}
-#: Styles in which a slot behind the last token's is hidden.
+#: Styles in which a slot behind the last token's slot is hidden.
 HIDING = [s for s in STYLES if "ring" not in s.__name__ and s is not styles.roll_and_copy]
 
 CASES = [
@@ -37,8 +40,8 @@ CASES = [
 
 
 def check(style, phase, hidden=False, **options):
-    """The report of a layer that was no worse than eager. hidden: nor does it read NaN that lies
-    behind the last token."""
+    """Runs a layer and returns its report. The result must be no less accurate than eager's. With
+    `hidden`, the layer must not read NaN that lies behind the last token."""
     layer, args = build(style, phase)
     with torch.no_grad():
         expected, exact = layer(*cloned(args)), upcast(layer)(*map(upcast, args))

@@ -9,7 +9,7 @@ from tilewright.compiler import reports
 
 
 def run(layer, *args, **options):
-    """Runs the layer compiled with the inner compiler eager. Its report is then the last one."""
+    """Runs the layer compiled with the inner compiler eager. The last report is then its report."""
     compiled = torch.compile(layer, backend="tilewright", options={"inner": "eager"}, **options)
     return compiled(*args)
 

@@ -1,4 +1,5 @@
-"""Writes that round to 8-bit floats: what does not fit, scales and clamps, as eager has them."""
+"""Tests writes that round to 8-bit floats: numbers that do not fit, scales and clamps give the
+results of eager."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Eight(torch.nn.Module):
-    """`k` and `v` say how the heads are rounded; the caches are of 8-bit floats."""
+    """A layer in which `k` and `v` say how the heads are rounded. The caches have 8-bit floats."""
 
     def __init__(self, k, v=None, before=lambda heads: heads):
         super().__init__()
@@ -41,8 +42,8 @@ def bits(cache):
     return cache.view(torch.uint8)
 
 
-#: What is done to values before they are rounded to a dtype, and the patterns that are fused where
-#: PyTorch's cast does not saturate. n: the dtype's largest number.
+#: The operations on values before they are rounded to a dtype, and the patterns that are fused if
+#: PyTorch's cast does not saturate. n is the largest number of the dtype.
 HELD = {
     "not": (lambda h, n: h, ["qkv_cache"]),
     "by a bound beyond the range": (lambda h, n: h.clamp(-2 * n, 3 * n), ["qkv_cache"]),
@@ -58,7 +59,8 @@ HELD = {
     [(torch.float8_e5m2, held) for held in HELD] + [(FP8, "not"), (FP8, "from above")],
 )
 def test_what_does_not_fit_is_what_eager_makes_of_it(dtype, held):
-    """float8_e5m2: infinity; float8_e4m3fn: NaN in older releases, the largest number in newer."""
+    """float8_e5m2 gives infinity. float8_e4m3fn gives NaN in older releases, and the largest number
+    in newer ones."""
     hold, fused = HELD[held]
     eager, ours = (eight_args(torch.tensor(1e-6), dtype) for _ in range(2))
     module = Eight(lambda heads, scale: hold(heads / scale, torch.finfo(dtype).max).to(dtype))
@@ -163,7 +165,7 @@ def test_other_roundings_are_refused_by_name(name):
 
 @pytest.mark.parametrize("name", ["divided", "clamped"])
 def test_the_write_alone_rounds_too(name):
-    """The projection is not known, the write still is."""
+    """The pattern does not know the projection, but it still knows the write."""
     scale = torch.tensor(0.7)
     eager, ours = eight_args(scale), eight_args(scale)
     module = Eight(KNOWN[name], before=torch.nn.functional.gelu)
@@ -175,7 +177,8 @@ def test_the_write_alone_rounds_too(name):
 
 
 def test_a_cache_of_bytes_is_not_known():
-    """Only through a view: the op is not told which 8-bit float a byte is."""
+    """The cache can be used only through a view, because the op is not told which 8-bit float a
+    byte is."""
 
     def bytes_of(heads, scale):
         return heads.to(FP8).view(torch.uint8)

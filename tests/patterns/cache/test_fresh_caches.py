@@ -1,4 +1,4 @@
-"""Caches that the graph makes are told; scratch memory is none."""
+"""Tests that caches that the graph makes are reported, and that scratch memory is no such cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Fresh(nn.Module):
-    """Attention of 2 heads of 4 to keys and values that `put` writes into memory made here."""
+    """Computes attention of 2 heads of 4 to keys and values that `put` writes into memory made
+    here."""
 
     def __init__(self, put, returned, made=None):
         super().__init__()
@@ -68,7 +69,7 @@ def by_mask(cache, k):
 
 
 def in_halves(cache, k):
-    """As a rotation is put together in an empty tensor."""
+    """Writes as a rotation does whose halves are put together in an empty tensor."""
     cache[..., :2] = k.repeat(1, 3, 1, 1)[..., 2:]
     cache[..., 2:] = k.repeat(1, 3, 1, 1)[..., :2]
     return cache
@@ -106,7 +107,7 @@ def test_a_cache_that_is_cast_is_told():
 
 
 class Rows(nn.Module):
-    """Rows of a product in a tensor of zeros: padding, or one expert after the other."""
+    """Writes rows of a product into a tensor of zeros, as padding or one expert after the other."""
 
     def forward(self, x, weight):
         rows = x.new_zeros(2, 9, 8)

@@ -1,4 +1,5 @@
-"""K and V of one layer belong together, and of two layers never, whatever the layers share."""
+"""Tests that K and V of one layer are a pair, and that K and V of two layers never are, whatever
+the layers share."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class TwoLayers(nn.Module):
-    """Both rotate their keys by the same angles, which are a product: frequencies by positions."""
+    """Both layers rotate their keys by the same angles, which are a product of frequencies and
+    positions."""
 
     def __init__(self, value_dim: int) -> None:
         super().__init__()
@@ -47,7 +49,8 @@ def arguments(value_dim: int) -> tuple[torch.Tensor, ...]:
 
 
 def test_keys_of_two_layers_that_share_their_angles_are_no_pair():
-    """Values have another width, so the next write of the keys' shape is the next layer's."""
+    """Values have another width than keys, so the next write with the keys' shape belongs to the
+    next layer."""
     check_against_eager("unlike", TwoLayers(D // 2), arguments(D // 2), ["cache_store"] * 4)
     report = reports()[-1]
     assert [site.shapes["writes"] for site in matches_of(report, "qkv")] == [1] * 4

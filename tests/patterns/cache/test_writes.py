@@ -1,4 +1,4 @@
-"""Where a write goes, and which writes are a pair: tables, slices, one storage."""
+"""Tests where a write goes, and which writes are a pair: tables, slices, and one storage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pages_of_every_size(name, page_size):
 
 
 class ByTable(torch.nn.Module):
-    """K and V at `locate(m, table, seq, positions)` = (page, offset)."""
+    """Writes K and V at `locate(m, table, seq, positions)`, which returns (page, offset)."""
 
     def __init__(self, locate):
         super().__init__()
@@ -51,7 +51,7 @@ def table_args():
 
 
 def bumped(table, seq, positions):
-    """The graph moves the positions on, so the op could not read them in the end."""
+    """The graph advances the positions, so the op could not read them at the end."""
     place = table[seq, positions // 8], positions % 8
     positions.add_(1)
     return place
@@ -90,7 +90,8 @@ def test_positions_count_from_the_end_as_in_pytorch():
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_slot_from_data_is_a_node_that_the_op_takes(whole):
-    """`start = lengths[0].item()`: what is computed from data in front of the op is no input's."""
+    """`start = lengths[0].item()` is computed from data in front of the op. It belongs to no
+    input."""
 
     class Step(nn.Module):
         def __init__(self):
@@ -123,7 +124,7 @@ def test_a_slot_from_data_is_a_node_that_the_op_takes(whole):
 
 
 class Sliced(torch.nn.Module):
-    """`write(cache, heads [B, S, H, D], start)` for K and V."""
+    """Calls `write(cache, heads [B, S, H, D], start)` for K and V."""
 
     def __init__(self, write):
         super().__init__()
@@ -183,17 +184,17 @@ def test_one_compilation_serves_every_start():
         for cache, other in zip(args[1:3], expected[1:3], strict=True):
             torch.testing.assert_close(cache, other, rtol=1e-5, atol=1e-5)
     new = [report for report in reports() if all(report is not old for old in before)]
-    assert len(new) == 2  # the first start as a number, the others as a symbol
+    assert len(new) == 2  # the first start is a number, and the others are a symbol
     assert patterns() == ["qkv_cache"]
 
 
 def scattered(cache, heads, slots):
-    """Each sequence has slots of its own."""
+    """Writes with separate slots for each sequence."""
     cache.scatter_(1, slots[:, :, None, None].expand_as(heads), heads)
 
 
 def scattered_pages(cache, heads, slots):
-    """Each page of each sequence has them."""
+    """Writes with separate slots for each page of each sequence."""
     at = slots[:, None, :, None, None].expand(-1, 2, -1, *heads.shape[2:])
     cache.view(4, 2, 8, *heads.shape[2:]).scatter_(2, at % 8, heads[:, None].expand_as(at))
 
@@ -248,7 +249,7 @@ def test_keys_and_values_in_one_cache_are_those_of_one_layer():
 
 
 def test_rows_with_pages_and_slots_of_their_own_are_written_one_by_one():
-    """Only rows with one index each are one write."""
+    """Only rows with one index each can be one write."""
 
     def step(m, x, k_cache, v_cache, pages, slots):
         k, v = m.k_proj(x).view(2, 3, HKV, D), m.v_proj(x).view(2, 3, HKV, D)
@@ -264,7 +265,7 @@ def test_rows_with_pages_and_slots_of_their_own_are_written_one_by_one():
 
 
 def other_row_between(m, x, k_cache, v_cache, slots, given):
-    """K's next row is written before V's first is."""
+    """The next row of K is written before the first row of V."""
     q, k, v = m.qkv(x)
     k_cache[0][slots] = k
     k_cache[1][slots] = given
@@ -273,7 +274,7 @@ def other_row_between(m, x, k_cache, v_cache, slots, given):
 
 
 def of_rows(strides):
-    """Caches [6, 8, HKV, D], K's with the given strides."""
+    """Returns caches [6, 8, HKV, D], with the given strides for K's cache."""
     x, _, v_cache, _ = make_args()
     slots = torch.tensor([3, 1, 0, 7, 5])
     k_cache = torch.zeros(6 * 8 * HKV * D).as_strided(v_cache.shape, strides)
@@ -291,7 +292,7 @@ def test_a_write_to_another_row_may_lie_between(dynamic):
 
 @pytest.mark.parametrize("stride", [0, HKV * D])
 def test_rows_that_share_elements_are_written_in_order(stride):
-    """An expanded cache, and one whose rows overlap."""
+    """One cache is expanded, and in another the rows overlap."""
     args = of_rows((stride, *DENSE[1:]))
     run(Layer(other_row_between), *args)
     assert "CACHE_WRITE" in codes()
@@ -311,7 +312,7 @@ def test_k_and_v_at_different_starts_are_no_pair():
 
 @pytest.mark.parametrize("by", ["index", "slice"])
 def test_keys_and_values_in_one_row_are_told_as_that(by):
-    """They have no twin since they are both in one write."""
+    """They have no twin, because both are in one write."""
 
     class InOneRow(torch.nn.Module):
         def __init__(self):
@@ -331,9 +332,9 @@ def test_keys_and_values_in_one_row_are_told_as_that(by):
 
 
 class OfTwoWidths(torch.nn.Module):
-    """Values are narrower than keys; each layer projects what the one before it made.
+    """Values are narrower than keys. Each layer projects the result of the layer before it.
 
-    between: one more write of the same activation, between those of keys and values.
+    `between` is one more write of the same activation, between the writes of keys and values.
     """
 
     def __init__(self, between=False):
@@ -356,7 +357,7 @@ class OfTwoWidths(torch.nn.Module):
 
 @pytest.mark.parametrize("between", [False, True])
 def test_keys_of_two_layers_are_no_pair(between):
-    """They lie at the same place of two caches, as K and V of one layer do."""
+    """They lie at the same place in two caches, as K and V of one layer do."""
     caches = [[torch.zeros(32, *last) for last in ((2, 8), (2, 4), (1, 16))] for _ in range(2)]
     with torch.no_grad():
         run(OfTwoWidths(between), torch.randn(3, 16), caches, torch.tensor([1, 5, 9]))
@@ -364,12 +365,13 @@ def test_keys_of_two_layers_are_no_pair(between):
     misses = misses_of(reports()[-1], "qkv")
     assert {miss.code for miss in misses} == {"LONE_WRITE"}
     unlike = [miss for miss in misses if "keys and values of one width" in miss.message]
-    assert len(unlike) == 4  # `more` has one head, and no twin
+    assert len(unlike) == 4  # `more` has one head and no twin
     assert not any(miss.is_lost for miss in unlike)
 
 
 def test_a_stack_whose_dimension_is_the_cache_s_last_stays_one_write():
-    """Keys and values that alternate are no two writes of heads, whose numbers lie side by side."""
+    """Keys and values that alternate are no two writes of heads, because the numbers of a head lie
+    side by side."""
 
     def in_turn(m, x, k_cache, v_cache, slots):
         q, k, v = m.qkv(x)
@@ -386,8 +388,8 @@ def test_a_stack_whose_dimension_is_the_cache_s_last_stays_one_write():
 
 
 class Convolution(torch.nn.Module):
-    """Keeps the last inputs of a convolution, [batch, channels, width]: new tokens are joined to
-    them behind `between`."""
+    """Keeps the last inputs of a convolution, [batch, channels, width]. New tokens are joined to
+    them after `between`."""
 
     def __init__(self, between):
         super().__init__()
@@ -401,7 +403,8 @@ class Convolution(torch.nn.Module):
 
 @pytest.mark.parametrize("between", [F.silu, torch.tanh])
 def test_inputs_of_a_convolution_are_no_cache(between):
-    """Joined to earlier tokens along its last axis: how the new ones were made does not matter."""
+    """The new inputs are joined to earlier tokens along the last axis. It does not matter how the
+    new ones were computed."""
     with torch.no_grad():
         run(Convolution(between), torch.randn(2, 3, 8), torch.zeros(2, 8, 4))
     assert (patterns(), codes()) == ([], set())
@@ -411,13 +414,14 @@ def test_inputs_of_a_convolution_are_no_cache(between):
 
 
 def interleaved():
-    """K and V of every page side by side, `[P, 2, S, H, D].unbind(1)`, handed in as two inputs."""
+    """Returns K and V of every page side by side, `[P, 2, S, H, D].unbind(1)`, passed as two
+    inputs."""
     x, k_cache, v_cache, slots = make_args()
     return x, *torch.stack((k_cache, v_cache), 1).unbind(1), slots
 
 
 def overlapping():
-    """The same shapes and strides, with V half a page further on."""
+    """Returns the same shapes and strides, with V half a page further on."""
     x, k_cache, _, slots = make_args()
     page = k_cache[0].numel()
     pool = torch.arange(6.0 * 2 * page) / page
@@ -451,7 +455,7 @@ def test_two_inputs_that_overlap_are_not():
 
 
 def test_caches_that_overlap_on_a_later_call_are_written_as_the_graph_was():
-    """No guard holds inputs to where they lay: they are looked at in every call."""
+    """No guard checks where inputs lie, so their addresses are checked in every call."""
     layer = Layer(by_page)
     compiled = torch.compile(layer, backend="tilewright", options={"inner": "eager"})
     compiled(*interleaved())

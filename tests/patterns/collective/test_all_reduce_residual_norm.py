@@ -1,7 +1,7 @@
-"""Sums over ranks with residual and norm: what is found, and near misses.
+"""Tests sums over ranks with residual and norm: the matches, and near misses.
 
-One of two ranks: torch's fake process group moves nothing, so that only reports are asked. Numbers
-are in tests/compiler/test_sharded.py.
+This process is one of two ranks. torch's fake process group moves nothing, so only reports are
+checked. tests/compiler/test_sharded.py compares numbers.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def in_another_shape(x, w, residual, norm):
 
 
 def of_no_linear(x, w, residual, norm):
-    """What experts give is summed over ranks, too."""
+    """The results of experts are summed over ranks, too."""
     total = residual + summed(residual.sigmoid())
     return total, F.rms_norm(total, norm.shape, norm, 1e-5)
 
 
 def before_gate_and_up(x, w, residual, norm):
-    """The linears take the norm as it is, and leave it here."""
+    """The linears read the norm's result as it is, and leave the norm in the graph."""
     total = residual + summed(F.linear(x, w))
     y = rms(total, norm)
     return total, F.silu(F.linear(y, w.T)) * F.linear(y, 2 * w.T)
@@ -111,7 +111,7 @@ def average(x, w, residual, norm):
 
 
 def turned_between(x, w, residual, norm):
-    """Dimensions that changed places are no reshape."""
+    """Dimensions that are exchanged are no reshape."""
     total = (residual.t() + summed(F.linear(x, w)).t()).t()
     return total, rms(total, norm)
 
@@ -193,7 +193,7 @@ def sum_read_elsewhere(x, w, residual, norm):
 
 
 def part_read_behind(x, w, residual, norm):
-    """In place the part is the sum afterwards, and somebody reads that."""
+    """After the in-place sum, the part holds the sum, and another node reads it."""
     part = F.linear(x, w)
     dist.all_reduce(part)
     total = residual + part
@@ -212,7 +212,7 @@ def other_dtypes(x, w, residual, norm):
 
 
 def scattered_by_token(x, w, residual, norm):
-    """Sequence parallel: each rank has some of the tokens between its linears."""
+    """Uses sequence parallelism: each rank has some of the tokens between its linears."""
     part = functional.reduce_scatter_tensor(F.linear(x, w), "sum", 0, dist.group.WORLD)
     total = residual[:2] + part
     return total, functional.all_gather_tensor(rms(total, norm), 0, dist.group.WORLD)

@@ -1,5 +1,8 @@
-"""Pattern `grouped_gemm`: a lone grouped product becomes the op that its operands ask for, with no
-larger error; the NVFP4 op only where the graph has the codes of both."""
+"""Tests the pattern `grouped_gemm`.
+
+A grouped product by itself becomes the op that suits its operands, with no larger error. It becomes
+the NVFP4 op only if the graph has the codes of both operands.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def dense(seed=1, dtype=torch.bfloat16):
 
 
 def product(x, weight, ends=ENDS):
-    """In float64: x [M, K] by weight [E, N, K]."""
+    """Computes x [M, K] times weight [E, N, K] in float64."""
     parts = x.double().tensor_split(ends[:-1].long())
     return torch.cat([p @ w.double().T for p, w in zip(parts, weight, strict=True)])
 
@@ -46,7 +49,7 @@ def compiled(function, args, **options):
 
 
 def matched(function, args, exact, **options):
-    """(ops, facts) of what matched; the result is no worse than eager's."""
+    """Returns (ops, facts) of the matches. The result must be no less accurate than eager's."""
     with torch.no_grad():
         eager = function(*args)
     assert_no_worse(compiled(function, args, **options), eager, exact, "result")
@@ -114,7 +117,8 @@ def test_the_number_of_rows_may_be_a_symbol():
 
 
 def test_float16_in_hugging_face_s_own_operator():
-    """What transformers calls where torch's takes no float16; its rows of no group are zero too."""
+    """transformers calls this operator if torch's takes no float16. Its rows of no group are zero,
+    too."""
     pytest.importorskip("transformers.integrations.moe", reason="needs the extra [models]")
 
     def function(x, weight, ends):
@@ -143,7 +147,8 @@ def test_ends_in_any_order_are_what_torch_makes_of_them(ends):
 
 
 class Coded(nn.Module):
-    """A product with weights that are dequantised at each call; `prepare` makes the rows of x."""
+    """Computes a product with weights that are dequantised in each call. `prepare` makes the rows
+    of x."""
 
     def __init__(self, spelling, prepare=lambda x: x):
         super().__init__()
@@ -184,7 +189,8 @@ def library(x):
 
 
 def with_a_tensor_scale(x):
-    """Two levels: the whole tensor's amax, then one e4m3 scale per 16."""
+    """Quantises in two levels: with the amax of the whole tensor, and then with one e4m3 scale for
+    every 16 numbers."""
     tensor_scale = 2688.0 / x.float().abs().amax()
     packed, scales = nvfp4.quantize(x, tensor_scale)
     values = moe_dequant.by_block(moe_dequant.look_up(packed), scales.float())
@@ -192,7 +198,8 @@ def with_a_tensor_scale(x):
 
 
 def spelled_out(x):
-    """Block amax, e4m3 scale, nearest of eight magnitudes by their midpoints, look-up, product."""
+    """Computes the amax of a block, its e4m3 scale, the nearest of eight magnitudes by their
+    midpoints, a look-up, and the product."""
     blocks = x.float().unflatten(-1, (-1, 16))
     scale = (blocks.abs().amax(-1) / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn)
     factor = scale.float().clamp(min=1e-12)
@@ -206,7 +213,7 @@ def spelled_out(x):
 
 
 def by_row(x):
-    """A factor for each row: the op has none to take it."""
+    """Has a factor for each row. The op has no argument for it."""
     tensor_scale = 2688.0 / x.float().abs().amax(-1)
     packed, scales = nvfp4.quantize(x, tensor_scale)
     return nvfp4.dequantize(packed, scales, tensor_scale, torch.bfloat16)
@@ -231,7 +238,8 @@ def test_codes_of_both_are_taken_by_the_nvfp4_op(spelling, prepare):
 
 
 def test_the_nvfp4_op_takes_ends_in_any_order():
-    """A row of several groups belongs to the last, and negative ends count from the last row."""
+    """A row of several groups belongs to the last of them, and negative ends count from the last
+    row."""
     module, x = Coded("nvfp4_magnitudes", library), rows()
     ends = torch.tensor([9, -10, 12], dtype=torch.int32)
     got = compiled(module, (x, ends))
@@ -252,7 +260,8 @@ def test_the_nvfp4_op_takes_ends_in_any_order():
     ],
 )  # fmt: skip
 def test_codes_of_both_that_the_caller_gives(spelling, keep, said):
-    """The op ignores signs: it is taken where the graph does, and what keeps it away is told."""
+    """The op ignores signs. It is taken if the graph ignores them, too; otherwise the reason is
+    reported."""
     module = Coded(spelling)
     packed, scales = nvfp4.quantize(rows())
     scales = (scales.view(torch.uint8) | 0x80).view(scales.dtype)
@@ -310,7 +319,7 @@ def test_the_nvfp4_op_with_a_symbol_of_rows_that_go_over_blocks_and_past_the_gro
     got = compiled(module, (x, ends))
     assert [site.op for site in matches_of(reports()[-1], "grouped", "fused_moe")] == [BOTH]
     exact = product(library(x)[:200], module.weight(), ends)
-    # The criterion of the peers' tests, for products of the exact operands.
+    # The criterion of the tests of peers, for products of the exact operands.
     difference = (
         1
         - 2
@@ -332,7 +341,8 @@ def test_codes_that_do_not_go_together_leave_the_rows_as_the_graph_has_them(spel
 
 
 def test_rows_rounded_to_e2m1_without_codes_are_plain_rows():
-    """No codes to read: the graph's own rounding stays, the op multiplies what it gives."""
+    """There are no codes to read. The graph's own rounding stays, and the op multiplies its
+    result."""
 
     def prepare(x):
         return fp4.decode(fp4.encode(x), torch.bfloat16) * x.amax()
@@ -374,7 +384,7 @@ def test_float32_is_left_to_torch():
     [(E * 160, torch.bfloat16, False), (E * 100, torch.bfloat16, True)],
 )
 def test_short_sums_over_many_rows_are_left_to_torch(count, dtype, taken):
-    """Code NO_GAIN, and what has one: fewer rows."""
+    """The miss is NO_GAIN. With fewer rows there is a gain."""
     args = (rows(count=count, dtype=dtype), dense(dtype=dtype), ENDS)
     if taken:
         torch._dynamo.reset()
@@ -386,7 +396,7 @@ def test_short_sums_over_many_rows_are_left_to_torch(count, dtype, taken):
 
 
 def test_a_mixture_keeps_its_products():
-    """`moe` comes first, and what it took is neither taken again nor spoken of."""
+    """`moe` comes first. Products that it took are neither taken again nor reported."""
     torch._dynamo.reset()
     module, args = build("plain")
     with torch.no_grad():
@@ -421,13 +431,13 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU
     ],
 )  # fmt: skip
 def test_inductor_compiles_what_stands_before_the_op(spelling, prepare, op):
-    """Where scales are put into the tensor core's layout, and rows quantised, on a GPU."""
+    """On a GPU, the scales are put into the tensor core's layout, and rows are quantised."""
     module, x = Coded(spelling, prepare), rows(count=210)
     ends = torch.tensor([129, 129, 200], dtype=torch.int32)
     with torch.no_grad():
         module, x, ends = module.cuda(), x.cuda(), ends.cuda()
         exact = product(prepare(x)[:200], module.weight(), ends.cpu())
-        # Inductor rounds quotients otherwise than eager, which moves a scale to its neighbour.
+        # Inductor rounds quotients differently than eager, which moves a scale to the next one.
         peers = [module(x, ends)[:200], torch.compile(module)(x, ends)[:200]]
         torch._dynamo.reset()
         got = torch.compile(module, backend="tilewright")(x, ends)

@@ -1,4 +1,5 @@
-"""Adapters of many rows, spelling by spelling: fused, or missed by name; right either way."""
+"""Tests adapters of many rows in each spelling: they are fused, or missed by name, and the results
+are right."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from tilewright.compiler import lower, reports
 from tilewright.patterns.lora.arguments import has_kernels
 from tilewright.patterns.qkv import qkv_cache
 
-#: What is not fused, and why.
+#: Models that are not fused, with the reason.
 MISSED = {"slice_add": "LORA_IN_PLACE", "taken_along": "LORA_FORM", "one_hot": "LORA_FORM"}
-#: One site for each adapter.
+#: Models with one site for each adapter.
 SITES = {"looped": 4}
 DYNAMIC = (
     "gather_einsum", "stacked_split", "none_where", "sequences_bmm", "grouped",
@@ -36,7 +37,7 @@ def outputs(result):
 
 
 def run(module, args, dynamic=None):
-    """(eager, compiled) outputs, each a tuple, and the report."""
+    """Returns (eager, compiled) outputs, each a tuple, and the report."""
     compiled = torch.compile(
         module, backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
     )
@@ -51,7 +52,7 @@ CASES = [(name, None) for name in IDIOMS] + [(name, True) for name in DYNAMIC]
 def test_each_idiom_is_fused_or_missed_by_name(name, dynamic):
     module, args = build(name)
     eager, ours, report = run(module, args, dynamic)
-    if name.startswith("grouped"):  # grouped products know no float64
+    if name.startswith("grouped"):  # grouped products do not support float64
         exact = outputs(Layer(IDIOMS["gather_einsum"][0]).to(torch.float64)(*map(upcast, args)))
         if name == "grouped_stacked":
             bases = [args[0].double() @ w.double().T for w in module.base.values()]
@@ -71,7 +72,7 @@ def test_each_idiom_is_fused_or_missed_by_name(name, dynamic):
 
 @pytest.mark.parametrize("masked", lora.MASKS)
 def test_rows_that_a_mask_takes_out_have_no_adapter(masked):
-    """However the mask is written: as the rows with an adapter, or those without one."""
+    """The mask may be written as the rows with an adapter, or as the rows without one."""
     module, args = lora.build(lora.LoraAxes(masked=masked))
     eager, ours, report = run(module, args)
     assert patterns_in(report, "lora") == ["lora_qkv"]
@@ -81,7 +82,7 @@ def test_rows_that_a_mask_takes_out_have_no_adapter(masked):
 
 
 def test_the_adapters_are_read_where_they_are():
-    """No table is taken by index, and nothing is joined, in front of the op."""
+    """In front of the op, no table is looked up by index, and nothing is joined."""
     lowered = lower(*build("gather_einsum_scaled"))
     names = [str(node.target) for node in lowered.graphs[0].after.graph.nodes]
     assert sum("shrink_qkv_permute_3mn" in name for name in names) == 1
@@ -112,7 +113,7 @@ def test_a_bent_model_stays_right(name):
 
 
 def test_adapters_that_a_lookup_rescales_are_told():
-    """With max_norm the lookup writes the table that it reads."""
+    """With max_norm, the lookup writes the table that it reads."""
     stacks = [torch.zeros(4, 8 * 64), torch.zeros(4, 64 * 8)]
 
     def adapted(x, base, ids, a, b):
@@ -138,7 +139,7 @@ FLOATS = (torch.float32, torch.float32, torch.float64)
 
 
 class Cached(torch.nn.Module):
-    """q, k and v with adapters picked by row, k and v written by slot."""
+    """Has q, k and v with adapters picked by row. k and v are written by slot."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +191,7 @@ def lowered_nodes(module, args, caches, ids):
 def test_adapters_without_kernels_stay_in_the_graph_and_are_added_by_the_cache_write(
     same, monkeypatch
 ):
-    """On a GPU, adapters in fp32."""
+    """This is the case for adapters in fp32 on a GPU."""
     monkeypatch.setattr(qkv_cache, "has_kernels", lambda delta: False)
     torch.manual_seed(0)
     module, one = Cached().requires_grad_(False), torch.tensor([0, 2, 1])
@@ -208,7 +209,7 @@ def test_adapters_without_kernels_stay_in_the_graph_and_are_added_by_the_cache_w
 
 
 class Coded(Cached):
-    """Bases of int8 codes, each output feature scaled behind the sum with its adapter."""
+    """Has bases of int8 codes. Each output feature is scaled after its sum with the adapter."""
 
     def __init__(self, in_place):
         super().__init__()
@@ -242,7 +243,7 @@ def test_a_scale_behind_codes_and_adapters_scales_both(in_place):
 
 
 def define_operators():
-    """Operators in the manner of punica: one writes into y, one returns the sum."""
+    """Defines operators like those of punica: one writes into y, and one returns the sum."""
     if hasattr(torch.ops.lora_test, "bgmv_expand"):
         return
 
@@ -300,7 +301,7 @@ def test_an_operator_that_hides_the_adapters_is_named(step, misses):
      ("cuda", torch.float32, 64, False), ("cuda", torch.float32, sympy.Symbol("s0"), False)],
 )  # fmt: skip
 def test_in_fp32_kernels_are_for_a_few_rows(device, dtype, rows, there):
-    """What has_kernels looks at of a delta of rank 16."""
+    """These are the facts that has_kernels checks for a delta of rank 16."""
     value = SimpleNamespace(device=torch.device(device), dtype=dtype)
     x = SimpleNamespace(value=value, shape=(rows, 4096))
     delta = SimpleNamespace(x=x, shrink=SimpleNamespace(value=value), rank=16)

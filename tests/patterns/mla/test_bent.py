@@ -1,4 +1,5 @@
-"""Latent attention bent in one place at a time: whatever is fused then gives what eager gives.
+"""Tests latent attention that is changed in one place at a time. Whatever is then fused gives the
+results of eager.
 
 Weights and data are float32, so that a wrong mask, order or scale shows.
 """
@@ -29,7 +30,7 @@ def counted(k):
     return torch.arange(len(k))
 
 
-#: name -> (mask of (q, k, positions), what it is proven to be)
+#: For each name: (mask from (q, k, positions), the mask that is proven).
 MASKS = {
     "before": (lambda q, k, p: counted(k) < p[:, None] + 1, "causal by position"),
     "not_after": (lambda q, k, p: ~(counted(k) > p[:, None]), "causal by position"),
@@ -67,7 +68,8 @@ MASKS = {
 
 
 def run(change, **axes):
-    """The report of a bent module, once it has given what eager gives. axes: of the module."""
+    """Returns the report of a changed module, after a check that it gives eager's results. `axes`
+    are fields of the module."""
     torch._dynamo.reset()
     module, args = build("plain", dtype=torch.float32, **axes)
     change(module)
@@ -106,14 +108,14 @@ def batched(q, k, v, scale, **options):
 
 
 def two_halves(x, count, interleaved=False):
-    """[N, H, D] as a batch of two sequences [2, H, N / 2, D]."""
+    """Returns [N, H, D] as a batch of two sequences [2, H, N / 2, D]."""
     order = (count // 2, 2) if interleaved else (2, count // 2)
     apart = heads_first(x).reshape(4, *order, x.shape[-1])
     return apart.permute(2, 0, 1, 3) if interleaved else apart.transpose(0, 1)
 
 
 def logits_apart(q, k, v, p, scale, weight=1.0, flip=False):
-    """Two products summed, the second one bent."""
+    """Sums two products, of which the second is changed."""
     q_pe = q[..., 24:].flip(0) if flip else q[..., 24:]
     by_rope = torch.einsum("thr,kr->htk", q_pe, k[1])
     by_rope = by_rope if weight == 1.0 else by_rope * weight
@@ -136,7 +138,7 @@ def query_rotated(rotate):
     return change
 
 
-#: name -> (change, whether the attention is fused)
+#: For each name: (change, whether the attention is fused).
 BENT = {
     "batch_of_two": (
         attending(
@@ -225,7 +227,8 @@ def test_bent_attention(name):
 
 @pytest.mark.parametrize(("concat", "fused"), [("cat", True), ("new_empty", False)])
 def test_a_query_that_reads_the_memory_of_the_keys(concat, fused):
-    """Slices written into fresh memory vanish with the match, and the query would read nothing."""
+    """Slices written into new memory vanish with the match. Otherwise the query would read memory
+    that nothing has written."""
     as_keys = attending(lambda q, k, v, p, s: sdpa(k[: len(q)], k, v, s))
     report = run(as_keys, concat=concat)
     assert (prefill(report) is not None) == fused

@@ -1,5 +1,8 @@
-"""Pattern `mla_decode`: absorbed attention in every spelling is fused, no worse than eager against
-float64, and reads no key that nobody sees; what is nearly that is missed by name."""
+"""Tests the pattern `mla_decode`: absorbed attention in every spelling is fused.
+
+No result is less accurate than eager's against float64, and no key is read that no query sees.
+Attention that is only similar is missed by name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ WEIGHTS = ("joined", "apart", "fp8")
 
 
 def in_float64(model, args):
-    """What the same model gives with the same numbers in float64."""
+    """Computes the result of the same model with the same numbers in float64."""
     exact, _ = build_like(model, dtype=torch.float64)
     wide = dict(model.named_parameters())
     for name, parameter in exact.named_parameters():
@@ -32,7 +35,8 @@ def build_like(model, **changes):
 
 
 def check_fused(model, args):
-    """The site of a model that is fused, and no worse than eager."""
+    """Returns the fused site of a model, after a check that the result is no less accurate than
+    eager's."""
     expected, exact = model(*cloned(args)), in_float64(model, args)
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
     actual = compiled(*cloned(args))
@@ -87,7 +91,8 @@ def test_one_query_or_one_sequence(spelling, sizes):
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_weights_reach_the_op_without_a_copy(weight):
-    """Rows of one parameter as they are, codes as they are; halves apart as two tensors."""
+    """Rows of one parameter and codes are passed as they are. Separate halves are passed as two
+    tensors."""
     model, args = build("bmm", weight=weight)
     (graph,) = lower(model, args).graphs
     (call,) = (n for n in graph.after.graph.nodes if "mla_decode" in str(n.target))
@@ -108,7 +113,7 @@ def test_keys_that_nobody_sees_may_hold_anything():
 
 
 def test_counts_may_be_symbols():
-    """One graph serves every count of queries and keys."""
+    """One graph serves every number of queries and keys."""
     compiled = None
     for queries, keys in ((3, 12), (5, 17)):
         model, args = build("matmul", queries=queries, keys=keys)
@@ -123,7 +128,7 @@ def test_counts_may_be_symbols():
 
 
 def test_a_query_put_into_fresh_memory_is_fused():
-    """The writes of its two parts vanish with the memory that they are in."""
+    """The writes of its two parts vanish together with the memory in which they are."""
 
     def attend(model, q_nope, q_rope, entries, seen):
         w_uk, w_uv = model.halves
@@ -150,8 +155,8 @@ def test_a_query_put_into_fresh_memory_is_fused():
 
 
 def attend_of(change):
-    """A model whose attention is `change`: (q_latent, q_rope, latents, rope_keys, seen, scale) to
-    o_latent [B, S, H, L]."""
+    """Returns a model whose attention is `change`, a function from (q_latent, q_rope, latents,
+    rope_keys, seen, scale) to o_latent [B, S, H, L]."""
 
     def attend(model, q_nope, q_rope, entries, seen):
         w_uk, w_uv = model.halves
@@ -255,7 +260,7 @@ def wide_result_dropped(q_latent, q_rope, latents, rope_keys, seen, scale):
 
 
 def wide_result(q_latent, q_rope, latents, rope_keys, seen, scale):
-    """What attention gives is rounded after more was done to it."""
+    """The result of attention is rounded only after further operations."""
     wide = plain(q_latent.float(), q_rope.float(), latents.float(), rope_keys.float(), seen, scale)
     return (wide * 1.1).to(latents.dtype)
 
@@ -324,7 +329,7 @@ def test_a_cache_that_is_written_before_the_last_product_is_read_as_it_was():
     "change", [some_heads, wide_result, result_escapes], ids=lambda c: c.__name__
 )
 def test_what_something_was_done_to_is_no_absorbed_attention(change):
-    """Nothing says that the last product belongs to the attention, so nothing is said."""
+    """Nothing shows that the last product belongs to the attention, so no miss is reported."""
     found = lower(*attend_of(change))
     assert (patterns_in(found, "mla"), codes_of(found, "mla")) == ([], set())
 

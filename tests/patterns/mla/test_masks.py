@@ -1,5 +1,5 @@
-"""Attention of expanded latents under a mask tensor that the graph is given, as `generate()` does
-it."""
+"""Tests attention of expanded latents under a mask tensor that is an input of the graph, as in
+`generate()`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS, NOPE, ROPE, V, RANK, KEYS = 2, 16, 8, 16, 32, 200
 
 
 class Attention(torch.nn.Module):
-    """Queries [B, S, H * (N + R)] of x, attending to a cache's latents."""
+    """Attends with queries [B, S, H * (N + R)] of x to the latents of a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Model(torch.nn.Module):
 
 
 def arguments(queries, keys=KEYS):
-    """x, latents, rope keys and the mask of a padded batch in a cache that is not full."""
+    """Returns x, latents, rope keys and the mask of a padded batch, in a cache that is not full."""
     torch.manual_seed(0)
     positions = 90 + torch.arange(queries)
     mask = (torch.arange(keys) <= positions[:, None]).repeat(2, 1, 1, 1)

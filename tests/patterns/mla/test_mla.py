@@ -1,6 +1,8 @@
-"""Patterns `mla_prefill`, `mla_decode` and `mla_latent_store`: every idiom of engines is fused, no
-worse than eager against float64, or missed by name; what is nearly latent attention is left as it
-is."""
+"""Tests the patterns `mla_prefill`, `mla_decode` and `mla_latent_store`.
+
+Every idiom of engines is fused and no less accurate than eager against float64, or is missed by
+name. Attention that is only similar to latent attention is left as it is.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from tilewright.patterns.recognise.attention_varlen import VarlenForm, register_
 
 STORE, PREFILL, DECODE = "mla_latent_store", "mla_prefill", "mla_decode"
 
-#: Idioms whose attention is of the latents themselves.
+#: Idioms whose attention is over the latents themselves.
 ABSORBED = {name for name in IDIOMS if name.startswith("absorbed")}
 
-#: Idioms whose attention is not fused, and why.
+#: Idioms whose attention is not fused, with the reason.
 MISSED = {
     "chunked": "CHUNKED_PREFIX",
     "kv_b_separate": "LATENT_WEIGHT",
@@ -31,7 +33,7 @@ MISSED = {
     "attention_own_varlen_padded": "ATTENTION_FORM",
 }
 
-#: idiom -> what the mask was proven to be
+#: For each idiom, the mask that is proven.
 MASKS = {
     "attention_causal": "causal",
     "attention_causal_later": "causal",
@@ -40,7 +42,7 @@ MASKS = {
     "attention_masked_float": "tensor",
 }
 
-#: idiom -> what its PyTorch must have
+#: For each idiom, the feature that its PyTorch must have.
 NEEDS = {"kv_b_fp8_product": ROW_SCALES}
 
 OWN_VARLEN = VarlenForm("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "softmax_scale")
@@ -57,7 +59,7 @@ def known_varlen(monkeypatch):
 
 
 def in_float64(name, module, args, **changes):
-    """(result, arguments after) of the same module with the same numbers in float64."""
+    """Returns (result, arguments after) of the same module with the same numbers in float64."""
     exact, _ = build(name, dtype=torch.float64, **changes)
     wide = dict(module.named_parameters())
     for key, parameter in exact.named_parameters():
@@ -68,7 +70,7 @@ def in_float64(name, module, args, **changes):
 
 
 def check_fused(name, patterns, **changes):
-    """Runs an idiom beside eager and float64; returns the report."""
+    """Compares an idiom with eager and float64. Returns the report."""
     module, args = build(name, **changes)
     eager, ours = cloned(args), cloned(args)
     expected = module(*eager)
@@ -122,7 +124,7 @@ def test_an_operator_is_known_as_one_thing(known_varlen):
 
 @pytest.mark.parametrize("length", ["num_tokens", "context"])
 def test_token_counts_may_be_symbols(length):
-    """One graph serves every count: the masks are proven with sizes as symbols."""
+    """One graph serves every number of tokens: the masks are proven with sizes as symbols."""
     compiled = None
     for count in (9, 13):
         module, args = build("plain", **{length: count})
@@ -156,7 +158,7 @@ def test_a_gpu_without_a_kernel_for_it_keeps_its_graph(monkeypatch, dtype, patte
 
 
 def missed(change, name="plain", **changes):
-    """(patterns matched, codes) of an idiom after `change` bent one step of it."""
+    """Returns (matched patterns, codes) of an idiom after `change` has changed one step of it."""
     module, args = build(name, **changes)
     change(module)
     found = lower(module, args)
@@ -297,7 +299,7 @@ def test_sums_of_codes_that_are_changed_otherwise_are_told(change, code):
 
 @pytest.mark.parametrize("change", [rope_key_per_head, keys_scaled], ids=lambda c: c.__name__)
 def test_keys_that_no_head_shares_are_ordinary_attention(change):
-    """Nothing about them says that they are latent attention, so nothing is said."""
+    """Nothing shows that they are latent attention, so no miss is reported."""
     assert missed(change) == ([STORE], set())
 
 
@@ -376,7 +378,8 @@ def norm_without_weight(module):
     ids=["with", "without"],
 )
 def test_the_write_normalises_the_latent_if_the_norm_has_a_weight(change, norm):
-    """The op has no norm without a weight: then it takes the latent that the graph normalised."""
+    """The op has no norm without a weight. In that case it takes the latent that the graph has
+    normalised."""
     module, args = build("plain")
     change(module)
     (site,) = matches_of(lower(module, args), STORE)
@@ -385,19 +388,20 @@ def test_the_write_normalises_the_latent_if_the_norm_has_a_weight(change, norm):
 
 
 def test_a_latent_finished_in_its_own_way_is_stored_as_it_comes():
-    """Only the rotation is absorbed: what the latent went through after its norm is not known."""
+    """Only the rotation is absorbed, because the operations on the latent after its norm are not
+    known."""
     assert missed(latent_bent(lambda x: x.sin())) == ([STORE, PREFILL], set())
     check_with(latent_bent(lambda x: x.sin()))
 
 
 def test_a_rope_key_finished_in_its_own_way_is_stored_as_it_comes():
-    """The op has no norm of the rope key: that and the rotation stay in the graph."""
+    """The op has no norm of the rope key, so this norm and the rotation stay in the graph."""
     assert missed(rope_key_normed) == ([STORE, PREFILL], set())
     check_with(rope_key_normed)
 
 
 def test_a_normed_latent_that_others_read_is_stored_as_it_comes():
-    """The new tokens' latents are attended directly, besides being written."""
+    """Attention reads the latents of the new tokens directly, and they are also written."""
 
     def change(module):
         kept = []
@@ -415,7 +419,7 @@ def test_a_normed_latent_that_others_read_is_stored_as_it_comes():
 
 
 def check_with(change):
-    """A bent model gives what it gives in eager, its caches too."""
+    """Checks that a changed model gives eager's results, including its caches."""
     module, args = build("plain", dtype=torch.float32)
     change(module)
     eager, ours = cloned(args), cloned(args)
@@ -427,7 +431,8 @@ def check_with(change):
 
 
 class RotatedWhole(nn.Module):
-    """Falcon: one KV head of 16, of which `rotated` features are, and the rest put behind them."""
+    """Computes as Falcon does, with one KV head of 16. `rotated` of its features are rotated, and
+    the rest follows them."""
 
     def __init__(self, rotated):
         super().__init__()
@@ -449,7 +454,7 @@ class RotatedWhole(nn.Module):
 
 @pytest.mark.parametrize("rotated", [16, 8])
 def test_a_rotated_key_with_an_empty_rest_is_no_latent(rotated):
-    """It is fused whole, so nothing is lost: strict does not raise."""
+    """The whole key is fused, so nothing is lost and strict does not raise."""
     table, cache = torch.randn(3, rotated).bfloat16(), torch.zeros(1, 1, 32, 16).bfloat16()
     args = torch.randn(3, 64).bfloat16(), table, table + 1, cache, cache.clone(), torch.arange(3)
     model = RotatedWhole(rotated).bfloat16().requires_grad_(False)

@@ -1,5 +1,8 @@
-"""Linears of dense layers whose weights are codes: found in the spellings of checkpoints, no worse
-than eager; what no op takes is advice, or left alone."""
+"""Tests linears of dense layers whose weights are codes.
+
+They are found in the spellings of checkpoints, and no result is less accurate than eager's. A
+linear that no op takes is advice, or is left alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Mlp(nn.Module):
-    """A gated MLP around which x goes. forms: of gate, up and down."""
+    """A gated MLP with a residual. `forms` are the forms of gate, up and down."""
 
     def __init__(self, *forms, bias=False):
         super().__init__()
@@ -40,7 +43,8 @@ def tokens(count=3):
 
 
 def compiled(module, x):
-    """The report of a module that was no worse than eager."""
+    """Returns the report of a module, after a check that its result is no less accurate than
+    eager's."""
     with torch.no_grad():
         expected, exact = module(x), upcast(module)(upcast(x))
         run = torch.compile(module, backend="tilewright", options={"inner": "eager"})
@@ -50,13 +54,13 @@ def compiled(module, x):
 
 FORMATS = {"nibbles": "int4_k", "gptq": "int4_k", "awq": "int4_n", "int8": "int8", "fp8": "fp8"}
 FORMATS |= {"scaled": "fp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "nf4": "nf4", "fp4": "fp4"}
-# Not every CPU takes it, the groups are a buffer's, or the codes are others.
+# Some CPUs do not take it, the groups are in a buffer, or the codes differ.
 OTHERS = {quantized.scaled_mm_token, quantized.gptq_act_order}
 OTHERS |= {quantized.nvfp4_high_first, quantized.nf4_low_first, quantized.nf4_rounded}
 
 
 def with_a_bias_in_turn():
-    """(form, whether there is a bias), in turn among the forms of a format."""
+    """Yields (form, whether there is a bias). The bias alternates among the forms of a format."""
     seen = {}
     for form in (form for form in STORED if form not in OTHERS):
         kind = FORMATS[form.__name__.split("_")[0]]
@@ -66,7 +70,7 @@ def with_a_bias_in_turn():
 
 @pytest.mark.parametrize(("form", "bias"), [*with_a_bias_in_turn()])
 def test_both_linears_are_found(form, bias):
-    """Every form once; every format with a bias and without."""
+    """Every form occurs once, and every format occurs with a bias and without one."""
     report = compiled(Mlp(form, form, form, bias=bias), tokens())
     found = {site.pattern: site.shapes for site in matches_of(report, "mlp")}
     assert found.keys() == {"linear_activation", "linear_residual"}
@@ -114,7 +118,8 @@ unscaled.stored = quantized.int8_buffers
     ids=["dtypes", "zeros", "orders", "groups of a buffer", "no scale"],
 )
 def test_gate_and_up_that_the_op_does_not_take_together_are_advice(forms, code, alone):
-    """The down projection is found beside them, and each of the two whose codes are known alone."""
+    """The down projection becomes one op. Of gate and up, each linear with known codes becomes a
+    separate op."""
     report = compiled(Mlp(*forms, quantized.int8), tokens())
     sites = [site.pattern for site in matches_of(report, "mlp")]
     assert sorted(sites) == ["coded_linear"] * alone + ["linear_residual"]
@@ -125,7 +130,7 @@ def test_gate_and_up_that_the_op_does_not_take_together_are_advice(forms, code, 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_of_two_linears_that_are_added_the_one_that_the_op_takes(first):
-    """Groups of a buffer are refused late, by the weights' arguments."""
+    """Groups in a buffer are refused late, when the arguments of the weights are made."""
 
     class Both(nn.Module):
         def __init__(self):
@@ -174,7 +179,7 @@ def test_linears_by_an_operator_are_advice(form):
 
 
 class CastMlp(nn.Module):
-    """Weights in float32, cast to the activation's dtype in each call."""
+    """Has weights in float32, which are cast to the activation's dtype in each call."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +207,7 @@ def test_more_tokens_than_the_kernel_takes_are_left_alone():
 
 
 def test_a_count_of_tokens_that_is_a_symbol_is_left_alone():
-    """A control of dense weights is in test_linears.py."""
+    """test_linears.py has the control with dense weights."""
     x = tokens(8)
     torch._dynamo.mark_dynamic(x, 1)
     report = lower(Mlp(*[quantized.int8] * 3), (x,))

@@ -1,5 +1,8 @@
-"""A layer norm in front of `linear_activation`: every spelling is part of it where tokens are few
-and nobody else reads its result; what is none, or another's too, stays in the graph."""
+"""Tests a layer norm in front of `linear_activation`.
+
+The norm in every spelling is part of the op if there are few tokens and no other node reads its
+result. Other norms stay in the graph.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ FEW = 6
 
 @pytest.fixture
 def six_tokens_are_few(monkeypatch):
-    """One is, for the kernel that there is; six have more numbers to differ in."""
+    """The kernel exists for a single token. Six tokens have more numbers that can differ."""
     monkeypatch.setattr("tilewright.codegen.mlp.plan.MOST_LAYER_NORMED_TOKENS", FEW)
 
 
@@ -35,7 +38,7 @@ def by_variance(x, weight, bias):
 
 
 def rounded_between(x, weight, bias):
-    """To x's dtype before the weight, and again behind it: the op rounds once."""
+    """Rounds to x's dtype before the weight, and again after it. The op rounds once."""
     return F.layer_norm(x.float(), (K,), eps=1e-5).to(x.dtype) * weight + bias
 
 
@@ -154,7 +157,7 @@ def rms_with_a_bias(x, weight, bias):
 
 
 def of_another_dtype(x, weight, bias):
-    """The op's x has the norm's dtype."""
+    """The op's x must have the dtype of the norm."""
     return F.layer_norm(x.float() * 1.1, (K,)).to(x.dtype)
 
 
@@ -177,7 +180,7 @@ def test_another_norm_stays_in_the_graph(norm):
 
 @pytest.mark.usefixtures("six_tokens_are_few")
 def test_a_norm_that_another_reads_stays_too():
-    """As in a block where attention and MLP are side by side behind one norm."""
+    """This is the case in a block in which attention and MLP share one norm."""
     beside = mlp_of(SPELLINGS["functional"], lambda x, normed: normed.sum())
     assert norm_of(beside).shapes["norm"] == "no"
 
@@ -206,7 +209,8 @@ def square_norm(wide, weight):
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_norm_over_tokens_is_none_though_tokens_are_as_many_as_columns(columns):
-    """With a cast behind the transposition, it was taken for a norm of rows."""
+    """Before a fix, such a norm with a cast after the transposition was taken for a norm of
+    rows."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     x, both = (torch.randn(n, K, generator=generator).bfloat16() for n in (K, 96))

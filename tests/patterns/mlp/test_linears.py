@@ -1,5 +1,8 @@
-"""Patterns `linear_activation` and `linear_residual`: an MLP in any spelling becomes two ops, no
-worse than eager; what they do not take is left alone, or advice."""
+"""Tests the patterns `linear_activation` and `linear_residual`.
+
+An MLP in any spelling becomes two ops, and is no less accurate than eager. Operations that the
+patterns do not take are left alone, or are advice.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ BATCH, TOKENS, K, N = 2, 3, 64, 96
 
 
 def inputs(tokens=TOKENS, dtype=torch.bfloat16):
-    """x [B, S, K], gate and up [2N, K], down [K, N], biases [2N] and [K], norm weight [K], residual
-    [B, S, K]."""
+    """Returns x [B, S, K], gate and up [2N, K], down [K, N], biases [2N] and [K], norm weight [K]
+    and residual [B, S, K]."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape, scale=1.0):
@@ -34,8 +37,8 @@ def inputs(tokens=TOKENS, dtype=torch.bfloat16):
 
 
 def run(function, args, symbols=()):
-    """The report of a compiled function that was no worse than eager. symbols: arguments whose
-    dimension 1 is dynamic."""
+    """Returns the report of a compiled function, after a check that its result is no less accurate
+    than eager's. `symbols` are the arguments whose dimension 1 is dynamic."""
     torch._dynamo.reset()
     ours = cloned(args)
     for argument in symbols:
@@ -106,7 +109,8 @@ def transposed(x, both, _, bias, *__):
 
 
 def of_constant_tensors(x, both, *_):
-    """As books have it: torch.sqrt(torch.tensor(2 / pi)), and every other constant a tensor."""
+    """Writes the activation as books do: torch.sqrt(torch.tensor(2 / pi)), with every other
+    constant as a tensor."""
     half, one, cube = (torch.tensor(n) for n in (0.5, 1.0, 0.044715))
     hidden = F.linear(x, both)
     cubic = hidden + cube * torch.pow(hidden, 3.0)
@@ -133,8 +137,8 @@ def test_activations(function):
     [
         lambda *_: 0.05,
         lambda *_: torch.tensor(0.05),
-        lambda *_: torch.tensor(0.044715, dtype=torch.bfloat16),  # rounded
-        lambda x, residual: residual[0, 0, 0] * 0 + 0.044715,  # made of an input
+        lambda *_: torch.tensor(0.044715, dtype=torch.bfloat16),  # it is rounded
+        lambda x, residual: residual[0, 0, 0] * 0 + 0.044715,  # it is computed from an input
         lambda *_: torch.div(torch.tensor(0.044715), 1, rounding_mode="floor"),
     ],
     ids=["another", "tensor", "rounded", "computed", "floored"],
@@ -195,7 +199,7 @@ def test_another_norm_stays_in_the_graph(norm, also):
 
 
 def test_what_else_reads_a_part_of_a_norm_keeps_that_part():
-    """The cast, here."""
+    """Here this part is the cast."""
 
     def shared(x, both, down, bias, _, weight, residual):
         wide = x.float()
@@ -207,7 +211,7 @@ def test_what_else_reads_a_part_of_a_norm_keeps_that_part():
 
 
 def test_float16_is_normed_before_it_is_multiplied():
-    """Numbers that are not normed yet may leave its range."""
+    """Numbers before the norm may be outside the range of float16."""
     args = inputs(dtype=torch.float16)
     args[0] *= 1e4
     site = site_of(run(mlp_of(hf_norm), args), "linear_activation")
@@ -227,7 +231,7 @@ def added(x, both, down, bias, down_bias, weight, residual):
 
 
 def both_of(x, both):
-    """[B, S, N], which no pattern takes."""
+    """Returns [B, S, N], which no pattern takes."""
     return torch.tanh(F.linear(x, both[:N]))
 
 
@@ -250,7 +254,7 @@ def some_columns(x, both, down, bias, down_bias, weight, residual):
 
 
 def by_head(x, both, down, bias, down_bias, weight, residual):
-    """Values to which a gated embedding of each head is added."""
+    """Computes values to which a gated embedding of each head is added."""
     heads = F.linear(both_of(x, both), down, down_bias).unflatten(-1, (4, -1))
     return heads + residual.unflatten(-1, (4, -1)) * x[..., :4, None]
 
@@ -285,7 +289,8 @@ def test_a_norm_of_what_is_added_is_part_of_it(norm, dtype):
 @pytest.mark.parametrize("factor", [1.0, 0.5773502691896258, -2.0])
 @pytest.mark.parametrize("norm", [hf_norm, gemma_norm])
 def test_a_number_behind_the_norm_is_part_of_it(norm, factor):
-    """As where a residual is weighed by its depth; the residual's own factor stays outside."""
+    """A residual may be weighted by its depth in this way. The factor of the residual itself stays
+    outside."""
 
     def weighed(x, both, down, bias, down_bias, weight, residual):
         return norm(F.linear(both_of(x, both), down), weight) * factor + residual * 0.8
@@ -362,7 +367,7 @@ def product_read_again(x, both, down, bias, down_bias, weight, residual):
 
 
 def other_normed_before_the_sum(x, both, down, bias, down_bias, weight, residual):
-    """A norm of a gated linear: no linear's own rows."""
+    """Has a norm of a gated linear. The rows of the gated result are no rows of a linear."""
     return residual + hf_norm(F.linear(both_of(x, both), down) * x.tanh(), weight)
 
 
@@ -371,7 +376,8 @@ def gated_before_the_sum(x, both, down, bias, down_bias, weight, residual):
 
 
 def heads_behind_each_other(x, both, down, bias, down_bias, weight, residual):
-    """The weight's rows in another order: to read them so would copy it in every call."""
+    """Has the rows of the weight in another order. Reading them in that order would copy the weight
+    in every call."""
     heads = F.linear(both_of(x, both), down).unflatten(-1, (4, -1)).mT
     return heads + residual.unflatten(-1, (4, -1)).mT
 
@@ -400,7 +406,7 @@ def test_left_alone(function):
     assert matches_of(report, "mlp") == misses_of(report, "mlp") == []
 
 
-#: A sum behind a norm that the op does not take -> words of the miss.
+#: For each sum behind a norm that the op does not take, words of the miss.
 OTHER_NORMS = {
     layer_normed_before_the_sum: "a layer norm",
     norm_read_again: "with other readers",
@@ -419,7 +425,8 @@ def test_another_norm_before_the_sum_is_told(function):
 
 
 def test_a_miss_of_a_sum_speaks_for_both_of_its_linears():
-    """Of an attention and an MLP beside each other, both with weights that each call decodes."""
+    """The two linears are an attention and an MLP next to each other. Each call decodes the weights
+    of both."""
 
     def parallel(x, both, down, bias, down_bias, weight, residual):
         halves = F.linear(both_of(x, both), down * 2), F.linear(residual, both[:K] * 2)
@@ -444,7 +451,7 @@ def test_a_miss_of_a_sum_speaks_for_both_of_its_linears():
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8])
 def test_a_weight_whose_sizes_are_symbols_is_told(stored):
-    """As with `dynamic=True`, where weights are arguments."""
+    """This happens with `dynamic=True`, if weights are arguments."""
     torch._dynamo.reset()
     x, _, down, *_, residual = inputs()
     x, down = x.new_ones(BATCH, TOKENS, N), down.to(stored)
@@ -535,7 +542,7 @@ def test_misses_are_advice(function, dtype, code):
 
 
 class Formed(nn.Module):
-    """An MLP of two halves, each a function of x and its weight."""
+    """An MLP of two halves. Each half is a function of x and its weight."""
 
     def __init__(self, up, down):
         super().__init__()
@@ -561,7 +568,7 @@ def scaled_behind(m, x, weight):
     return F.linear(x, weight) * m.scale
 
 
-#: How a half multiplies -> words of the miss.
+#: For each form in which a half multiplies, words of the miss.
 FORMS = {
     computed: ("computed in every call, by aten.mul", "when the model is loaded"),
     scaled_behind: ("scales its result", "multiply the weight by it once"),
@@ -570,7 +577,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_a_weight_in_another_form_is_told(form):
-    """Beside a half that is fused."""
+    """The half in the other form is missed by name, and the other half is fused."""
     message, hint = FORMS[form]
     for halves, pattern in (
         ((form, as_stored), "linear_activation"),

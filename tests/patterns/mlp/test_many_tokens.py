@@ -1,5 +1,8 @@
-"""Linears of codes and more than 128 tokens: matched on a chip with a kernel that decodes weights,
-also where the number of tokens is a symbol; what it cannot decode, or only slower, is advice."""
+"""Tests linears of codes with more than 128 tokens.
+
+They match on a chip with a kernel that decodes weights, also if the number of tokens is a symbol. A
+weight that the kernel cannot decode, or only more slowly, is advice.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 MANY = MOST_CODED_TOKENS + 1
 BOTH = ["linear_activation", "linear_residual"]
-# The bytes of int8 have one scale a row of up to 64 columns, and groups of 64 in rows of 96.
+# In int8, a row of up to 64 columns has one scale, and rows of 96 columns have groups of 64.
 DECODED = (
     quantized.nibbles_low_first,
     quantized.nibbles_of_words,
@@ -43,7 +46,7 @@ def varying(count):
 
 
 def refused(report):
-    """Returns the text of each miss of a linear after the op's name; all are advice."""
+    """Returns the text of each miss of a linear after the op's name. All are advice."""
     misses = misses_of(report, "mlp")
     assert {(miss.code, miss.is_lost) for miss in misses} <= {("NO_KERNELS", False)}
     return [miss.message.partition(": ")[2] for miss in misses]

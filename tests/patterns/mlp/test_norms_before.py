@@ -1,5 +1,5 @@
-"""Norms that linears for few tokens read in a form that no op takes are told, but for those that an
-op of their own takes; others are not told."""
+"""Tests norms that linears for few tokens read in a form that no op takes. Such norms are reported,
+unless another op takes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def root_mean_square(x):
 
 
 def mamba(x, gate, weight):
-    """Mamba-2's: a gate in float32, then a norm of groups, its weight for whole rows."""
+    """Computes as Mamba-2 does: a gate in float32, then a norm of groups, with a weight for whole
+    rows."""
     gated = x.float() * F.silu(gate.float())
     return weight * in_groups(gated, root_mean_square).to(x.dtype)
 

@@ -1,5 +1,8 @@
-"""Activations that are rounded in front of fused linears: one op for norm and rounding, whose codes
-or numbers all readers share, with the bits of the graph; and roundings that stay."""
+"""Tests activations that are rounded in front of fused linears.
+
+One op computes norm and rounding. All readers share its codes or numbers, which have the bits of
+the graph. Other roundings stay.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def of_other_numbers(x):
 
 
 def mixed(x):
-    """The scale in float32, the quotient in x's dtype."""
+    """Has the scale in float32 and the quotient in x's dtype."""
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / 448
     codes = (x / scale.to(x.dtype)).clamp(-448, 448).to(E4M3)
     return (codes.float() * scale).to(x.dtype)
@@ -95,7 +98,7 @@ class Linear(nn.Module):
 
 
 class Layer(nn.Module):
-    """A norm and a gated MLP, whose linears each round for themselves."""
+    """Has a norm and a gated MLP, whose linears each round their activation."""
 
     def __init__(self, rounds):
         super().__init__()
@@ -135,8 +138,8 @@ def sites(report):
 )
 @pytest.mark.parametrize("count", [1, 40, 100])
 def test_norm_and_rounding_are_one_op_for_all_readers(rounds, scales, count):
-    """Few tokens read numbers, more read codes, and their activation is rounded with its
-    product."""
+    """With few tokens, linears read numbers. With more tokens they read codes, and their activation
+    is rounded together with its product."""
     layer, x = Layer(rounds), tokens(count)
     made, report = compiled(layer, x)
     few = count <= MOST_TOKENS
@@ -173,7 +176,7 @@ def test_a_given_scale():
 
 @pytest.mark.parametrize(("shape", "clamps"), [((), True), ((1,), False)])
 def test_a_given_scale_whose_codes_may_be_others_stays(shape, clamps):
-    """A scalar in float32 would be rounded before it divides; without a clamp, large numbers give
+    """A scalar in float32 would be rounded before it divides. Without a clamp, large numbers give
     NaN."""
 
     class Given(nn.Module):
@@ -224,7 +227,7 @@ def test_the_control_of_other_roundings():
 
 
 def test_numbers_that_others_read_too():
-    """The op makes them for every reader."""
+    """The op computes them for every reader."""
     layer, x = Projected(by_magnitude, more=lambda rows: rows.sum(-1)), tokens()
     made, report = compiled(layer, x)
     assert len(sites(report)) == 1

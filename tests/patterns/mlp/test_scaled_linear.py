@@ -1,5 +1,8 @@
-"""Linears whose activation and weight are float8 codes in the graph: scaled_linear, of any number
-of tokens, no further from float64 of the same codes than eager."""
+"""Tests linears whose activation and weight are float8 codes in the graph.
+
+They become scaled_linear for any number of tokens. The result is no further from float64 of the
+same codes than eager's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tilewright.ops.mlp.gains import MOST_TOKENS, slower
 
 K, N, MANY = 256, 384, 200
 E4M3 = torch.float8_e4m3fn
-#: Patterns of products; `round_rows` may come beside each of them.
+#: Patterns of products. `round_rows` may match next to each of them.
 LINEARS = ("linear_activation", "linear_residual", "scaled_linear")
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -53,7 +56,7 @@ def unscaled(x):
 
 
 class Linear(nn.Module):
-    """Codes of the weight with a scale for each block, and x rounded by `rounds`."""
+    """Has codes of the weight with a scale for each block. `rounds` rounds x."""
 
     def __init__(self, rounds, block=(1, K), shape=(N, K), bias=False, seed=0):
         super().__init__()
@@ -79,7 +82,7 @@ class Linear(nn.Module):
         return F.linear(rows, self.decoded(x.dtype), self.bias)
 
     def exact(self, x):
-        """Float64 of the same codes."""
+        """Computes the result in float64 from the same codes."""
         codes, scale = self.rounds(x)
         bias = None if self.bias is None else self.bias.double()
         rows = (codes.double() * scale.double()).reshape(x.shape)
@@ -87,7 +90,7 @@ class Linear(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gate and its up projection, which round x each for itself."""
+    """Has a gate and its up projection, which each round x."""
 
     def __init__(self, rounds, **options):
         super().__init__()
@@ -103,7 +106,8 @@ def tokens(count=MANY, columns=K):
 
 
 def compiled(module, x):
-    """The report of a module that was no worse than eager."""
+    """Returns the report of a module, after a check that its result is no less accurate than
+    eager's."""
     with torch.no_grad():
         options = {"inner": "eager", "target": "sm90"}
         run = torch.compile(module, backend="tilewright", options=options)
@@ -164,7 +168,7 @@ def test_linears_that_round_one_activation_read_the_same_codes(rounds, options):
 
 
 def test_the_library_reads_scales_of_blocks_in_place():
-    """It wants a stride of one from row to row, as `round_rows` writes them."""
+    """The library needs a stride of one from row to row, which `round_rows` gives."""
     with torch.no_grad():
         found = lower(
             Gated(by_block, block=(128, 128)), (tokens(100),), target="sm90", dynamic=False
@@ -325,7 +329,7 @@ FORMATS = ("ct-fp8", "ct-fp8-dynamic", "ct-fp8-block", "finegrained-fp8")
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_prompts_of_quantised_models(name):
-    """Four linears a layer beside the fused projection, which takes codes of x too."""
+    """Each layer has four linears besides the fused projection, which takes codes of x, too."""
     library = pytest.importorskip("transformers")
     from tests.models.shipped import BY_TRANSFORMERS, SHIPPED
 

@@ -1,4 +1,5 @@
-"""Mixtures computed for all experts: fused where the weights are seen to be zero for the others."""
+"""Tests mixtures that compute all experts: they are fused if the graph shows that the weights of
+the other experts are zero."""
 
 from __future__ import annotations
 

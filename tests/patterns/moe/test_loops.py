@@ -1,5 +1,7 @@
-"""Experts that run one by one are told by name, with the setting that helps: in `lower`'s report,
-in the backend's, and in the log; and the model runs as it did."""
+"""Tests that experts that run one by one are reported by name, with the setting that helps.
+
+They are in the report of `lower`, in the backend's report and in the log. The model runs as before.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ def test_lower_says_that_the_experts_run_one_by_one(name):
     lowered = lower(*build(name))
     codes = [miss.code for miss in misses_of(lowered, "fused_moe", "capture")]
     assert not matches_of(lowered, "fused_moe", "capture")
-    # One for each graph that shows it.
+    # One miss for each graph that shows the loop.
     assert 1 <= codes.count("EXPERT_LOOP") <= len(lowered.graphs), str(lowered)
     assert "GRAPH_BREAK" in codes
-    # Behind a break no row is of an expert.
+    # Behind a break, no row belongs to an expert.
     assert set(codes) <= {"EXPERT_LOOP", "GRAPH_BREAK", "EMPTY"}
     assert all(
         "torch._grouped_mm" in m.hint
@@ -60,7 +62,7 @@ def test_a_captured_loop_is_told_and_runs():
 
 
 def test_counts_that_nothing_says_are_of_experts_are_no_loop():
-    """This file lies in a folder of that name, as a user's may."""
+    """This file lies in a folder whose name says so, as a user's file may."""
     torch._dynamo.reset()
 
     def best(x):

@@ -1,5 +1,5 @@
-"""Pattern `moe`: every spelling of the routing matches and computes no worse than the model;
-what only looks like a mixture does not."""
+"""Tests the pattern `moe`: every spelling of the routing matches and is no less accurate than the
+model. Graphs that only look like a mixture do not match."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_counts_whose_shape_is_data_match_where_they_are_captured(ends):
 
 
 def test_counts_whose_shape_is_data_end_the_graph():
-    """As torch has it by default: the graph after the cut says what it misses."""
+    """This is torch's default. The graph after the break says what it misses."""
     module, args = build("plain", ends="bincount")
     torch._dynamo.reset()
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_the_public_grouped_mm_is_the_private_one():
 
 
 def test_experts_that_are_rows_of_a_table_are_matched():
-    """Each expert's matrix is a row [N * K], looked up by its number."""
+    """The matrix of each expert is a row [N * K], which is looked up by the expert's number."""
     module, args = build("batched")
 
     def looked_up(x, weight, ids):
@@ -81,14 +81,15 @@ def test_experts_that_are_rows_of_a_table_are_matched():
 
 
 def test_every_layer_of_a_chain_with_biases_is_fused():
-    """The index of a layer's biases comes from the layer before, and so leads back to its GEMMs."""
+    """The index of a layer's biases comes from the layer before, and therefore leads back to the
+    GEMMs of that layer."""
     layers = [build("plain", gemm="einsum", bias=True, weigh="tokens")[0] for _ in range(2)]
     x = build("plain")[1][0]
     torch._dynamo.reset()
     with torch.no_grad():
         found = lower(torch.nn.Sequential(*layers), (x,))
         assert [site.op for site in matches_of(found, "fused_moe")] == ["fused_moe"] * 2, str(found)
-        # float32 has no kernels: what is missed is a mixture, and no adapter.
+        # float32 has no kernels. The miss is about a mixture, not about an adapter.
         missed = lower(torch.nn.Sequential(*layers).float(), (x.float(),))
     assert "LORA_FORM" not in {miss.code for miss in missed.misses}
 
@@ -114,7 +115,8 @@ CLAMPS = {
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("clamp", CLAMPS)
 def test_experts_elsewhere_are_left_out_however_they_are_clamped(clamp, masked):
-    """Without masks their rows of the graph hold anything: memory that no product wrote."""
+    """Without masks, their rows in the graph may hold anything, because no product has written
+    them."""
     module, args = build("elsewhere_bias")
     module.clamp = CLAMPS[clamp]
     module.mask_of = module.mask_of if masked else lambda ids: None
@@ -126,7 +128,7 @@ def test_experts_elsewhere_are_left_out_however_they_are_clamped(clamp, masked):
 
 
 def misses(name, change, **axes):
-    """The codes of what was not fused after `change`, which rebinds one step of the module."""
+    """Returns the codes of the misses after `change`, which replaces one step of the module."""
     torch._dynamo.reset()
     module, args = build(name, **axes)
     change(module)
@@ -137,7 +139,7 @@ def misses(name, change, **axes):
 
 
 def other_experts(module):
-    """The rows' ends are those of other experts than the rows were sorted by."""
+    """The ends of rows belong to other experts than those by which the rows were sorted."""
     module.ends_of = lambda ids: (ids + 1) % module.axes.num_experts
 
 
@@ -200,7 +202,7 @@ def half_of_the_columns(module):
 
 
 def counted_down(module):
-    """Rows counted from the end: 0, -1, -2, ..., in the place of an inverse."""
+    """Counts rows from the end, 0, -1, -2, ..., instead of using an inverse order."""
 
     def combine(y, order, rows, shape):
         inverse = torch.empty_like(order)
@@ -231,7 +233,7 @@ def summed_in_float32(module):
 
 
 def weights_changed_later(module):
-    """They are read by another name afterwards, so they are changed in place."""
+    """They are read under another name afterwards, so they are changed in place."""
 
     def change(weights, order):
         taken = weights[order]
@@ -281,7 +283,7 @@ def test_near_misses_say_what_is_wrong(change):
 
 
 def clamped_more(name, bound):
-    """gpt-oss's activation with another upper bound for gate, up or both."""
+    """Has gpt-oss's activation with another upper bound for gate, up or both."""
 
     def activation(gate, up):
         given = {"gate": gate, "up": up}
@@ -298,7 +300,7 @@ BOUNDS = {"of_tokens": lambda gate: gate.shape[0] - 29, "of_nan": lambda gate: f
 @pytest.mark.parametrize("name", ["gate", "up"])
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_a_bound_that_is_no_number_keeps_the_activation(bound, name):
-    """A size is one at each call, and NaN leaves nothing but NaN."""
+    """A symbolic size is a number only in a call, and a bound of NaN makes every result NaN."""
     torch._dynamo.reset()
     module, (x,) = build("interleaved")
     module.activation = clamped_more(name, BOUNDS[bound])
@@ -313,7 +315,8 @@ def test_a_bound_that_is_no_number_keeps_the_activation(bound, name):
 @pytest.mark.parametrize(("dtype", "held"), [(torch.bfloat16, 256), (torch.float16, 2048)])
 @pytest.mark.parametrize("ends", ["histc", "compared"])
 def test_experts_are_counted_in_a_type_that_tells_them_apart(ends, dtype, held):
-    """256 and 257 are one number in bfloat16, and an expert would get the rows of another."""
+    """256 and 257 are the same number in bfloat16, so an expert would get the rows of another
+    expert."""
 
     def found(num_experts):
         module, args = build("plain", ends=ends, num_experts=num_experts, hidden=16, inner=16)
@@ -369,7 +372,8 @@ def test_weights_in_an_unknown_format_are_refused():
 
 
 def test_rows_that_meet_another_token_s_weights_are_refused():
-    """As many tokens as slots: shapes alone do not tell that the two were exchanged."""
+    """There are as many tokens as slots, so shapes alone do not show that the two were
+    exchanged."""
 
     def change(module):
         module.combine = lambda y, order, rows, shape: (
@@ -380,7 +384,7 @@ def test_rows_that_meet_another_token_s_weights_are_refused():
 
 
 def test_a_long_way_to_the_row_numbers_takes_no_long_time():
-    """Experts that choose their tokens, behind layers of which each reads the last one twice."""
+    """The experts choose their tokens. Each layer before them reads the previous layer twice."""
 
     class Deep(torch.nn.Module):
         def forward(self, x, layer, router, gate_up, down):

@@ -1,5 +1,5 @@
-"""Pattern `moe_router`: every spelling of a router becomes one op that chooses no worse than the
-model; what only looks like one stays, and says why."""
+"""Tests the pattern `moe_router`: every spelling of a router becomes one op that chooses no worse
+than the model. A graph that only looks like a router stays, and the miss says why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS, KEPT = 4, 2
 
 
 def tensors(dtype=torch.bfloat16):
-    """x [T, K], weight [E, K], bias and correction [E]; logits some 2 apart."""
+    """Returns x [T, K], weight [E, K], bias and correction [E]. The logits differ by about 2."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(T, K, generator=generator)
     weight = torch.randn(E, K, generator=generator) * 0.5
@@ -114,7 +114,7 @@ def bare(x, w, b, c):
 
 
 def divided_by_sums_of_logits(x, w, b, c):
-    """Sums that may be below zero."""
+    """Divides by sums that may be below zero."""
     top, ids = (F.linear(x, w) - 8.0).topk(S)
     return top / top.sum(-1, keepdim=True), ids
 
@@ -125,7 +125,7 @@ def logits_read(x, w, b, c):
     return top, ids, logits
 
 
-#: spelling -> what reports say of it beside `logits="computed"`.
+#: For each spelling, the facts that reports show in addition to `logits="computed"`.
 SPELLINGS = {
     qwen: {"scores": "softmax", "normalised": "yes"},
     mixtral: {"scores": "softmax", "normalised": "yes", "weights": "float32"},
@@ -138,7 +138,7 @@ SPELLINGS = {
     ernie: {"scores": "softmax", "correction": "yes", "normalised": "yes"},
     llama4: {"scores": "sigmoid", "slots": 1},
     sigmoid_of_one_group_s: {"scores": "sigmoid", "groups": "2 of 4"},
-    # Sums of two logits are not in the order of the sums of their sigmoids.
+    # Sums of two logits do not have the same order as sums of their sigmoids.
     sigmoid_of_groups_by_logits: {"scores": "logits", "groups": "2 of 4"},
     bare: {"scores": "logits"},
     divided_by_sums_of_logits: {"scores": "logits", "normalised": "yes", "logits": "given"},
@@ -154,7 +154,7 @@ def fused(step, args, **options):
 
 
 def dense(weights, ids):
-    """Weights [T, E] by expert: top-k need not be in order."""
+    """Returns the weights [T, E] by expert, because top-k need not be in order."""
     return torch.zeros(T, E, dtype=weights.dtype).scatter(1, ids, weights)
 
 
@@ -173,7 +173,7 @@ def test_every_spelling_is_one_op_that_chooses_no_worse(step):
 
 
 def test_experts_that_eager_s_rounding_makes_equal_are_told_apart():
-    """Of two logits that bfloat16 rounds to one number the larger is chosen, wherever it is."""
+    """bfloat16 rounds two logits to the same number. The larger one is chosen, wherever it is."""
     x = torch.tensor([[1.0, 2.0**-9]]).bfloat16()
     for best in (0, 1):
         weight = torch.full((E, 2), -1.0)
@@ -230,7 +230,8 @@ def worst_groups(x, w, b, c):
 
 
 def groups_of_others(x, w, b, c):
-    """Each group's number repeats over other experts than it was compared by."""
+    """The number of each group is repeated for other experts than those for which it was
+    compared."""
     scores = F.linear(x, w).sigmoid()
     by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
     kept = torch.zeros_like(by_group).scatter(1, by_group.topk(KEPT)[1], 1).bool()
@@ -246,7 +247,7 @@ def three_of_a_group(x, w, b, c):
 
 
 def groups_of_other_tokens(x, w, b, c):
-    """The best tokens of each group, not the best groups of each token."""
+    """Chooses the best tokens of each group instead of the best groups of each token."""
     scores = F.linear(x[:KEPT], w).sigmoid()
     by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
     mask = mask_of(by_group.topk(KEPT, 0)[1], by_group)
@@ -287,7 +288,8 @@ def other_scores(x, w, b, c):
 
 
 def scores_changed_in_place(x, w, b, c):
-    """What hides the other groups' scores by a view of them hides those that are gathered too."""
+    """The change that hides the scores of other groups goes through a view. It also hides the
+    scores that are gathered."""
     scores = F.linear(x, w).sigmoid()
     by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
     mask = mask_of(by_group.topk(KEPT)[1], by_group)
@@ -339,7 +341,7 @@ def test_float64_is_refused():
 
 
 def test_experts_that_are_sorted_by_but_not_chosen_by_a_topk_are_told():
-    """As phimoe's: the largest, then the largest of the others."""
+    """phimoe does this: it chooses the largest score, and then the largest of the others."""
 
     def step(x, w, b, c):
         scores = F.linear(x, w)
@@ -368,7 +370,7 @@ def test_a_choice_of_words_is_no_router():
 
 @pytest.mark.parametrize("projected", [False, True])
 def test_scores_of_tokens_with_each_other_are_no_router(projected):
-    """A sparse mask's, that an attention reads or anything else."""
+    """They may be those of a sparse mask, which an attention or another operation reads."""
 
     def step(x, w, b, c):
         x = F.linear(x, w).relu() if projected else x
@@ -383,7 +385,7 @@ def test_scores_of_tokens_with_each_other_are_no_router(projected):
 
 
 def test_a_choice_that_nothing_reads_is_no_router():
-    """Dynamo keeps the call; export drops it."""
+    """Dynamo keeps the call, and export drops it."""
 
     def step(x, w, b, c):
         scores = F.linear(x, w).softmax(-1)
@@ -396,7 +398,7 @@ def test_a_choice_that_nothing_reads_is_no_router():
 
 
 def test_what_follows_the_weights_and_is_not_known_stays():
-    """Normalised twice: the second time is the graph's."""
+    """The weights are normalised twice. The second norm stays in the graph."""
 
     def step(x, w, b, c):
         top, ids = mixtral(x, w, b, c)
@@ -420,7 +422,7 @@ def test_a_sum_of_logits_that_is_bounded_by_zero_stays():
 
 
 def test_weights_divided_in_place_under_two_names_stay_what_they_are():
-    """The topk's own values are read after the division, by the name that they had before."""
+    """After the division, the topk's own values are read under their former name."""
 
     def step(x, w, b, c):
         top, ids = torch.topk(F.linear(x, w).float().softmax(-1), S)

@@ -19,7 +19,7 @@ PACKED = {"w": (N, K)}
 
 
 class Layer(nn.Module):
-    """Weights by name; `step` is the model."""
+    """Has weights by name. `step` is the model."""
 
     def __init__(self, step, **shapes):
         super().__init__()
@@ -58,7 +58,8 @@ def rotate(x):
 
 
 def compare(layer, args, exactly):
-    """Compares outputs, and arguments after the call, of eager and compiled; returns the report."""
+    """Compares outputs, and arguments after the call, of eager and of the compiled layer. Returns
+    the report."""
     assert_as_eager(layer, lambda: [a.clone() for a in args], exactly)
     (report,) = reports()[-1:]
     return report

@@ -1,5 +1,8 @@
-"""The norm in front of the projections: a part of `qkv_cache` where tokens are few and nobody else
-reads its result; else it stays in the graph, and the site is fused without it."""
+"""Tests the norm in front of the projections.
+
+It is a part of `qkv_cache` if there are few tokens and no other node reads its result. Otherwise it
+stays in the graph, and the site is fused without it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ FEW = 6
 
 @pytest.fixture(autouse=True)
 def six_tokens_are_few(monkeypatch):
-    """One is, for the kernels that there are; six have more numbers to differ in."""
+    """The kernels exist for a single token. Six tokens have more numbers that can differ."""
     monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", FEW)
 
 
@@ -63,7 +66,7 @@ def bare_layer_norm(m, x):
 
 
 def layer_norm_in_two_parts(m, x):
-    """Each with half of the columns."""
+    """Normalises in two parts, each with half of the columns."""
     return F.layer_norm(x.unflatten(-1, (2, K // 2)), (2, K // 2)).flatten(-2)
 
 
@@ -74,7 +77,8 @@ def norm_in_place(m, x):
 
 
 def step_of(norm, weight=lambda m: m.w, head_norm=lambda h: h, also=lambda m, x, normed: 0):
-    """A norm, one product, a write; `also` comes between the norm and the write."""
+    """Makes a step of a norm, one product and a write. `also` comes between the norm and the
+    write."""
 
     def step(m, x, k_cache, v_cache, slots):
         normed = norm(m, x)
@@ -98,7 +102,8 @@ def case_of(step, dtype=torch.bfloat16, tokens=6, **shapes):
 
 
 def site_of(step, dtype=torch.bfloat16, dynamic=False, **options):
-    """What the report says of a site that was no worse than eager."""
+    """Returns the report of a site, after a check that its result is no less accurate than
+    eager's."""
     layer, args = case_of(step, dtype, **options)
     eager, ours, exact = cloned(args), cloned(args), [upcast(a) for a in args]
     expected, reference = layer(*eager), upcast(layer)(*exact)
@@ -124,7 +129,7 @@ def test_a_norm_that_nobody_else_reads_is_part_of_it(norm):
 @pytest.mark.parametrize("norm", [layer_norm, layer_norm_by_hand, bare_layer_norm])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_layer_norm_is_part_of_it_too(norm, dtype):
-    """In float16 as well: it is rounded before the product."""
+    """In float16, too, the result of the norm is rounded before the product."""
     assert site_of(step_of(norm), dtype)["input_norm"] == "layer"
 
 
@@ -157,7 +162,7 @@ def the_cast_is_read(m, x, k_cache, v_cache, slots):
 
 
 def by_batch(m, x, k_cache, v_cache, slots):
-    """Rows that are dense, in another order."""
+    """The rows are dense, in another order."""
     normed = hf_norm(m, x.view(2, 3, K).transpose(0, 1))
     q, k, v = (h.flatten(0, 1) for h in map(heads, F.linear(normed, m.w).split(WIDTHS, -1)))
     write(k_cache, v_cache, slots, k, v)
@@ -172,7 +177,7 @@ def test_what_else_there_is_about_it(step):
 
 
 def by_column(m, x):
-    """Of rows that are not dense, which no kernel loads."""
+    """The rows are not dense, so no kernel loads them."""
     return own_norm(m, x.view(K, -1).t())
 
 
@@ -216,7 +221,7 @@ def test_for_many_tokens_a_norm_stays_by_itself():
 
 
 def test_the_write_alone_leaves_the_norm_where_it_is():
-    """What reads the normed keys again keeps the projection in the graph."""
+    """Another node reads the normalised keys, which keeps the projection in the graph."""
 
     def step(m, x, k_cache, v_cache, slots):
         q, k, v = map(heads, F.linear(hf_norm(m, x), m.w).split(WIDTHS, -1))

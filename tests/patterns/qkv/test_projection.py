@@ -1,6 +1,7 @@
-"""Projections as real code has them: every one is matched, and gives what eager gives.
+"""Tests projections as real code writes them: every projection is matched, and gives eager's
+results.
 
-A step takes (layer, x, k_cache, v_cache, slots). All of them run in float32, so that a wrong row
+A step takes (layer, x, k_cache, v_cache, slots). All steps run in float32, so that a wrong row
 shows.
 """
 
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def packed(order):
-    """One packed product without rotation; `order` says where q, k and v lie in it."""
+    """Makes one packed product without rotation. `order` says where q, k and v lie in it."""
     widths = {"q": HQ * D, "k": HKV * D, "v": HKV * D}
 
     def step(m, x, k_cache, v_cache, slots):
@@ -53,7 +54,7 @@ def packed(order):
 
 
 def interleaved(order, rotary=False):
-    """[heads, (q, k, v), D] in some order; `q` may be two heads wide."""
+    """Makes [heads, (q, k, v), D] in some order. `q` may be two heads wide."""
 
     def step(m, x, k_cache, v_cache, slots):
         by_head = F.linear(x, m.w).view(T, HKV, len(order), D)
@@ -68,7 +69,7 @@ def interleaved(order, rotary=False):
 
 
 def two_keys_around_a_query(m, x, k_cache, v_cache, slots):
-    """[k0 q0 q1 k1]: whole blocks of three would reach past the end of the weight."""
+    """Has the order [k0 q0 q1 k1]. Whole blocks of three would reach past the end of the weight."""
     part = F.linear(x, m.w).view(T, 4, D)
     v = heads(F.linear(x, m.v))
     write(k_cache, v_cache, slots, rotate(part[:, ::3]), v)
@@ -76,7 +77,7 @@ def two_keys_around_a_query(m, x, k_cache, v_cache, slots):
 
 
 def pairs_behind_an_odd_query(m, x, k_cache, v_cache, slots):
-    """[q q q (k v) (k v)]: three heads of query, then keys and values in turns."""
+    """Has the order [q q q (k v) (k v)]: three query heads, then keys and values in turns."""
     all_heads = F.linear(x, m.w).view(T, 7, D)
     q, kv = all_heads[:, :2], all_heads[:, 3:].unflatten(1, (2, 2))
     k, v = rotate(kv[:, :, 0]), kv[:, :, 1]
@@ -85,7 +86,8 @@ def pairs_behind_an_odd_query(m, x, k_cache, v_cache, slots):
 
 
 def einsum_that_turns_the_weight(m, x, k_cache, v_cache, slots):
-    """As many heads as each is wide; the weight [D, H, K] is read the other way round."""
+    """There are as many heads as each head has columns. The weight [D, H, K] is read in transposed
+    order."""
     q, k, v = (torch.einsum("th,dnh->tnd", x, w) for w in (m.q, m.k, m.v))
     write(k_cache, v_cache, slots, k, v)
     return q * 2
@@ -112,7 +114,7 @@ def einsum_of_a_sequence(m, x, k_cache, v_cache, slots):
 
 
 def einsum_without_an_arrow(m, x, k_cache, v_cache, slots):
-    """Letters in order: t before n and d; a is summed."""
+    """The letters are in order: t comes before n and d, and a is summed."""
     parts = [torch.einsum("na,axy", x, w.permute(2, 0, 1)) for w in (m.q, m.k, m.v)]
     write(k_cache, v_cache, slots, *parts[1:])
     return parts[0] * 2
@@ -128,14 +130,14 @@ def einsum_over_two(m, x, k_cache, v_cache, slots):
 
 
 def bias_for_every_head(m, x, k_cache, v_cache, slots):
-    """One bias [D] for all heads, and one number for each head."""
+    """Has one bias [D] for all heads, and one number for each head."""
     q, k, v = (torch.einsum("th,ndh->tnd", x, w) for w in (m.q, m.k, m.v))
     write(k_cache, v_cache, slots, k + m.b, m.b[:HKV, None] + v)
     return (q + m.b) * 2
 
 
 def query_in_pieces(m, x, k_cache, v_cache, slots):
-    """What is left of the packed product is read in several ways."""
+    """Different nodes read the rest of the packed product in several ways."""
     out = F.linear(x, m.w)
     q, k, v = out.split([HQ * D, HKV * D, HKV * D], -1)
     write(k_cache, v_cache, slots, heads(k), heads(v))
@@ -144,7 +146,7 @@ def query_in_pieces(m, x, k_cache, v_cache, slots):
 
 
 def query_kept_for_the_next_layer(m, x, k_cache, v_cache, slots):
-    """The rest of one packed product is the activation of the next."""
+    """The rest of a packed product is the activation of the next layer."""
     q = packed("qkv")(m, x, k_cache, v_cache, slots)
     return packed("qkv")(m, (q / 2).flatten(1), k_cache, v_cache, slots + 1)
 
@@ -158,7 +160,8 @@ def next_layer_reads_the_query_itself(m, x, k_cache, v_cache, slots):
 
 
 def gated(m, x, k_cache, v_cache, slots):
-    """A gate of the same activation, as wide as the query: only the query meets the cache."""
+    """Has a gate of the same activation, which is as wide as the query. Only the query meets the
+    cache."""
     write(k_cache, v_cache, slots, heads(F.linear(x, m.k)), heads(F.linear(x, m.v)))
     gate, q = F.linear(x, m.gate), heads(F.linear(x, m.q))
     keys, values = (c.view(-1, HKV, D).repeat_interleave(2, 1) for c in (k_cache, v_cache))
@@ -207,7 +210,7 @@ def test_matched_and_right(name):
 
 
 def test_a_weight_of_another_order_is_not_taken_for_the_usual_one():
-    """Square, so that no shape tells."""
+    """The weight is square, so its shape does not show the order."""
     shapes = dict.fromkeys("qkv", (D, D, K))
     args = make_args(heads=D, head_dim=D)
     report = compare(Layer(einsum_that_turns_the_weight, **shapes), args, exactly=False)
@@ -226,7 +229,7 @@ def test_a_packed_product_disappears():
 
 
 def test_joined_weights_are_handed_over_apart():
-    """The cat of three weights is not computed at every call any more."""
+    """The graph no longer joins three weights in every call."""
 
     def step(m, x, k_cache, v_cache, slots):
         weight, bias = torch.cat((m.q, m.k, m.v)), torch.cat((m.qb, m.kb, m.vb))

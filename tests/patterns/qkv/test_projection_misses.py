@@ -1,4 +1,5 @@
-"""What only looks like a projection of heads: missed by name, and left as it was.
+"""Tests graphs that only look like a projection of heads: they are missed by name, and left as they
+were.
 
 A step takes (layer, x, k_cache, v_cache, slots).
 """
@@ -48,7 +49,7 @@ class NearMiss:
 
 
 def of_keys(change, **options):
-    """Three linears, with something done to the keys [T, Hkv, D]."""
+    """Makes three linears, and applies `change` to the keys [T, Hkv, D]."""
 
     def step(m, x, k_cache, v_cache, slots):
         k = change(heads(F.linear(x, m.k)), m)
@@ -59,7 +60,7 @@ def of_keys(change, **options):
 
 
 def of_rows(change):
-    """Three linears, with something done to the keys [T, N]."""
+    """Makes three linears, and applies `change` to the keys [T, N]."""
     return of_keys(lambda k, m: heads(change(k.flatten(1), m)))
 
 
@@ -71,7 +72,8 @@ SQUARE = {"q": (D * D, K), "k": (D * D, K), "v": (D * D, K)}
 
 
 def keys_turned_over(m, x, k_cache, v_cache, slots):
-    """As many heads as each is wide: [T, D, H] fits where [T, H, D] belongs."""
+    """There are as many heads as each head has columns, so [T, D, H] fits in the place of [T, H,
+    D]."""
     k = F.linear(x, m.k).view(T, D, D).transpose(1, 2)
     write(k_cache, v_cache, slots, k, F.linear(x, m.v).view(T, D, D))
     return F.linear(x, m.q) * 2
@@ -90,14 +92,14 @@ def query_rotated_across_heads(m, x, k_cache, v_cache, slots):
 
 
 def keys_tiled(m, x, k_cache, v_cache, slots):
-    """k0 k1 k0 k1, where each head's copies should be neighbours."""
+    """Has the order k0 k1 k0 k1. The copies of each head should be neighbours."""
     k, v = (heads(F.linear(x, w)).repeat(1, 2, 1) for w in (m.k, m.v))
     write(k_cache, v_cache, slots, k, v)
     return F.linear(x, m.q) * 2
 
 
 def features_repeated(m, x, k_cache, v_cache, slots):
-    """One number a head, copied to all of its elements."""
+    """Has one number for each head, which is copied to all elements of the head."""
     k, v = (F.linear(x, w[:HKV])[..., None].expand(T, HKV, D) for w in (m.k, m.v))
     write(k_cache, v_cache, slots, k, v)
     return F.linear(x, m.q) * 2
@@ -110,14 +112,14 @@ def keys_repeated_values_not(m, x, k_cache, v_cache, slots):
 
 
 def tokens_repeated(m, x, k_cache, v_cache, slots):
-    """The first token's keys for everybody."""
+    """Uses the keys of the first token for all tokens."""
     k = heads(F.linear(x, m.k))[:1].expand(T, HKV, D)
     write(k_cache, v_cache, slots, k, heads(F.linear(x, m.v)))
     return F.linear(x, m.q) * 2
 
 
 def tokens_turned_around(m, x, k_cache, v_cache, slots):
-    """Sequences and positions change places between the product and the cache."""
+    """Exchanges sequences and positions between the product and the cache."""
     k, v = (F.linear(x.view(2, 3, K), w).view(2, 3, HKV, D) for w in (m.k, m.v))
     k, v = (part.transpose(0, 1).reshape(T, HKV, D) for part in (k, v))
     write(k_cache, v_cache, slots, k, v)
@@ -125,7 +127,7 @@ def tokens_turned_around(m, x, k_cache, v_cache, slots):
 
 
 def query_over_keys(m, x, k_cache, v_cache, slots):
-    """The rotated query takes a head of the keys' rows."""
+    """The rotated query contains a head of the keys' rows."""
     out = F.linear(x, m.w)
     k, v = heads(out[:, HQ * D : (HQ + HKV) * D]), heads(out[:, (HQ + HKV) * D :])
     write(k_cache, v_cache, slots, rotate(k), v)
@@ -153,7 +155,7 @@ def query_part_scaled_in_place(m, x, k_cache, v_cache, slots):
 
 
 def query_by_a_table_that_changes(m, x, k_cache, v_cache, slots):
-    """The query is scaled by what is overwritten before the cache is written."""
+    """A table scales the query, and it is overwritten before the cache is written."""
     scale = x.sum(-1, keepdim=True)
     q = F.linear(x, m.q) * scale
     scale.zero_()
@@ -171,7 +173,7 @@ def clamps(k_clamp, v_clamp=lambda x: x):
 
 
 def clamped_with_another_name(m, x, k_cache, v_cache, slots):
-    """The clamp is read by a name from before it, so it happens in place."""
+    """A name from before the clamp is read, so the clamp happens in place."""
     k = F.linear(x, m.k)
     name = k.view(-1)
     k.clamp_(-0.5, 0.5)
@@ -186,7 +188,8 @@ def attend(q, k_cache, v_cache):
 
 
 def query_by_experts(rotary):
-    """JetMoE: queries come from experts, and a router reads the same activation."""
+    """Computes as JetMoE does: queries come from experts, and a router reads the same
+    activation."""
 
     def step(m, x, k_cache, v_cache, slots):
         k, v = heads(F.linear(x, m.k)), heads(F.linear(x, m.v))
@@ -204,7 +207,7 @@ EXPERTS = ROWS | {"router": (2 * D, K), "experts": (2 * D, HQ * D, K)}
 
 
 def two_linears_beside(m, x, k_cache, v_cache, slots):
-    """No attention is in sight that would tell the query from the gate."""
+    """There is no attention that would distinguish the query from the gate."""
     write(k_cache, v_cache, slots, heads(F.linear(x, m.k)), heads(F.linear(x, m.v)))
     return F.linear(x, m.q) * 2, F.linear(x, m.gate).sigmoid()
 
@@ -217,7 +220,8 @@ def weight_by_token(m, x, k_cache, v_cache, slots):
 
 
 def residual_in_addmm(m, x, k_cache, v_cache, slots):
-    """As many tokens as features: the added matrix has a bias's length either way."""
+    """There are as many tokens as features, so the added matrix has the length of a bias in either
+    case."""
     k = torch.addmm(m.added, x, m.k.t())
     write(k_cache, v_cache, slots, k[:, None], F.linear(x, m.v)[:, None])
     return F.linear(x, m.q) * 2
@@ -370,7 +374,7 @@ def _normed(x, weight):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_norm_weight_goes_by_the_projection_s_heads(turned):
-    """Heads that are transposed before the norm meet another head's weight."""
+    """If heads are transposed before the norm, each meets the weight of another head."""
 
     def step(m, x, k_cache, v_cache, slots):
         q, k, v = (heads(F.linear(x, w)) for w in (m.q, m.k, m.v))
@@ -404,7 +408,7 @@ def test_what_fp32_has_as_zero_or_infinite_is_no_scale(scale):
 
 
 def test_tokens_that_change_places_on_their_way_are_all_written():
-    """Pieces that are joined along the tokens are two writes of one store: neither is lost."""
+    """Pieces that are joined along the tokens are two writes of one store. Neither is lost."""
 
     def step(m, x, k_cache, v_cache, slots):
         k, v = (heads(F.linear(x, w)) for w in (m.k, m.v))

@@ -1,7 +1,8 @@
-"""Every idiom of "project, write the cache, attend": matched and right, or missed by name.
+"""Tests every idiom of "project, write the cache, attend": it is matched and right, or missed by
+name.
 
-A matched idiom is run beside eager and beside float64: outputs and caches no worse than eager,
-slots that nothing writes keep every bit.
+A matched idiom is compared with eager and float64. Outputs and caches are no less accurate than
+eager's, and slots that nothing writes keep every bit.
 """
 
 import pytest
@@ -13,14 +14,14 @@ from tests.models.qkv_idioms import IDIOMS, TOLD_APART, VARIANTS, axes_of, build
 from tests.patterns.running import check_against_eager
 from tilewright.compiler import lower, reports
 
-#: idioms that no op takes: the code, and what the message must name
+#: For idioms that no op takes: the code, and the text that the message must contain.
 MISSED = {
     "custom_op": ("OPAQUE_WRITE", "tilewright_models::store"),
     "out_of_place": ("FUNCTIONAL_WRITE", "return a new tensor"),
     "masked": ("GRAPH_BREAK", "what runs between graphs is not fused"),
 }
 
-#: idioms where only a write could be taken, and why the projection was not
+#: For idioms of which only a write could be taken: the reason why the projection was not.
 STORED = {"vllm_v1": "CACHE_LAYOUT"}
 
 #: Forms of the projection that read dimensions of x. These are tested with rows and with batches
@@ -37,7 +38,7 @@ ASKED_ALREADY = [
     )
 ]  # fmt: skip
 
-#: An axis that is no form of the projection is asked of one kind of write, in turn.
+#: An axis that is no form of the projection is tested with one kind of write, in turn.
 _IN_TURN = [axis for axis in VARIANTS if not axis.startswith("p_")]
 ASKED_ALREADY += [
     f"{axis}_{'static' if number % 2 else 'paged'}" for number, axis in enumerate(_IN_TURN)
@@ -45,7 +46,7 @@ ASKED_ALREADY += [
 
 FUSED = [name for name in IDIOMS if name not in {*MISSED, *STORED, *ASKED_ALREADY}]
 
-#: what each form's slots are taken for
+#: For each form, the kind of slots that the pattern recognises.
 SLOTS = {
     "setitem_on_view": "flat",
     "scatter": "flat",
@@ -100,7 +101,7 @@ def test_missed_with_a_reason_and_still_right(name):
     assert found, [str(m) for m in misses_of(lowered, "qkv", "capture")]
     assert phrase in found[0].message
     if name == "masked":
-        return  # CPU eager masks with nonzero in both: nothing of ours ran
+        return  # on a CPU, eager masks with nonzero in both, and no fused op ran
     eager, ours = cloned(args), cloned(args)
     expected = module(*eager)
     torch._dynamo.reset()
@@ -127,13 +128,14 @@ def test_other_dtypes(name, dtype):
 
 
 def test_a_token_count_that_changes_does_not_lose_the_match():
-    """Other kinds of writes: :func:`test_caches_of_symbolic_size`, where it is a symbol, too."""
+    """:func:`test_caches_of_symbolic_size` tests other kinds of writes with a symbolic number of
+    tokens."""
     module, args = build("setitem_on_view")
     check_against_eager("setitem_on_view", module, args, ["qkv_cache"], dynamic=True)
 
 
 def test_a_negative_slot_means_what_pytorch_means():
-    """`cache[slot] = k` wraps a negative slot; a rewrite must not skip it."""
+    """`cache[slot] = k` wraps a negative slot. A rewrite must not skip it."""
     module, args = build("setitem_on_view")
     args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
     slots = args[4]
@@ -143,7 +145,7 @@ def test_a_negative_slot_means_what_pytorch_means():
 
 @pytest.mark.parametrize("name", ["max_blocks", "static_cache", "layered_slots"])
 def test_caches_of_symbolic_size(name):
-    """Every size of every cache is a symbol of its own; page sizes are guarded to be equal."""
+    """Every size of every cache is a separate symbol. Guards check that page sizes are equal."""
     module, args = build(name)
     for tensor in args:
         if isinstance(tensor, torch.Tensor) and tensor.dim() > 2 and tensor.is_floating_point():
@@ -153,7 +155,7 @@ def test_caches_of_symbolic_size(name):
 
 
 class ExplicitHeads(torch.nn.Module):
-    """Heads indexed by a tensor: `cache[page, heads, offset] = k` on [P, H, S, D]."""
+    """A tensor indexes the heads: `cache[page, heads, offset] = k` on [P, H, S, D]."""
 
     def __init__(self, heads):
         super().__init__()
@@ -199,7 +201,7 @@ def test_heads_in_another_order_are_left_alone(heads):
 
 
 def test_writes_to_different_slots_are_taken_one_by_one():
-    """K and V at slots of their own are no pair; each write is still taken alone."""
+    """K and V at different slots are no pair. Each write is still taken alone."""
 
     class Apart(ExplicitHeads):
         def forward(self, x, page, offset, k_cache, v_cache):
@@ -215,7 +217,7 @@ def test_writes_to_different_slots_are_taken_one_by_one():
 
 
 class PageAndOffset(torch.nn.Module):
-    """`cache[page, offset] = k` with offsets that nothing shows to be in their page."""
+    """Writes `cache[page, offset] = k`. Nothing shows that the offsets are inside their page."""
 
     def __init__(self):
         super().__init__()

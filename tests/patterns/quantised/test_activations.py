@@ -1,4 +1,5 @@
-"""Activations that the graph quantises: the op does it where it means the same, and only then."""
+"""Tests activations that the graph quantises: the op quantises them if this means the same, and
+only then."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_every_spelling_is_quantised_by_the_op(name, first, fresh_dynamo):
         assert "activations=fp8" in str(found)
         plain = CodedMoe(lambda rows: rows, lambda rows: rows)(x)
     assert_no_worse(fused, eager, exact, name)
-    # The codes are the graph's: far nearer to it than either is to what nothing quantises.
+    # The codes are the graph's. The op is far nearer to the graph than either is to a graph without
+    # quantisation.
     assert relative_error(fused, eager) < relative_error(plain, eager) / 3
 
 
@@ -78,7 +80,8 @@ def unchanged(rows):
 
 
 def test_gate_and_up_are_quantised_together_or_not_at_all():
-    """The same rows, quantised for one of them: neither for both nor for none would be the same."""
+    """The same rows are quantised for only one of them. The op could quantise for both or for none,
+    and neither gives the same result."""
     (site,) = matches_of(lowered(SeparateMoe(divided, bounded, divided)), "fused_moe")
     assert site.op == "fused_moe"
     for hidden in (divided, unchanged):
@@ -88,7 +91,7 @@ def test_gate_and_up_are_quantised_together_or_not_at_all():
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_tokens_that_alone_are_quantised_are_tokens(dense, fresh_dynamo):
-    """Before the gather they are some x, whatever it is computed from."""
+    """Before the gather, the tokens are some x, whatever computes it."""
     module = CodedMoe(divided, unchanged, first=True, dense=dense)
     x = tokens()
     with torch.no_grad():
@@ -111,7 +114,7 @@ def test_a_graph_that_does_not_quantise_is_not_quantised():
 
 
 def test_a_library_s_kernel_is_told():
-    """One Miss for both calls, and nothing where the weights are no codes."""
+    """Both calls give one Miss. If the weights are no codes, there is no Miss."""
     found = lowered(KernelMoe())
     assert_refused(found, "EXPERT_KERNEL")
     (miss,) = (m for m in misses_of(found, "fused_moe") if m.code == "EXPERT_KERNEL")

@@ -1,5 +1,5 @@
-"""Dequantised stacked weights: what is recognised gives the same numbers through the format, and
-what only looks like a format is refused by name."""
+"""Tests dequantised stacked weights: a recognised format gives the same numbers, and a graph that
+only looks like a format is refused by name."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tilewright.patterns.quantised.experts import match_dequantized_experts, mat
 
 
 def traced(function, args, look):
-    """What `look(view of the result, emit)` returns at trace time, and the results of the views
-    that it emitted."""
+    """Returns the result of `look(view of the result, emit)` at trace time, and the results of the
+    views that it emitted."""
     answers, results = [], []
 
     def backend(gm, inputs):
@@ -90,7 +90,7 @@ def test_every_spelling_is_its_format_with_the_same_numbers(name, rows):
     block = given.get("scale_block", ())
     held = ExpertWeight(data, wanted, scale, tuple(block), expert_scale=factor)
     ours = dequantized(held, torch.float64)
-    # The graph rounds the weight to bfloat16, the format is exact.
+    # The graph rounds the weight to bfloat16, and the format is exact.
     rounded = ours.to(torch.bfloat16)
     torch.testing.assert_close(rounded, weight[:, places], rtol=2**-7, atol=1e-6)
     if wanted != "fp8" and factor is None:

@@ -1,4 +1,5 @@
-"""Linears of codes that each round the same activation by themselves, as libraries' linears do."""
+"""Tests linears of codes that each round the same activation themselves, as linears of libraries
+do."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TOKENS, LENGTH = 64, 4, 2, 16, 3, 24
 
 
 class RoundingLinear(nn.Module):
-    """x, rounded by token to float8_e4m3fn, times a weight of codes. most: the largest number that
-    a scale maps to."""
+    """Rounds x by token to float8_e4m3fn, and multiplies it by a weight of codes. `most` is the
+    largest number to which a scale maps."""
 
     def __init__(self, width, most=448.0):
         super().__init__()
@@ -69,7 +70,8 @@ def test_what_each_linear_rounds_is_one_activation(packed):
     (found,) = reports()
     (site,) = matches_of(found, "fused_qkv_paged")
     assert site.op == "fused_qkv_paged", str(found)
-    # float64 would round x to other codes: the fused op is held to one more rounding than eager.
+    # float64 would round x to other codes. The fused op may therefore have one more rounding than
+    # eager.
     assert_no_worse(fused, eager, eager.double(), "rounded by each linear")
 
 

@@ -1,4 +1,5 @@
-"""Products of codes by `torch._scaled_mm` and `F.scaled_mm`, scaled by blocks of 128 or by rows."""
+"""Tests products of codes by `torch._scaled_mm` and `F.scaled_mm`, with scales by blocks of 128 or
+by rows."""
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class BlockScaled(nn.Module):
-    """`_scaled_mm` with a scale for every 128 of K of a token, and one per 128 x 128 weights."""
+    """Calls `_scaled_mm` with a scale for every 128 columns of a token, and one for every 128 x 128
+    weights."""
 
     def __init__(self, hidden, width, seed):
         super().__init__()
@@ -56,7 +58,7 @@ def test_blocks_of_which_the_last_is_a_part_are_not_spread_evenly(rows, columns)
 
 
 def test_activations_scaled_by_block():
-    """Runs on a GPU alone; what is matched can be seen everywhere."""
+    """The product runs only on a GPU. The match can be tested everywhere."""
 
     class Blocks(nn.Module):
         def __init__(self):
@@ -80,8 +82,9 @@ def test_activations_scaled_by_block():
 
 
 class ScaledByRecipe(BlockScaled):
-    """`F.scaled_mm` with such scales, in the orders that it takes: what it is given is a tensor
-    whose blocks along K are padded to a multiple of four. square: of 128 rows of the weight."""
+    """Calls `F.scaled_mm` with such scales in the orders that it accepts. The tensor of scales has
+    blocks along K that are padded to a multiple of four. With `square`, the scales are for 128 rows
+    of the weight."""
 
     def __init__(self, hidden, width, seed, square):
         super().__init__(hidden, width, seed)
@@ -107,7 +110,7 @@ class ScaledByRecipe(BlockScaled):
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize(("hidden", "is_read"), [(512, True), (640, False)])
 def test_scales_by_recipes_of_blocks(hidden, is_read, square):
-    """Scales that are padded are told; runs on a GPU alone."""
+    """Scales that are padded are reported. The product runs only on a GPU."""
 
     class Gated(nn.Module):
         def __init__(self):
@@ -131,7 +134,7 @@ def test_scales_by_recipes_of_blocks(hidden, is_read, square):
 @ROW_SCALES
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="this PyTorch has none")
 def test_sizes_of_a_second_compilation_are_told_where_they_are_symbols():
-    """Without a reset between two models Dynamo makes symbols of the sizes that differ."""
+    """Without a reset between two models, Dynamo makes symbols of the sizes that differ."""
     by_row = torch.nn.functional.ScalingType.RowWise
 
     def gated(x, x_scale, *weights):

@@ -1,4 +1,5 @@
-"""Quantised weights are recognised by what they compute; what no op can take is missed by name."""
+"""Tests that quantised weights are recognised by what the graph computes. A weight that no op takes
+is missed by name."""
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Attention(nn.Module):
-    """Three quantised projections, or one that holds them all; K and V are written, q returned."""
+    """Has three quantised projections, or one that contains all three. K and V are written, and q
+    is returned."""
 
     def __init__(self, make, packed=False, heads_first=False):
         super().__init__()
@@ -53,7 +55,8 @@ def linear_of(form, **options):
 
 
 def check(module, args):
-    """One match, no worse than eager, nothing else changed; the match's facts."""
+    """Checks that there is one match, that it is no less accurate than eager, and that nothing else
+    has changed. Returns the facts of the match."""
     eager, ours, exact = cloned(args), cloned(args), [upcast(a) for a in args]
     expected, reference = module(*eager), upcast(module)(*exact)
     actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
@@ -121,7 +124,7 @@ def test_one_weight_for_all_three(form, bias):
 
 
 class Rotated(Attention):
-    """The same heads, q and k turned by position right behind the product."""
+    """Has the same heads. q and k are rotated by position directly after the product."""
 
     def forward(self, x, slots, k_cache, v_cache):
         q, k, v = (part(x).view(*x.shape[:-1], -1, D) for part in self.parts)
@@ -148,7 +151,8 @@ class Rotated(Attention):
     ],
 )
 def test_a_rotation_is_no_scale_of_the_codes(form, tokens):
-    """Those of one token, and a scale of the sums, are both a number per row of the weight."""
+    """The rotation of a single token and a scale of the sums are both one number for each row of
+    the weight."""
     assert check(Rotated(linear_of(form)), arguments(tokens))["rope"] == "half"
 
 
@@ -158,7 +162,8 @@ def test_a_rotation_is_no_scale_of_the_codes(form, tokens):
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_a_scale_may_be_any_number(form, number):
-    """A group of zeros has scale 0 by every quantiser that asks for the largest number."""
+    """A group of zeros has scale 0 in every quantiser that computes the scale from the largest
+    number."""
     module, (x, *rest) = Attention(linear_of(form)), arguments(5)
     x[0] = 0
     for part in module.parts:
@@ -186,7 +191,7 @@ STORED_AS = {
 
 @pytest.mark.parametrize("form", STORED_AS, ids=lambda f: f.__name__)
 def test_weights_are_read_as_they_are_stored(form):
-    """No node of the rewritten graph makes numbers of the codes."""
+    """No node of the rewritten graph decodes the codes."""
     graph = lower(Attention(linear_of(form)), arguments(5)).graphs[0].after.graph
     (fused,) = [n for n in graph.nodes if "fused_qkv_paged" in str(n.target)]
     graph.eliminate_dead_code()
@@ -205,7 +210,7 @@ def test_weights_are_read_as_they_are_stored(form):
 
 
 def stored(form):
-    """Gives a form of a test's own the buffers that `form` has."""
+    """Gives a form that a test defines the buffers of `form`."""
 
     def told(function):
         function.stored = STORED[form]
@@ -216,7 +221,7 @@ def stored(form):
 
 @stored(quantized.nibbles_low_first)
 def signed_nibbles(layer, dtype):
-    """Four bits with a sign."""
+    """Decodes signed codes of four bits."""
     packed = layer.packed.to(torch.int8)
     codes = torch.stack(((packed << 4) >> 4, packed >> 4), dim=-1).flatten(-2)
     return quantized.grouped(layer, codes, dtype, zero=0)
@@ -243,14 +248,14 @@ def three_bits(layer, dtype):
 
 @stored(quantized.nibbles_low_first)
 def nibbles_that_wrap_around(layer, dtype):
-    """Less than zero, bytes without a sign start over."""
+    """Below zero, unsigned bytes wrap around."""
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2) - 8
     return quantized.grouped(layer, codes, dtype, zero=0)
 
 
 @stored(quantized.gptq)
 def a_mask_that_wraps_around(layer, dtype):
-    """Of a signed word, a mask of all its bits keeps the sign: the last nibble has one."""
+    """In a signed word, a mask of all bits keeps the sign, so the last nibble has a sign."""
     nibbles = [(layer.packed >> shift) & 15 for shift in range(0, 28, 4)]
     codes = torch.stack((*nibbles, (layer.packed & 0xFFFFFFFF) >> 28), dim=1)
     codes = codes.view(-1, GROUP, layer.width).to(dtype) - 8
@@ -270,7 +275,7 @@ def bytes_that_wrap_around(layer, dtype):
 
 @stored(quantized.int8_in_words)
 def bytes_cast_to_signed(layer, dtype):
-    """Which wraps around, too."""
+    """The cast wraps around, too."""
     codes = layer.packed.view(torch.uint8).to(torch.int8) - 64
     return codes.to(dtype) * layer.scale[:, :1].to(dtype)
 
@@ -289,7 +294,7 @@ def halves_of_words(layer, dtype):
 
 @stored(quantized.nibbles_low_first)
 def scaled_then_moved(layer, dtype):
-    """The minimum is added after the scale."""
+    """Adds the minimum after the scale."""
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     scale = layer.scale[:, :1].to(dtype)
     return codes.to(dtype) * scale - layer.scale[:, 1:2].to(dtype)
@@ -297,7 +302,7 @@ def scaled_then_moved(layer, dtype):
 
 @stored(quantized.nibbles_low_first)
 def scales_in_tiles(layer, dtype):
-    """Columns far apart share a scale."""
+    """Columns that are far apart share a scale."""
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     return (codes.to(dtype) - 8) * layer.scale.repeat(1, GROUP).to(dtype)
 
@@ -324,7 +329,7 @@ def multiplied_codes(layer, dtype):
 
 @stored(quantized.nvfp4)
 def floats_of_another_table(layer, dtype):
-    """Two numbers have changed places."""
+    """Exchanges two numbers of the table."""
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 3.0, 6.0]
     table = torch.tensor([*numbers, *(-n for n in numbers)], device=layer.packed.device)
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
@@ -392,7 +397,7 @@ def test_near_misses_are_missed_by_name_and_still_right(form):
 
 @stored(quantized.gptq)
 def gptq_in_bytes(layer, dtype):
-    """Zeros packed along the other axis; a difference of nibbles fits a byte with a sign."""
+    """Zeros are packed along the other axis. A difference of nibbles fits into a signed byte."""
     codes, zeros = (t.to(torch.int8) for t in quantized.gptq_codes(layer))
     codes = codes.view(-1, GROUP, layer.width) - zeros[:, None]
     return (layer.scale[:, None].to(dtype) * codes.to(dtype)).view(layer.hidden, layer.width).t()
@@ -437,7 +442,7 @@ def test_zeros_are_read_however_they_are_packed_and_selected(form, weight):
 
 @stored(quantized.nvfp4)
 def nvfp4_factors_of_rows(layer, dtype):
-    """A number for each half of the rows."""
+    """Has a factor for each half of the rows."""
     both = torch.stack((layer.factor, 2 * layer.factor))
     factor = both.repeat_interleave(layer.width // 2)[:, None]
     return (quantized.nvfp4_unscaled(layer, torch.float32) * factor).to(dtype)
@@ -445,7 +450,7 @@ def nvfp4_factors_of_rows(layer, dtype):
 
 @stored(quantized.nvfp4)
 def nvfp4_factor_of_a_cast(layer, dtype):
-    """Stored in bfloat16, and a number besides."""
+    """The factor is stored in bfloat16, and there is another number."""
     factor = layer.factor.bfloat16().float()
     return (quantized.nvfp4_unscaled(layer, torch.float32) * factor * 0.5).to(dtype)
 
@@ -468,7 +473,8 @@ def nvfp4_by_a_number(layer, dtype):
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_factor_for_all_of_a_weight_is_an_argument(form, apart, graphs_kept):
-    """The scale is read as it is stored then; factors by blocks are multiplied into it."""
+    """The op then reads the scale as it is stored. Factors by blocks are multiplied into the
+    scale."""
     check(Attention(linear_of(form)), arguments(5))
     graph = reports()[-1].after.graph
     (fused,) = [n for n in graph.nodes if "fused_qkv_paged" in str(n.target)]
@@ -490,7 +496,7 @@ def offset_buffers(rows, hidden, generator):
 
 
 def offset(form):
-    """A form that gets the codes in groups [N, K / group, group], and their scale."""
+    """Makes a form that gets the codes in groups [N, K / group, group], and their scale."""
 
     def made(layer, dtype):
         codes = torch.stack((layer.packed & 15, layer.packed >> 4), dim=-1).flatten(-2)
@@ -510,7 +516,7 @@ def in_float32(layer, codes, scale, zero):
 
 @offset
 def in_its_own_dtype(layer, codes, scale, zero):
-    """Rounded twice."""
+    """Rounds twice."""
     return zero + scale * (codes.to(scale.dtype) - 8)
 
 
@@ -597,7 +603,7 @@ def assert_missed(module, args, code):
     found = reports()[-1]
     assert "qkv_cache" not in set(patterns_in(found, "qkv"))
     assert code in codes_of(found, "qkv"), [str(m) for m in misses_of(found, "qkv")]
-    if code in ("WEIGHT_FORMAT", "SCALE_BLOCK"):  # of q's, k's or v's weight
+    if code in ("WEIGHT_FORMAT", "SCALE_BLOCK"):  # the weight of q, k or v
         assert {m.stage for m in misses_of(found, "qkv") if m.code == code} == {Stage.GUARDS}
     for a, b in zip((actual, *ours), (expected, *eager), strict=True):
         assert torch.equal(a, b)
@@ -626,7 +632,7 @@ def test_a_shift_table_that_is_a_buffer_is_not_known():
     ],
 )
 def test_projections_by_an_operator_are_told_by_its_name(form, name):
-    """Also one that writes its result in place; its weights are buffers."""
+    """One of the operators writes its result in place. Its weights are buffers."""
     report = lower(Attention(linear_of(form)), arguments(5))
     assert patterns_in(report, "qkv") == ["cache_store"]
     (miss,) = misses_of(report, "qkv")
@@ -653,8 +659,8 @@ def test_projections_from_buffers_are_matched(form):
 
 
 def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
-    """The op refuses the second, and its site is given to the next pattern in another round, when
-    the first is rewritten by `cache_store`."""
+    """The op refuses the second site, and another round offers that site to the next pattern. In
+    that round, `cache_store` rewrites the first site."""
 
     class Two(nn.Module):
         def __init__(self):
@@ -673,7 +679,7 @@ def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
 
 
 def sums_scaled_besides(layer, x):
-    """The weight is scaled, and its sums by column once more."""
+    """Scales the weight, and scales its sums by column once more."""
     return x @ quantized.int8(layer, x.dtype).t() * layer.scale.to(x.dtype)
 
 
@@ -691,7 +697,7 @@ def test_rotated_sums_with_two_scales_or_none_are_missed(form, tokens, code, mon
 
 
 def one_of(forms):
-    """Projections of different forms."""
+    """Makes projections of different forms."""
     return lambda width, seed: QuantizedLinear(forms[seed], K, width, seed)
 
 

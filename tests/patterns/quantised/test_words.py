@@ -1,4 +1,4 @@
-"""Which bits of a word an expression holds, beside what PyTorch computes."""
+"""Compares the bits of a word that an expression holds with PyTorch's result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def words(dtype):
-    """Numbers of all sizes and both signs, as the dtype holds them."""
+    """Returns numbers of all sizes and both signs, as the dtype holds them."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator)
     return whole.to(dtype)
 
 
 def told(bits, held):
-    """The numbers that the bits of these words are."""
+    """Returns the numbers that these bits of the words form."""
     mask = (1 << bits.width) - 1
     size = bits.word.value.dtype.itemsize * 8
     numbers = [(n % 2**size >> bits.shift) & mask for n in held.flatten().tolist()]
@@ -30,7 +30,7 @@ def told(bits, held):
 
 
 def assert_right(expression, dtype):
-    """Whether the bits are known; they must be right where they are."""
+    """Returns whether the bits are known. If they are known, they must be right."""
     held = words(dtype)
     view, expected = returned(expression, held), expression(held)
     bits = bits_of(view)

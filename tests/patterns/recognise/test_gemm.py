@@ -1,4 +1,4 @@
-"""Products and rows, against what PyTorch computes: random equations, weights and views."""
+"""Compares products and rows with PyTorch's results, for random equations, weights and views."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def value(op, tensor, *args):
 
 
 def product(op, operands, *args):
-    """(the value of a product of x and a weight, its result)."""
+    """Returns (the value of a product of x and a weight, the result of the product)."""
     x, weight = value("input", operands[0]), value("constant", operands[1])
     result = getattr(torch, op)(*args, *operands)
     return value(f"aten.{op}", result, *args, x.whole, weight.whole), result
@@ -109,7 +109,7 @@ def test_a_batch_of_weights_is_no_weight():
 
 
 def random_rows(rng):
-    """Rows of N, in up to two groups."""
+    """Returns rows of N, in up to two groups."""
     while True:
         head_dim = rng.choice((2, 3, 4))
         inner = rng.choice((1, 2, 3)), head_dim * rng.choice((1, 2))
@@ -121,7 +121,7 @@ def random_rows(rng):
 
 
 def in_order(rows):
-    """Row numbers [heads, head_dim]."""
+    """Returns row numbers [heads, head_dim]."""
     at = torch.tensor([rows.first])
     for count, step in (*rows.heads, (rows.head_dim, 1)):
         at = (at[:, None] + torch.arange(count) * step).flatten()
@@ -130,7 +130,8 @@ def in_order(rows):
 
 @pytest.mark.parametrize("scales", [(1, 1), (2, 1), (2, 3), (1, 384)])
 def test_a_scale_of_blocks_is_the_view_that_repeats_it(scales):
-    """Equal views have equal effects, so a scale that the graph repeats itself is the same."""
+    """Equal views have equal effects. A scale that the graph itself repeats is therefore the same
+    scale."""
     x, weight = value("input", torch.ones(T, 256)), value("constant", torch.ones(256, 384))
     scale, one = value("constant", torch.ones(scales)), value("constant", torch.ones(1, 1))
     of = value("aten._scaled_mm", torch.ones(T, 384), x.whole, weight.whole, one.whole, scale.whole)
@@ -156,7 +157,7 @@ def test_rows_of_a_weight(block):
 
 @pytest.mark.parametrize("block", range(4))
 def test_views_of_rows_are_views_of_the_output(block):
-    """Random views of some heads, restated; whatever touches other rows is refused."""
+    """Random views of some heads are restated. A view that contains other rows is refused."""
     rng = random.Random(block)
     flat = numbers(T, N)
     taken = 0
@@ -216,7 +217,8 @@ def test_heads_are_read_back_from_their_view(block):
 
 def test_what_is_left():
     assert rest_of(24, Rows(0, ((2, 4),), 4).indices(), 4) == Rows(8, ((4, 4),), 4)
-    assert rest_of(24, Rows(4, ((2, 12),), 4).indices(), 4) is None  # 4, then 8, then 4
+    # The order is 4, then 8, then 4.
+    assert rest_of(24, Rows(4, ((2, 12),), 4).indices(), 4) is None
     every_third = frozenset(r for h in range(2) for r in range(12 * h + 4, 12 * h + 12))
     assert rest_of(24, every_third, 4) == Rows(0, ((2, 12),), 4)
     grouped = frozenset(r for h in range(2) for r in range(12 * h + 8, 12 * h + 12))

@@ -1,4 +1,5 @@
-"""Columns of linears: weight rows, bias and activation make the view's numbers, as PyTorch does."""
+"""Tests columns of linears: weight rows, bias and activation give the numbers of the view, as in
+PyTorch."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SPELLINGS = ("linear", "linear without a bias", "added bias", "matmul and added 
 
 
 def linear(spelling):
-    """(the last value, what its inputs hold)."""
+    """Returns (the last value, the contents of its inputs)."""
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(shape, dtype=torch.double) for shape in ((B, S, K), (N, K), N))
     inputs = [value(op, t) for op, t in (("input", x), ("constant", weight), ("constant", bias))]
@@ -93,7 +94,7 @@ def test_misses_have_their_callers_codes():
 
 @pytest.mark.parametrize(("factors", "named"), [(1, True), (N, False)])
 def test_a_miss_names_a_factor_that_is_one_number(factors, named):
-    """The weight can hold one number for all features when the model is loaded."""
+    """When the model is loaded, the weight could absorb a number that all features share."""
     of, result, _ = linear("linear")
     factor = value("constant", torch.ones(factors))
     above = value("aten.mul", result, replace(of, projected=True).whole, factor.whole)

@@ -1,4 +1,5 @@
-"""Norms of heads: every spelling is the same norm, and what is none is refused or left alone."""
+"""Tests norms of heads: every spelling gives the same norm. A graph that is no such norm is refused
+or left alone."""
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Attention(nn.Module):
-    """Projects, applies `norm(self, heads, is_key)` to q and k, writes K and V; returns q."""
+    """Projects, applies `norm(self, heads, is_key)` to q and k, writes K and V, and returns q."""
 
     def __init__(self, norm):
         super().__init__()
@@ -51,7 +52,7 @@ def arguments(dtype=torch.float32, tokens=T):
 
 
 def run(norm, dtype=torch.float32, tokens=T):
-    """(compiled results, eager results) of the same step."""
+    """Returns (compiled results, eager results) of the same step."""
     model = Attention(norm).to(dtype)
     eager, ours = arguments(dtype, tokens), arguments(dtype, tokens)
     expected = model(*eager)
@@ -174,7 +175,7 @@ def test_before_and_after_the_rotation(form, weighted, after):
 
 
 def test_a_weightless_norm_of_one_rotated_token():
-    """cos has the shape of a weight then, and is none."""
+    """In this case cos has the shape of a weight, but is none."""
     table = angles()[:1]
 
     def norm(m, x, _):
@@ -197,7 +198,7 @@ def test_norms_of_single_heads_are_one_norm_with_a_weight_by_head():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_default_epsilon_is_pytorch_s(dtype):
-    """Small heads, so that the epsilon decides."""
+    """The heads are small, so that the epsilon decides the result."""
 
     class Small(Attention):
         def __init__(self):

@@ -1,4 +1,5 @@
-"""Rotations are recognised by what they compute: every spelling, and no near miss."""
+"""Tests that rotations are recognised by what they compute: every spelling is, and no near miss
+is."""
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Attention(nn.Module):
-    """Projects, rotates q and k by `turn(heads, positions)`, writes the cache; returns q."""
+    """Projects, rotates q and k by `turn(heads, positions)`, writes the cache, and returns q."""
 
     def __init__(self, turn, heads_first=False):
         super().__init__()
@@ -52,13 +53,13 @@ def arguments(*tokens):
 
 
 def angles(*shape, width=D // 2):
-    """Angles by position; broadcast against heads."""
+    """Returns angles by position, which broadcast against heads."""
     generator = torch.Generator().manual_seed(2)
     return torch.rand(*shape, width, generator=generator) * 6
 
 
 def check(turn, args, heads_first=False, **facts):
-    """Compiled and eager agree, and the one match says `facts`."""
+    """Checks that compiled and eager results agree, and that the only match has these `facts`."""
     model = Attention(turn, heads_first)
     eager, ours = ([a.clone() for a in args] for _ in range(2))
     expected = model(*eager)
@@ -109,7 +110,8 @@ def test_tables_computed_in_the_graph(name):
     ],
 )
 def test_tables_that_repeat_over_tokens(shape, form):
-    """Heads first, `[B, H, S, D]`: a row per position, per sequence, for all, or for each token."""
+    """Heads come first, `[B, H, S, D]`. There is a row for each position, for each sequence, for
+    all, or for each token."""
     table = angles(*shape)
     cos, sin = table.cos(), table.sin()
     check(lambda x: form(x, cos, sin), arguments(2, T), heads_first=True)
@@ -135,7 +137,8 @@ def test_gathered_tables(name):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_buffer_of_matrices(seed):
-    """Of any numbers: nothing says that they rotate, and the op's tables need not."""
+    """The matrices have any numbers. Nothing says that they rotate, and the op's tables need not
+    rotate either."""
     generator = torch.Generator().manual_seed(seed)
     freqs = torch.randn(9, D // 2, 2, 2, generator=generator)
 
@@ -168,7 +171,7 @@ def test_other_sums_of_matrices_are_no_rotation(how):
 
 
 def test_a_complex_table_before_the_transpose():
-    """Llama 4: `[B, S, H, D]` is rotated, then transposed."""
+    """Rotates `[B, S, H, D]` and then transposes, as Llama 4 does."""
     table = torch.polar(torch.ones(2, T, D // 2), angles(2, T))
 
     def turn(x):
@@ -193,7 +196,7 @@ def one_pair_backwards(x, cos, sin):
 
 
 def columns_of_the_other_member(x, cos, sin):
-    """The cosine's columns go by halves, the pairs do not."""
+    """The columns of the cosine are ordered by halves, and the pairs are not."""
     a, b = x[..., ::2], x[..., 1::2]
     wide = torch.cat((cos, sin), -1)
     even, odd = wide[..., : D // 2], wide[..., D // 2 :]
@@ -205,14 +208,14 @@ def tripled(x, cos, sin):
 
 
 def odd_number_of_dimensions(x, cos, sin):
-    """What a share of the head comes to that is rounded down: halves of 2 and of 3 columns."""
+    """A share of the head is rounded down, which gives halves of 2 and of 3 columns."""
     cos, sin = (torch.cat((table, table[..., :1]), -1)[..., :5] for table in (cos, sin))
     turned, rest = x[..., :5], x[..., 5:]
     other = torch.cat((-turned[..., 2:], turned[..., :2]), -1)
     return torch.cat((turned * cos + other * sin, rest), -1)
 
 
-#: A rotation that is none of the two -> words of the miss.
+#: For each rotation that is none of the two kinds, words of the miss.
 NEAR_MISSES = {
     last_dimensions: "not the first ones of the head",
     one_pair_backwards: "",
@@ -223,7 +226,7 @@ NEAR_MISSES = {
 
 
 def rotated(form):
-    """The dataflow view's value that a spelling of rope results in."""
+    """Returns the value of the dataflow view that a spelling of rope results in."""
     found = []
 
     def backend(gm, example_inputs):
@@ -249,7 +252,7 @@ def test_near_misses_are_refused_by_name(form):
 
 
 def test_stacked_halves_are_one_head_where_a_view_joins_them():
-    """In a view that keeps them apart they may be two heads."""
+    """In a view that keeps them apart, they may be two heads."""
 
     def stacked(x, cos, sin):
         a, b = x.chunk(2, -1)

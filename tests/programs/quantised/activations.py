@@ -14,9 +14,12 @@ from tilewright.ops.formats import fp4
 
 @dataclass(frozen=True)
 class Rounded:
-    """The way in which x is rounded to codes and decoded. block: the numbers that share a scale:
-    "row", "tensor", "static" or a number of columns. most: the code of the largest number. by:
-    "over" divides by the scale, "times" multiplies by its reciprocal."""
+    """The way in which x is rounded to codes and decoded.
+
+    block: the numbers that share a scale: "row", "tensor", "static" or a number of columns.
+    most: the code of the largest number.
+    by: "over" divides by the scale, and "times" multiplies by its reciprocal.
+    """
 
     block: str | int = "row"
     codes: torch.dtype = torch.float8_e4m3fn
@@ -53,8 +56,8 @@ class Rounded:
 
 
 def by_thresholds(x: torch.Tensor) -> torch.Tensor:
-    """Rounds as compressed-tensors does, to the nearest E2M1 number; a middle goes to the even
-    code."""
+    """Rounds as compressed-tensors does, to the nearest E2M1 number. A number in the middle goes to
+    the even code."""
     size, rounded = x.abs(), torch.zeros_like(x)
     for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
         middle = (below + above) / 2
@@ -63,8 +66,8 @@ def by_thresholds(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_counting(x: torch.Tensor) -> torch.Tensor:
-    """Computes a code as the number of smaller middles, and looks it up; a middle goes to the
-    smaller number."""
+    """Computes a code as the number of smaller middles, and looks it up. A number in the middle
+    goes to the smaller number."""
     middles = torch.tensor([(a + b) / 2 for a, b in pairwise(fp4.MAGNITUDES)], dtype=x.dtype)
     codes = (x.abs()[..., None] > middles).sum(-1) + 8 * (x < 0)
     table = torch.tensor([*fp4.MAGNITUDES, *(-m for m in fp4.MAGNITUDES)], dtype=x.dtype)
@@ -92,8 +95,8 @@ class FourBits:
     decoded.
 
     scale: "e4m3" with one more factor for all (NVFP4; the factor is given if it is static), "e8m0",
-    a power of two (MXFP4), or any "float". bent: how the scale of decoding differs from that of
-    rounding.
+        a power of two (MXFP4), or any "float".
+    bent: the way in which the scale of decoding differs from the scale of rounding.
     """
 
     group: int = 16

@@ -1,5 +1,5 @@
-"""Scales and zeros by block: how many codes share a number, and how the graph spreads it over
-them."""
+"""Scales and zeros by block: how many codes share a number, and how the graph spreads the number
+over them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-#: (rows, columns) that share a number; None stands for all rows or columns.
+#: The (rows, columns) that share a number. None stands for all rows or all columns.
 BLOCKS = {
     "tensor": (None, None),
     "row": (1, None),
@@ -47,8 +47,8 @@ def in_tiles(t: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torc
 
 
 SPREADS = {"repeated": repeated, "expanded": expanded, "looked_up": looked_up, "tiles": in_tiles}
-#: Ways to spread a number over its codes. broadcast: by the arithmetic itself. grouped: on a view
-#: of the codes by group. flat: on a view with one group in each row (HQQ).
+#: Ways to spread a number over its codes. "broadcast": by the arithmetic itself. "grouped": on a
+#: view of the codes by group. "flat": on a view with one group in each row (HQQ).
 WAYS = ("repeated", "expanded", "looked_up", "grouped", "broadcast", "flat") * 4 + ("tiles",)
 #: Wrong ways to take a scale or zero: that of a neighbour, or a changed one.
 BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -68,8 +68,8 @@ def at_every(
     block: str,
     spread: str,
 ) -> torch.Tensor:
-    """Computes op(codes [N, K], t [N / rows, K / columns]), where every code meets the number of
-    its block."""
+    """Computes op(codes [N, K], t [N / rows, K / columns]). Every code is combined with the number
+    of its block."""
     pairs = zip(codes.shape, t.shape, BLOCKS[block], strict=True)
     rows, columns = sizes = [-(-n // have) if b is None else b for n, have, b in pairs]
     even = [b * have for b, have in zip(sizes, t.shape, strict=True)] == list(codes.shape)

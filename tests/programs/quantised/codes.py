@@ -12,7 +12,8 @@ COUNTING, AWQ = tuple(range(8)), (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def nibbles(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> torch.Tensor:
-    """Unpacks words [R, W] to codes [R, W * len(order)], with the nibbles of a word in an order."""
+    """Unpacks words [R, W] to codes [R, W * len(order)]. The nibbles of a word are taken in
+    `order`."""
     if spelling == "shifts":
         shifts = torch.tensor(order, dtype=torch.int32, device=words.device) * 4
         found = (words.unsqueeze(-1) >> shifts) & 15
@@ -50,10 +51,15 @@ def in_halves(words: torch.Tensor, order: tuple[int, ...], spelling: str) -> tor
 
 @dataclass(frozen=True)
 class Packing:
-    """A way to pack codes. stored: the dtype of the words. per: (rows, columns) of codes in a word,
-    so that codes [N, K] are words [N / rows, K / columns], transposed if `turned`. codes: unpacks
-    words, given an order and a spelling. order: the number of nibbles in a word, whose order
-    varies. size: the typical size of a code."""
+    """A way to pack codes.
+
+    stored: the dtype of the words.
+    per: the (rows, columns) of codes in a word. Codes [N, K] are words [N / rows, K / columns],
+        transposed if `turned`.
+    codes: a function that unpacks words, for an order and a spelling.
+    order: the number of nibbles in a word, whose order varies.
+    size: the typical size of a code.
+    """
 
     stored: torch.dtype
     codes: Callable[[torch.Tensor, tuple[int, ...], str], torch.Tensor]

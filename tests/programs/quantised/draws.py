@@ -15,8 +15,12 @@ from tests.programs.quantised.linear import Coded
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of codes. draw: draws the axes of a linear. apart: the axes in which one of several
-    linears may differ. made: makes the linear."""
+    """A kind of codes.
+
+    draw: a function that draws the axes of a linear.
+    apart: the axes in which one of several linears may differ.
+    made: a function that makes the linear.
+    """
 
     draw: Callable[[random.Random], Any]
     apart: Mapping[str, Callable[[random.Random], Any]]
@@ -40,7 +44,8 @@ def like(one: torch.Tensor, other: torch.Tensor) -> bool:
 def draw_linears(
     draw: random.Random, shapes: list[tuple[int, int]], dtype: torch.dtype
 ) -> list[Coded]:
-    """Returns linears of one format. One may differ, or use a tensor that belongs to another."""
+    """Returns linears of one format. One of them may differ, or use a tensor that belongs to
+    another."""
     kind = draw.choice(KINDS)
     axes = [kind.draw(draw)] * len(shapes)
     if draw.random() < 0.3:

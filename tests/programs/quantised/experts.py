@@ -1,4 +1,4 @@
-"""Mixtures of experts with weights, and activations, of codes."""
+"""Mixtures of experts whose weights and activations are codes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.programs.quantised.activations import draw_floats_of_four_bits
 
 
 class Experts(moe_coded.CodedMoe):
-    """A mixture. spelled: for each weight (format, function of `moe_dequant`), or None for e4m3
-    blocks."""
+    """A mixture. For each weight, `spelled` has (format, function of `moe_dequant`), or None for
+    e4m3 blocks."""
 
     def __init__(self, rows, hidden, spelled: dict[str, Any], seed: int) -> None:
         super().__init__(rows, hidden)

@@ -1,4 +1,4 @@
-"""Linears whose codes of four bits stand for floats: NVFP4, MXFP4, and tables of bitsandbytes.
+"""Linears whose codes of four bits stand for floats: NVFP4, MXFP4, and the tables of bitsandbytes.
 
 weight[n, k] = numbers[code[n, k]] * scale[n, k / group] * factor
 """
@@ -28,7 +28,7 @@ def swapped(numbers: tuple[float, ...]) -> tuple[float, ...]:
     return (*numbers[:2], numbers[13], *numbers[3:13], numbers[2], *numbers[14:])
 
 
-#: The numbers that the sixteen codes stand for.
+#: The numbers for which the sixteen codes stand.
 NUMBERS: dict[str, tuple[float, ...]] = {"e2m1": E2M1, **TABLES}
 NUMBERS |= {f"{name}, two swapped": swapped(numbers) for name, numbers in [*NUMBERS.items()]}
 NUMBERS |= {
@@ -51,8 +51,8 @@ def pairs(words: torch.Tensor, order: tuple[int, ...], way: str) -> list[torch.T
 
 
 def joined(parts: list[torch.Tensor], way: str) -> torch.Tensor:
-    """Joins the first and the second of each pair to [N, K]."""
-    if way == "halves":  # not neighbours
+    """Joins the first and the second code of each pair to [N, K]."""
+    if way == "halves":  # the two are not neighbours
         return torch.cat(parts, -1)
     if way != "written":
         return torch.stack(parts, -1).flatten(-2)
@@ -114,13 +114,18 @@ FACTORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Floats:
-    """The axes of a linear with 4-bit floats. numbers: a key of NUMBERS. stored: whether the table
-    is a buffer of the model. order, pairs: the order of a byte's two codes, and the way to join
-    them. early: whether they are looked up before they are joined. block, spread: the blocks of
-    scales, and the way to spread scales over codes. scale: a key of SCALES, "ldexp" or "two
-    levels". factor: one more factor, of all scales or of the weight. within: the dtype of numbers,
-    None for x's.
-    bent: a wrong way to take the scale."""
+    """The axes of a linear with 4-bit floats.
+
+    numbers: a key of NUMBERS.
+    stored: whether the table is a buffer of the model.
+    order, pairs: the order of a byte's two codes, and the way to join them.
+    early: whether codes are looked up before they are joined.
+    block, spread: the blocks of scales, and the way to spread scales over codes.
+    scale: a key of SCALES, "ldexp" or "two levels".
+    factor: one more factor, of all scales or of the weight.
+    within: the dtype of the numbers; None for the dtype of x.
+    bent: a wrong way to take the scale.
+    """
 
     numbers: str = "e2m1"
     stored: bool = False
@@ -142,7 +147,7 @@ class Floats:
 
 
 class FloatLinear(Coded):
-    """A linear with 4-bit floats. codes: bytes [N, K / 2]."""
+    """A linear with 4-bit floats. `codes` are bytes [N, K / 2]."""
 
     def __init__(self, axes: Floats, rows: int, columns: int, dtype: torch.dtype, seed: int):
         generator = torch.Generator().manual_seed(seed)

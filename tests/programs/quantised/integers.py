@@ -28,11 +28,18 @@ from tests.programs.quantised.linear import PRODUCTS, Coded, grid_of, held, plus
 
 @dataclass(frozen=True)
 class Integers:
-    """The axes of a linear with integer codes. order, spelling: of nibbles. zero: none, a number,
-    or a key of ZEROS. block: a key of BLOCKS. spread: how a number gets to its codes. within: the
-    dtype in which they are scaled, None for x's. scaled: a key of SCALINGS. place: where the scale
-    is applied. bent: a wrong way to take the scale, a key of BENT or empty. rounded: the rounding
-    of x."""
+    """The axes of a linear with integer codes.
+
+    order, spelling: the order of nibbles, and the way to unpack them.
+    zero: none, a number, or a key of ZEROS.
+    block: a key of BLOCKS.
+    spread: the way in which a number gets to its codes.
+    within: the dtype in which codes are scaled; None for the dtype of x.
+    scaled: a key of SCALINGS.
+    place: the place at which the scale is applied.
+    bent: a wrong way to take the scale, a key of BENT or empty.
+    rounded: the rounding of x.
+    """
 
     packing: str = "int8"
     order: tuple[int, ...] = ()
@@ -66,7 +73,7 @@ ZEROS = ("int", "float", "words", "words of awq", "words less one", "behind")
 
 
 class IntegerLinear(Coded):
-    """weight[n, k] = (code[n, k] - zero[n, k]) * scale[n, k]"""
+    """Computes weight[n, k] = (code[n, k] - zero[n, k]) * scale[n, k]."""
 
     def __init__(self, axes: Integers, rows: int, columns: int, dtype: torch.dtype, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -144,7 +151,7 @@ class IntegerLinear(Coded):
         if axes.place == "inside":
             return super().multiplied(x)
         scale = self.scale_of(axes.within or x.dtype)
-        if axes.place == "front":  # correct only for one scale for the whole tensor
+        if axes.place == "front":  # this is correct only for one scale for the whole tensor
             x = (x * scale.flatten()[:1]).to(x.dtype)
             return product(x, self.decoded(x.dtype), self.bias)
         y = product(x, self.decoded(x.dtype), None)
@@ -193,8 +200,8 @@ def draw_integers(draw: random.Random) -> Integers:
 
 
 def nearly_hqq(draw: random.Random, drawn: Integers) -> Integers:
-    """Draws HQQ's codes of 4 or 8 bits with float zeros, packed as by the library or as neighbours,
-    or a near miss that differs in one axis."""
+    """Draws HQQ's codes of 4 or 8 bits with float zeros, packed as by the library or as neighbours.
+    May draw a near miss that differs in one axis."""
     packing, order = draw.choice(HQQ)
     own = {
         "packing": packing,

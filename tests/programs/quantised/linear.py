@@ -32,9 +32,12 @@ def plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 class Coded(nn.Module):
-    """A linear x [..., K] -> [..., N]. axes: the drawn axes, among them product, bias and rounded.
+    """A linear from x [..., K] to [..., N].
 
-    codes, scale: parameters. zero: a parameter or None."""
+    axes: the drawn axes, which include product, bias and rounded.
+    codes, scale: parameters.
+    zero: a parameter or None.
+    """
 
     def __init__(self, axes: Any, shape: tuple[int, int], dtype: torch.dtype, generator: Any):
         super().__init__()
@@ -44,7 +47,7 @@ class Coded(nn.Module):
         self.step = held(torch.tensor(0.02)) if axes.rounded is not None else None
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [N, K], in a dtype."""
+        """Returns the weight [N, K] in a dtype."""
         raise NotImplementedError
 
     def multiplied(self, x: torch.Tensor) -> torch.Tensor:

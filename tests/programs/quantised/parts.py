@@ -31,7 +31,8 @@ def told(linears: Sequence[Coded], drawn: dict[str, Any], dtype: torch.dtype) ->
 
 
 class Part(nn.Module):
-    """Some linears, and a write into the codes or scales of one of them before another runs."""
+    """Has some linears, and a write into the codes or scales of one of them before another one
+    runs."""
 
     def __init__(self, linears: Sequence[nn.Module], drawn: dict[str, Any]) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ def draw_written(draw: random.Random, count: int) -> tuple[int, int, str] | None
 
 
 class Attention(Part):
-    """Q, K and V, a write to the cache, attention to it, and a residual sum."""
+    """Has Q, K and V, a write to the cache, attention to the cache, and a residual sum."""
 
     def forward(self, x, residual, positions, k_cache, v_cache):
         drawn = self.drawn
@@ -140,7 +141,7 @@ def gated(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
 
 
 def latents(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
-    """The up-projection of latents."""
+    """Draws the up-projection of latents."""
     dtype = draw.choice(DTYPES)
     changes = {
         "kv_rank": 64, "num_heads": 4, "nope": 16, "v_dim": 16, "rotated": 16, "hidden": 32,

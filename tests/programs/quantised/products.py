@@ -16,7 +16,7 @@ from tests.programs.quantised.parts import Gated, draw_written, normal
 
 
 class Product(nn.Module):
-    """A product of x, rounded to e4m3, with e4m3 codes [N, K]. form: a key of FORMS."""
+    """Multiplies x, rounded to e4m3, by e4m3 codes [N, K]. `form` is a key of FORMS."""
 
     def __init__(self, form: str, rows: int, columns: int, seed: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Product(nn.Module):
             torch.rand(grid, generator=generator),
         )
         self.codes = nn.Parameter(values[0], requires_grad=False)
-        # Scales of blocks differ by more than any rounding.
+        # The scales of blocks differ by more than any rounding.
         scale = (0.01 + values[1] ** 4) * columns**-0.5
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.step = nn.Parameter(torch.tensor([0.01]), requires_grad=False)
@@ -38,7 +38,8 @@ class Product(nn.Module):
 
 
 def scaled_mm(by_row: bool) -> Callable[..., torch.Tensor]:
-    """`torch._scaled_mm` with a scale for each row of both sides, or for all."""
+    """Returns a product by `torch._scaled_mm` with a scale for each row of both sides, or for all
+    rows."""
 
     def run(layer: Product, x: torch.Tensor) -> torch.Tensor:
         size = x.float().abs()
@@ -65,7 +66,7 @@ def static(layer: Product, x: torch.Tensor) -> torch.Tensor:
     return finegrained.block_static(x, *given)
 
 
-#: Form -> (the shape of its scales, the function that computes the product).
+#: For each form: (the shape of its scales, the function that computes the product).
 FORMS: dict[str, tuple[Callable[..., tuple[int, ...]], Callable[..., torch.Tensor]]] = {
     "scaled_mm by rows": (lambda n, k: (n, 1), scaled_mm(True)),
     "scaled_mm": (lambda n, k: (), scaled_mm(False)),
@@ -76,7 +77,7 @@ FORMS: dict[str, tuple[Callable[..., tuple[int, ...]], Callable[..., torch.Tenso
 
 
 def products(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
-    """A gated MLP whose linears multiply codes by codes."""
+    """Draws a gated MLP whose linears multiply codes by codes."""
     hidden, inner = draw.choice((128, 192, 256)), draw.choice((64, 128, 192, 256, 448))
     joined, form = draw.random() < 0.3, draw.choice(tuple(FORMS))
     shapes = [(2 * inner, hidden)] if joined else [(inner, hidden)] * 2

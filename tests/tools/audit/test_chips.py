@@ -1,4 +1,5 @@
-"""Which kernels there are for each chip; of those that nothing was measured on some compiled."""
+"""Tests which kernels there are for each chip, and compiles some kernels for chips on which nothing
+was measured."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import TARGETS, gpu_targets
 from tilewright.tools.audit.families import FAMILIES, all_cases
 
-#: Where registers, shared memory or an instruction would be missing first.
+#: Cases in which registers, shared memory or an instruction would be missing first.
 CASES = {
     "sm120": r"awq T=64: qkv_projection|mask tensor, 1 x 1024",
     "sm103": r"llama3-8b T=1: qkv_projection",
@@ -24,7 +25,7 @@ CASES = {
 @pytest.mark.parametrize("target", gpu_targets(), ids=lambda target: target.name)
 def test_cases_are_those_that_the_chip_may_have(target):
     cases = all_cases(target)
-    # A template of all families has no folder in its name.
+    # A template that all families share has no folder in its name.
     names = (case.spec.template.split(".") for case in cases)
     families = {folders[0] for *folders, _ in names if folders}
     assert families - {"grouped"} == set(FAMILIES) & target.families

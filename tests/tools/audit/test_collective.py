@@ -1,4 +1,5 @@
-"""The kernels of sums over ranks in `make audit`: one of each kind compiled for each chip."""
+"""Tests the kernels of sums over ranks in `make audit`: one of each kind is compiled for each
+chip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`make audit`: cases, outcomes, exit status; the releases themselves are tried by make audit."""
+"""Tests `make audit`: its cases, outcomes and exit status. `make audit` itself tries the
+releases."""
 
 import dataclasses
 import sys
@@ -100,7 +101,7 @@ def test_environment_is_built_once_and_checked(tmp_path, monkeypatch):
     assert [command[-1] for command in commands] == [str(tmp_path / "9.9.9"), "triton==9.9.9"]
     environment("9.9.9", tmp_path)
     assert len(commands) == 2
-    # What was installed is not what was asked for.
+    # The installed version is not the requested one.
     monkeypatch.setattr(audit_matrix, "_version", lambda python: "9.9.9")
     with pytest.raises(RuntimeError, match=r"expected triton 0\.0\.1, got '9\.9\.9'"):
         environment("0.0.1", tmp_path)

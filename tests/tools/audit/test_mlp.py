@@ -1,5 +1,8 @@
-"""The kernels of dense layers' linears in `make audit`: one of each kind compiled, for the chips in
-turn. Codes by block and GPTQ's are compiled in test_chips.py."""
+"""Tests the kernels of dense layers' linears in `make audit`: one of each kind is compiled, for the
+chips in turn.
+
+test_chips.py compiles codes by block and the codes of GPTQ.
+"""
 
 from __future__ import annotations
 

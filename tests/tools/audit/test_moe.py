@@ -1,5 +1,5 @@
-"""The mixture-of-experts kernels of `make audit`: what they cover; and one of each family compiled
-for SM100 with the Triton that is installed."""
+"""Tests the mixture-of-experts kernels of `make audit`: what they cover. One kernel of each family
+is compiled for SM100 with the installed Triton."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tilewright.tools.audit.families import all_cases
 from tilewright.tools.audit.moe import MODELS, moe_cases, nvfp4_arguments, nvfp4_case
 from tilewright.tools.matrix.audit_matrix import audit_one
 
-# Of most families one kernel, in the form with most to go wrong; `make audit` has all of them.
+# Most families have one kernel here, in the form in which most can go wrong. `make audit` has all
+# of them.
 COMPILED = {
     "weights stream": r"qwen3-30b-a3b dense T=64 moe_up",
     "specialised warps": r"gpt-oss-20b dense T=8192 grouped_gemm",
@@ -40,7 +41,7 @@ TILES = GemmConfig(128, 128, 256, 8, 3)
 
 
 def nvfp4_spec(target, *, block_scaled):
-    """The kernel of a call in TILES."""
+    """Returns the kernel of a call with TILES."""
     a = nvfp4_arguments(1024, 2880, 2880)
     steps = grouped_nvfp4_steps(a, target, TILES, block_scaled=block_scaled)
     (spec,) = drive(steps, Planner(target), keep=True).specs
@@ -54,7 +55,7 @@ def cases():
 
 @pytest.fixture(scope="module")
 def outcomes(cases, tmp_path_factory):
-    """The audits by what was compiled; all at once, as each takes a process of its own."""
+    """Returns the audits by case. All compile at once, because each takes a separate process."""
     picked = [next(c for c in cases if re.search(COMPILED[name], c.name)) for name in COMPILED]
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         root = tmp_path_factory.getbasetemp() / "tilewright-cache"
@@ -111,7 +112,8 @@ def test_the_block_scaled_path_shows_in_the_machine_code(outcomes):
 
 
 def test_a_fallback_to_bf16_fails_the_audit(tmp_path, monkeypatch):
-    """The same kernel, its operands dequantised: right numbers, at a quarter of the rate."""
+    """The kernel is the same with dequantised operands: its numbers are right, but its rate is a
+    quarter."""
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     scaled = nvfp4_spec(SM100, block_scaled=True)
     claims = nvfp4_case("case", scaled, SM100).expectations

@@ -1,4 +1,4 @@
-"""Rows and lanes of a drawing, and two drawings line by line."""
+"""Tests the rows and lanes of a drawing, and two drawings line by line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_nodes_that_hand_a_value_on_share_a_row_and_what_goes_round_passes_in_a_
     assert labels(drawn) == [["relu"], ["exp", "sin", "cos", "add", "tanh"]]
     around, last = drawn
     assert (around.lane, around.goes_on) == (0, True)
-    assert last.into == (0,)  # one lane gives to the row, though two of its nodes read it
+    # One lane leads into the row, although two of its nodes read the value.
+    assert last.into == (0,)
     assert last.goes_on  # the graph returns it
 
 
@@ -101,7 +102,7 @@ def test_lanes_of_any_graph_hold_together(seed):
     for row in drawn:
         assert set(row.into) | set(row.passing) <= above
         assert row.lane not in row.passing
-        # Nothing that is still needed ends, and nothing comes from nowhere.
+        # No lane ends that is still needed, and no lane comes from nowhere.
         assert above - set(row.passing) <= set(row.into)
         read = {where[u] for n in row.nodes for u in n.all_input_nodes if u in where}
         assert read == set(row.into)
@@ -117,12 +118,13 @@ def test_two_drawings_stand_line_by_line(seed):
     copied = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in before:
-        if node.op == "call_function" and choose.random() < 0.4:  # gone with a site
+        # It disappeared together with a site.
+        if node.op == "call_function" and choose.random() < 0.4:
             made[node] = made[node.all_input_nodes[0]]
         else:
             made[node] = copied.node_copy(node, made.__getitem__)
             made[node].name = node.name
-        if node.op == "call_function" and choose.random() < 0.2:  # and something new
+        if node.op == "call_function" and choose.random() < 0.2:  # it is new
             made[node] = copied.call_function(torch.neg, (made[node],))
             made[node].name = f"new_{node.name}"
     left, right = rows(before, same), rows(list(copied.nodes), same)
@@ -130,7 +132,8 @@ def test_two_drawings_stand_line_by_line(seed):
     assert [line.before for line in lines if line.before] == left
     assert [line.after for line in lines if line.after] == right
     assert all(line.before or line.after for line in lines)
-    above: list[tuple[int, ...]] = [(), ()]  # lanes go by where a drawing has no row
+    # Only lanes pass in a line for which a drawing has no row.
+    above: list[tuple[int, ...]] = [(), ()]
     for line in lines:
         assert [line.before_passing, line.after_passing] == above
         sides = zip((line.before, line.after), above, strict=True)
@@ -140,4 +143,4 @@ def test_two_drawings_stand_line_by_line(seed):
         kept = (
             [line_of[n.name] for n in line.after.nodes if n.name in line_of] if line.after else []
         )
-        assert not kept or max(kept) <= i  # no result stands above what it was
+        assert not kept or max(kept) <= i  # no result stands above its source

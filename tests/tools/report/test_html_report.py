@@ -1,4 +1,5 @@
-"""The page of a report: whole, self-contained, for the keyboard; opened in a browser."""
+"""Tests the page of a report: it is whole and self-contained, can be used with the keyboard, and
+opens in a browser."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def page(lowered):
 
 
 class _Elements(HTMLParser):
-    """Every element with its attributes, and the ones that it is in."""
+    """Collects every element with its attributes and the elements around it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ def test_landmarks_and_labels(elements):
     assert all("aria-labelledby" in a for tag, a in elements.found if tag == "section")
     assert all(a.get("scope") for tag, a in elements.found if tag == "th")
     assert all("aria-label" in a for _, a in elements.having("role", "img"))
-    # What scrolls can be reached by the keyboard, and has a name.
+    # Every scrollable element can be reached by the keyboard, and has a name.
     for tag, attributes in elements.found:
         if tag == "pre" or "scroll" in attributes.get("class", "").split():
             assert attributes["tabindex"] == "0"
@@ -114,7 +115,8 @@ def test_landmarks_and_labels(elements):
 
 
 def test_whatever_is_wide_is_in_a_box_that_scrolls(page):
-    """On a narrow screen the page itself stays as wide as the screen, and a drawing legible."""
+    """On a narrow screen the page itself stays as wide as the screen, and a drawing stays
+    legible."""
     boxes = re.findall(r'<div class="scroll[^"]*"[^>]*>\s*<(table class="\w+|svg)', page)
     assert sorted(boxes) == ["svg", 'table class="flow', 'table class="flow', 'table class="wide']
     assert len(boxes) == len(re.findall(r'<table class="|<svg xmlns', page))
@@ -133,13 +135,13 @@ def test_both_colour_schemes_have_every_colour_and_paper_is_light(page):
     assert len(colours[0]) > 10
     assert set(re.findall(r"var\((--[\w-]+)\)", page)) <= set(colours[0])
     dark_rules = re.findall(r"@media ([^{]*prefers-color-scheme: dark[^{]*)\{", page)
-    assert len(dark_rules) == 2  # the page's own, and the sources'
+    assert len(dark_rules) == 2  # the rules of the page, and the rules of the sources
     assert all("screen and" in rule for rule in dark_rules)
     assert "@media print" in page
 
 
 def bars_of(text):
-    """The widths, in percent, of each bar's parts."""
+    """Returns the widths, in percent, of the parts of each bar."""
     bars = re.findall(r'<div class="bar"[^>]*>(.*?)</div>', text)
     return [[float(width) for width in re.findall(r"width:([\d.]+)%", bar)] for bar in bars]
 
@@ -151,7 +153,7 @@ def test_every_site_has_a_bar_of_bytes_and_one_of_time(lowered, page):
         assert re.findall(r'class="bar" role="img" aria-label="(\w+): ', row) == ["bytes", "time"]
         assert len(bars_of(row)) == 2
         assert all(0 < sum(bar) <= 100.02 for bar in bars_of(row))
-    # One scale: the longest bar fills its place.
+    # All bars have one scale: the longest bar fills its place.
     for place in (0, 1):
         assert max(sum(bars_of(row)[place]) for row in rows) == pytest.approx(100, abs=0.05)
 
@@ -163,7 +165,7 @@ def test_the_total_is_the_sum_of_its_layers_and_of_its_parts(lowered, page):
         rows = [getattr(row.amounts, name) for row in view.layers]
         assert sum(rows) == pytest.approx(getattr(view.total.amounts, name)), name
     assert view.total.amounts.floor_us <= view.total.amounts.modelled_us
-    # Fused, it moves less and starts fewer kernels than by Inductor alone.
+    # When fused, it moves fewer bytes and starts fewer kernels than by Inductor alone.
     assert view.total.amounts.activations < view.alone.amounts.activations
     assert view.total.amounts.launches < view.alone.amounts.launches
     table = page[page.index('id="step-table"') : page.index("</table>")]
@@ -183,7 +185,7 @@ def test_caches_count_by_the_tokens_that_are_present(lowered):
 
 
 def test_the_model_s_own_line_stands_before_the_library_s(page):
-    """A cache write: called by the model, made in a library."""
+    """The cache write is called by the model and made in a library."""
     site = re.search(r'id="site-1".*?</details>', page, re.DOTALL)[0]
     own, library = re.findall(r"([\w]+\.py):\d+", site)[:2]
     assert (own, library) == ("modeling_qwen3_moe.py", "cache_utils.py")
@@ -197,7 +199,8 @@ def test_equal_layers_are_drawn_once_with_their_fused_nodes(lowered, elements, p
     assert layer.scopes == ("model.layers.0", "model.layers.1", "model.layers.2")
     assert layer.title == "model.layers.0 … 2 (3 layers)"
     assert layer.title in page
-    assert page.count('<table class="flow"') == 2  # the layers, and what is outside of them
+    # Those of the layers, and the one for nodes outside of them.
+    assert page.count('<table class="flow"') == 2
     chips = [a for _, a in elements.having("data-facts")]
     ops = [a for a in chips if "op" in a["class"].split()]
     assert sum(1 for node in layer.after if "tilewright" in node.meta) == len(ops) == 5
@@ -216,7 +219,7 @@ def test_cache_writes_are_in_view(page):
 
 
 def test_sites_alike_but_for_their_place_have_numbers_of_their_own(lowered):
-    """Two of equal shapes in one layer: each node leads to its own site."""
+    """The layer has two sites of equal shapes. Each node leads to its own site."""
     site = lowered.matches[0]
     scopes = ("layers.0.self_attn", "layers.0.mlp", "layers.1.mlp")
     one, other, later = (site_kind(replace(site, scope=scope)) for scope in scopes)
@@ -229,7 +232,8 @@ def test_a_miss_comes_with_its_guide():
     page = render_html("missed", lowered)
     assert [miss.code for miss in lowered.misses] == ["FUNCTIONAL_WRITE"]
     assert "FUNCTIONAL_WRITE" in page
-    assert "without the trailing underscore return a new cache" in page  # docs/miss-codes.md
+    # The text comes from docs/miss-codes.md.
+    assert "without the trailing underscore return a new cache" in page
 
 
 def test_the_file_is_written_whole_or_not_at_all(lowered, tmp_path):

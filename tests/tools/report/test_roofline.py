@@ -1,4 +1,5 @@
-"""The roofline: points where their work puts them, labels that do not cover each other."""
+"""Tests the roofline: points stand where their work puts them, and labels do not cover each
+other."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_labels_of_equal_points_do_not_cover_each_other(count):
 
 
 def test_points_part_by_what_the_start_of_their_kernels_takes_of_them():
-    """Equal FLOP per byte, other sizes: the smaller, the further below the roof."""
+    """The points have equal FLOP per byte and different sizes. The smaller a site is, the further
+    its point lies below the roof."""
     svg = drawn([point("large", 2**32, 2**32), point("small", 2**22, 2**22, launches=4)])
     (x1, y1), (x2, y2) = circles(svg, "to")
     assert x1 == x2
@@ -93,7 +95,7 @@ def test_names_are_escaped():
         ([20, 20, 20], [20, 30, 40]),
         ([95, 98, 99], [80, 90, 100]),
         ([0, 0, 100, 100], [0, 10, 90, 100]),
-        ([50] * 12, [10 * i for i in range(12)]),  # there is no room: on behind the end
+        ([50] * 12, [10 * i for i in range(12)]),  # there is no room, so they go on behind the end
     ],
 )
 def test_labels_are_spread_as_near_as_may_be(wanted, placed):

@@ -1,4 +1,4 @@
-"""The table of steps at several batch sizes: its numbers, its plot, and the command for it."""
+"""Tests the table of steps at several batch sizes: its numbers, its plot, and its command."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_plot_has_a_point_and_a_range_for_each_row():
     assert len(re.findall(r'<circle class="to', svg)) == 3
     assert len(re.findall(r'<circle class="from', svg)) == 3
     assert len(re.findall('<polyline class="line', svg)) == 2
-    # A longer time stands higher, and the range goes around its point.
+    # A longer time stands higher, and its range is around its point.
     points = [float(y) for y in re.findall(r'<circle class="to[^>]* cy="([\d.]+)"', svg)]
     assert points[2] > points[0] > points[1]
     low, high = map(
@@ -87,7 +87,8 @@ def test_the_plot_has_a_point_and_a_range_for_each_row():
 
 
 def test_chips_stand_side_by_side_at_a_batch_with_points_and_floors_of_their_own():
-    """Bars of two chips at one batch would cover each other, and equal circles tell no chip."""
+    """Without this, the bars of two chips at one batch would cover each other, and equal circles
+    would not show which chip is meant."""
     other = replace(ROW, target="sm100", modelled_us=2100.0, bar_percent=40)
     svg = batch_plot([ROW, other])
     groups = re.findall(r'<g class="chip-(\d)">(.*?)</g>', svg, re.DOTALL)
@@ -101,7 +102,7 @@ def test_chips_stand_side_by_side_at_a_batch_with_points_and_floors_of_their_own
         }
         assert len(xs) == 1  # its point, its range and its floor
         places.append(float(xs.pop()))
-    assert abs(places[0] - places[1]) >= 10  # a circle's width
+    assert abs(places[0] - places[1]) >= 10  # the width of a circle
 
 
 @pytest.mark.parametrize("chips", [1, 2, 7])
@@ -121,7 +122,8 @@ def test_a_plot_s_ticks_and_labels_do_not_cover_each_other(chips, batches):
     assert len(beside) == chips
     assert all(b - a >= 16.8 for a, b in pairwise(beside))
     assert len([said for *_, said in texts if said.endswith("s") and said[0].isdigit()]) >= 3
-    # Points stay between the plot's edges, and nearer to their own batch than to the next.
+    # Points stay between the edges of the plot, and nearer to their own batch than to the next
+    # batch.
     assert all(LEFT < float(x) < RIGHT for x in re.findall(r' cx="([\d.]+)"', svg))
 
 
@@ -151,7 +153,7 @@ def test_a_table_of_batches_and_chips(inspect):
         ("sm90", "16"),
     ]
     assert int(rows[0][2]) > int(rows[2][2])
-    assert "no kernel of ours ran on sm100" in done.stdout
+    assert "no kernel of tilewright ran on sm100" in done.stdout
 
 
 def test_the_table_as_json_keeps_to_its_schema(inspect):
@@ -180,9 +182,9 @@ def test_the_page_has_the_table_and_the_plot(inspect, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--batches", "0"), "--batches: expected numbers from 1"),
-        (("--batches", "many"), "--batches: expected numbers from 1"),
-        (("--batches", "1", "--census"), "--batches: not together with"),
+        (("--batches", "0"), "--batches: expected numbers of at least 1"),
+        (("--batches", "many"), "--batches: expected numbers of at least 1"),
+        (("--batches", "1", "--census"), "--batches cannot be used together with"),
         (("--batches", "1", "--target", "sm100,sm7"), "--target: expected one of"),
     ],
 )

@@ -1,4 +1,5 @@
-"""A recorded step against sums made by hand; names as Triton, Inductor and cuBLAS give them."""
+"""Compares a recorded step with sums that were computed by hand. Names are as Triton, Inductor and
+cuBLAS give them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ STEP = Step(
         Part("", "library", "linear", "logits", Amounts(launches=1, floor_us=50.0)),
     ),
 )
-# Name, start and duration of one step. MERGE waits for DECODE and starts before its end.
+# The name, start and duration of each launch of one step. MERGE waits for DECODE and starts before
+# DECODE ends.
 LAUNCHES = (
     (QKV, 0, 14),
     (DECODE, 15, 5),
@@ -56,7 +58,8 @@ LAUNCHES = (
 
 
 def trace_of(*launches, steps=1, length=200.0):
-    """What torch.profiler exports, cut to a few of its fields; the last events come first."""
+    """Returns a trace in the form of torch.profiler, reduced to a few of its fields. The last
+    events come first."""
     events = [
         {"ph": "M", "name": "process_name", "pid": 0, "ts": 0, "args": {"name": "python"}},
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 1, "dur": 9.5,
@@ -84,7 +87,8 @@ def test_every_microsecond_of_a_step_is_somebodys():
     profile = profile_of(trace_of(*LAUNCHES), STEP)
     assert times(profile) == {
         ("fused", "qkv_cache", "model.layers.0"): 14,
-        ("fused", "cache_attention", "model.layers.0"): 5 + 2,  # of MERGE what sticks out
+        # Of MERGE, only the part after DECODE counts.
+        ("fused", "cache_attention", "model.layers.0"): 5 + 2,
         ("fused", "qkv_cache", "model.layers.1"): 16,
         ("fused", "cache_attention", "model.layers.1"): 5 + 2,
         ("copy", FILL, ""): 1,
@@ -167,9 +171,9 @@ def test_kinds_of_kernels(name, kind):
         ({"traceEvents": []}, None, "no kernels"),
         ({}, None, "no kernels"),
         ({"traceEvents": [3]}, None, "no kernels"),
-        (trace_of(*LAUNCHES), 3, "10 launches are not 3 equal steps"),
-        (trace_of(*LAUNCHES[:4]), None, "no whole number of steps"),
-        (trace_of((QKV, 0, 1)), None, "no whole number of steps"),
+        (trace_of(*LAUNCHES), 3, "10 launches cannot be divided into 3 equal steps"),
+        (trace_of(*LAUNCHES[:4]), None, "not have a whole number of steps"),
+        (trace_of((QKV, 0, 1)), None, "not have a whole number of steps"),
         (trace_of((NORM, 0, 1), (HEAD, 1, 1)), 2, "launch different kernels"),
     ],
 )
