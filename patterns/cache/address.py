@@ -293,8 +293,9 @@ def _filled(write: CacheWrite, written: Written) -> Address:
             "MOVED_CACHE",
             f"{write.record.kind} writes the whole cache anew, old tokens too",
             write.store,
-            hint="moving a window copies the whole window; a tilewright.tools.paged_cache.PagedCache, "
-            "passed to generate(), keeps every token in its place"
+            hint="moving a window copies the whole window; a "
+            "tilewright.tools.paged_cache.PagedCache, passed to generate(), keeps every token in "
+            "its place"
             if is_in_package(write.node, "transformers")
             else (
                 "moving a window copies the whole window: keep a ring of slots, cache[:, :, "
