@@ -120,7 +120,7 @@ HAZARDS = {
         "CACHE_LAYOUT", A, "reinterpreting view", paths.reinterpreted, instead=None
     ),
     "only_later_tokens": Hazard("SLOT_INDEX", KP, "every token once", paths.only_later_tokens),
-    "slot_by_head": Hazard("SLOT_INDEX", A, "from head to head", paths.slot_by_head, instead=None),
+    "slot_by_head": Hazard("SLOT_INDEX", A, "differ between heads", paths.slot_by_head, instead=None),
     "pages_of_other_size": Hazard(
         "SLOT_INDEX",
         G,
@@ -167,7 +167,7 @@ HAZARDS = {
     "norm_twice": Hazard("NORM_AFTER_ROPE", KP, "normalised twice", paths.norm_twice, normed),
     "rotated_last_half": Hazard("ROPE_STYLE", KP, "first ones", paths.rotated_last_half, rotated),
     "rotated_by_head": Hazard(
-        "ROPE_TABLE", KP, "from head to head", paths.rotated_by_head, rotated
+        "ROPE_TABLE", KP, "differ between heads", paths.rotated_by_head, rotated
     ),
     "values_of_something_else": Hazard(
         "ACTIVATION", X, "V projects aten.add", paths.values_of_something_else
