@@ -1,11 +1,10 @@
-"""Time of a decode step, which must not depend on the size of the cache: 64 tokens, Llama-3-8B
-dims.
+"""Measures the time of a decode step of 64 tokens, which must not depend on the cache's size.
 
     python benchmarks/cache_size.py [--out DIR]
 
-The step is projection, rotation and `cache.view(-1, H, D)[slots] = k`. It runs in eager mode, under
-stock torch.compile and under tilewright, with K and V caches of 16 MiB to 2 GiB each. Times are in
-microseconds per step.
+The step is the projection, the rotation and `cache.view(-1, H, D)[slots] = k` of a layer of
+Llama-3-8B. It runs in eager mode, under stock torch.compile and under tilewright, with K and V
+caches of 16 MiB to 2 GiB each. Times are in microseconds per step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sweep of every causal language model of the installed transformers: what is fused of each.
+"""Counts what is fused in every causal language model of the installed transformers.
 
     python benchmarks/coverage.py [--models llama mixtral] [--part 1/4] [--jobs 2] [--limit 240]
     python benchmarks/coverage.py --coded      quantised formats x models; or --models llama+awq

@@ -1,4 +1,4 @@
-"""Quantised formats crossed with models, for `coverage.py`: the models and formats of the tests."""
+"""Every quantised format with every model of the tests, for `coverage.py`."""
 
 from __future__ import annotations
 

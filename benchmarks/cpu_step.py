@@ -1,4 +1,4 @@
-"""Benchmark of whole passes on a CPU, where graphs stay as they are: eager, stock, tilewright.
+"""Benchmark of whole passes on a CPU, where tilewright leaves graphs as they are.
 
     python benchmarks/cpu_step.py [--rounds 25 --out DIR]
 

@@ -4,10 +4,15 @@
 
 CASES is a file of lines `model format tokens stage config ...`; the stage is up, down or order. The
 config of a GEMM is written as GemmConfig prints it, without spaces, as in `s16x64x128w4s3p2`. Its
-first letter: s swapped, t not swapped; d streamed codes, swapped; c streamed codes, not swapped; q
-codes by codes, not swapped; r codes by codes, swapped. At the end: f flattened, k256 the size of
-its parts, h in two halves, c quantises its result. The config of a sort is `c128kw4l512r32`, with k
-if the routes are counted beforehand.
+first letter names the kernel:
+
+    s, t    swapped, not swapped
+    d, c    with streamed codes: swapped, not swapped
+    r, q    codes by codes: swapped, not swapped
+
+At its end, `f` stands for flattened, `k256` for the size of its parts, `h` for two halves, and `c`
+for a quantised result. The config of a sort is `c128kw4l512r32`, with k if the routes are counted
+beforehand.
 
 Times are microseconds of CUDA graphs with a cold L2 cache, with TFLOP/s and TB/s (of the weights of
 the experts in use), beside torch._grouped_mm on sorted rows.

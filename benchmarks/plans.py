@@ -38,6 +38,7 @@ from moe_layers import MoeShape, make_experts
 from moe_layers import arguments as expert_arguments
 from qkv_shapes import COLD_BYTES, DEVICE, Shape, fused_arguments, make_layer, normal, paged_cache
 from timing import capture, interleaved_us, keep
+from triton.runtime.errors import OutOfResources
 
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.mlp.plan import linear_config
@@ -426,7 +427,7 @@ def measured(row: Row, tried: dict[str, Any]) -> dict[str, Any]:
                 continue
             calls = [partial(result_of, row, a, config) for a in sets]
             graphs[name] = capture(calls, warmup=1)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, NotImplementedError, OutOfResources) as error:
             print(f"{row.case}: {name}: {str(error).splitlines()[0][:120]}", flush=True)
     flushed = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     timed = partial(interleaved_us, replays=1, before_round=flushed.zero_)

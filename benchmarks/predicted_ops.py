@@ -48,7 +48,7 @@ def mixtures(name: str) -> Iterator[tuple[str, float, Unit, Target]]:
     for row in kept(name):
         shape, tokens, form = BY_NAME[row["model"]], row["tokens"], row["format"]
         coded = "" if form == "dense" else form.removesuffix("fp8") or "fp8"
-        # Activations of codes are multiplied at a rate of their own.
+        # Products with activations in codes have a separate rate.
         rate = "fp8e4nv" if form == "fp8fp8" else "bf16"
         elements = shape.expert_elements
         one = unit(

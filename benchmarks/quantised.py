@@ -1,4 +1,4 @@
-"""Sweep of quantised models, loaded by their libraries: what is fused before and after `prepare`.
+"""Counts what is fused in quantised models, as their libraries load them and after `prepare`.
 
     python benchmarks/quantised.py [--formats gptq ct-fp8] [--models llama qwen3_moe]
 

@@ -1,4 +1,4 @@
-"""Test of the memory of a process that serves and compiles for long, which must not grow.
+"""Tests that the memory of a process does not grow while it serves and compiles for a long time.
 
     python benchmarks/soak.py [--calls 100000] [--cycles 200] [--inner eager]
 

@@ -1,4 +1,4 @@
-"""Benchmark of many models' decode steps and prompts, which the cost model is compared with.
+"""Benchmark of decode steps and prompts of many models, to compare with the cost model.
 
     python benchmarks/steps.py [--models llama3-8b ...] [--jobs 13] [--seconds 520] [--profile]
         [--tiny] [--out DIR]

@@ -246,8 +246,8 @@ PLANS: tuple[list[Case], ...] = (
     [*_decode(16, 1000, 4000), *_prompt(1, 256), *_decode(1, 200, 4000), *_decode(64, 1000)],
     [*_decode(4, 200, 1000), *_prompt(1, 1024), *_decode(64, 1000, 4000), *_prompt(4, 1024)],
 )
-#: The largest number of bytes of a model's cache. A larger batch is replaced by the largest that
-#: fits.
+#: The largest number of bytes of a model's cache. A larger batch is replaced by the largest batch
+#: that fits.
 MOST_CACHE = 2.5e9
 
 

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 #: The names of the argument: `past_key_values` before transformers 5.24, then `cache`. The old name
-#: comes first, since before 5.24 continuous batching passes its own memory as `cache` beside it.
+#: comes first, because before 5.24 continuous batching also passes an argument `cache`, which
+#: is its own memory.
 NAMES = ("past_key_values", "cache")
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """Returns a cache as the keyword argument of a model, such as `{"past_key_values": cache}`.
 
-    model: a model of transformers, also one compiled by `torch.compile`, or a PEFT model. Raises
-    TypeError if it takes no cache.
+    `model` is a model of transformers or a PEFT model, compiled by `torch.compile` or not. Raises
+    TypeError if the model takes no cache.
 
         model(input_ids, **cache_argument(model, cache))
         model.generate(input_ids, **cache_argument(model, cache))
@@ -35,14 +36,16 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
 
 
 def name_in(function: Callable[..., Any]) -> str | None:
-    """Returns the name of the cache among the parameters of a function; None if it takes none."""
+    """Returns the name of the cache among a function's parameters, or None if it takes no cache."""
     parameters = inspect.signature(function).parameters
     return next((name for name in NAMES if name in parameters), None)
 
 
 def cache_in(arguments: dict[str, Any]) -> tuple[str, Any]:
-    """Returns the name of the cache among these arguments, and the cache, which is None if there is
-    none."""
+    """Returns the name of the cache among keyword arguments, and the cache.
+
+    The cache is None if the arguments have no cache.
+    """
     for name in NAMES:
         if name in arguments:
             return name, arguments[name]

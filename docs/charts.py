@@ -2,7 +2,7 @@
 
     python docs/charts.py
 
-A chart has panels, and a panel has groups of bars. Each group has a scale of its own: its longest
+A chart has panels, and a panel has groups of bars. Each group has a separate scale: its longest
 bar has the full width. The number of a bar stands at its end. A test fails if a picture differs
 from the results.
 """

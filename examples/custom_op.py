@@ -88,7 +88,7 @@ def main() -> int:
         print(f"  {after}")
         torch._dynamo.reset()
         model.keys.zero_()
-        options = {"everywhere": True, "inner": "eager"}  # without a GPU: references
+        options = {"everywhere": True, "inner": "eager"}  # runs the references if there is no GPU
         compiled = torch.compile(model, backend="tilewright", options=options)
         q = compiled(*args)
         ran = [site.op for site in reports()[-1].matches]

@@ -49,7 +49,7 @@ def audit_kernels(
 ) -> list[KernelAudit]:
     """Cross-compiles every kernel for `target` and audits it. This needs no GPU.
 
-    Each kernel compiles in a process of its own, and `workers` processes run at a time. Kernels in
+    Each kernel compiles in a separate process, and `workers` processes run at a time. Kernels in
     the cache are not compiled again. `done` is called after each kernel. A kernel that does not
     compile is an outcome and not an error. Raises ValueError for an unknown target.
     """

@@ -22,8 +22,10 @@ HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
-# The number of keys in a block of latents that are rounded. They are in registers, in fp32.
+# The number of keys in a block of latents that are rounded. They are in registers, in fp32. A
+# program needs about three times as long for these keys as for reading them (measured on an H100).
 ROUNDED_KEYS = 16
+ROUNDED_TIME = 3
 # Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may
 # hold. If there are more numbers, the program has 8 warps.
 HELD_SUMS = 96
@@ -35,9 +37,9 @@ MOST_SPLITS = 128
 # multiprocessor reads in the same time.
 LAUNCH_BYTES = 56 * 1024
 MERGED_BYTES = 2 * 1024
-# For latents: the time of a program that is alone on a multiprocessor, divided by its time when two
-# programs share the multiprocessor.
-LONE_LATENTS = 1.2
+# For latents: the cost of each part. Several programs merge the parts of a row (measured on an
+# H100).
+MERGED_LATENT_BYTES = 512
 # The number of programs that fit a multiprocessor at the same time. Any more programs would start
 # late, in a second wave that is nearly empty.
 RESIDENT_PROGRAMS = 2
@@ -132,7 +134,7 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
         warps = min(max(rows * problem.v_block // (HELD_NUMBERS * 32), 4), MOST_WARPS)
     keys = KEYS if not problem.latent else LATENT_KEYS
     if problem.rounding is not None:
-        warps, keys = MOST_WARPS, ROUNDED_KEYS
+        keys = ROUNDED_KEYS
     stages = _stages(problem, rows, keys, target)
     config = DecodeConfig(tokens, heads, rows, 1, warps, stages, keys)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
@@ -159,20 +161,21 @@ def _stages(problem: CacheProblem, rows: int, keys: int, target: Target) -> int:
 def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, sms: int) -> int:
     """Returns the number of parts of each tile's keys that gives the shortest modelled time.
 
-    One program saturates a multiprocessor's share of the memory bandwidth (for latents, it nearly
-    does). Therefore the time depends only on the number of key blocks that the busiest
-    multiprocessor reads.
+    One program saturates a multiprocessor's share of the memory bandwidth. Therefore the time
+    depends only on the number of key blocks that the busiest multiprocessor reads.
     """
     blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
+    if problem.rounding is not None:
+        block_bytes *= ROUNDED_TIME
     part_bytes = 4 * config.real_rows * problem.v_block
+    merged_bytes = MERGED_LATENT_BYTES if problem.latent else MERGED_BYTES
     most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * sms // tiles)
 
     def time(splits: int) -> float:
         programs = tiles * splits
-        longer = LONE_LATENTS if problem.latent and programs <= sms else 1.0
-        reading = longer * cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
+        reading = cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
         # Programs write the parts, and the merging programs read them again.
-        merging = LAUNCH_BYTES + MERGED_BYTES * splits + 2 * programs * part_bytes / sms
+        merging = LAUNCH_BYTES + merged_bytes * splits + 2 * programs * part_bytes / sms
         return reading + (merging if splits > 1 else 0)
 
     return min(range(1, max(most, 1) + 1), key=time)

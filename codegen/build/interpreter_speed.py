@@ -24,6 +24,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from tilewright.codegen.build.interpreter_operators import quick
+
 
 def replacements() -> list[tuple[Any, str, Any]]:
     """Returns the replacements as (owner, attribute, value). Each call returns new caches, so that
@@ -32,6 +34,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     return [
         (inspect, "getsourcelines", _read_once(inspect.getsourcelines)),
         (interpreter.FunctionRewriter, "_transform_ast", _transformed_in_place),
+        (interpreter, "_patch_builtin", _patch_listed),
         (interpreter, "_patch_attr", _patch_directly),
         (TritonSemantic, operands, _kept_by_operands(getattr(TritonSemantic, operands))),
         (interpreter, "_get_np_dtype", _kept_by_name(interpreter._get_np_dtype)),
@@ -235,6 +238,21 @@ def _broadcast(semantic: TritonSemantic, tensor: Any, type_: Any) -> Any:
     return semantic.tensor(handle, type_)
 
 
+@functools.cache
+def _builtins(owner: Any) -> tuple[str, ...]:
+    """Returns the names of the builtins of a module or class, read before it is patched."""
+    return tuple(name for name, member in inspect.getmembers(owner) if tl.core.is_builtin(member))
+
+
+def _patch_listed(owner: Any, builder: Any, scope: Any) -> None:
+    """Replaces `_patch_builtin`: reads the members of a module or class once, not at each launch.
+    The same class is a member of two modules, and is patched for the first one only."""
+    for name in _builtins(owner):
+        member = getattr(owner, name)
+        if tl.core.is_builtin(member):
+            interpreter._patch_attr(owner, name, member, builder, scope)
+
+
 def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """Replaces `_patch_attr` of Triton's interpreter, which binds a function of `triton.language`
     to the interpreter's semantic."""
@@ -244,7 +262,8 @@ def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) 
         kwargs["_semantic"] = semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(obj, name, interpreted)
+    operator = quick(name, interpreted) if obj is tl.tensor else interpreted
+    scope.set_attr(obj, name, operator)
 
 
 def _if_it_is_read(original: Callable) -> Callable:

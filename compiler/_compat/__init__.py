@@ -1,7 +1,7 @@
 """Collects every import from torch that is private or depends on the version.
 
 Imports for tensors, sizes and nodes are in this file. Imports for trials of calls, for autocast,
-for Inductor and for the surroundings of a compilation have files of their own. Other modules of the
+for Inductor and for the surroundings of a compilation have separate files. Other modules of the
 compiler use the names that are imported `as` themselves.
 """
 

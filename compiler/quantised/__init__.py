@@ -141,7 +141,7 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
 
     Codes of GPTQ and AWQ are laid out again, once, so that the codes in a row of a weight are
     contiguous. That needs temporary memory for one linear's codes at a time, N * K / 2 bytes. With
-    copy=True, the copy has such codes of its own, in addition to the codes of the original. Linears
+    copy=True, the copy has separate codes, in addition to the codes of the original. Linears
     in NVFP4 hold the reciprocal of `weight_global_scale`; `load_state_dict` computes it again.
 
     Raises TypeError if `model` is no module.

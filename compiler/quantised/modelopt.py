@@ -177,7 +177,7 @@ class ModelOptQuantizer(HfQuantizer):
 
 
 class ExpertsApart(nn.Module):
-    """Experts as the files hold them while they are loaded: each expert has linears of its own."""
+    """Experts as the files hold them while they are loaded: each expert has separate linears."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class ExpertsApart(nn.Module):
 
 
 def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
-    """Replaces experts in one tensor by experts with linears of their own, if the file has codes of
+    """Replaces experts in one tensor by experts with separate linears, if the file has codes of
     experts.
 
     Raises ValueError if the file has codes of some experts, but not of these.

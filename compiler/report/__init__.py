@@ -63,7 +63,7 @@ class Site:
         it is not known before the run. The op may make some of these values itself.
     launches: the number of kernels that the op itself starts.
     kernels: the kernels of the op, and the kernels of ops that compute its arguments, such as
-        `mask_blocks`. The latter ops are nodes of their own.
+        `mask_blocks`. The latter ops are separate nodes.
     """
 
     pattern: str

@@ -1,5 +1,5 @@
-"""The error bar of a modelled time, which says how far the model was off for steps to which it was
-not fitted.
+"""The error bar of a modelled time: the error of the cost model for steps to which it was not
+fitted.
 
 Each step belongs to one class, according to what it does and how its weights are stored. The bar of
 a class is the smallest percentage that holds for nine of ten of its held-out rows in

@@ -9,7 +9,7 @@ are few shares, and the comment on each names the stored measurements from which
 docs/predictions.md compares the model with measured steps.
 
 The planners of single ops (`codegen/qkv/time.py`, `codegen/mla/plan.py`) rank the tiles of one
-kernel by formulas of their own, which know these tiles. The times of this file do not change that
+kernel by other formulas, which know these tiles. The times of this file do not change that
 choice.
 """
 

@@ -105,7 +105,7 @@ def only_later_tokens(m, x, k_cache, v_cache, slots):
 
 
 def slot_by_head(m, x, k_cache, v_cache, slots):
-    """Every head of a token is written to a slot of its own."""
+    """Every head of a token is written to a separate slot."""
     q, k, v = m.qkv(x)
     by_head = slots[:, None] + torch.arange(HKV)
     k_cache.view(-1, HKV, D)[by_head, torch.arange(HKV)] = k

@@ -77,6 +77,8 @@ WIDE = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
+#: Where a second layer would run what the first one runs.
+ONE_LAYER = {"num_hidden_layers": 1}
 #: Lengths of prompts: one token, whole pages, a page and one, several chunks, longer than a table.
 LENGTHS = (5, 1, 40, 16, 150, 3, 17, 64, 9, 70)
 
@@ -113,8 +115,12 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 @functools.cache
 def generated(name: str, lengths: tuple[int, ...] = LENGTHS, new: int = NEW) -> list[list[int]]:
-    """Returns the new tokens of `generate()`, one request after another."""
-    model = built(name)
+    """Returns the new tokens of a tiny model's `generate()`, one request after another."""
+    return generated_by(built(name), lengths, new)
+
+
+def generated_by(model: Any, lengths: tuple[int, ...], new: int = NEW) -> list[list[int]]:
+    """Returns the new tokens of a model's `generate()`, one request after another."""
     how = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None}
     return [
         model.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist()

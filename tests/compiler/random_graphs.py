@@ -58,7 +58,7 @@ class Program:
             RuntimeError,
             IndexError,
             TypeError,
-        ):  # this step is not valid here: another one is drawn
+        ):  # this step is not valid here, so another step is drawn
             self.graph.erase_node(node)
             return False
         node.meta["example_value"] = result

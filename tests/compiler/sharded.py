@@ -158,7 +158,7 @@ def _columns_and_rows(**rows: Any) -> dict[str, Any]:
 
 
 def in_pairs(folder: str) -> Any:
-    """Gives each pair of ranks the whole model, and a process group of its own for sums."""
+    """Gives each pair of ranks the whole model, and a separate process group for sums."""
     model = loaded(folder)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     for layer in model.model.layers:

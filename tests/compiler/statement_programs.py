@@ -174,7 +174,7 @@ def overloads(kind: str) -> list[Any]:
 
 
 class Undrawn(Exception):
-    """Raised if a draw is not valid; another one is then drawn."""
+    """Raised if a draw is not valid. The test then draws again."""
 
 
 class Spoiled(BaseException):
@@ -294,7 +294,7 @@ class Program:
             try:
                 self._draw(kind, form, where, operand, inserted)
                 return
-            except Exception:  # the statement is not valid here: another one is drawn
+            except Exception:  # the statement is not valid here, so another statement is drawn
                 for node in reversed(inserted):
                     self.module.graph.erase_node(node)
             finally:

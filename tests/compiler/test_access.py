@@ -540,7 +540,7 @@ def test_a_report_that_cannot_be_written_costs_no_model(caplog):
 
 @torch._dynamo.allow_in_graph
 def halved_where_long(x):
-    """Writes its argument if the argument is long."""
+    """Halves its argument in place if it has more than 4 rows, otherwise returns a new tensor."""
     return x.mul_(0.5) if x.shape[0] > 4 else x * 0.5
 
 

@@ -59,7 +59,7 @@ def pinned(x):
 
 
 def inside_of_vmap(x):
-    """Each entry has zeros of its own, which are written."""
+    """Each entry has separate zeros, which the graph writes."""
 
     def one(row):
         y = row.sigmoid()

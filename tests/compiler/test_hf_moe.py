@@ -139,7 +139,7 @@ def test_the_sparse_layer_is_fused_and_right(name):
     assert_right(name, logits, *uncompiled(name, "grouped_mm"))
 
 
-# The other models differ in the router.
+# The models that are not in WHOLE differ in the router.
 CASES = [(name, "batched_mm", False) for name in ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")]
 CASES += [(name, "grouped_mm", False) for name in MODELS if name not in WHOLE]
 # Cases with sizes as symbols, for each kind of router and of product.

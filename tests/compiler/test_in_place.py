@@ -488,7 +488,7 @@ def test_what_autograd_records_stays(outside):
 
 
 def test_later_views_of_what_is_new_and_of_what_is_not_lie_apart():
-    """The result for a part has memory of its own. Its neighbours keep their memory."""
+    """The result for a part has separate memory. The other parts keep their memory."""
     seen = []
 
     def backend(gm, inputs):

@@ -225,7 +225,7 @@ def test_slices_that_do_not_tile_are_no_concatenation(name):
 def test_what_was_written_as_another_dtype_is_not_known_to_be_the_source():
     def step(cache, x):
         seen = cache.view(torch.int32)
-        seen.copy_(x)  # converts, so the cache does not hold x
+        seen.copy_(x)  # copy_ converts x, so the cache does not hold the bits of x
         return cache * 2, seen * 2
 
     flow = flow_of(step, X.clone(), X + 1)

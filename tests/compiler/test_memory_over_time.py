@@ -75,7 +75,8 @@ def test_the_graph_of_a_kept_report_is_asked_for_elsewhere():
 
 
 def test_models_that_are_dropped_are_freed():
-    """Their weights are freed, and so is every graph that was made of them."""
+    """The weights of dropped models are freed, and so is every graph that was made from the
+    models."""
 
     def cycle():
         model = Layer(plain)

@@ -1,4 +1,5 @@
-"""The argument of a model's cache, which has another name in transformers 5.24 than before."""
+"""Tests the argument of a model's cache, which has another name in transformers 5.24 than
+before."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ class Kept:
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 @pytest.mark.parametrize("layers", [{"layers": []}, {}], ids=["of-a-cache", "of-an-engine"])
 def test_keys_and_values_are_rounded_by_either_name(name, layers):
-    """As compressed-tensors asks for: one scale, in float8."""
+    """Keys and values are rounded to float8 with one scale, as in configurations of
+    compressed-tensors."""
     how = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
     how |= {"group_size": None, "scale_dtype": None, "symmetric": True}
     module, kept = torch.nn.Linear(2, 2), Kept(**layers)

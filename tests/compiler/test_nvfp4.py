@@ -64,7 +64,7 @@ def test_a_prepared_linear_is_the_librarys(shape, dtype):
 
 
 def test_a_large_row_changes_how_the_others_are_rounded():
-    """All rows share the factor; no row has a factor of its own."""
+    """All rows share one factor; there are no factors for single rows."""
     model = nn.Sequential(nvfp4.linear(64, HIDDEN, 0))
     prepare(model)
     x = activations(3, HIDDEN)

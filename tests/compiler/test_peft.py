@@ -147,7 +147,7 @@ def test_a_growing_cache_leaves_the_adapters_to_be_fused():
 
 def test_every_linear_with_an_adapter_is_fused():
     """The linears that read another activation than q, k and v (the output projection, the MLP)
-    have sites of their own."""
+    have separate sites."""
     targets = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
     cases = [adapted(targets=targets, in_fp32=False) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS + ["lora_qkv"] * 4 * LAYERS)

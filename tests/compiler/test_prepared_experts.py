@@ -84,7 +84,7 @@ def test_it_is_fused(layout, load):
 
 
 def test_the_tensors_are_those_of_the_file(load):
-    """They are the hub's bytes, if the hub stores them in the file's order."""
+    """`prepare` keeps the hub's bytes if the hub stores them in the file's order."""
     model = load(StridedLayout).model
     before = mixtures(model)[0].experts
     prepare(model)

@@ -305,7 +305,7 @@ def test_linears_of_quanto(weights, dtype):
         quanto.freeze(one)
     weight = theirs[0].weight._data.double() * theirs[0].weight._scale.double()
     assert len(prepare(model).replaced) == 1
-    # On a CPU, the library's kernel for int8 scales after the sum.
+    # On a CPU, the library's int8 kernel multiplies the finished sum by the scales.
     assert_no_further(model, theirs, weight, dtype)
 
 
@@ -330,7 +330,7 @@ def marlin_words(codes):
 
 @pytest.fixture
 def marlin(monkeypatch):
-    """Returns a function that makes quanto's weight of such words, on any device."""
+    """Returns a function that makes quanto's weight from words in the order of its GPU kernel."""
     pytest.importorskip("optimum.quanto")
     from optimum.quanto.tensor.qtype import qfloat8_e4m3fn
     from optimum.quanto.tensor.weights.marlin.fp8 import MarlinF8QBytesTensor, packed

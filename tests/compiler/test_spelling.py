@@ -169,13 +169,19 @@ def test_a_call_in_no_table_is_a_view_of_symbolic_sizes_too(name):
 @pytest.mark.parametrize(
     ("function", "given"),
     [
-        (torch.fliplr, HEADS),  # it goes backwards: no chain of views does
+        (torch.fliplr, HEADS),  # no chain of views goes backwards
         (lambda x: x.diagonal(), HEADS),
-        # It selects from the memory, not from the tensor.
+        # as_strided selects from the memory, not from the tensor.
         (lambda x: x.as_strided((2, 2), (1, 2)), HEADS),
         (torch.linalg.norm, HEADS),
-        (torch.ops.aten.matrix_H, torch.randn(3, 4, dtype=torch.complex64)),  # it is conjugated
-        (lambda x: torch.ops.aten.view.dtype(x, torch.int32), HEADS),  # it returns other numbers
+        (
+            torch.ops.aten.matrix_H,
+            torch.randn(3, 4, dtype=torch.complex64),
+        ),  # the result is conjugated
+        (
+            lambda x: torch.ops.aten.view.dtype(x, torch.int32),
+            HEADS,
+        ),  # the result has other numbers
     ],
 )
 def test_a_call_in_no_table_that_does_more_than_select_is_no_view(function, given):

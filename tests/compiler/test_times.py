@@ -91,7 +91,7 @@ def test_codes_that_stand_for_floats_take_longer_to_decode():
     # Other kernels, which decode faster, multiply a single token.
     alone = replace(plain, codes="nvfp4", flops=2 * 2 * 10**7)
     assert us(alone) < nvfp4
-    # Kernels of mixtures have a share of their own.
+    # The cost model has a separate share for kernels of mixtures.
     assert us(replace(plain, codes="nvfp4", family="moe")) < nvfp4
 
 

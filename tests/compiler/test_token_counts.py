@@ -267,7 +267,7 @@ class TestGraphs:
 
     def test_inductors_own_cuda_graphs(self, gpu):
         model, session, _ = gpu
-        # They are made again in the warm-up, in its memory pool or not.
+        # The warm-up makes the slabs and counters again, in its memory pool or outside it.
         kernel_launch._slabs.clear()
         kernel_launch._counters.clear()
         run = torch.compile(

@@ -85,7 +85,7 @@ def block_grouped(
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     x, weight = rounded(A, block_size[1]), decoded(B, Bs)
-    out = torch.zeros(len(A), B.shape[1], dtype=output_dtype or A.dtype)
+    out = A.new_zeros(len(A), B.shape[1], dtype=output_dtype or A.dtype)
     first = 0
     for expert, end in enumerate(offsets.tolist()):
         out[first:end] = product(x[first:end], weight[expert], out.dtype)
@@ -104,7 +104,7 @@ def block_batched(
 ) -> torch.Tensor:
     x, weight = rounded(A, block_size[1]), decoded(B, Bs)
     known = expert_ids < len(B)
-    out = torch.zeros(len(A), B.shape[1], dtype=output_dtype or A.dtype)
+    out = A.new_zeros(len(A), B.shape[1], dtype=output_dtype or A.dtype)
     rows = product(x[known].unsqueeze(1), weight[expert_ids[known]], out.dtype)
     out[known] = rows.squeeze(1)
     return out
@@ -166,7 +166,7 @@ def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float")
             for own in [o for o in module._parameters if f"{name}.{o}" in dense]:
                 whole = f"{name}.{own}"
                 codes = convert._quantize_one(whole, dense[whole])
-                if len(codes) == 1 and own == "weight":
+                if len(codes) == 1 and own == "weight" and dense[whole].shape[1] % 128 == 0:
                     codes = with_cut_blocks(whole, dense[whole], scale_fmt)
                 for made, tensor in codes.items():
                     parameter = nn.Parameter(tensor, requires_grad=False)
@@ -177,9 +177,9 @@ def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float")
 
 
 def with_cut_blocks(name: str, weight: torch.Tensor, scale_fmt: str) -> dict[str, torch.Tensor]:
-    """Returns the codes and scales of a weight whose last blocks are cut off, by name.
+    """Returns the codes and scales of a weight whose last rows fill no block, by name.
 
-    DeepSeek-V3's checkpoint has such weights; transformers loads them, but does not make them.
+    DeepSeek-V3's checkpoint has such weights. transformers loads them, but cannot make them.
     """
     scale = quantize_blocks(weight)[1]
     if scale_fmt == "ue8m0":

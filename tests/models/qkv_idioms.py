@@ -106,7 +106,7 @@ def finish(module, axes):
 def paged(form_name, axes):
     form = PAGED[form_name]
     module = Decoder(axes, lambda layer: PagedAttention(axes, form, layer))
-    # There are three sequences that already have tokens, in pages that are not adjacent.
+    # The three sequences already have tokens, in pages that are not adjacent.
     tokens = torch.arange(axes.num_tokens)
     seq = torch.minimum(tokens // 4, torch.tensor(2))
     positions = tokens - 4 * seq + torch.tensor([3, 6, 0])[seq]

@@ -319,7 +319,8 @@ def _words(
     if method == "awq":
         zeros = words(groups, rows // 8)
         return {"qweight": words(columns, rows // 8), "qzeros": zeros, "scales": scales}
-    zeros = torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)  # 8; GPTQ stores 7
+    # Every zero is 8, and GPTQ stores 8 - 1.
+    zeros = torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)
     order = (torch.arange(columns) // GROUP).to(torch.int32)
     codes = words(columns // 8, rows)
     return {"qweight": codes, "qzeros": zeros, "scales": scales, "g_idx": order}

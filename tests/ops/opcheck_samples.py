@@ -1,4 +1,4 @@
-"""`torch.library.opcheck`, all its tests, on every sample of every op.
+"""Runs all tests of `torch.library.opcheck` on every sample of every op.
 
     python tests/ops/opcheck_samples.py [--only NAME]
 

@@ -180,7 +180,8 @@ def test_indices_mean_the_same_in_every_dtype_that_is_taken(op):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_torch_opcheck(op):
-    """One sample is tested, and one with 8-bit floats. `opcheck_samples.py` tests all samples."""
+    """One sample of each op is tested, and one sample with 8-bit floats. `opcheck_samples.py` tests
+    all samples."""
     narrow = [c for c in op.cases if any(map(eight_bits, vars(op.sample_inputs(c)).values()))]
     chosen = random.Random(op.name)
     wide = [case for case in op.cases if case not in narrow]

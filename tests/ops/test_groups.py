@@ -69,7 +69,8 @@ def test_a_group_without_its_first_argument_is_none():
 
 
 def test_a_group_is_of_the_record_it_is_read_from():
-    """It must not belong to the first record that was read."""
+    """A group that is read from a replaced record has the fields of this record, not of the
+    first."""
     assert GIVEN.gate.data is WEIGHT
     assert replace(GIVEN, weight=UP).gate.data is UP
 

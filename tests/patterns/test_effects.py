@@ -170,7 +170,8 @@ def test_a_symbol_is_split_where_the_sizes_are_known_to_be_as_many():
 
 
 def test_symbols_that_must_all_be_one_are_not_regrouped():
-    """Only data show that both symbols are one. No size is left for the second symbol."""
+    """Both symbols must be 1, but only the data can show it. The shape (1,) has no second
+    dimension."""
     one, other = (sympy.Symbol(name, integer=True) for name in ("u0", "u1"))
     with pytest.raises(InexpressibleError, match="cannot view"):
         effects.regroup(effects.identity((one, other)), (1,))

@@ -5,7 +5,7 @@
     python -m tests.programs --table                        # docs/soundness.md's, of those kept
 
 A family is one of `families.FAMILIES`, whose models are changed at random, or one of
-`tasks.OTHERS`, which have programs and a judge of their own. Counts go to
+`tasks.OTHERS`, which have separate programs and a separate judge. Counts go to
 benchmarks/results/random_programs.json, with an entry for each run of a family; the next run
 continues after the last seed. If a run is ended early, the counts so far are kept. If a piece of a
 run raises, or its process dies, only the seeds of this piece are left out. The exit status is 1 if

@@ -138,7 +138,7 @@ def program(family: str, seed: int, model: Captured) -> tuple[Program, Any, list
             inputs = dtypes.given_as_told(graph, model.inputs)
             ours = clone_inputs(inputs)
             result = module.forward(*ours)
-        except Exception:  # it is no valid program: another one is drawn
+        except Exception:  # the program is not valid, so another program is drawn
             continue
         found = Program(module, inputs, model.drawn, tuple(done))
         return found, result, ours

@@ -12,7 +12,7 @@ from tests.programs.families import FAMILIES
 from tests.programs.run import task
 from tests.programs.tally import Tally
 
-#: Families whose programs are not randomly changed models. They have judges of their own.
+#: Families whose programs are not randomly changed models. Each has a separate judge.
 OTHERS: dict[str, Callable[[Iterable[int]], Tally]] = {
     "outside": outside.run,
     "exported": exported.run_all,

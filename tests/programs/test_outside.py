@@ -25,8 +25,9 @@ def test_numbers_from_outside_do_what_they_do_in_eager(kind):
 
 @pytest.mark.parametrize("lookup", outside.LOOKUPS)
 def test_experts_looked_up_are_fused_or_told_why_not(lookup):
-    """One pattern takes them. Another pattern, which would read the same products as a dense
-    mixture, must report nothing if they are fused, and the true reason if they are not."""
+    """The pattern `moe` fuses experts whose weights a lookup selects. The pattern `moe_dense`,
+    which would read the same products as a dense mixture, must report nothing if the experts are
+    fused, and the true reason if they are not."""
     module = outside.Mixture(lookup, False, False)
     ids = torch.randint(outside.EXPERTS, (outside.TOKENS, outside.SLOTS))
     args = (outside.normal(outside.TOKENS, outside.HIDDEN), ids, outside.normal(*ids.shape))

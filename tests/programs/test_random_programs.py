@@ -60,8 +60,8 @@ SOUGHT = {
     "quantised": {"qkv_cache", "mla_prefill", "linear_activation", "grouped_gemm"},
     "products": {"linear_activation", "linear_residual"},
 }
-#: The number of seeds of each family, eight for each model. There are as many as are needed to fuse
-#: the patterns that are sought.
+#: The number of seeds of each family, eight for each model. A family has enough seeds for the
+#: fusions that the test expects.
 COUNTS = dict.fromkeys(FAMILIES, 8) | {"moe": 24, "mlp": 32, "quantised": 32, "coded": 4}
 COUNTS |= dict.fromkeys(("large", "products"), 16)
 
@@ -213,7 +213,7 @@ def is_changed(graph, breakage, draw):
         said = breakage(draw, graph)
         breakages.told_again(graph)
         graph.lint()
-    except Exception:  # it is not valid here: another one is drawn
+    except Exception:  # the change is not valid here, so another change is drawn
         return False
     return said is not None and str(graph) != before
 

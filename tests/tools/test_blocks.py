@@ -1,4 +1,5 @@
-"""Follows each page as it says: each block runs as pasted and in order, or says why it does not."""
+"""Tests the code blocks of each page: a block runs as it is pasted, in order, or says why it does
+not."""
 
 from __future__ import annotations
 

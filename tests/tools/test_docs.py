@@ -185,8 +185,8 @@ def test_the_table_of_planted_faults_counts_the_kept_verdicts():
 
 
 def test_the_readme_is_a_front_page():
-    """It is short, has no figures of its own, and has the commands that the gate and a newcomer
-    run."""
+    """The README is short, has no table of figures, and has the commands that the gate and a
+    newcomer run."""
     readme = (ROOT / "README.md").read_text("utf-8")
     assert len(readme.splitlines()) <= 160
     assert re.findall(r"^\|.*---: \|$", readme, re.MULTILINE) == []  # it has no table of numbers
@@ -211,7 +211,7 @@ def test_every_public_name_is_on_the_page_of_the_api():
         names = [
             f"{package.__name__}.{name}"
             for name in package.__all__
-            # It is a module, whose names the next test checks.
+            # `serving` is a module, whose names the next test checks.
             if name[0] != "_" and name != "serving"
         ]
         public = [name.replace("tilewright.compiler.", "tilewright.") for name in names]

@@ -64,7 +64,7 @@ def one_stack_in_turn(m, x, ids):
 
 
 def one_stack_views(m, x, ids):
-    """Computes as `one_stack_in_turn`, with views of the stacks."""
+    """Computes the same as `one_stack_in_turn`, but from views of the stacks."""
     parts = F.linear(x, m.packed).split(WIDTH, -1)
     found = []
     for n, part in enumerate(parts):

@@ -78,7 +78,8 @@ def put_rows(m, x, keys, values, positions):
 
 
 def put_rows_heads_first(m, x, keys, values, positions):
-    """Writes as `put_rows`, but into caches [B, Hkv, L, D], with the heads between the indices."""
+    """Writes in the same way as `put_rows`, but into caches [B, Hkv, L, D], with the heads between
+    the indices."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions[:, None]).transpose(1, 2) for t in (q, k))
     rows = torch.arange(BATCH)[:, None]

@@ -209,8 +209,8 @@ def layer_norm_with_bias(m, x, keys, values, positions):
 
 
 def layer_norm_spelled_out(m, x, keys, values, positions):
-    """Computes as `layer_norm_with_bias`, but writes the norm by hand in fp32 and rotates whole
-    heads. Only the norm of the keys has a bias."""
+    """Computes the same as `layer_norm_with_bias`, but writes the norm by hand in fp32 and rotates
+    whole heads. Only the norm of the keys has a bias."""
 
     def normed(t, weight, bias):
         t = t.float()

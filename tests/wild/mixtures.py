@@ -199,7 +199,7 @@ def added_to_shared(m, x):
 
 
 def added_to_shared_of_all(m, x):
-    """Computes all experts and adds to a shared one, as Meta's Llama 4 is published."""
+    """Adds the results of all experts to a shared expert's result, as Meta's Llama 4 does."""
     return scattered_back(m, x, out=m.experts[0](x))
 
 
@@ -279,7 +279,8 @@ def sorted_and_added_by_route(m, x):
 
 
 def top_one_after(m, x):
-    """Computes as `top_one_sigmoid`, but weights the rows after the experts."""
+    """Computes the same as `top_one_sigmoid`, but multiplies the rows by their weights after the
+    experts."""
     order, weights, ends = _one_each(m, x)
     return torch.zeros_like(x).index_add(0, order, swiglu(x[order], m, ends) * weights)
 
@@ -328,7 +329,8 @@ def mapped_cells(m, x):
 
 
 def mapped_cells_weighed_inside(m, x):
-    """Computes as `mapped_cells`, but weights the rows before the last product."""
+    """Computes the same as `mapped_cells`, but multiplies the rows by their weights before the last
+    product."""
     return _mapped_cells(m, x, inside=True)
 
 

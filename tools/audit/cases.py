@@ -37,7 +37,8 @@ class AuditCase:
     expectations: Expectations
 
 
-#: The rules of a kernel that has none of its own: it must only keep within the limits of the chip.
+#: The rules of a kernel for which no special rules exist: it must only keep within the limits of
+#: the chip.
 NOTHING = Expectations()
 
 
@@ -60,7 +61,7 @@ def planned(
 
 
 def distinct(cases: Sequence[AuditCase]) -> list[AuditCase]:
-    """Returns the cases, without cases whose kernel an earlier case has."""
+    """Returns the cases, and leaves out every case that has the same kernel as an earlier case."""
     first = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if first[case.spec] is case]
 

@@ -96,7 +96,7 @@ def _token_cases(
         name = f"lora {layer.name} {addressing} T={tokens}"
         case = _of_tokens(layer, addressing, tokens)
         yield from _shrink_cases(name, shrink.OP.sample_inputs(case, "meta"), target)
-        # Each of q, k and v has a base tensor of its own. The planes of `s` have an odd number of
+        # Each of q, k and v has a separate base tensor. The planes of `s` have an odd number of
         # rows. Therefore the distance between planes is a multiple of 16 only if the rank is a
         # multiple of 16.
         given = {n: meta(tokens, width) for n, width in zip("qkv", layer.widths, strict=True)}

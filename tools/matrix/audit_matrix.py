@@ -1,6 +1,6 @@
 """`make audit`: compiles the emitted SM100 kernels with several Triton releases and audits them.
 
-Each release is installed without torch in an environment of its own under `.audit/`. A kernel is
+Each release is installed without torch in a separate environment under `.audit/`. A kernel is
 compiled there by codegen/build/worker.py, and its machine code is audited. The exit status is 1 if
 any kernel fails to compile or breaks a rule.
 """

@@ -240,8 +240,8 @@ def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _work_of(
     name: str, weight: torch.Tensor, model: Any, tokens: int, layers: dict[str, int]
 ) -> tuple[int, int]:
-    """Returns (bytes read, FLOPs) of one weight, summed over the layers for which its layer
-    stands."""
+    """Returns (bytes read, FLOPs) of one weight, summed over all layers that are equal to its
+    layer."""
     count = layers.get(layer_of(name), 1)
     size, rows = _bytes(weight), tokens if weight.dim() > 1 else 0
     products = weight.numel()

@@ -60,7 +60,7 @@ def rows(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], object]) -> list[Ro
     """Returns the rows of these nodes, in order. Only nodes of equal `kind` share a row.
 
     Inputs of the graph and views of inputs are not drawn. A node outside of `nodes` whose value is
-    read gets a row of its own, before all other rows.
+    read gets a separate row, before all other rows.
     """
     drawn = [n for n in nodes if n.op not in (*INPUTS, "output") and not is_view_of_input(n)]
     members = set(drawn)

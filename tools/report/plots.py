@@ -23,7 +23,7 @@ from tilewright.tools.files import write_whole
 AXES = {"tokens": "tokens", "batch": "batch", "cache_mib": "cache, MiB", "layers": "layers"}
 #: The columns with the times of variants, in the order of the legend.
 TIMES = ("tilewright", "eager", "stock", "max_autotune", "grouped_mm", "gemm", "read", "bf16")
-#: Text columns whose values do not get panels of their own.
+#: Text columns for whose values there are no separate panels.
 WORDS = frozenset({"lowering", "reason"})
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 4.4, 3.0, 3
 

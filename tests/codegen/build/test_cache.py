@@ -253,7 +253,7 @@ def test_a_link_of_another_user_is_refused(tmp_path, monkeypatch, warnings):
     assert KernelCache(link).get_or_make("binary", "aa", lambda: FILES).files == FILES
     assert (
         KernelCache(link).entry("binary", "aa").is_dir()
-    )  # the control: a link of one's own is followed
+    )  # the control: a link of the user is followed
     give_away(link, monkeypatch)
     assert KernelCache(link).find("binary", "bb") is None
     if os.geteuid() == 0:

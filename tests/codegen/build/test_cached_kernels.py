@@ -114,7 +114,7 @@ def test_a_kernel_that_another_user_planted_does_not_run(monkeypatch):
     assert emitted_path(ADD).read_text() == PLANTED
     monkeypatch.undo()
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(path.parents[3]))
-    assert kernel_adds() == 3.0  # the control: an entry of one's own is used
+    assert kernel_adds() == 3.0  # the control: an entry of the user is used
     for planted in (path.parent, *path.parent.iterdir()):
         give_away(planted, monkeypatch)
     assert kernel_adds() == 2.0

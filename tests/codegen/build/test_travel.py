@@ -1,4 +1,4 @@
-"""Tests that another machine finds the kernels and times of one machine, through torch's artifacts
+"""Tests that a machine can use the kernels and times of another machine, through torch's artifacts
 and through a package."""
 
 from __future__ import annotations
@@ -108,8 +108,11 @@ def test_a_package_brings_them(machine, monkeypatch, tmp_path):
 
 
 def test_what_is_there_stays(machine, monkeypatch):
-    """This also holds for an entry that another process makes in the meantime, and for a kernel of
-    Triton whose files a bundle has under another description."""
+    """A delivery replaces no existing entry, also if another process makes the entry meanwhile.
+
+    Nor does it replace a compiled kernel of Triton if a bundle has its files under another
+    description.
+    """
     machine("one")
     entry = emitted(ADD)
     key = source_fingerprint(ADD)

@@ -1,5 +1,5 @@
-"""The emitted LoRA kernels with given tiles against the ops' references in float64, on Triton's
-interpreter. The interpreter runs exactly the source that is emitted for SM100."""
+"""Tests the emitted LoRA kernels with given tiles against the ops' references in float64, on
+Triton's interpreter. The interpreter runs exactly the source that is emitted for SM100."""
 
 from __future__ import annotations
 

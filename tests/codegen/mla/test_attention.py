@@ -1,5 +1,5 @@
-"""The emitted MLA attention kernels against attention in float64, on Triton's interpreter. The
-interpreter runs exactly the sources that are emitted for SM100 and SM90."""
+"""Tests the emitted MLA attention kernels against attention in float64, on Triton's interpreter.
+The interpreter runs exactly the sources that are emitted for SM100 and SM90."""
 
 from __future__ import annotations
 

@@ -94,8 +94,10 @@ def test_wider_heads_get_tiles_that_fit():
 
 
 def test_a_part_of_several_chunks_fits_shared_memory():
-    """The result of a part is in fp32, and the compiler may keep it in shared memory of its own.
-    The tiles are those of parts that take most shared memory."""
+    """The result of a part is in fp32, and the compiler may keep it in separate shared memory.
+
+    Among the parts that the plan makes, parts with these tiles take the most shared memory.
+    """
     part = replace(RAGGED, num_heads=128, sequences=1, out="fp32", has_lse=True)
     config = attention_config(part, sizes(1, 4096), SM90)
     assert config.block_m == 128

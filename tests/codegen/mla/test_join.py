@@ -20,8 +20,8 @@ from tilewright.ops.runtime.program import Planner, drive
 @pytest.mark.parametrize("rope", [16, 24])
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
 def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope):
-    """One launch writes both. The rope keys come from rows with other columns beside them, and
-    nothing else in the joined keys is written."""
+    """One launch writes the queries and the joined keys. The rope keys come from rows with other
+    columns beside them, and nothing else in the joined keys is written."""
     batch, run, heads, nope, v_dim = 2, 9, 3, 24, 8
     q = torch.randn(batch, run, heads, nope + rope, dtype=torch.float16)
     cos, sin = torch.rand(run, rope // 2), torch.rand(run, rope // 2)

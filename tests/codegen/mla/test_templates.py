@@ -1,5 +1,5 @@
-"""The emitted kernels of latents and of the up-projection against the ops' reference, on Triton's
-interpreter. The interpreter runs exactly the source that is emitted for SM100."""
+"""Tests the emitted kernels of latents and of the up-projection against the ops' reference, on
+Triton's interpreter. The interpreter runs exactly the source that is emitted for SM100."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_dense_weights_need_no_decoding():
 
 
 def test_rows_that_tma_cannot_step_through_stay_codes():
-    """Rows of codes may have a gap between them. Rows of numbers follow each other."""
+    """There may be a gap between two rows of codes, but not between two rows of numbers."""
     problem = moe_problem(moe.sample_inputs(replace(BASE, weight_format="fp8", inner=96)))
     assert decodable(problem)
     assert not decodable(replace(problem, hidden=36))

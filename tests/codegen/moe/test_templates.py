@@ -1,4 +1,4 @@
-"""The emitted mixture-of-experts kernels against the op's reference in float64, on Triton's
+"""Tests the emitted mixture-of-experts kernels against the op's reference in float64, on Triton's
 interpreter. The interpreter runs exactly the source that is emitted for SM100."""
 
 from __future__ import annotations

@@ -110,8 +110,9 @@ def check_dots(case: AttentionCase, config: DotsConfig) -> None:
     ids=str,
 )
 def test_formats(name: str, dtype: torch.dtype) -> None:
-    """With bfloat16, x is also normalised, unless x has codes. float16 has too small a range for
-    the norm, and reads words of each kind as bfloat16 does."""
+    """With bfloat16, x is also normalised, unless x has codes. With float16, x is not normalised,
+    because the range of float16 is too small. The words are read in the same way for both
+    dtypes."""
     norm = "rms" if dtype == torch.bfloat16 and "codes" not in FORMATS[name] else ""
     case = replace(ONE, dtype=dtype, input_norm=norm, **FORMATS[name])
     turn = list(FORMATS).index(name) + (dtype == torch.float16)
@@ -120,7 +121,7 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues(name: str) -> None:
-    """Each token has programs of its own. The cases take the kinds of words in turn."""
+    """Each token has separate programs. The cases take the kinds of words in turn."""
     turn = list(EPILOGUES).index(name)
     case = EPILOGUES[name]
     if case.new_tokens:  # one sequence crosses a page of 8 slots

@@ -94,7 +94,7 @@ def test_repeated_heads_are_stored_again_and_projected_once() -> None:
 
 
 def test_counts_of_tables_come_at_run_time() -> None:
-    """A longer table or more sequences need no kernel of their own."""
+    """A longer table or more sequences need no separate kernel."""
     spec = spec_of(TABLE, FEW)
     assert {"num_sequences", "lookup_columns", "lookup_stride"} <= dict(spec.signature).keys()
     longer = replace(TABLE, new_tokens=(5, 0, 0), cached_tokens=(77, 1, 1), num_pages=9)

@@ -74,7 +74,7 @@ CONFIGS = {
 
 
 def in_wide_cache(case: AttentionCase) -> FusedQkvArguments:
-    # The interpreter rounds to 8-bit floats by a rule of its own. Other tests cover the epilogue.
+    # The interpreter has its own rule for rounding to 8-bit floats. Other tests cover the epilogue.
     return qkv_cache.OP.sample_inputs(replace(case, cache_dtype=None))
 
 

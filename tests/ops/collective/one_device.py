@@ -1,4 +1,4 @@
-"""A rank of several that share one device.
+"""Runs one rank of several ranks that share one device.
 
     python -m tests.ops.collective.one_device DEVICE RANKS RANK FOLDER PORT
 
@@ -260,7 +260,7 @@ def layer(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
 
 
 def compiled(of: Rank, **options: Any) -> dict[str, Any]:
-    """Compiles a linear of which each rank has some columns, with the sum and norm after it."""
+    """Compiles a linear whose columns the ranks divide, with the sum and norm after it."""
     from tilewright.compiler import reports
 
     torch._dynamo.reset()
@@ -290,7 +290,7 @@ def compiled(of: Rank, **options: Any) -> dict[str, Any]:
 
 
 def compiled_graphs(of: Rank) -> dict[str, Any]:
-    """The same, in the CUDA graphs of torch.compile."""
+    """Does the same as `compiled`, in the CUDA graphs of torch.compile."""
     return compiled(of, mode="reduce-overhead")
 
 

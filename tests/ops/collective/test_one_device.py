@@ -1,4 +1,4 @@
-"""The sum of ranks that share one device: 2 and 4 processes, right, and with one of them killed.
+"""Tests the sum of 2 and 4 ranks that share one device, also when one of the processes is killed.
 
 `one_device.py` has what a rank does. The same is tried on the CPU with memory that processes share,
 and with a GPU on it.

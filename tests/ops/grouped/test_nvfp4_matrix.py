@@ -1,4 +1,4 @@
-"""MAX's own test matrix for `grouped_matmul_dynamic_scaled_nvfp4`.
+"""Runs MAX's own test matrix for `grouped_matmul_dynamic_scaled_nvfp4`.
 
 Every case runs through the reference on a CPU, and through the kernel on a GPU at MAX's sizes. Some
 cases also run through the emitted SM100 source on Triton's interpreter. Without a GPU, N and K are

@@ -209,8 +209,8 @@ def test_a_gate_with_contiguous_rows_leaves_the_order_of_x_to_its_up_projection(
 
 @pytest.mark.parametrize("name", ["nvfp4_factor", "int8_factor", "mxfp4"])
 def test_a_factor_is_that_of_all_scales(name):
-    """One weight has a factor, and in another weight all scales are multiplied by that factor. It
-    is a power of two, which changes no rounding."""
+    """One weight has a factor, and in another weight all scales are multiplied by that factor. The
+    factor is a power of two, which changes no rounding."""
     for module, cases in ((linear_activation, ACTIVATION_CASES), (linear_residual, RESIDUAL_CASES)):
         a = module.sample_inputs(coded_case(cases, name))
         up = {"up_factor": torch.full((1, 1), 0.25)} if module is linear_activation else {}

@@ -80,7 +80,7 @@ def test_what_lies_behind_rows_and_columns_is_not_read(n, k):
 
 @pytest.mark.parametrize("name", ["split", "awq"])
 def test_gate_and_up_of_sm100(name):
-    """In this kernel, the second product takes x as a value of its own."""
+    """In this kernel, the second product takes x as a separate value."""
     case = next(case for case in linear_activation.OP.cases if case.name == name)
     a = linear_activation.sample_inputs(replace(case, num_tokens=2))
     (spec,) = linear_activation.OP.plan_for(a, "sm100").specs

@@ -84,8 +84,12 @@ BUILT = [
 
 @pytest.mark.parametrize("op", BUILT, ids=lambda op: op.name)
 def test_a_repeat_launches_what_the_first_call_launched(op):
-    """Values that lay at one place of the call's own memory lie at one place of the new memory.
-    Arguments lie where they lay. Nothing in either call waits for the GPU."""
+    """Tests that the second call makes the same launches, with other memory for its results.
+
+    If two launches of the first call share an address in memory that the call allocated, the same
+    launches of the second call share an address in the new memory. The addresses of arguments stay
+    the same. Neither call waits for the GPU.
+    """
     repeated = [case for case in cases_here(op) if is_repeated(op, op.sample_inputs(case))]
     assert len(repeated) >= 3
 
@@ -246,7 +250,7 @@ def test_an_argument_that_moves_is_read_where_it_lies(machine):
         assert torch.equal(run(replace(a, a=factor * a.a)), factor * first)
     assert run.checks == 2
     off = torch.empty(a.a.numel() + 1, dtype=a.a.dtype)[1:].view_as(a.a).copy_(a.a)
-    # It takes another kernel, because it is not aligned.
+    # This call takes another kernel, because the argument is not aligned.
     assert torch.equal(run(replace(a, a=off)), first)
     assert run.checks == 3
 

@@ -182,7 +182,7 @@ def test_threads_on_streams_of_their_own_share_no_counters(cuda):
 
 # --- on a GPU -------------------------------------------------------------------------------------
 
-T, K, N, LAYERS = 2, 4096, 512, 6  # few columns: K is split
+T, K, N, LAYERS = 2, 4096, 512, 6  # K is split, because there are few columns
 
 
 def layers():

@@ -152,7 +152,8 @@ def test_a_pid_that_was_given_again_is_not_the_rank(watching):
 
 
 def test_it_must_be_said_for_a_while():
-    """New groups with the ended process do not ask sooner."""
+    """A new group that contains the ended process does not shorten the time before the watch
+    reports it."""
     said, asked = [], []
     made = watch.Watch(60.0, _LONG, said.append)
     with started() as other:

@@ -95,7 +95,8 @@ def with_sinks(q, k, v, mask, _, __, sinks):
 
 
 def with_sinks_of_groups(q, k, v, mask, _, __, sinks):
-    """Has heads in two dimensions, by the key head that they share, and no sequences (gpt-oss)."""
+    """The query heads have two dimensions: the key head, and the heads that share it. There is no
+    dimension of sequences (gpt-oss)."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     q = q.unflatten(1, (-1, GROUP))
     k, v = (x[:, :, None].expand(-1, -1, GROUP, -1) for x in (k, v))

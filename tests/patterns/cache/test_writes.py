@@ -312,7 +312,7 @@ def test_k_and_v_at_different_starts_are_no_pair():
 
 @pytest.mark.parametrize("by", ["index", "slice"])
 def test_keys_and_values_in_one_row_are_told_as_that(by):
-    """They have no twin, because both are in one write."""
+    """No write of K has a partner for V, because one write has both."""
 
     class InOneRow(torch.nn.Module):
         def __init__(self):
@@ -357,7 +357,8 @@ class OfTwoWidths(torch.nn.Module):
 
 @pytest.mark.parametrize("between", [False, True])
 def test_keys_of_two_layers_are_no_pair(between):
-    """They lie at the same place in two caches, as K and V of one layer do."""
+    """The keys of the two layers are written at the same place in two caches, as K and V of one
+    layer are."""
     caches = [[torch.zeros(32, *last) for last in ((2, 8), (2, 4), (1, 16))] for _ in range(2)]
     with torch.no_grad():
         run(OfTwoWidths(between), torch.randn(3, 16), caches, torch.tensor([1, 5, 9]))

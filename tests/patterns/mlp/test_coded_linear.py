@@ -1,5 +1,8 @@
-"""Linears with a quantised weight that no other pattern takes: found in every format, no worse than
-eager, and left to the patterns whose kernels do more."""
+"""Tests linears with a quantised weight that no other pattern matches.
+
+They are found in every format, and their results are no worse than eager's. A linear that another
+pattern can match is left to this pattern.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,10 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Heads(nn.Module):
-    """Two linears of one activation, as the projections of queries and latents in MLA. normed: a
-    norm comes before them; alone: there is only the first."""
+    """Two linears that read one activation, such as the projections of queries and latents in MLA.
+
+    normed: whether a norm comes before the linears. alone: whether there is only the first linear.
+    """
 
     def __init__(self, form, normed=False, alone=False, bias=False):
         super().__init__()
@@ -109,7 +114,8 @@ def test_patterns_whose_kernels_do_more_come_first():
 
 
 def test_a_result_of_more_precision_is_cast_by_the_graph():
-    """The op gives the activation's dtype, and the cast of logits to float32 stays behind it."""
+    """The op's result has the dtype of the activation, and the cast of the logits to float32 stays
+    in the graph after the op."""
 
     class Logits(Heads):
         def forward(self, x):

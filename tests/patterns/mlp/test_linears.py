@@ -199,7 +199,7 @@ def test_another_norm_stays_in_the_graph(norm, also):
 
 
 def test_what_else_reads_a_part_of_a_norm_keeps_that_part():
-    """Here this part is the cast."""
+    """The part that another operation reads is the cast."""
 
     def shared(x, both, down, bias, _, weight, residual):
         wide = x.float()

@@ -233,7 +233,7 @@ def summed_in_float32(module):
 
 
 def weights_changed_later(module):
-    """They are read under another name afterwards, so they are changed in place."""
+    """Changes the weights in place. They are read under another name afterwards."""
 
     def change(weights, order):
         taken = weights[order]

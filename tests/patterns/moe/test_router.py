@@ -370,7 +370,7 @@ def test_a_choice_of_words_is_no_router():
 
 @pytest.mark.parametrize("projected", [False, True])
 def test_scores_of_tokens_with_each_other_are_no_router(projected):
-    """They may be those of a sparse mask, which an attention or another operation reads."""
+    """Such scores may belong to a sparse mask, which an attention or another operation reads."""
 
     def step(x, w, b, c):
         x = F.linear(x, w).relu() if projected else x

@@ -114,7 +114,7 @@ def einsum_of_a_sequence(m, x, k_cache, v_cache, slots):
 
 
 def einsum_without_an_arrow(m, x, k_cache, v_cache, slots):
-    """The letters are in order: t comes before n and d, and a is summed."""
+    """Without an arrow, einsum sums over a, and orders the other letters by name: n, x, y."""
     parts = [torch.einsum("na,axy", x, w.permute(2, 0, 1)) for w in (m.q, m.k, m.v)]
     write(k_cache, v_cache, slots, *parts[1:])
     return parts[0] * 2

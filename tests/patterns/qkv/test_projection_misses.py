@@ -213,7 +213,7 @@ def two_linears_beside(m, x, k_cache, v_cache, slots):
 
 
 def weight_by_token(m, x, k_cache, v_cache, slots):
-    """Every token has a weight of its own."""
+    """Every token has a separate weight."""
     k = torch.einsum("th,tndh->tnd", x, m.each)
     write(k_cache, v_cache, slots, k, heads(F.linear(x, m.v)))
     return F.linear(x, m.q) * 2

@@ -114,7 +114,8 @@ def test_a_graph_that_does_not_quantise_is_not_quantised():
 
 
 def test_a_library_s_kernel_is_told():
-    """Both calls give one Miss. If the weights are no codes, there is no Miss."""
+    """The two calls of the library's kernel give one miss. If the weights are no codes, there is no
+    miss."""
     found = lowered(KernelMoe())
     assert_refused(found, "EXPERT_KERNEL")
     (miss,) = (m for m in misses_of(found, "fused_moe") if m.code == "EXPERT_KERNEL")

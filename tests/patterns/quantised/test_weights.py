@@ -210,7 +210,7 @@ def test_weights_are_read_as_they_are_stored(form):
 
 
 def stored(form):
-    """Gives a form that a test defines the buffers of `form`."""
+    """Returns a decorator that gives a function the same stored buffers as `form`."""
 
     def told(function):
         function.stored = STORED[form]

@@ -215,7 +215,7 @@ def odd_number_of_dimensions(x, cos, sin):
     return torch.cat((turned * cos + other * sin, rest), -1)
 
 
-#: For each rotation that is none of the two kinds, words of the miss.
+#: Rotations that tilewright does not support, each with words of the miss.
 NEAR_MISSES = {
     last_dimensions: "not the first ones of the head",
     one_pair_backwards: "",

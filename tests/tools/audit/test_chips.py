@@ -3,6 +3,7 @@ was measured."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -22,9 +23,13 @@ CASES = {
 }
 
 
+#: The cases of a chip, for both tests: making them takes up to two seconds.
+cases_of = functools.cache(all_cases)
+
+
 @pytest.mark.parametrize("target", gpu_targets(), ids=lambda target: target.name)
 def test_cases_are_those_that_the_chip_may_have(target):
-    cases = all_cases(target)
+    cases = cases_of(target)
     # A template that all families share has no folder in its name.
     names = (case.spec.template.split(".") for case in cases)
     families = {folders[0] for *folders, _ in names if folders}
@@ -37,7 +42,7 @@ def test_cases_are_those_that_the_chip_may_have(target):
 @pytest.mark.parametrize("name", CASES)
 def test_it_keeps_every_rule(name):
     target = TARGETS[name]
-    cases = [case for case in all_cases(target) if re.search(CASES[name], case.name)]
+    cases = [case for case in cases_of(target) if re.search(CASES[name], case.name)]
     assert cases
     for case in cases:
         problems = check(compile_for(case.spec).audit, target, case.expectations)

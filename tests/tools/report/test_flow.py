@@ -118,7 +118,7 @@ def test_two_drawings_stand_line_by_line(seed):
     copied = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in before:
-        # It disappeared together with a site.
+        # This node disappeared together with a site.
         if node.op == "call_function" and choose.random() < 0.4:
             made[node] = made[node.all_input_nodes[0]]
         else:
