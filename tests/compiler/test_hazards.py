@@ -120,7 +120,7 @@ HAZARDS = {
         "CACHE_LAYOUT", A, "reinterpreting view", paths.reinterpreted, instead=None
     ),
     "only_later_tokens": Hazard("SLOT_INDEX", KP, "every token once", paths.only_later_tokens),
-    "slot_by_head": Hazard("SLOT_INDEX", A, "differ between heads", paths.slot_by_head, instead=None),
+    "slot_by_head": Hazard("SLOT_INDEX", A, "from head to head", paths.slot_by_head, instead=None),
     "pages_of_other_size": Hazard(
         "SLOT_INDEX",
         G,
