@@ -271,7 +271,10 @@ def test_the_outcome_of_a_model_without_modules():
 
 def rounds_keys_and_values(folder):
     pytest.importorskip("compressed_tensors")
-    return compressed("llama", folder, "FP8_DYNAMIC", kv_scales=(0.02, 0.035))
+    model = compressed("llama", folder, "FP8_DYNAMIC", kv_scales=(0.02, 0.035))
+    if not any(hasattr(module, "k_scale") for module in model.modules()):
+        pytest.skip("compressed-tensors does not know the attention of this transformers")
+    return model
 
 
 def test_keys_and_values_are_rounded_as_compressed_tensors_does(tmp_path):

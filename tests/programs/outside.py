@@ -1,4 +1,4 @@
-"""Compares programs with eager whose indices and numbers are outside their usual range.
+"""Compares fused programs with eager for indices and numbers outside their usual range.
 
     python -m tests.programs.outside --seeds 0:2000
 

@@ -95,8 +95,8 @@ def test_every_number_of_every_list_where_the_lowest_hide(shape, sms, dtype):
 
 
 def test_parts_tell_each_other_which_rows_have_an_ordinary_number():
-    """Every part has rows without an ordinary number. In the first tile, one row has none in any
-    part."""
+    """Every part has rows without an ordinary number. In the first tile, one row has no ordinary
+    number in any part."""
     mask = torch.full((1, 1, 256, 4096), torch.finfo(torch.float16).min, dtype=torch.float16)
     rows = torch.arange(256)
     mask[..., rows, rows * 16] = 0

@@ -39,7 +39,7 @@ class Part(nn.Module):
         self.linears, self.drawn = nn.ModuleList(linears), drawn
 
     def ran(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Returns the result of a linear, and then does the drawn write, if there is one."""
+        """Computes a linear, does the drawn write if there is one, and returns the result."""
         y = self.linears[number](x)
         written = self.drawn["written"]
         if written is not None and written[0] == number:
