@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.emit.source import Library
@@ -21,6 +21,10 @@ LAUNCH_PDL = "LAUNCH_PDL"
 # Triton's compile options. Records may have them as fields.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
+#: What a kernel does for the product of its op, if a report counts such kernels. It prepares x for
+#: a product of codes, decodes codes for a library's product, or reads an expert's weights once for
+#: each token that chooses the expert.
+Role = Literal["", "prepares x", "decodes codes", "reads experts by token"]
 #: The stride of one dimension of a tensor, as (tensor, dimension).
 Stride = tuple[str, int]
 #: Constants that are strides, by name. Each is one stride or a tuple of several strides.
@@ -84,6 +88,15 @@ class Statics:
         raise AttributeError(name)
 
 
+_ROLES: dict[tuple[str, str], Role] = {}
+
+
+def role_of(spec: KernelSpec) -> Role:
+    """Returns the role of the kernel that a spec was made of. It is no part of the spec, so that it
+    changes no hash."""
+    return _ROLES.get((spec.template, spec.kernel), "")
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel of a template. The signature of the template's function says what a launch needs:
@@ -110,6 +123,7 @@ class Kernel:
         dependent: Whether the kernel may start before the previous kernel ends, if it has
             LAUNCH_PDL.
         num_warps, num_stages: Triton's options, unless a record has them.
+        role: what `role_of` returns for the kernel's specs.
     """
 
     template: str
@@ -125,6 +139,11 @@ class Kernel:
     dependent: bool = True
     num_warps: int = 4
     num_stages: int = 2
+    role: Role = ""
+
+    def __post_init__(self) -> None:
+        if self.role:
+            _ROLES[self.template, self.name] = self.role
 
     @cached_property
     def specs(self) -> dict[object, KernelSpec]:

@@ -9,12 +9,13 @@ from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.formats import Quantization
 from tilewright.codegen.kernel import Kernel, Statics
 
-ORDER_X = Kernel("rows", "order_x", num_stages=1)
+ORDER_X = Kernel("rows", "order_x", num_stages=1, role="prepares x")
 NORM_X = Kernel(
     "rows",
     "norm_x",
     {"NORM_STRIDE": ("norm_weight", 0), "NORM_BIAS_STRIDE": ("norm_bias", 0)},
     num_stages=1,
+    role="prepares x",
 )
 # The numbers of tokens and columns of one program of `order_x`. With these numbers, `order_x` takes
 # 1.3 to 1.5 us for 64 tokens of 4096 columns on an H100. Other numbers were not measured.

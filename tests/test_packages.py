@@ -48,7 +48,8 @@ def test_every_folder_is_a_package_that_is_installed():
 
 
 def test_public_names_are_imported_when_they_are_used_and_are_the_compiler_s():
-    """Both names stand for one object, and neither imports torch before it is used."""
+    """A public name stands for the same object in `tilewright` and in `tilewright.compiler`.
+    `import tilewright` does not import torch."""
     assert {"lower", "reports", "PagedCache"} <= set(tilewright.__all__) <= set(dir(tilewright))
     for name in tilewright.__all__:
         value = getattr(tilewright, name)

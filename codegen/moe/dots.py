@@ -29,6 +29,7 @@ UP_DOTTED = Kernel(
         "BIAS_STRIDES": (*all_strides("gate_bias", 2), *all_strides("up_bias", 2)),
     },
     num_stages=1,
+    role="reads experts by token",
 )
 DOWN_DOTTED = Kernel(
     "moe.dotted",

@@ -43,7 +43,13 @@ SWAPPED = Kernel(
 )
 # The kernel for quantized weights.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
-DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1, unaligned=("factor",))
+DEQUANTIZE = Kernel(
+    "qkv.dequantize",
+    "dequantize_weight",
+    num_stages=1,
+    unaligned=("factor",),
+    role="decodes codes",
+)
 KERNELS = (EPILOGUE, TILED, SWAPPED, DEQUANTIZE)
 
 # If the kernel normalizes x, it prefetches this many columns of each weight row while the previous

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.codegen.templates.activation import activate
+from tilewright.codegen.templates.scale_numbers import bfloat16_parts, bfloat16_powers
 
 # Triton's releases have different names for this function.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -201,14 +202,11 @@ def factors_of(
 ):
     """Returns three bfloat16 tensors: the scales in units of the codes, their rounding errors, and
     the addend that subtracts the zeros."""
-    if scale.dtype == gl.uint8:  # e8m0
-        bits = scale.to(gl.int32)
-        numbers = gl.where(bits == 0, 0x00400000, bits << 23).to(gl.float32, bitcast=True)
+    if scale.dtype == gl.uint8:  # the scales of E2M1 codes, whose unit is 1
+        high = bfloat16_powers(scale)
+        low = high
     else:
-        numbers = scale.to(gl.float32)
-    numbers *= UNIT_OF_CODES
-    high = numbers.to(gl.bfloat16)
-    low = (numbers - high.to(gl.float32)).to(gl.bfloat16)
+        high, low = bfloat16_parts(scale.to(gl.float32) * UNIT_OF_CODES)
     zeros = high
     if HAS_ZEROS:
         zeros = ((zero + ZERO_POINT).to(gl.float32) / -UNIT_OF_CODES).to(gl.bfloat16)
@@ -259,6 +257,9 @@ def decoded(
     if CODES == "e2m1":
         # Bytes 4 to 7 are the bytes of the word after a shift by one nibble.
         select = (even_byte + 4 - even % 2 * 4) << 4 | (odd_byte + 4 - odd % 2 * 4) << 12
+    elif CODES == "e4m3":
+        # Each byte goes to the top of its half.
+        select = 0x0004 | even_byte << 4 | 0x0400 | odd_byte << 12
     else:
         select = even_byte | 0x0040 | odd_byte << 8 | 0x4000
     chosen = gl.broadcast(select.expand_dims(0), codes)[0]
@@ -280,18 +281,20 @@ def decoded(
             "=r,r,r,r,r", [codes, chosen], dtype=gl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     elif CODES == "e4m3":
+        # All bits of s are set where a code is NaN; elsewhere s is zero.
         numbers = gl.inline_asm_elementwise(
             """{
             .reg .b32 p, q, s;
             mov.b32 p, 0;
             prmt.b32 p, $1, p, $3;
-            shl.b32 p, p, 8;
-            and.b32 s, p, 0x80008000;
-            shr.b32 q, p, 4;
-            and.b32 q, q, 0x07F007F0;
-            or.b32 q, q, s;
-            mov.b32 s, 0x7B807B80;
-            mul.rn.bf16x2 $0, q, s;
+            and.b32 q, p, 0x7F007F00;
+            shr.b32 q, q, 4;
+            mov.b32 s, 0x07F007F0;
+            set.ge.u32.bf16x2 s, q, s;
+            and.b32 p, p, 0x80008000;
+            or.b32 q, q, p;
+            mov.b32 p, 0x7B807B80;
+            fma.rn.bf16x2 $0, q, p, s;
             }""",
             "=r,r,r,r,r", [codes, chosen], dtype=gl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip

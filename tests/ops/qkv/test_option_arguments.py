@@ -1,5 +1,5 @@
-"""Tests bad addresses, scales, formats and norms: each is named, and nothing has been written by
-then."""
+"""Tests bad addresses, scales, formats and norms. The error names the bad argument, and the op has
+written nothing before it."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ NEAR_MISSES = {
 
 
 def rotated(form):
-    """Returns the value of the dataflow view that a spelling of rope results in."""
+    """Returns the result of a spelling of rope, as a value of the dataflow view."""
     found = []
 
     def backend(gm, example_inputs):
