@@ -225,11 +225,6 @@ class _Graph:
             yield Unread(read.scope, 1, read.bytes, has_codes, reason)
 
 
-#: Kernels that prepare x for a product with codes. A kernel with bfloat16 weights normalises x
-#: itself.
-BEFORE_CODES = ("norm_x", "order_x")
-
-
 def _in_bfloat16(unit: Unit, reads: Sequence[WeightRead], target: Target) -> Unit:
     """Returns a unit as it would be with bfloat16 weights in place of codes."""
     changed = [read for read in reads if read.how in ("codes", "decoded")]
@@ -239,11 +234,12 @@ def _in_bfloat16(unit: Unit, reads: Sequence[WeightRead], target: Target) -> Uni
     made = sum(read.bytes for read in changed) - stored
     weights = unit.weights - stored + BFLOAT16 * sum(read.numbers for read in changed)
     rate = dict(target.flops)["bf16"]
-    before = sum(name.startswith(BEFORE_CODES) for name in unit.kernels)
     return replace(
         unit,
         weights=weights,
-        launches=unit.launches - before,
+        # A kernel of bfloat16 weights norms x itself.
+        launches=unit.launches - unit.preparations,
+        preparations=0,
         activations=max(unit.activations - made, 0),
         flop_rate=rate,
         codes="",

@@ -20,6 +20,7 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from tilewright.codegen.formats import WEIGHT_FORMATS
+from tilewright.codegen.kernel import role_of
 from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import access_of, call_key
@@ -41,8 +42,6 @@ from tilewright.patterns.dataflow import scope_of
 
 # The name of a group lists this many of its functions.
 _NAMED = 4
-# The prefix of the names of kernels that decode codes for a library's product.
-_DECODED = "dequantize_weight"
 # The dtypes that store codes of weights. Other integers are indices and masks.
 _CODE_DTYPES = frozenset(
     {torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -67,6 +66,7 @@ class Unit:
         WEIGHT_FORMATS; empty if there are none.
     stores_codes: whether the unit reads weights that are stored as codes, and the kernels or the
         graph decode them.
+    preparations: the number of its kernels that prepare x for a product with codes.
     """
 
     scope: str
@@ -88,6 +88,7 @@ class Unit:
     family: str = ""
     codes: str = ""
     stores_codes: bool = False
+    preparations: int = 0
 
 
 def units_of(graph: GraphReport, target: Target) -> list[Unit]:
@@ -114,7 +115,7 @@ def _unit(
     target: Target,
 ) -> Unit:
     first = nodes[0]
-    kernels = tuple(kernel.spec.name for kernel in site.kernels) if site is not None else ()
+    specs = [kernel.spec for kernel in site.kernels] if site is not None else []
     replaced = site.absorbed if site is not None else [node.name for node in nodes]
     return Unit(
         scope=layer_of(scope_of(first)),
@@ -131,18 +132,19 @@ def _unit(
         flop_rate=flop_rate(_compat.tensors_of(*first.all_input_nodes), target),
         scratch=traffic.scratch,
         symbols=tuple(sorted(traffic.symbols)),
-        kernels=kernels,
+        kernels=tuple(spec.name for spec in specs),
         members=tuple(node.name for node in nodes),
         family=op.family if (op := op_of(first)) is not None else "",
         codes=_codes(site),
         stores_codes=traffic.codes,
+        preparations=sum(role_of(spec) == "prepares x" for spec in specs),
     )
 
 
 def _codes(site: Site | None) -> str:
     """Returns the format of a site's weights if a kernel decodes them, otherwise an empty
     string."""
-    if site is None or any(kernel.spec.name.startswith(_DECODED) for kernel in site.kernels):
+    if site is None or any(role_of(kernel.spec) == "decodes codes" for kernel in site.kernels):
         return ""
     named = (str(site.shapes.get(name, "")) for name in ("weights", "weight"))
     return next((name for name in named if name in WEIGHT_FORMATS), "")

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from tilewright.codegen.kernel import role_of
 from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.report import Site
@@ -18,8 +19,6 @@ from tilewright.compiler.report import Site
 #: Triton's names for torch's dtypes. They are the keys of `Target.flops`.
 RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
 
-# The prefix of the kernels that multiply the rows of few tokens by experts as dot products.
-_DOTTED = "moe_up_dotted"
 _PRODUCTS = re.compile(
     r"linear|matmul|\bmm|scaled_mm|int_mm|addmm|bmm|einsum|grouped_mm|attention|__matmul__"
 )
@@ -68,7 +67,7 @@ def share_of_experts(site: Site) -> float:
     if tokens is None or not {"experts", "slots"} <= facts.keys():
         return 1.0
     share = int(facts["slots"]) / int(facts.get("routed", facts["experts"]))
-    if any(kernel.spec.name.startswith(_DOTTED) for kernel in site.kernels):
+    if any(role_of(kernel.spec) == "reads experts by token" for kernel in site.kernels):
         return min(int(tokens[1]) * share, 1.0)
     return reached(int(tokens[1]), share)
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tilewright.codegen.moe.dots import UP_DOTTED
 from tilewright.codegen.targets import get_target
 from tilewright.compiler import lower
 from tilewright.compiler.report import Site, times
@@ -314,7 +315,9 @@ def test_a_device_with_some_of_the_experts_meets_its_share_of_the_slots():
 
 def test_dot_products_read_an_expert_once_for_each_token():
     shapes = {"x": "bfloat16[4,4096]", "experts": 8, "slots": 2}
-    kernel = SimpleNamespace(spec=SimpleNamespace(name="moe_up_dotted_0123"))
+    kernel = SimpleNamespace(
+        spec=SimpleNamespace(template=UP_DOTTED.template, kernel=UP_DOTTED.name)
+    )
     dotted = Site("moe", "fused_moe", "", "", shapes, "", "", kernels=(kernel,))
     assert share_of_experts(dotted) == 1.0
     assert share_of_experts(replace(dotted, kernels=())) == pytest.approx(1 - 0.75**4)

@@ -1,10 +1,40 @@
-"""Fixtures of the tests that run pytest inside this process."""
+"""Fixtures of the tests that run commands, or pytest, inside this process."""
 
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from _pytest.pytester import SysModulesSnapshot
+from typer.testing import CliRunner
+
+from tests.tools.test_cli import CACHE_MODEL
+from tilewright.tools.cli import app
+
+REAL_MODELS = """
+    import torch
+
+    def make_real(device="cpu"):
+        torch.manual_seed(0)
+        model = mine.Model(mine.by_index).to(torch.bfloat16).requires_grad_(False)
+        return model, (torch.randn(3, 128, dtype=torch.bfloat16), torch.tensor([1, 5, 40])), {}
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Returns `command(*arguments)`, which runs the program in a folder that holds mine.py and
+    real.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text(textwrap.dedent(CACHE_MODEL))
+    (tmp_path / "real.py").write_text("import mine\n" + textwrap.dedent(REAL_MODELS))
+    for name in ("mine", "real"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    torch._dynamo.reset()
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers.distributed")
-from tests.tools.test_commands import schema_checked
+from tests.tools.schemas import schema_checked
 from tilewright.codegen.targets import SM90, SM100, get_target
 from tilewright.tools.cli import app
 from tilewright.tools.models.sharding import Collective, check_sharding, one_rank_of

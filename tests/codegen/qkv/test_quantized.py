@@ -156,16 +156,56 @@ ODD_ORDER = replace(NIBBLES, nibble_order=(7, 3, 5, 1, 0, 2, 6, 4), zeros="packe
 )
 def test_numbers_are_those_of_the_reference(case: AttentionCase) -> None:
     a = qkv_cache.OP.sample_inputs(case)
-    call = prepare(a)
-    problem = replace(call.problem, scaled_by="")
-    choice = library_choice(problem, a.x.shape[0], SM100, True, None)
-    steps = dequantized_weights(a, call.values, call.rows, choice.statics[1:], SM100)
-    made = drive(steps, Interpreter(SM100)).outcome
+    made = decoded_by_kernels(a)
     assert len(made) == 2 + case.writes_v
     for letter, got in zip(LETTERS, made, strict=False):
         assert got.dtype == (torch.float32 if case.codes else a.x.dtype)
         want = dequantized(a, letter)
         assert torch.equal(got.view(want.shape), want.to(got.dtype))
+
+
+FORMATS = {case.weight_format: case for case in CASES.values()}
+
+
+@pytest.mark.parametrize("case", FORMATS.values(), ids=FORMATS)
+def test_scales_and_codes_at_the_edges_of_their_dtypes(case: AttentionCase) -> None:
+    """NaN and infinity too, and every code of eight bits."""
+    a = qkv_cache.OP.sample_inputs(case)
+    changes = {f"{x}_scale": filled_with_edges(getattr(a, f"{x}_scale")) for x in LETTERS}
+    if case.weight_format in ("fp8", "int8"):
+        bytes_ = torch.arange(256).to(torch.uint8)
+        changes |= {f"{x}_weight": repeated(bytes_, getattr(a, f"{x}_weight")) for x in LETTERS}
+    a = replace(a, **changes)
+    for letter, got in zip(LETTERS, decoded_by_kernels(a), strict=False):
+        want = dequantized(a, letter)
+        assert not want.isfinite().all()
+        torch.testing.assert_close(
+            got.view(want.shape), want.to(got.dtype), rtol=0, atol=0, equal_nan=True
+        )
+
+
+def filled_with_edges(scale: torch.Tensor) -> torch.Tensor:
+    if scale.dtype in (torch.uint8, torch.float8_e4m3fn):
+        return repeated(torch.tensor([255, 0, 1, 120, 126, 254]).to(torch.uint8), scale)
+    info = torch.finfo(scale.dtype)
+    numbers = [torch.nan, torch.inf, 0, -1, 1.1, info.max, info.tiny * info.eps, info.tiny]
+    return repeated(torch.tensor(numbers, dtype=scale.dtype), scale)
+
+
+def repeated(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Values again and again, as bytes or in their own dtype, with the dtype and shape of a
+    tensor."""
+    whole = values.repeat(like.numel() // len(values) + 1)[: like.numel()]
+    return whole.view(like.dtype).view(like.shape)
+
+
+def decoded_by_kernels(a: FusedQkvArguments) -> tuple[torch.Tensor, ...]:
+    """The weights as kernels decode them before a library's product."""
+    call = prepare(a)
+    problem = replace(call.problem, scaled_by="")
+    choice = library_choice(problem, a.x.shape[0], SM100, True, None)
+    steps = dequantized_weights(a, call.values, call.rows, choice.statics[1:], SM100)
+    return drive(steps, Interpreter(SM100)).outcome
 
 
 def dequantized(a: FusedQkvArguments, letter: str) -> torch.Tensor:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.models import qkv_idioms
-from tests.tools.test_commands import command  # noqa: F401  a fixture
 from tilewright.compiler import Lowered, lower
 from tilewright.compiler.report import collapse_sites, site_kind
 from tilewright.tools.report.html_report import render_html, write_html
@@ -245,7 +244,7 @@ def test_the_file_is_written_whole_or_not_at_all(lowered, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
 
-def test_inspect_writes_the_page(command, tmp_path):  # noqa: F811
+def test_inspect_writes_the_page(command, tmp_path):
     done = command("inspect", "mine.py:make", "--no-kernels", "--html", "page.html")
     assert done.exit_code == 0, done.stderr
     assert "layers.*" in (tmp_path / "page.html").read_text()

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.tools.test_commands import command, schema_checked  # noqa: F401  a fixture
+from tests.tools.schemas import schema_checked
 from tilewright.compiler.report.step import Amounts, Part, Step
 from tilewright.tools.step.profile import Launch, Profile, Row, TraceError, profile_of
 from tilewright.tools.step.tables import render_profile, render_step
@@ -204,7 +204,7 @@ def test_the_tables():
     assert "--present" not in step
 
 
-def test_a_trace_from_elsewhere_is_read_without_a_gpu(command, tmp_path):  # noqa: F811
+def test_a_trace_from_elsewhere_is_read_without_a_gpu(command, tmp_path):
     report = command("inspect", "mine.py:make", "--json", "--no-kernels", "--target", "sm90")
     names = [kernel["name"] for kernel in json.loads(report.stdout)["kernels"]]
     launches = [(name, 20 * i, 10) for i, name in enumerate(names * 2)]
@@ -230,7 +230,7 @@ def test_a_trace_from_elsewhere_is_read_without_a_gpu(command, tmp_path):  # noq
         ),
     ],
 )
-def test_what_cannot_be_profiled_is_one_line(command, arguments, said):  # noqa: F811
+def test_what_cannot_be_profiled_is_one_line(command, arguments, said):
     done = command("bench", "--profile", "mine.py:make", *arguments)
     assert done.exit_code == 2
     assert said in done.stderr.splitlines()[-1]

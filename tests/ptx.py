@@ -1,0 +1,73 @@
+"""Executes straight-line PTX on 32-bit registers, as inline assembly has it."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+
+def bf16(half: int) -> float:
+    """The number of the bits of a bfloat16."""
+    return struct.unpack("<f", struct.pack("<I", half << 16))[0]
+
+
+def bits(number: float) -> int:
+    """The bits of a number, rounded to bfloat16."""
+    made = torch.tensor(number, dtype=torch.float64).bfloat16()
+    return made.view(torch.int16).item() & 0xFFFF
+
+
+def halves(word: int) -> tuple[int, int]:
+    return word & 0xFFFF, word >> 16
+
+
+def pair(even: float, odd: float) -> int:
+    """A register of two bfloat16 numbers."""
+    return bits(even) | bits(odd) << 16
+
+
+def numbers(word: int, unit: float = 1.0) -> tuple[float, ...]:
+    """The two bfloat16 numbers of a register, divided by `unit`."""
+    return tuple(bf16(half) / unit for half in halves(word))
+
+
+def _by_halves(of, *words: int) -> int:
+    low, high = (of(*map(bf16, some)) for some in zip(*map(halves, words), strict=True))
+    return low | high << 16
+
+
+def _rounded(of):
+    """An instruction on pairs of bfloat16 numbers, which rounds once."""
+    return lambda *words: _by_halves(lambda *given: bits(of(*given)), *words)
+
+
+def _selected(a: int, b: int, places: int) -> int:
+    all_bytes = a | b << 32
+    return sum((all_bytes >> 8 * (places >> 4 * n & 7) & 0xFF) << 8 * n for n in range(4))
+
+
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "prmt.b32": _selected,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "shr.b32": lambda a, b: a >> b,
+    "mul.rn.bf16x2": _rounded(lambda x, y: x * y),
+    "fma.rn.bf16x2": _rounded(lambda x, y, z: x * y + z),
+    "set.ge.u32.bf16x2": lambda a, b: _by_halves(lambda x, y: 0xFFFF * (x >= y), a, b),
+}
+
+
+def executed(text: str, **operands: int) -> int:
+    """The result of inline assembly. operands: by number, as `_1`."""
+    registers = {name.replace("_", "$"): value for name, value in operands.items()}
+    for line in filter(None, map(str.strip, text.split(";"))):
+        if line.startswith(".reg"):
+            continue
+        name, _, rest = line.partition(" ")
+        out, *given = [one.strip() for one in rest.split(",")]
+        values = [registers[one] if one in registers else int(one, 0) for one in given]
+        registers[out] = INSTRUCTIONS[name](*values)
+    return registers["$0"]
