@@ -55,8 +55,9 @@ def end_to_end(data: dict[str, Any]) -> str:
 def end_to_end_h100(data: dict[str, Any]) -> str:
     """Returns the table of whole forward passes of one model on an H100."""
     name, layers, rows = passes(data)
-    head = f"## {name}, end to end on an H100\n\nPasses of {layers} layers as above, but on another "
-    head += "GPU and with later kernels, in µs. The predictions of step times do not use these rows:"
+    head = f"## {name}, end to end on an H100\n\nPasses of {layers} layers as above, but on "
+    head += "another GPU and with later kernels, in µs. The predictions of step times do not use "
+    head += "these rows:"
     return f"{head}\n\n{table(PASSES, rows)}"
 
 
