@@ -3,9 +3,10 @@
 Triton passes `x + y` through a dozen functions, which find out the same for every pair of operands
 of the same types: that neither is converted, which numpy function adds them, and which type the sum
 has. The operators here cache this by the types of the operands for the length of one launch. They
-cover operands of one element type, a pointer with an offset, a tensor with a number, new axes, and
-casts; everything else takes Triton's own way. The first result for each pair of types is compared
-with Triton's own result, bit for bit, and a pair that differs is left to Triton.
+cover operands of one element type, signed integers, a pointer with an offset, a tensor with a
+number, new axes, and casts; everything else takes Triton's own way. The first result for each pair
+of types is compared with Triton's own result, bit for bit, and a pair that differs is left to
+Triton.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _FUNCTIONS = {
     "ne": np.not_equal,
 }
 
-_INTEGERS = (tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
+_SIGNED = (tl.int8, tl.int16, tl.int32, tl.int64)  # numpy widens the narrower one as Triton does
+_INTEGERS = (*_SIGNED, tl.uint8, tl.uint16, tl.uint32, tl.uint64)
 
 #: Elements that numpy computes with as the hardware does.
 _NUMBERS = (tl.int1, *_INTEGERS, tl.float16, tl.float32, tl.float64)
@@ -193,7 +195,8 @@ def _between(function: Any, plain: str, left: Any, right: Any) -> Callable[..., 
             return None
         width = max(1, first.element_ty.primitive_bitwidth // 8)
         return lambda pointers, offsets: pointers + width * offsets.astype(np.uint64)
-    return function if first == second and first in _NUMBERS else None
+    alike = first == second and first in _NUMBERS
+    return function if alike or (first in _SIGNED and second in _SIGNED) else None
 
 
 def _new_axes(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,6 +46,10 @@ def all_operators(x_ptr, y_ptr, out_ptr, scalar, INTEGER: tl.constexpr, N: tl.co
             tl.store(out + 20 * N * N, ((x & y) | (x ^ 5)).to(tl.float32))
             tl.store(out + 21 * N * N, (x + 2147483647).to(tl.float32))
             tl.store(out + 22 * N * N, (x * x.to(tl.int64) + 5000000000).to(tl.float32))
+            wide, narrow = x.to(tl.int64) * 3000000000, y.to(tl.int16)
+            tl.store(out + 23 * N * N, (wide * narrow - y).to(tl.float32))
+            tl.store(out + 24 * N * N, ((narrow - wide < x) & (wide == narrow)).to(tl.float32))
+            tl.store(out + 25 * N * N, (narrow / wide).to(tl.float32))
 
 
 KINDS = {
