@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.attention.templates.block_list import key_of_step
-from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
+from tilewright.codegen.attention.templates.loads import converted, load_rows, places_of_keys
 from tilewright.codegen.attention.templates.softmax import (
     add_values,
     capped,
@@ -108,8 +108,8 @@ def attend_keys(
         else:
             # Here, the rope columns are never paged.
             rope_rows = rope_source + slots * ROPE_STRIDE
-            k_rope = load_rows(rope_rows, real, DIMS[1], BLOCKS[1]).to(q.dtype)
-    scores = block_scores(q, q_rope, k.to(q.dtype), k_rope, factor, CHAINED)
+            k_rope = converted(load_rows(rope_rows, real, DIMS[1], BLOCKS[1]), q.dtype)
+    scores = block_scores(q, q_rope, converted(k, q.dtype), k_rope, factor, CHAINED)
     # This factor converts scores to the base-2 domain.
     steepness = factor if CHAINED else 1.0
     if CAPPED:
@@ -139,7 +139,7 @@ def attend_keys(
     )  # fmt: skip
     if TMA and GUARDED and MASKED:
         values = tl.where(needed[:, None], values, 0.0)
-    output = add_values(output, decay, weights, values.to(q.dtype), PROMOTE)
+    output = add_values(output, decay, weights, converted(values, q.dtype), PROMOTE)
     return output, top, total
 
 

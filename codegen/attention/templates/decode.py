@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.attention.templates.block_list import blocks_to_visit, key_of_step
-from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
+from tilewright.codegen.attention.templates.loads import converted, load_rows, places_of_keys
 from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped, finish
 from tilewright.codegen.attention.templates.tiles import keys_in_sight, ragged_place, run_of
 from tilewright.codegen.templates.rounding import numbers_of_codes
@@ -181,13 +181,13 @@ def attend_block(
             there = there & exists[:, None]
         if CHECKED or HEAD_DIM < HEAD_BLOCK:
             k = tl.where(there, k, 0.0)
-    scores = tl.dot(k.to(q.dtype), q)
+    scores = tl.dot(converted(k, q.dtype), q)
     if rope_base is not None:
         k_rope = load_rows(rope_rows, exists if CHECKED else None, ROPE_DIM, ROPE_BLOCK)
         if CHAINED:
-            scores = tl.dot(k_rope.to(q.dtype), q_rope, scores)
+            scores = tl.dot(converted(k_rope, q.dtype), q_rope, scores)
         else:
-            scores += tl.dot(k_rope.to(q.dtype), q_rope)
+            scores += tl.dot(converted(k_rope, q.dtype), q_rope)
     if CAPPED:
         scores = capped(scores, factor, softcap)
     elif MASK_KIND == "additive":
@@ -217,7 +217,7 @@ def attend_block(
     weights = tl.exp2(scores * steepness - base[None, :])
     decay = tl.exp2(top - base)
     total = total * decay[None, :] + weights
-    output = tl.dot(v.to(q.dtype).T, weights.to(q.dtype), output * decay[None, :])
+    output = tl.dot(converted(v, q.dtype).T, weights.to(q.dtype), output * decay[None, :])
     return output, new_top, total
 
 

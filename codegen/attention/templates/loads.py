@@ -1,4 +1,5 @@
-"""Loads of the operands of attention: rows, queries, and the page numbers of keys."""
+"""Loads of the operands of attention: rows, queries, and the page numbers of keys; conversion of
+keys and values to the dtype of queries."""
 
 import triton
 import triton.language as tl
@@ -13,6 +14,17 @@ def load_rows(rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     if real is not None:
         mask = mask & real[:, None]
     return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def converted(values, DTYPE: tl.constexpr):
+    """Converts values to DTYPE. 8-bit floats keep their infinities and NaN."""
+    FP8: tl.constexpr = values.dtype == tl.float8e4nv or values.dtype == tl.float8e5
+    if FP8 and tl.bfloat16 == DTYPE:
+        # On SM90 and newer chips, the direct conversion of float8e5 makes numbers of infinity and
+        # NaN, and that of float8e4nv takes four times as long.
+        values = values.to(tl.float16).to(tl.float32)
+    return values.to(DTYPE)
 
 
 @triton.jit
