@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ Call = Callable[[], Any]
 def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
     """Captures all calls in one CUDA graph. Before that, runs each call `warmup` times without
     capturing it."""
-    stream = torch.cuda.Stream()
+    stream, capturing = _streams(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(warmup):
@@ -30,10 +31,21 @@ def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # Other threads may use the GPU during the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=capturing, capture_error_mode="thread_local"):
         for call in calls:
             call()
     return graph
+
+
+@cache
+def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Returns the streams of warm-ups and of captures, the same for each call.
+
+    All captures on one stream share cuBLAS's workspace, which is in the memory of the first of
+    them. On the default stream of `torch.cuda.graph`, the user's graphs would use memory that
+    PyTorch may free after the graphs of this file are gone.
+    """
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def interleaved_us(
