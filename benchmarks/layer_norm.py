@@ -67,6 +67,9 @@ MODELS = {
 }
 TINY = Model(64, 128, 4, 4, 16, GELU_TANH)
 Part = Callable[..., Any]
+#: Variants of all rows of a process are compilations of one code object. Beyond the default limit
+#: of 8, Dynamo would run them uncompiled.
+COMPILATIONS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -172,7 +175,6 @@ class Prepared:
 
 def prepared(name: str, model: Model, part: str, tokens: int) -> Prepared:
     """Compiles all variants of a row, and compares their results."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     first = inputs(model, part, tokens)
     count = max(2, min(64, -(-int(COLD_BYTES) // weight_bytes(first))))
@@ -202,7 +204,7 @@ def lowering(found: Any) -> list[str]:
 def run_case(given: argparse.Namespace, text: str) -> None:
     name, part = text.split("/")
     model = replace(TINY, stored=MODELS[name].stored) if given.tiny else MODELS[name]
-    with torch.no_grad():
+    with torch.no_grad(), torch._dynamo.config.patch(COMPILATIONS):
         rows = [prepared(name, model, part, tokens) for tokens in given.tokens or TOKENS[part]]
         if not has_turn():
             return

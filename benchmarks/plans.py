@@ -12,9 +12,9 @@ the latents themselves, and to expanded keys in several tiles. Tiles that do not
 whose result differs from the plan's by more than rounding, are left out.
 
 Times are microseconds of CUDA graphs with a cold L2 cache: all tiles in three rounds, then the plan
-and the fastest five in fifteen. ratio: the time of the plan over that of the fastest. Results go to
-results/plans.json. After --seconds no further row is measured. --list prints the rows and the
-number of their tiles, and needs no GPU.
+and the fastest five in fifteen. ratio: the time of the plan over that of the fastest. us: the time
+of each. Results go to results/plans.json. After --seconds no further row is measured. --list prints
+the rows and the number of their tiles, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _mla_steps(a: MlaPrefillArguments, way: Absorbed | Expanded | None) -> Steps
     tiles = getattr(way, "tiles", None)
     with ExitStack() as replaced:
         absorbs = isinstance(way, Absorbed)
-        replaced.enter_context(patch.object(decode_lowering, "absorbs", lambda sizes: absorbs))
+        replaced.enter_context(patch.object(decode_lowering, "is_faster", lambda **sizes: absorbs))
         if tiles is not None:
             own = patch.object(attention_lowering, "attention_config", lambda *given: tiles)
             replaced.enter_context(own)
@@ -387,11 +387,14 @@ def specs_of(row: Row, a: Any, config: Any) -> tuple[KernelSpec, ...]:
 
 
 def compiled(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Compiles the kernels of all rows, and returns the tiles of each row that compile."""
+    """Compiles the kernels of all rows, and returns the tiles of each row that compile. Raises
+    RuntimeError for a row whose op refuses all tiles but the plan's."""
     kernels = {}
     for row in rows:
         a = row.make()
         made = {name: (one, specs_of(row, a, one)) for name, one in named(row).items()}
+        if not any(specs for name, (_, specs) in made.items() if name != PLAN):
+            raise RuntimeError(f"{row.op} {row.case}: the op refuses all tiles but the plan's")
         kernels[row.op, row.case] = made
     specs = {spec for tried in kernels.values() for _, made in tried.values() for spec in made}
     ordered = sorted(specs, key=lambda spec: spec.name)
@@ -445,6 +448,7 @@ def measured(row: Row, tried: dict[str, Any]) -> dict[str, Any]:
         "ratio": round(us[PLAN] / us[best], 3),
         "plan_tiles": str(drive(row.steps(sets[0], None), Planner(SM90)).outcome.reason),
         "best_tiles": best,
+        "us": {name: round(time, 2) for name, time in (first | us).items()},
     }
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-# Bytes of one element, by Triton dtype name.
+# The number of bytes of an element, for each Triton dtype name.
 ELEMENT_BYTES = {
     "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8e4nv": 1, "fp8e5": 1,
     "i8": 1, "u8": 1, "i32": 4, "u32": 4, "i64": 8,
 }  # fmt: skip
-# Bytes of a line of the L2 cache, which kernels prefetch as a whole.
+# The number of bytes of a line of the L2 cache. Kernels prefetch whole lines.
 LINE_BYTES = 128
 INT32_MAX = 2**31 - 1
-# Converts natural logarithms to base 2, which the softmax of the kernels uses.
+# Converts natural logarithms to base 2, in which the kernels compute the softmax.
 LOG2E = math.log2(math.e)
 
 

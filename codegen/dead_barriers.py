@@ -1,12 +1,12 @@
 """Removes unused barriers that Triton 3.6 and 3.7 make when they specialise warps on Hopper.
 
-The pass that separates producers from consumers makes an mbarrier for each value that a producer
-hands over. Some of them are not used, because TMA's own barriers replace them. The pass initialises
-the unused barriers too, and never invalidates them. Until a barrier is invalidated, its memory may
-hold nothing else (PTX ISA, `mbarrier.inval`), but Triton puts a tile of keys into the same shared
-memory. On an H200, 2 to 40 of a hundred calls returned tiles of NaN, because the keys held the bits
-of a barrier. Without these barriers, all of 37,000 calls were correct. Triton 3.9 gives every
-barrier its own memory.
+A pass of Triton separates producers from consumers, and makes an mbarrier for each value that a
+producer hands over. Some of these barriers are not used, because TMA's own barriers replace them.
+The pass initialises the unused barriers too, and never invalidates them. Until a barrier is
+invalidated, nothing else may be stored in its memory (PTX ISA, `mbarrier.inval`), but Triton stores
+a tile of keys in the same shared memory. On an H200, 2 to 40 of a hundred calls returned tiles of
+NaN, because the keys had the bits of a barrier. Without the unused barriers, all of 37,000 calls
+were correct. Triton 3.9 gives every barrier its own memory.
 
 This module needs only the standard library and Triton, as `worker.py` does.
 """
@@ -25,8 +25,8 @@ _INIT = re.compile(r"\s*ttng\.(?:init|inval)_barrier (%\w+)")
 
 
 def without_dead_barriers(ttgir: str) -> str:
-    """Returns the module's text without barriers that are initialised and never used. The text is
-    unchanged if it has none."""
+    """Returns the module's text without the barriers that are initialised and never used. If there
+    are none, returns the text unchanged."""
     lines = ttgir.split("\n")
     dead = _dead_lines(lines) if _PARTED in ttgir else set()
     return "\n".join(line for number, line in enumerate(lines) if number not in dead)
@@ -40,7 +40,7 @@ def count_dead_barriers(ttgir: str) -> int:
 
 def _dead_lines(lines: list[str]) -> set[int]:
     """Returns the numbers of the lines that allocate, index and initialise unused barriers. If
-    another region reuses a name, its barrier counts as used."""
+    another region uses the same name, the barrier counts as used."""
     users: dict[str, list[int]] = defaultdict(list)
     for number, line in enumerate(lines):
         for name in set(_NAME.findall(line)):
@@ -56,7 +56,8 @@ def _dead_lines(lines: list[str]) -> set[int]:
 def _own_lines(
     lines: list[str], users: dict[str, list[int]], made_at: int, barriers: str
 ) -> set[int]:
-    """Returns all lines about an allocation of barriers if these are unused, else an empty set."""
+    """Returns the numbers of all lines that allocate and initialise some barriers, if these
+    barriers are unused; else an empty set."""
     own = {made_at}
     for indexed_at in users[barriers]:
         if indexed_at == made_at:
@@ -79,9 +80,12 @@ def compile_without_dead_barriers(
     keep: Callable[[str], Path],
     note: Callable[[Any], None] = lambda kernel: None,
 ) -> Any:
-    """Calls `triton.compile`. If the module has dead barriers, compiles its text again without
-    them. keep: writes a text to a file, because Triton compiles texts from files, and returns the
-    path. note: called with each kernel that Triton compiled."""
+    """Calls `triton.compile`. If the module has unused barriers, compiles its text again without
+    them.
+
+    keep: a function that writes a text to a file and returns the path. Triton compiles texts only
+    from files. note: a function that is called with each kernel that Triton compiled.
+    """
     import triton
 
     compiled = triton.compile(source, target=target, options=options)

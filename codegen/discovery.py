@@ -1,4 +1,4 @@
-"""Imports the modules of a folder, which register something when they are imported."""
+"""Imports the modules of a folder, so that each registers its definitions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterable
 
 
 def import_all(package: str, path: Iterable[str], but_for: tuple[str, ...] = ()) -> None:
-    """Imports every module below the package of this name and `__path__`, in the order of names.
+    """Imports every module below a package, in the order of their names.
 
-    but_for: modules whose names have one of these endings are not imported here.
+    package: the name of the package. path: its `__path__`. but_for: modules whose names end in one
+    of these endings are not imported.
     """
     for found in pkgutil.walk_packages(path, f"{package}."):
         if not found.name.endswith(but_for):

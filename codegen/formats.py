@@ -1,6 +1,7 @@
-"""Formats of weights that are stored as codes, and the static facts about the codes of a problem.
+"""Formats of quantized weights, and the static facts about the quantized weights of a problem.
 
-Every layer of the package uses the table WEIGHT_FORMATS. The module does not need torch."""
+Every layer of the package uses the table WEIGHT_FORMATS. This module does not need torch.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +12,21 @@ from typing import Any
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant
 
-# The nibble that holds element j of a word of eight, in AWQ's order.
+# The nibble that holds element j of a word of eight codes, in AWQ's order.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _COUNTED_UP = (tuple(range(8)), (0, 1))
-# The nibble that holds element j of a word whose bytes have their first nibble on top.
+# The nibble that holds element j of a word, if the high nibble of each byte comes first.
 _HIGH_FIRST = (1, 0, 3, 2, 5, 4, 7, 6)
-#: 32-bit words in the 128 bytes that dot products load at a time.
+#: How many 32-bit words there are in the 128 bytes that kernels of dot products load at a time.
 DOT_LINE = 32
-# The largest code of four bits.
+# The largest 4-bit code.
 _MOST_NIBBLE = 15
-# Possible numbers of groups of columns in a step. Kernels scale the sum over each group separately.
+# How many groups of columns a step may cover. Kernels scale the sum over each group separately.
 _GROUPS = (1, 2, 4)
 
 
-#: The numbers that the 16 codes of a format stand for, exact in fp32, for each format that has a
-#: table (bitsandbytes).
+#: For each format that has a table (bitsandbytes), the numbers that its 16 codes stand for. fp32
+#: represents them exactly.
 TABLES: dict[str, tuple[float, ...]] = {
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -41,36 +42,39 @@ TABLES: dict[str, tuple[float, ...]] = {
     ),
 }  # fmt: skip
 # Factors (for bfloat16, for float16) by which kernels multiply the numbers of a table before they
-# round them. This halves the rounding error of nf4, and makes fp4 exact: its numbers are multiples
-# of 1/192.
+# round them. They halve the rounding error of nf4. They make fp4 exact, because its numbers are
+# multiples of 1/192.
 _FACTORS = {"nf4": (1.43701171875, 1.6776885986328125), "fp4": (192.0, 192.0)}
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The format of a stored weight [..., N, K]: w = (number of the code - zero) * scale, or, with
-    added_zeros, w = (number of the code - zero_point) * scale + zero.
+    """The format of a quantized weight [..., N, K].
+
+    A weight is (number of the code - zero) * scale. With added_zeros, it is (number of the code -
+    zero_point) * scale + zero.
 
     Attributes:
-        stored: possible dtypes of a stored element, in Triton's names.
-        bits: bits of a code.
-        packed_axis: the axis, -1 (K) or -2 (N), along which codes share an element; None if each
-            element is one code.
-        number: the number of a code: "" for the code itself, "e2m1" (`ops.formats.fp4`), or a name
-            in TABLES.
-        order: the nibble of a byte that holds each of its two codes, unless a checkpoint has
-            another order.
-        linears: whether the linears of dense layers take the format.
-        zeros: whether linears may have zero points.
-        added_zeros: whether zeros are added after scaling.
-        scales: possible dtypes of a scale of linears; empty for any float.
-        expert_scales: possible dtypes of a scale of experts ("u8" means e8m0); empty if experts do
-            not take the format.
-        expert_zero: the zero that all codes of experts have.
-        expert_block: rows and columns of experts that share a scale; None if the format does not
-            fix them.
-        expert_kernel: whether `codegen.templates.expert_weights` decodes the format; if not,
-            references compute calls with such experts.
+        stored: The possible dtypes of a stored element, as Triton names.
+        bits: The number of bits of a code.
+        packed_axis: The axis, -1 (K) or -2 (N), along which several codes share a stored element;
+            None if each element is one code.
+        number: The kind of number that a code stands for: "" for the code itself, "e2m1"
+            (`ops.formats.fp4`), or a name in TABLES.
+        order: Which nibble of a byte holds each of its two codes, unless a checkpoint has another
+            order.
+        linears: Whether linears of dense layers may have this format.
+        zeros: Whether linears may have zero points.
+        added_zeros: Whether zeros are added after scaling.
+        scales: The possible dtypes of the scales of linears. If this is empty, they may have any
+            float dtype.
+        expert_scales: The possible dtypes of the scales of experts ("u8" means e8m0). If this is
+            empty, experts cannot have this format.
+        expert_zero: The zero that all codes of experts have.
+        expert_block: How many rows and columns of an expert's weight share a scale; None if the
+            format does not fix this.
+        expert_kernel: Whether `codegen.templates.expert_weights` decodes the format. If it does
+            not, the references of ops compute calls with such experts.
     """
 
     stored: tuple[str, ...]
@@ -89,7 +93,7 @@ class WeightFormat:
 
     @property
     def per_byte(self) -> int:
-        """Number of codes in a byte."""
+        """The number of codes in a byte."""
         return 8 // self.bits
 
 
@@ -97,8 +101,9 @@ _NIBBLES_OF_ROWS: dict[str, Any] = {"bits": 4, "packed_axis": -1}
 _EXPERTS: dict[str, Any] = {"expert_kernel": True, **_NIBBLES_OF_ROWS}
 _E2M1: dict[str, Any] = {"number": "e2m1", "linears": True, **_EXPERTS}
 _TABLE: dict[str, Any] = {"order": (1, 0), "linears": True, **_NIBBLES_OF_ROWS}
-#: Every format by its name in `weight_format`; "dense" is not in the table. To add a format, add a
-#: row: the checks, references and samples of ops, and the patterns, follow.
+#: All formats, by their names in `weight_format`. The format "dense" is not in this table. A new
+#: format needs only a new row: the checks, references and samples of ops, and the patterns, read
+#: this table.
 WEIGHT_FORMATS = {
     "int8": WeightFormat(("i8", "u8"), linears=True, zeros=True),
     "fp8": WeightFormat(
@@ -126,18 +131,19 @@ WEIGHT_FORMATS = {
 }
 
 
-#: The numbers of E2M1's 16 codes times two, as bytes, four in a signed word.
+#: The numbers of the 16 codes of E2M1, multiplied by two, as bytes. Each signed word holds four of
+#: them.
 E2M1_BYTES = struct.unpack(
     "<4i", struct.pack("<16b", *(0, 1, 2, 3, 4, 6, 8, 12), *(0, -1, -2, -3, -4, -6, -8, -12))
 )
 
 
 def table_words(name: str) -> tuple[int | float, ...]:
-    """Returns a table in the form in which kernels look it up.
+    """Returns a table in the form in which kernels read it.
 
-    First come the low bytes of its 16 numbers in bfloat16, then their high bytes, four in a signed
-    word; then the bytes of the numbers in float16; then the factors that restore the numbers of
-    bfloat16 and of float16.
+    The words have, in this order: the low bytes of the 16 numbers in bfloat16; their high bytes;
+    the bytes of the numbers in float16. Each signed word holds four bytes. After the words come two
+    factors, which restore the original numbers from bfloat16 and from float16.
     """
     made: list[int | float] = []
     for bits, factor in zip((_bfloat16_bits, _float16_bits), _FACTORS[name], strict=True):
@@ -148,7 +154,7 @@ def table_words(name: str) -> tuple[int | float, ...]:
 
 
 def _bfloat16_bits(number: float) -> int:
-    """Returns the bfloat16 bits of a finite number, rounded to nearest, ties to even."""
+    """Returns the bits of a finite number in bfloat16, rounded to nearest, ties to even."""
     (bits,) = struct.unpack("<I", struct.pack("<f", number))
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
@@ -159,47 +165,49 @@ def _float16_bits(number: float) -> int:
 
 
 def high_first(per_word: int) -> tuple[int, ...]:
-    """Returns the order of `per_word` nibbles in bytes whose first nibble is on top."""
+    """Returns the order of `per_word` nibbles if the high nibble of each byte comes first."""
     return _HIGH_FIRST[:per_word]
 
 
 def linear_formats() -> tuple[str, ...]:
-    """Returns the names of the formats that the linears of dense layers take."""
+    """Returns the names of the formats that linears of dense layers may have."""
     return ("dense", *(name for name, form in WEIGHT_FORMATS.items() if form.linears))
 
 
 def expert_formats() -> tuple[str, ...]:
-    """Returns the names of the formats that experts take."""
+    """Returns the names of the formats that experts may have."""
     return ("dense", *(name for name, form in WEIGHT_FORMATS.items() if form.expert_scales))
 
 
 def scales_are_exact(form: WeightFormat, scale: str, columns: int) -> bool:
-    """Whether each number times its scale is exact in 16 bits and the codes of a word of eight
-    share one scale. This holds for E2M1 with e4m3 scales: 2 + 4 significant bits. columns: the
-    columns that share a scale."""
+    """Whether each number times its scale is exact in 16 bits, and the eight codes of a word share
+    one scale. This holds for E2M1 with e4m3 scales, whose products have 2 + 4 significant bits.
+    columns: the number of columns that share a scale."""
     exact = form.number == "e2m1" and scale == "fp8e4nv"
     return exact and columns % 16 == 0 and 128 % columns == 0
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Static facts about the codes of a call's weights: w = (number of the code - zero) * scale.
+    """The static facts about the quantized weights of a call: w = (number of the code - zero) *
+    scale.
 
     Attributes:
-        weight_format: one of `linear_formats`.
-        block: rows and columns that share a scale.
-        scales, zeros: operands of each weight (q, k and v; or gate and up), with strides (row,
-            column), 0 along an axis of one element; None if there is no such weight. The zero is
-            zero_point plus the tensor's value, or zero_point without a tensor. With added_zeros,
-            the tensor's value is added after scaling instead.
-        per_word: codes in a stored word.
-        packed_zeros: whether one stored word holds the zeros of eight rows.
-        zero_point: the constant part of the zero.
-        order: order of the nibbles in a word; empty if element j is in nibble j.
-        x_scale: scales of x if x has codes too, with strides (token, block).
-        x_block: columns of x that share a scale.
-        differs: a property that the weights do not share, so that no kernel computes all of them;
-            "" if there is none.
+        weight_format: One of `linear_formats`.
+        block: How many rows and columns share a scale.
+        scales, zeros: The operands of each weight (q, k and v; or gate and up); None for a weight
+            that does not exist. Their strides are (row, column), and 0 along an axis that has one
+            element. The zero of a code is zero_point plus the value of the tensor, or zero_point if
+            there is no tensor. With added_zeros, the value of the tensor is added after scaling
+            instead.
+        per_word: The number of codes in a stored word.
+        packed_zeros: Whether a stored word holds the zeros of eight rows.
+        zero_point: The constant part of the zero.
+        order: The order of the nibbles in a word. It is empty if element j is in nibble j.
+        x_scale: The scales of x if x is quantized too, with strides (token, block).
+        x_block: The number of columns of x that share a scale.
+        differs: A property in which the weights differ, so that no kernel can multiply all weights
+            together; "" if there is none.
     """
 
     weight_format: str
@@ -224,13 +232,13 @@ class Quantization:
 
     @property
     def has_table(self) -> bool:
-        """Whether the numbers of the codes come from a table."""
+        """Whether the numbers that the codes stand for are in a table."""
         return self.format.number in TABLES
 
     @property
     def scales_numbers(self) -> bool:
-        """Whether kernels multiply numbers by their scales before the product, in registers. If
-        not, they scale the sums over groups of columns."""
+        """Whether kernels multiply the decoded numbers by their scales before the product, in
+        registers. If not, kernels scale the sums over groups of columns."""
         scale = self.scales[0]
         assert scale is not None
         exact = scales_are_exact(self.format, scale.dtype, self.block[1])
@@ -238,14 +246,14 @@ class Quantization:
 
     @property
     def staged_bytes(self) -> float:
-        """Bytes that a code takes in shared memory, including its share of a scale if kernels also
-        load scales there."""
+        """The number of bytes that a code takes in shared memory. It includes a part of a scale if
+        kernels also load scales into shared memory."""
         return self.code_bytes + (1 / self.block[1] if self.scales_numbers else 0)
 
     @property
     def joins_neighbours(self) -> bool:
-        """Whether kernels decode neighbouring codes of a word of eight together. If not, they
-        decode codes four apart together."""
+        """Whether kernels decode neighbouring codes of a word of eight together. If not, kernels
+        decode two codes together if their places differ by four."""
         return self.order == AWQ_ORDER or (self.has_table and self.per_word == 8)
 
     @property
@@ -259,7 +267,7 @@ class Quantization:
     @property
     def code_offset(self) -> int:
         """The part of the zero that kernels subtract while they convert codes. The difference is
-        exact in any 16-bit type: bfloat16 has all integers from -256 to 256."""
+        exact in any 16-bit type: even bfloat16 represents all integers from -256 to 256."""
         whole = self.format.packed_axis is None
         subtracted = self.has_zero_tensors and not self.format.added_zeros
         if not subtracted and 0 <= self.zero_point <= (128 if whole else _MOST_NIBBLE):
@@ -268,7 +276,7 @@ class Quantization:
 
     @property
     def known_order(self) -> bool:
-        """Whether kernels support the order of the nibbles in a word."""
+        """Whether kernels support this order of the nibbles in a word."""
         if self.order == _HIGH_FIRST:
             return self.has_table
         return self.format.packed_axis is None or self.order in (
@@ -279,8 +287,10 @@ class Quantization:
         )
 
     def block_constants(self, columns: int, block_k: int) -> dict[str, Constant]:
-        """Returns the constants that all kernels which read words of codes need. columns: columns
-        of the weight. block_k: columns of a step."""
+        """Returns the constants that all kernels need that read words of codes.
+
+        columns: the number of columns of the weight. block_k: the number of columns of a step.
+        """
         whole = self.block[1] >= columns
         number: Constant = table_words(self.format.number) if self.has_table else self.format.number
         return {
@@ -294,32 +304,33 @@ class Quantization:
             "INTERLEAVED_NIBBLES": self.joins_neighbours,
             "REVERSED": self.order in ((1, 0), _HIGH_FIRST),
             "SCALE_ROWS": self.block[0],
-            # A scale for all columns also covers the columns that the last step masks.
+            # A scale of all columns also covers the columns that the last step masks.
             "SCALE_COLUMNS": max(columns, block_k) if whole else self.block[1],
             "ZERO_OFFSET": self.zero_point - self.code_offset,
         }
 
     @property
     def dots_integers(self) -> bool:
-        """Whether kernels of dot products multiply codes as integers."""
+        """Whether kernels of dot products multiply the codes as integers."""
         return not self.has_table and self.weight_format != "fp8"
 
     @property
     def per_int32(self) -> int:
-        """Number of codes in a word of 32 bits."""
+        """The number of codes in a 32-bit word."""
         return 32 // self.format.bits
 
     @property
     def dot_run(self) -> int:
-        """Number of words that share a sum of dot products: 16 bytes, or 8 if a scale covers fewer
-        codes."""
+        """The number of words that share a sum of dot products. They take 16 bytes, or 8 bytes if a
+        scale covers fewer codes."""
         return 2 if self.format.bits == 4 and self.block[1] == 16 else 4
 
     def dot_obstacle(self, columns: int) -> str | None:
-        """Returns why no kernel of dot products takes rows of `columns` codes; None if one does."""
+        """Returns why no kernel of dot products can read rows of `columns` codes; None if a kernel
+        can."""
         per = self.per_int32
         if columns % per:
-            return f"{columns} columns are no whole words"
+            return f"{columns} columns do not fill whole words"
         if self.block[1] < columns and self.block[1] % (self.dot_run * per):
             return f"scales of {self.block[1]} columns"
         if self.x_scale is not None and self.x_block < columns and self.x_block % per:
@@ -327,17 +338,20 @@ class Quantization:
         if self.packed_rows:
             return "a word has the codes of several rows"
         if per == 8 and self.per_word != 8:
-            return "bytes that are no words"
+            return "the codes are stored in bytes and not in 32-bit words"
         if self.order and self.order not in (*_COUNTED_UP, AWQ_ORDER, (1, 0), _HIGH_FIRST):
             return f"nibbles in the order {list(self.order)}"
         if per == 8 and not 0 <= self.zero_point <= _MOST_NIBBLE:
-            # An int32 sums 32 products of a code of at most 15 and an integer of 22 bits.
-            return f"zeros of {self.zero_point}, by which sums of integers overflow"
+            # An int32 can hold the sum of 32 products of a code, which is at most 15, and a 22-bit
+            # integer.
+            return f"zeros of {self.zero_point}, with which sums of integers overflow"
         return None
 
     def dot_constants(self, columns: int, stored: str) -> dict[str, Constant]:
-        """Returns the constants that all kernels of dot products need. columns: columns of the
-        weight. stored: Triton's name of the weight's dtype."""
+        """Returns the constants that all kernels of dot products need.
+
+        columns: the number of columns of the weight. stored: the Triton name of the weight's dtype.
+        """
         integers, twice = self.dots_integers, self.format.number == "e2m1"
         return {
             **({"NUMBER": table_words(self.format.number)} if self.has_table else {}),
@@ -357,14 +371,15 @@ class Quantization:
         }
 
     def block_strides(self, index: int) -> tuple[int, ...]:
-        """Returns the strides (row, column) of the index-th weight's scales, then of its zeros; 0
-        for a weight without them."""
+        """Returns the strides (row, column) of the scales of the weight with this index, then the
+        strides of its zeros. A stride is 0 if the weight has no scales or no zeros."""
         found = (self.scales[index], self.zeros[index])
         return tuple(stride for one in found for stride in (one.strides if one else (0, 0)))
 
     def groups_in(self, columns: int, block_k: int) -> int:
-        """Returns how many scales of a row apply to a step of block_k columns; 0 if kernels cannot
-        take such a step, because it covers a part of a scale or too many scales."""
+        """Returns how many scales of a row apply to a step of block_k columns. Returns 0 if kernels
+        cannot use such a step, because it covers only a part of a scale or covers too many
+        scales."""
         if self.x_scale is not None and self.x_block < columns and self.x_block % block_k:
             return 0
         wide = self.block[1]
@@ -375,7 +390,7 @@ class Quantization:
         return block_k // wide if block_k % wide == 0 and block_k // wide in _GROUPS else 0
 
     def step_fits(self, columns: int, block_k: int) -> bool:
-        """Whether a tensor core can take steps of block_k of the weight's columns."""
+        """Whether a tensor core can multiply the weight in steps of block_k columns."""
         groups = self.groups_in(columns, block_k)
         least = 32 if self.per_word == 8 and not self.packed_rows else 16
         # If a byte holds two codes, kernels multiply groups of 16 columns in pairs
@@ -384,11 +399,12 @@ class Quantization:
         return groups > 0 and block_k // groups >= least and pairs
 
     def longest_step(self, columns: int) -> int:
-        """Returns the longest step, up to 128 columns, that covers whole scales or a part of one
-        scale."""
+        """Returns the longest step, at most 128 columns, that covers whole scales or a part of a
+        single scale."""
         wide = self.block[1]
         return 128 if wide >= columns or 128 % wide == 0 else wide & -wide
 
     def scales_whole_rows(self, hidden: int) -> bool:
-        """Whether each row has one scale, and each token too if x has codes."""
+        """Whether each row of the weight has one scale and, if x is quantized, each token has one
+        scale."""
         return self.block[1] >= hidden and (self.x_scale is None or self.x_block >= hidden)

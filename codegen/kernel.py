@@ -1,4 +1,4 @@
-"""Kernel: a function of a template, with the meaning of its parameters."""
+"""Kernel: a kernel of a template, and what each of its parameters means."""
 
 from __future__ import annotations
 
@@ -15,31 +15,37 @@ from tilewright.codegen.spec import Constant, KernelSpec, module_of
 from tilewright.codegen.targets import get_target
 
 POINTER_SUFFIX = "_ptr"
-# The constant that lets a kernel start while the one before it still runs (programmatic dependent
-# launch). The target decides its value.
+# A kernel with this constant may start while the previous kernel still runs (programmatic dependent
+# launch). The target determines its value.
 LAUNCH_PDL = "LAUNCH_PDL"
-# Triton's compile options, which a record may have as fields.
+# Triton's compile options. Records may have them as fields.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-#: What a kernel does for the product of its op, if a report counts such kernels: it prepares x for
+#: What a kernel does for the product of its op, if a report counts such kernels. It prepares x for
 #: a product of codes, decodes codes for a library's product, or reads an expert's weights once for
 #: each token that chooses the expert.
 Role = Literal["", "prepares x", "decodes codes", "reads experts by token"]
-#: (tensor, dimension): the stride of one dimension of a tensor.
+#: The stride of one dimension of a tensor, as (tensor, dimension).
 Stride = tuple[str, int]
-#: Constants that are strides, by name: one stride, or a tuple of several.
+#: Constants that are strides, by name. Each is one stride or a tuple of several strides.
 Strides = Mapping[str, Stride | tuple[Stride, ...]]
 
 
 def strides_of(tensor: str, prefix: str = "", **dims: int) -> dict[str, Stride]:
-    """Returns the strides of a tensor by the names `<prefix>_<axis>_stride`. dims: the dimension of
-    each axis. prefix: by default the tensor's name."""
+    """Returns the strides of a tensor, named `<prefix>_<axis>_stride`. dims: the dimension of each
+    axis. prefix: the tensor's name by default."""
     return {f"{prefix or tensor}_{axis}_stride": (tensor, dim) for axis, dim in dims.items()}
 
 
 class Number(NamedTuple):
-    """A parameter that is a number known at the launch. divisible: whether the spec records that 16
-    divides it. stride: the tensor and the dimension whose stride it is; None for other numbers."""
+    """A parameter that is a number known at the launch.
+
+    Attributes:
+        name: The name of the parameter.
+        divisible: Whether the spec records if 16 divides the number.
+        stride: If the number is a stride, the tensor and the dimension that it belongs to; else
+            None.
+    """
 
     name: str
     divisible: bool
@@ -47,9 +53,14 @@ class Number(NamedTuple):
 
 
 class Pointer(NamedTuple):
-    """A parameter that points to a tensor. dims: the dimensions whose strides are constants.
-    aligned: whether the spec records its alignment. optional: whether the parameter has a
-    default."""
+    """A parameter that points to a tensor.
+
+    Attributes:
+        parameter, tensor: The names of the parameter and of the tensor.
+        dims: The dimensions whose strides are constants.
+        aligned: Whether the spec records the alignment of the pointer.
+        optional: Whether the parameter has a default.
+    """
 
     parameter: str
     tensor: str
@@ -59,9 +70,12 @@ class Pointer(NamedTuple):
 
 
 class Statics:
-    """Records and constants of a kind of call, joined into one record. It is compared by identity,
-    so a call that keeps it, for example in the cache of its plan, need not hash its parts at each
-    launch."""
+    """Records and constants of one kind of call, joined into one record.
+
+    Two such records are equal only if they are the same object. Therefore a call that keeps the
+    record, for example together with its plan, need not hash the parts of the record at each
+    launch.
+    """
 
     def __init__(self, *records: object, **constants: Constant) -> None:
         self.records = records
@@ -91,20 +105,23 @@ class Kernel:
 
     Attributes:
         template, name: `KernelSpec.template` and `KernelSpec.kernel`.
-        strides: constants that are strides: one dimension of a tensor, or a tuple of several. A
-            launch may give other values. The stride of an absent tensor is 0. `X_STRIDE` need not
-            be listed: it is the stride of the first dimension of the tensor "x".
-        launch_strides: numbers that are strides, of type "i64", each of one dimension. The spec
-            records whether 16 divides them. An absent tensor, or a dimension that a tensor lacks,
-            has the stride 0.
-        broadcast: tensors whose dimensions of at most one element also have the stride 0.
-        types: Triton types of numbers, other than launch strides, that are not "i32".
-        ranges: numbers that are counts, from 1 to INT32_MAX.
-        divisible: numbers for which the spec records whether 16 divides them.
-        unaligned: tensors for which the spec records no alignment, and launch strides for which it
-            records no divisibility.
-        omitted: constants that a spec leaves out if their value is the signature's default.
-        dependent: whether the kernel may start before the previous one ends, if it has LAUNCH_PDL.
+        strides: Constants that are strides: the stride of one dimension of a tensor, or a tuple of
+            several strides. A launch may give other values. The stride of an absent tensor is 0.
+            `X_STRIDE` need not be listed: it is the stride of the first dimension of the tensor
+            "x".
+        launch_strides: Numbers of type "i64" that are strides of one dimension. The spec records
+            whether 16 divides them. The stride is 0 if the tensor is absent or has no such
+            dimension.
+        broadcast: Tensors for which a dimension of at most one element also has the stride 0.
+        types: The Triton types of numbers that are not "i32" and are not in `launch_strides`.
+        ranges: Numbers that are counts, from 1 to INT32_MAX.
+        divisible: Numbers for which the spec records whether 16 divides them.
+        unaligned: Tensors for which the spec does not record the alignment, and strides in
+            `launch_strides` for which it does not record the divisibility.
+        omitted: Constants that a spec does not contain if their value is the default in the
+            signature.
+        dependent: Whether the kernel may start before the previous kernel ends, if it has
+            LAUNCH_PDL.
         num_warps, num_stages: Triton's options, unless a record has them.
         role: what `role_of` returns for the kernel's specs.
     """
@@ -130,7 +147,8 @@ class Kernel:
 
     @cached_property
     def specs(self) -> dict[object, KernelSpec]:
-        """The specs made so far. The launching code stores them here, by keys that it chooses."""
+        """The specs that have been made. The launching code stores them here, by keys that it
+        chooses."""
         return {}
 
     @cached_property
@@ -159,7 +177,7 @@ class Kernel:
 
     @cached_property
     def numbers(self) -> tuple[Number, ...]:
-        """The numbers known at the launch, in the order of the signature."""
+        """The parameters that are numbers known at the launch, in the order of the signature."""
         known = {*self._constexprs, *(pointer.parameter for pointer in self.pointers)}
         found = [name for name in self._names if name not in known]
         for what in ("launch_strides", "types", "ranges", "divisible"):
@@ -178,12 +196,16 @@ class Kernel:
     ) -> KernelSpec:
         """Returns the spec of a launch.
 
-        operands: tensors by name, each with the strides of its pointer's `dims`, in that order.
-        constants: constants by name, and Triton's options. A number given here becomes a constant
-            of this spec.
-        records: objects with more constants as attributes, in lower case, and with Triton's
-            options. If several records have the same constant or option, the first counts.
-        divisible: the numbers that 16 divides.
+        Args:
+            target: The name of the target.
+            operands: The tensors by name. Each operand has the strides of its pointer's `dims`, in
+                that order.
+            constants: The constants and Triton's options by name. A number that is given here
+                becomes a constant of this spec.
+            records: Objects that have more constants as attributes, in lower case, and Triton's
+                options. If several records have the same constant or option, the first record
+                counts.
+            divisible: The numbers that 16 divides.
 
         Raises ValueError if a constant is missing, or if a given name is not a constant of the
         kernel.
@@ -214,7 +236,7 @@ class Kernel:
         constants: Mapping[str, Constant],
         records: tuple[object, ...],
     ) -> dict[str, Constant]:
-        """Returns the constants, without those that have a default and get no value."""
+        """Returns the constants, except constants that have a default and are not given."""
         found: dict[str, Constant] = {}
         for name in self._constexprs:
             having = next((record for record in records if hasattr(record, name.lower())), None)
@@ -240,9 +262,12 @@ class Kernel:
     def _arguments(
         self, operands: Mapping[str, Operand | None], constants: Mapping[str, Constant]
     ) -> tuple[dict[str, str], dict[str, Constant]]:
-        """Returns (signature, constants). The signature has a pointer for each present operand, and
-        each number that `constants` does not give. An absent tensor without a default is the
-        constant None."""
+        """Returns (signature, constants).
+
+        The signature has a pointer for each present operand, and each number that `constants` does
+        not give. If an operand is absent and its parameter has no default, the parameter is the
+        constant None.
+        """
         pointers = {pointer.parameter: pointer for pointer in self.pointers}
         types = {number.name: "i64" if number.stride else "i32" for number in self.numbers}
         types |= self.types
@@ -269,7 +294,7 @@ class Kernel:
 
     @cached_property
     def _places(self) -> dict[str, tuple[Stride, ...]]:
-        """The dimensions of each constant that consists of strides."""
+        """The dimensions that each constant of strides consists of."""
         found: dict[str, Stride | tuple[Stride, ...]] = {}
         for name in self._constexprs.difference(self._optional):
             tensor = name.removesuffix("_STRIDE").lower()
@@ -297,7 +322,7 @@ class Kernel:
 
     @cached_property
     def _optional(self) -> dict[str, ast.expr]:
-        """The parameters with a default, each with its default."""
+        """The parameters that have a default, with their defaults."""
         defaults = self._function.defaults
         names = self._names[len(self._names) - len(defaults) :]
         return dict(zip(names, defaults, strict=True))
@@ -317,8 +342,8 @@ def _is_constexpr(annotation: ast.expr | None) -> bool:
 
 
 def _options(records: Iterable[object]) -> dict[str, Any]:
-    """Returns Triton's options from records. If several records have an option, the first
-    counts."""
+    """Returns Triton's options from records. If several records have the same option, the first
+    record counts."""
     found: dict[str, Any] = {}
     for record in records:
         for name in OPTIONS:

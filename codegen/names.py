@@ -1,4 +1,4 @@
-"""Suggestions for unknown names in messages."""
+"""Suggestions for unknown names, for use in messages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """Returns a suggestion that ends a message about an unknown name, `; did you mean 'sm90'?`.
+    """Returns a suggestion for the end of a message about an unknown name, such as `; did you mean
+    'sm90'?`.
 
-    It is the known name nearest to `given`, ignoring case, or an empty string if no name is near.
+    The suggestion is the known name that is nearest to `given`, ignoring case. If no name is near,
+    the result is an empty string.
     """
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(str(given).lower(), names, n=1)

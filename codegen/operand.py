@@ -1,20 +1,22 @@
-"""Static facts about a tensor, as a part of a kernel's problem."""
+"""Static facts about a tensor. They are a part of a kernel's problem."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The address of an aligned tensor is a multiple of this, in bytes.
+#: The address of an aligned tensor is a multiple of this number of bytes.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Operand:
-    """The static facts about one tensor of a call. A problem has None for an absent tensor.
+    """The static facts about one tensor of a call. For an absent tensor, a problem has None.
 
-    dtype: Triton's name, such as "bf16". strides: in elements; a problem leaves out strides that do
-    not matter to it, so that calls which differ only in those share a plan. aligned: whether the
-    address of the first element is a multiple of ALIGNMENT bytes.
+    Attributes:
+        dtype: The Triton name of the dtype, such as "bf16".
+        strides: The strides in elements. A problem omits strides that it does not depend on, so
+            that calls that differ only in these strides share a plan.
+        aligned: Whether the address of the first element is a multiple of ALIGNMENT bytes.
     """
 
     dtype: str
@@ -23,5 +25,5 @@ class Operand:
 
 
 def first_strides(*operands: Operand | None) -> tuple[int, ...]:
-    """Returns the first listed stride of each operand; 0 for an absent one."""
+    """Returns the first stride of each operand; 0 for an absent operand."""
     return tuple(0 if operand is None else operand.strides[0] for operand in operands)

@@ -1,4 +1,4 @@
-"""A norm of rows, as a part of a problem."""
+"""A norm of rows. It is a part of a problem."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.spec import Constant
 
-# For a layer norm, a program holds a whole row in registers to compute mean and variance: 128
-# numbers in each thread of four warps.
+# The largest number of columns of a layer norm. A program holds a whole row in registers to compute
+# mean and variance: 128 numbers in each thread of four warps.
 MOST_LAYER_COLUMNS = 16384
 
 
@@ -17,8 +17,11 @@ MOST_LAYER_COLUMNS = 16384
 class RowNorm:
     """A norm of rows: (x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias.
 
-    kind: "layer", or "rms", which subtracts no mean and has no bias. weight, bias: operands with
-    strides (column,); None for a norm without one.
+    Attributes:
+        weight, bias: The operands, with strides (column,); None if the norm has no weight or no
+            bias.
+        eps, offset: The numbers in the formula.
+        kind: "layer" or "rms". "rms" subtracts no mean and has no bias.
     """
 
     weight: Operand | None
@@ -29,14 +32,14 @@ class RowNorm:
 
     @property
     def follows(self) -> bool:
-        """Whether the kernel may multiply a row by the norm's factor after the product. It then
-        computes the factor in the same loop as the product."""
+        """Whether the kernel may multiply a row by the norm's factor after the product. The kernel
+        then computes the factor in the same loop as the product."""
         return self.kind == "rms"
 
     @property
     def tiles(self) -> int:
-        """Number of tiles in shared memory that the norm's vectors take, each as large as a tile of
-        x."""
+        """The number of tiles in shared memory that the norm's vectors take. Each has the size of a
+        tile of x."""
         return 1 + (self.bias is not None)
 
     def constants(self, columns: int) -> dict[str, Constant]:
@@ -44,7 +47,8 @@ class RowNorm:
         made: dict[str, Constant] = {"NORM_EPS": self.eps, "NORM_OFFSET": self.offset}
         if self.follows:
             return made | {"NORM": True}
-        # The block that holds a whole row: its statistics are computed before the product.
+        # This block holds a whole row, because the statistics of a row are computed before the
+        # product.
         return made | {
             "LAYER_ROW": next_power_of_2(columns),
             "NORM_BIAS_STRIDE": first_strides(self.bias)[0],
@@ -52,10 +56,11 @@ class RowNorm:
 
 
 def takes_columns(kind: str, columns: int) -> bool:
-    """Whether a kernel of a product can include a norm of rows with this many columns."""
+    """Whether a kernel that computes a product can include a norm of rows with this many
+    columns."""
     return kind == "rms" or columns <= MOST_LAYER_COLUMNS
 
 
 def squares_a_row(norm: RowNorm | None) -> bool:
-    """Whether a kernel sums the squares of x beside the product."""
+    """Whether a kernel sums the squares of x in addition to the product."""
     return norm is not None and norm.follows

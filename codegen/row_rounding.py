@@ -1,4 +1,4 @@
-"""A rounding of rows to float8 codes, as a part of a problem."""
+"""The rounding of rows to float8 codes, as a part of a problem."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from tilewright.codegen.spec import Constant
 
 @dataclass(frozen=True)
 class RowRounding:
-    """A rounding of rows to e4m3 codes with scales computed from the rows.
+    """The rounding of rows to e4m3 codes. The scales are computed from the rows.
 
-    group: the columns that share a scale. rounded: scales and quotients are rounded to the rows'
-    dtype. zero_scale: takes the place of a scale of 0, if positive. least: the smallest magnitude
-    that a scale is computed from. least_divisor: the smallest number by which numbers are divided.
+    Attributes:
+        group: The number of columns that share a scale.
+        rounded: Whether scales and quotients are rounded to the dtype of the rows.
+        zero_scale: If it is positive, it replaces a scale of 0.
+        least: The smallest magnitude from which a scale is computed.
+        least_divisor: The smallest number by which numbers are divided.
     """
 
     group: int
@@ -24,7 +27,7 @@ class RowRounding:
 
     @property
     def constants(self) -> dict[str, Constant]:
-        """The constants of a kernel that rounds rows while it reads them."""
+        """The constants that a kernel needs to round rows while it reads them."""
         return {
             "ROUND_GROUP": self.group,
             "ROUNDED": self.rounded,

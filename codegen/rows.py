@@ -17,22 +17,24 @@ NORM_X = Kernel(
     num_stages=1,
     role="prepares x",
 )
-# Tokens and columns of one program of `order_x`. With these numbers, `order_x` takes 1.3 to 1.5 us
-# for 64 tokens of 4096 columns on an H100. Other numbers were not tried.
+# The numbers of tokens and columns of one program of `order_x`. With these numbers, `order_x` takes
+# 1.3 to 1.5 us for 64 tokens of 4096 columns on an H100. Other numbers were not measured.
 ORDER_TOKENS = 8
 ORDER_COLUMNS = 128
-# Most columns of a row that one program of `norm_x` holds in registers: 64 numbers for each thread
-# of eight warps.
+# The largest number of columns of a row that one program of `norm_x` holds in registers: 64 numbers
+# in each thread of eight warps.
 MOST_NORM_COLUMNS = 16384
 
 
 @dataclass(frozen=True)
 class ColumnOrder:
-    """The order of x's columns in which a kernel decodes words of codes along K (`x_in_order`).
+    """The order of x's columns in which a kernel decodes words that are packed along K
+    (`x_in_order`).
 
-    width: columns of ordered rows, in whole steps of the kernel. unit: the number of columns in a
-    run; columns are permuted only within their run. per, interleaved_nibbles: PER and
-    INTERLEAVED_NIBBLES of `x_in_order`.
+    Attributes:
+        width: The number of columns of a permuted row, in whole steps of the kernel.
+        unit: The number of columns in a run. Columns are permuted only within their run.
+        per, interleaved_nibbles: PER and INTERLEAVED_NIBBLES of `x_in_order`.
     """
 
     width: int
@@ -42,7 +44,7 @@ class ColumnOrder:
 
 
 def column_order(q: Quantization, columns: int, block_k: int, unit: int) -> ColumnOrder:
-    """Returns the order for a kernel that takes rows of `columns` codes in steps of block_k."""
+    """Returns the order for a kernel that reads rows of `columns` codes in steps of block_k."""
     width = cdiv(columns, block_k) * block_k
     return ColumnOrder(width, unit, q.per_word, q.joins_neighbours)
 
@@ -63,5 +65,5 @@ def norm_statics(columns: int, order: ColumnOrder | None) -> Statics:
     """Returns the constants of `norm_x` that do not depend on the norm."""
     order = order or ColumnOrder(columns, 0, 1, False)
     block_k = next_power_of_2(order.width)
-    # A thread holds up to 64 numbers.
+    # A thread holds at most 64 numbers.
     return Statics(order, K=columns, BLOCK_K=block_k, num_warps=8 if block_k > 4096 else 4)

@@ -1,4 +1,4 @@
-"""The kernel that writes a weight's scales in the layout that a library's scaled GEMM reads."""
+"""The kernel that writes a weight's scales in the layout that a library's scaled GEMM expects."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ WIDEN_SCALES = Kernel(
     num_warps=4,
     num_stages=1,
 )
-# Scales that a program writes; other numbers were not tried.
+# The number of scales that a program writes. Other numbers were not measured.
 BLOCK = 512
 
 
 @dataclass(frozen=True)
 class WideScales:
-    """Sizes of a call that writes scales [rows, width]: `columns` scales of a row are copied, and
-    the others are zero. group: rows that share a scale."""
+    """The sizes of a call that writes scales [rows, width].
+
+    Attributes:
+        rows: The number of rows of the result.
+        columns: The number of scales of a row that are copied. The remaining scales are zero.
+        width: The number of columns of the result.
+        group: The number of rows that share a scale.
+        block: The number of scales that a program writes.
+    """
 
     rows: int
     columns: int

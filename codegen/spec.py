@@ -1,4 +1,5 @@
-"""KernelSpec: everything static about one kernel. Its hash is the kernel's name and cache key."""
+"""KernelSpec: everything that is static about one kernel. Its hash is the kernel's name and cache
+key."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def _check_scalar(name: str, value: object) -> None:
 
 
 def module_of(template: str) -> str:
-    """Returns the dotted path of the module that a `KernelSpec.template` names."""
+    """Returns the dotted path of the module that `KernelSpec.template` refers to."""
     here = Path(__file__).parent
     family, _, name = template.rpartition(".")
     if (here / family / "templates" / f"{name}.py").is_file():
@@ -86,7 +87,7 @@ def module_of(template: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
-    """One kernel of one template, with every static parameter fixed.
+    """One kernel of one template, with a value for every static parameter.
 
     Build it with :meth:`make`, which takes dicts and sorts them. The fields are canonical, so equal
     kernels have equal specs and equal hashes.
@@ -94,21 +95,21 @@ class KernelSpec:
     Attributes:
         template: `family.module` for a module in tilewright.codegen.<family>.templates, or the
             import name of any other module.
-        kernel: name of the module's `@triton.jit` function.
-        constants: pairs (constexpr parameter, value), sorted by name.
-        signature: pairs (run-time parameter, Triton type), in the order of the kernel.
-        divisible16: sorted run-time parameters that are divisible by 16 (pointers: aligned to 16
-            bytes). The caller promises this. Triton uses it as `tt.divisibility`, and the emitter
-            uses it for integers.
+        kernel: The name of the module's `@triton.jit` function.
+        constants: Pairs (constexpr parameter, value), sorted by name.
+        signature: Pairs (run-time parameter, Triton type), in the order of the kernel.
+        divisible16: The run-time parameters that are divisible by 16, sorted. For a pointer, this
+            means that it is aligned to 16 bytes. The caller guarantees this. Triton uses it as
+            `tt.divisibility`, and the emitter uses it for integers.
         num_warps, num_stages: Triton's compile options.
-        target: a key of TARGETS.
-        grid: the launch grid if it is static; None if the caller computes it. A static grid is a
-            promise too: masks that it does not need are left out.
-        ranges: sorted triples (integer run-time parameter, smallest, largest value). The caller
-            promises them.
-        maxnreg: register limit per thread, or None.
-        launch_pdl: whether the launch lets the kernel start while the previous kernel ends. The
-            kernel itself waits for the previous kernel (`gdc_wait`) before it accesses memory.
+        target: A key of TARGETS.
+        grid: The launch grid if it is static; None if the caller computes it. A static grid is a
+            guarantee too: the emitter drops masks that it makes unnecessary.
+        ranges: Triples (integer run-time parameter, smallest value, largest value), sorted. The
+            caller guarantees them.
+        maxnreg: The largest number of registers of a thread, or None.
+        launch_pdl: Whether the kernel may start while the previous kernel ends. The kernel itself
+            waits for the previous kernel (`gdc_wait`) before it accesses memory.
     """
 
     template: str
@@ -161,12 +162,14 @@ class KernelSpec:
             raise ValueError("divisible16: expected sorted distinct names; use KernelSpec.make")
         for name in self.divisible16:
             if not (name in types and (is_pointer(types[name]) or is_integer(types[name]))):
-                raise ValueError(f"divisible16: {name!r} is no pointer or integer of the signature")
+                raise ValueError(
+                    f"divisible16: {name!r} is not a pointer or integer of the signature"
+                )
         if list(self.ranges) != sorted(self.ranges):
             raise ValueError("ranges: expected triples sorted by name; use KernelSpec.make")
         for name, low, high in self.ranges:
             if not (name in types and is_integer(types[name])):
-                raise ValueError(f"ranges: {name!r} is no integer of the signature")
+                raise ValueError(f"ranges: {name!r} is not an integer of the signature")
             if low > high:
                 raise ValueError(f"ranges[{name!r}]: expected low <= high, got {low} > {high}")
 
@@ -183,7 +186,7 @@ class KernelSpec:
         **options: Any,
     ) -> KernelSpec:
         """Makes a canonical spec from plain dicts. `options` are the remaining fields. Raises
-        ValueError or TypeError for an invalid field."""
+        ValueError or TypeError if a field is invalid."""
         pairs = signature.items() if isinstance(signature, Mapping) else signature
         return cls(
             template=template,
@@ -195,7 +198,8 @@ class KernelSpec:
             **options,
         )
 
-    # In Python 1 == True == 1.0, but these are different kernels: compare the canonical text.
+    # In Python, 1 == True == 1.0, but kernels with these constants differ. Compare the canonical
+    # text.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KernelSpec) and self.hash == other.hash
 
@@ -214,12 +218,12 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        """`<kernel>_<first 12 digits of the hash>`: a legal Python and PTX identifier."""
+        """The name `<kernel>_<first 12 digits of the hash>`, a valid Python and PTX identifier."""
         return f"{self.kernel}_{self.hash[:12]}"
 
     def constant(self, name: str) -> Constant:
-        """Returns the value of one constant. Raises KeyError, which lists the known names, for an
-        unknown name."""
+        """Returns the value of one constant. Raises KeyError, with the known names, if the name is
+        unknown."""
         values = dict(self.constants)
         if name not in values:
             raise KeyError(f"{self.kernel} has no constant {name!r}; it has {sorted(values)}")

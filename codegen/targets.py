@@ -1,18 +1,20 @@
 """Capability records of the chips that kernels are emitted for.
 
-Every difference between chips is a field here. No other module asks which chip it has.
+Every difference between chips is a field of these records. No other module checks which chip it
+has.
 
-Rates are those that good kernels reach, not data-sheet peaks, so that a ratio to them is
+The rates are rates that good kernels reach, and not data-sheet peaks, so that a ratio to them is
 meaningful. H200: 4.3 TB/s for a copy and 790 TFLOP/s in bf16, measured with random data; the fp8
 rate is the rate of public fp8 GEMMs. B200: the rates that cuBLAS and public memory-bound kernels
 report. Links: four fifths of NVLink's 450 and 900 GB/s in each direction. The latency of a
 collective is the latency of vLLM's one-stage all-reduce (7 us for 0.5 MB on two H100). The rates of
-links and collectives were not measured here.
+links and collectives were not measured for this project.
 
-The records of the other chips come from data sheets and the CUDA programming guide: rates are 0.88
-of the sheet's memory rate and 0.65 of its dense tensor-core peaks, about the fractions that H200
-and B200 reach. Each record describes one product: sm80 A100 (80 GB), sm86 A10, sm89 L40S, sm103
-B300, sm120 RTX 5090. `detect_target` puts in the number of multiprocessors of the GPU at hand.
+The records of the other chips come from data sheets and the CUDA programming guide. Their rates are
+0.88 of the sheet's memory rate and 0.65 of its dense tensor-core peaks, which are about the
+fractions that H200 and B200 reach. Each record describes one product: sm80 A100 (80 GB), sm86 A10,
+sm89 L40S, sm103 B300, sm120 RTX 5090. `detect_target` fills in the number of multiprocessors of the
+present GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from tilewright.codegen.names import did_you_mean
 FEATURES = frozenset(
     {"tma", "wgmma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch", "fp8"}
 )
-#: The folders of `codegen/` with kernels.
+#: The folders of `codegen/` that have kernels.
 FAMILIES = frozenset({"attention", "collective", "grouped", "lora", "mla", "mlp", "moe", "qkv"})
 Rates = tuple[tuple[str, float], ...]
 # The families of dense layers.
@@ -41,34 +43,35 @@ class Target:
     """The properties of one chip that code generation and the cost model use.
 
     Attributes:
-        name: a key of TARGETS, such as "sm100".
-        capability: CUDA compute capability (major, minor); (0, 0) for the interpreter.
-        warp_size: threads per warp.
-        max_shared_bytes: shared memory that one block may use; an SM has 1 KiB more.
-        tmem_columns: columns of tensor memory per SM, each of 128 lanes x 4 bytes; 0 without tensor
-            memory.
-        num_sms: number of streaming multiprocessors.
-        max_registers: most registers of one thread.
-        registers_per_sm: 32-bit registers of one SM.
-        hbm_bytes_per_s: memory rate that a good streaming kernel reaches.
-        l2_bytes: size of the L2 cache.
-        flops: pairs (dtype, dense tensor-core FLOP/s that a good GEMM reaches), dtypes in Triton's
-            names.
-        bytes_in_flight_per_sm: loads that an SM must have in flight to saturate memory
-            (Little's law: rate x ~700 ns of latency / num_sms).
-        launch_s: time of an empty kernel inside a CUDA graph.
-        link_bytes_per_s: rate at which one chip can send to the others of its host; 0 without
-            links.
-        collective_s: the least time of a collective, whatever its size.
-        sm_name: the target string in the machine code.
-        mma_opcodes: pairs (operand dtype, SASS opcode of the tensor-core path for it).
-        legacy_mma: SASS opcodes of older, slower tensor-core paths.
-        features: subset of FEATURES; "fp8" means that the chip has e4m3 numbers.
-        families: subset of FAMILIES whose kernels are audited for the chip. Sites of other families
-            are not rewritten.
-        measured: whether kernels have run on the chip, so that choices use measured times. If not,
+        name: A key of TARGETS, such as "sm100".
+        capability: The CUDA compute capability (major, minor); (0, 0) for the interpreter.
+        warp_size: The number of threads of a warp.
+        max_shared_bytes: The shared memory that one block may use. An SM has 1 KiB more.
+        tmem_columns: The columns of tensor memory of an SM, each of 128 lanes x 4 bytes; 0 if the
+            chip has no tensor memory.
+        num_sms: The number of streaming multiprocessors.
+        max_registers: The largest number of registers of a thread.
+        registers_per_sm: The number of 32-bit registers of an SM.
+        hbm_bytes_per_s: The memory rate that a good streaming kernel reaches.
+        l2_bytes: The size of the L2 cache.
+        flops: Pairs (dtype, dense tensor-core FLOP/s that a good GEMM reaches). The dtypes are
+            Triton names.
+        bytes_in_flight_per_sm: How many bytes of loads an SM must have in flight to saturate the
+            memory (Little's law: rate x ~700 ns of latency / num_sms).
+        launch_s: The time of an empty kernel inside a CUDA graph.
+        link_bytes_per_s: The rate at which a chip can send to the other chips of its host; 0 if
+            there are no links.
+        collective_s: The shortest time of a collective, whatever its size.
+        sm_name: The name of the target in the machine code.
+        mma_opcodes: Pairs (operand dtype, SASS opcode of the tensor-core path for it).
+        legacy_mma: The SASS opcodes of older, slower tensor-core paths.
+        features: A subset of FEATURES. "fp8" means that the chip has e4m3 numbers.
+        families: The families of FAMILIES whose kernels are audited for the chip. Sites of other
+            families are not rewritten.
+        measured: Whether kernels have run on the chip, so that choices use measured times. If not,
             all times come from the cost model.
-        threads_per_sm, blocks_per_sm: the most threads and blocks that an SM holds at once.
+        threads_per_sm, blocks_per_sm: The largest numbers of threads and blocks that an SM holds at
+            the same time.
     """
 
     name: str
@@ -108,7 +111,7 @@ class Target:
 
     @property
     def arch(self) -> int:
-        """The capability in the form of Triton's GPUTarget: 90, 100."""
+        """The capability as a number, as Triton's GPUTarget has it: 90, 100."""
         return 10 * self.capability[0] + self.capability[1]
 
     @property
@@ -122,24 +125,25 @@ class Target:
 
     @property
     def scales_blocks(self) -> bool:
-        """Whether cuBLAS multiplies float8 codes with a scale for each block: only on Hopper."""
+        """Whether cuBLAS multiplies float8 codes that have a scale for each block. Only Hopper
+        can."""
         return "wgmma" in self.features
 
     @property
     def multiplies_registers(self) -> bool:
-        """Whether the chip multiplies tiles from registers (mma.sync), so that both operands take
+        """Whether the chip multiplies tiles from registers (mma.sync). Both operands then take
         registers."""
         return ("bf16", "HMMA") in self.mma_opcodes
 
     def has(self, feature: str) -> bool:
-        """Whether the chip has `feature`. Raises ValueError for a name outside FEATURES."""
+        """Whether the chip has `feature`. Raises ValueError if the name is not in FEATURES."""
         if feature not in FEATURES:
             raise ValueError(f"feature: expected one of {sorted(FEATURES)}, got {feature!r}")
         return feature in self.features
 
     def mma_opcode(self, dtype: str) -> str:
-        """Returns the SASS opcode that a GEMM of `dtype` should use. Raises ValueError if there is
-        none."""
+        """Returns the SASS opcode that a GEMM of `dtype` should use. Raises ValueError if the chip
+        has none."""
         for name, opcode in self.mma_opcodes:
             if name == dtype:
                 return opcode
@@ -157,14 +161,14 @@ class Target:
 
 
 def _flops(bf16: float, fp32: float, fp8: float = 0.0, nvfp4: float = 0.0) -> Rates:
-    """Returns FLOP/s by dtype: one rate for both 16-bit floats, and one for both 8-bit floats. A
-    rate of 0 means that the chip does not multiply the dtype."""
+    """Returns pairs of dtype and FLOP/s. There is one rate for both 16-bit floats, and one for both
+    8-bit floats. A rate of 0 means that the chip cannot multiply the dtype."""
     rates = {"bf16": bf16, "fp16": bf16, "fp32": fp32, "fp8e4nv": fp8, "fp8e5": fp8, "nvfp4": nvfp4}
     return tuple((dtype, rate) for dtype, rate in rates.items() if rate)
 
 
 def _of_sheet(**peaks: float) -> Rates:
-    """Returns the rates that good kernels reach, from the peaks of a data sheet."""
+    """Returns the rates that good kernels reach, computed from the peaks of a data sheet."""
     return _flops(**{dtype: _OF_TENSOR_CORES * peak for dtype, peak in peaks.items()})
 
 
@@ -234,8 +238,8 @@ SM103 = replace(
     sm_name="sm_103a",
 )
 
-# The chips below multiply with mma.sync. On these chips, its opcodes are not an older, slower path.
-# sm120 also has mma.sync for NVFP4, which is not emitted.
+# The chips below multiply with mma.sync. On these chips, the opcodes of mma.sync are not an older,
+# slower path. sm120 also has mma.sync for NVFP4, which tilewright does not emit.
 _HALVES_BY_MMA_SYNC = (("bf16", "HMMA"), ("fp16", "HMMA"))
 _FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA"))
 
@@ -308,7 +312,7 @@ SM80 = replace(
 )
 
 # The interpreter runs on the CPU. It has no rates, so the cost model refuses it. It has few SMs, so
-# that persistent loops take several tiles each.
+# that each program of a persistent loop computes several tiles.
 INTERPRET = Target(
     name="interpret",
     capability=(0, 0),
@@ -333,7 +337,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
-#: Products, with the target that their kernels are emitted for.
+#: Names of products, and the target that their kernels are emitted for.
 PRODUCTS: Mapping[str, str] = MappingProxyType({
     "b200": "sm100", "gb200": "sm100", "b300": "sm103", "gb300": "sm103", "rtx5090": "sm120",
     "h100": "sm90", "h200": "sm90", "gh200": "sm90", "l4": "sm89", "l40": "sm89", "l40s": "sm89",
@@ -342,9 +346,9 @@ PRODUCTS: Mapping[str, str] = MappingProxyType({
 
 
 def find_target(name: object) -> Target | None:
-    """Returns the target of a name as users write it, such as `sm90`, `SM_90a` or `H100`.
+    """Returns the target with a name as users write it, such as `sm90`, `SM_90a` or `H100`.
 
-    Returns None for an unknown name.
+    Returns None if the name is unknown.
     """
     if not isinstance(name, str):
         return None
@@ -354,7 +358,8 @@ def find_target(name: object) -> Target | None:
 
 
 def get_target(name: str) -> Target:
-    """Returns the target of a name that :func:`find_target` knows; otherwise raises ValueError."""
+    """Returns the target with a name that :func:`find_target` knows. Raises ValueError for other
+    names."""
     target = find_target(name)
     if target is None:
         raise ValueError(f"target: {not_a_target(name, sorted(TARGETS))}")
@@ -373,11 +378,11 @@ def gpu_targets() -> list[Target]:
 
 
 def detect_target(device: int | None = None) -> Target | None:
-    """Returns the target of the current CUDA device, with its own SM count; None without a usable
-    device.
+    """Returns the target of the current CUDA device, with the device's own number of SMs. Returns
+    None if no device can be used.
 
-    A GPU whose compute capability has no record, or that torch uses through ROCm, also gives None:
-    no kernels are emitted for it.
+    The result is also None if there is no record for the GPU's compute capability, or if torch uses
+    the GPU through ROCm. No kernels are emitted for such a GPU.
     """
     try:
         import torch

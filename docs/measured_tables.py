@@ -8,6 +8,7 @@ The page has only the contents of these files. A test fails if the page differs 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 #: The rows of the largest table that the page shows.
 SHOWN_MODELS, SHOWN_TOKENS = ("llama3-8b", "llama3-70b"), (1, 64, 1024, 8192)
+#: The largest ratio of a plan's time to the best one's that counts as near.
+NEAR_BEST = 1.05
 PAGE = ROOT / "docs" / "measured.md"
 HEAD = """# Measured
 
@@ -46,6 +49,15 @@ def end_to_end(data: dict[str, Any]) -> str:
     name, layers, rows = passes(data)
     head = f"## {name}, end to end\n\nµs per forward pass of {layers} layers at the model's true "
     head += "widths, with random weights and a static cache, in bfloat16:"
+    return f"{head}\n\n{table(PASSES, rows)}"
+
+
+def end_to_end_h100(data: dict[str, Any]) -> str:
+    """Returns the table of whole forward passes of one model on an H100."""
+    name, layers, rows = passes(data)
+    head = f"## {name}, end to end on an H100\n\nPasses of {layers} layers as above, but on "
+    head += "another GPU and with later kernels, in µs. The predictions of step times do not use "
+    head += "these rows:"
     return f"{head}\n\n{table(PASSES, rows)}"
 
 
@@ -384,6 +396,79 @@ column says whether Inductor made the same program for both:"""
     return f"{head}\n\n{table(header, rows)}"
 
 
+def layer_norms(data: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["model"],
+            row["part"],
+            str(row["tokens"]),
+            *(microseconds(row[name]) for name in ("eager", "stock", "tilewright")),
+            microseconds(row["rms"]) if "rms" in row else "",
+            microseconds(row["floor"]),
+            f"{row['speedup_over_best']:.2f}",
+        )
+        for row in data["rows"]
+    ]
+    header = ("model", "part", "tokens", "eager", "torch.compile", "tilewright")
+    header += ("with an RMSNorm", "floor", "best / tilewright")
+    head = """## Linears behind a LayerNorm
+
+µs of one part of a layer in bfloat16, with a cold L2 cache. *up* is a LayerNorm, the first linear
+of the MLP and its activation; *qkv* is a LayerNorm, the projections of Q, K and V, and the write of
+K and V into a static cache. "With an RMSNorm" is tilewright's time for the same part with an
+RMSNorm instead, which was not compared with other variants. The floor is the time of copying as
+many bytes as the weights have. Empty cells, and *qkv* with 64 tokens, are left out because Dynamo
+ran them uncompiled; the benchmark is fixed, but was not run again:"""
+    return f"{head}\n\n{table(header, rows)}"
+
+
+def plans(data: dict[str, Any]) -> str:
+    """Returns the tables of the planner's tiles beside the best ones of a sweep."""
+    compared = [row for row in data["rows"] if row["tried"] > 1]
+    by_op: dict[str, list[dict[str, Any]]] = {}
+    for row in compared:
+        by_op.setdefault(row["op"], []).append(row)
+    summed = [(f"`{op}`", *_plan_cells(rows)) for op, rows in by_op.items()]
+    summed.append(("all", *_plan_cells(compared)))
+    slower = [
+        (
+            f"`{row['op']}`: {row['case']}",
+            f"{row['plan']:.1f}",
+            f"{row['best']:.1f}",
+            f"{row['ratio']:.3f}",
+            row["plan_tiles"].partition(": ")[0],
+            row["best_tiles"],
+        )
+        for row in sorted(compared, key=lambda row: -row["ratio"])
+        if row["ratio"] > NEAR_BEST
+    ]
+    most = max(row["tried"] for row in compared) - 1
+    head = f"""## Plans beside the best of a sweep
+
+Each row of `plans.json` is one call of an op at the sizes of a published model. The call is timed
+with the tiles that the planner chooses and with up to {most} others: for `qkv` the candidates of
+`tune`, for the other ops the same tiles with one or two numbers changed. The ratio is the plan's
+time divided by that of the fastest:"""
+    header = ("op", "calls", "median ratio", "worst ratio", "within 5 %")
+    tiles = ("op and call", "plan µs", "best µs", "ratio", "plan's tiles", "best tiles")
+    between = "These plans are more than 5 % slower than the best:"
+    after = """- After this run the planner was changed for `latents` with 16 heads
+  (`MERGED_LATENT_BYTES` in `codegen/attention/plan.py`). The new plan has not been measured yet.
+- For `linear`, no rule was found that makes these calls faster. The best tiles differ between the
+  models and from 1 to 16 tokens, and the file has only the time of the best.
+- The rows of `mla` are left out. In this run a fault of the benchmark, which is fixed, kept it from
+  timing anything but the plan."""
+    return "\n\n".join((head, table(header, summed), between, table(tiles, slower), after))
+
+
+def _plan_cells(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Returns the cells that sum up the calls of an op."""
+    ratios = [row["ratio"] for row in rows]
+    near = sum(ratio <= NEAR_BEST for ratio in ratios)
+    median, worst = statistics.median(ratios), max(ratios)
+    return str(len(rows)), f"{median:.3f}", f"{worst:.3f}", str(near)
+
+
 END_TO_END = (
     "llama3_8b_end_to_end.json",
     "qwen3_30b_a3b_end_to_end.json",
@@ -391,6 +476,11 @@ END_TO_END = (
     "youtu_end_to_end.json",
     "glm_4_7_flash_end_to_end.json",
     "minicpm3_end_to_end.json",
+)
+END_TO_END_H100 = (
+    "llama3_8b_end_to_end_h100.json",
+    "youtu_end_to_end_h100.json",
+    "minicpm3_end_to_end_h100.json",
 )
 GENERATE = (
     "llama3_8b_generate.json",
@@ -400,12 +490,15 @@ GENERATE = (
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(GENERATE, generated),
     **dict.fromkeys(END_TO_END, end_to_end),
+    **dict.fromkeys(END_TO_END_H100, end_to_end_h100),
     "cache_size.json": cache_size,
     "qkv_cache.json": attention_layer,
     "cache_attention.json": cache_attention,
     "moe.json": experts,
     "mla.json": latent_attention,
     "lora.json": adapters,
+    "layer_norm.json": layer_norms,
+    "plans.json": plans,
     "compile_time.json": compile_time,
     "large_graphs.json": large_graphs,
     "cpu_step.json": cpu_step,
@@ -429,13 +522,25 @@ def _again(data: dict[str, Any]) -> str:
     )
 
 
+def _more(data: dict[str, Any]) -> str:
+    """Returns a sentence about rows of a second run, or "" if there are none."""
+    more = data.get("more")
+    if more is None:
+        return ""
+    rows = ", ".join(f"`{row}`" for row in more["rows"])
+    return (
+        f". {rows} are of a second run on {more['date']}, because {more['because']}: "
+        f"`{more['command']}`"
+    )
+
+
 def measured() -> str:
     """Returns docs/measured.md: a table for each file of results, with its GPU and command."""
     parts = [HEAD.rstrip(), f"## generate()\n\n{overview()}"]
     for name, render in SECTIONS.items():
         data = json.loads((RESULTS / name).read_text("utf-8"))
         command = data["command"].partition(" --out")[0]
-        parts.append(f"{render(data)}\n\n{place(data)}: `{command}`{_again(data)}")
+        parts.append(f"{render(data)}\n\n{place(data)}: `{command}`{_again(data)}{_more(data)}")
     return "\n\n".join(parts) + "\n"
 
 

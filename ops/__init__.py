@@ -1,8 +1,9 @@
-"""Fused ops: schema, fake implementation, checks, reference and lowerings, one file per op.
+"""Fused ops. An op has a schema, a fake implementation, checks, a reference and lowerings, in one
+file.
 
-Importing the package registers every op that a file below it declares. Each op is also an attribute
-of the package and can be called directly: `tilewright.ops.linear_residual(x, weight, residual,
-scale=0.5)`.
+Importing the package registers every op that one of its files declares. Each op is also an
+attribute of the package and can be called directly: `tilewright.ops.linear_residual(x, weight,
+residual, scale=0.5)`.
 """
 
 import sys
@@ -14,7 +15,8 @@ from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import all_ops
 from tilewright.ops.formats.paged_cache import CacheWindow
 
-# Modules that ops name as "module:function" are imported by the first call that needs them.
+# Ops refer to functions of some modules as "module:function". The first call that needs such a
+# module imports it.
 import_all(__name__, __path__, but_for=("lowering", "tuning"))
 
 _BY_HAND = {op.name: op for op in all_ops() if op.namespace == "tilewright"}
@@ -22,7 +24,8 @@ __all__ = ["ArgumentError", "CacheWindow", "load_kernels", "pack_kernels", *_BY_
 
 
 def __getattr__(name: str) -> Any:
-    """Returns an op: the function of that name in the file that declares it, or else its record."""
+    """Returns an op: the function of this name in the file that declares the op, or else the op's
+    record."""
     if name not in _BY_HAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     op = _BY_HAND[name]

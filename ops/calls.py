@@ -1,5 +1,4 @@
-"""Calls of a registered op: the checks of each call, and the facts remembered about earlier
-calls."""
+"""Calls of a registered op: the checks of each call, and what is remembered about earlier calls."""
 
 from __future__ import annotations
 
@@ -20,15 +19,20 @@ from tilewright.ops.runtime.replay import repeat
 
 log = logging.getLogger("tilewright")
 
-#: The largest number of remembered metadata keys and repeated calls, per op and device type.
+#: The largest number of remembered metadata keys and of repeated calls, for each op and device
+#: type.
 MAX_REMEMBERED = 4096
 
 
 @dataclass
 class _Kind:
-    """Facts about calls with the same metadata. devices: the devices of their tensors. lowering:
-    how they are computed. repeats: maps each key of addresses to the function that repeats the
-    call; None if there was only one call at these addresses.
+    """A record of the calls that have the same metadata.
+
+    Attributes:
+        devices: The devices of their tensors.
+        lowering: How they are computed.
+        repeats: Maps the key of the addresses of a call to a function that repeats the call. The
+            value is None if there has been only one call at these addresses.
     """
 
     devices: list[torch.device]
@@ -37,18 +41,19 @@ class _Kind:
 
 
 class Calls:
-    """The calls of an op on one device type, and the facts remembered about them.
+    """The calls of an op on one device type, and what is remembered about them.
 
-    A call with new metadata is checked completely, and its lowering is chosen. Later calls with
-    that metadata only have their values checked and use the same lowering. On CUDA, the third call
-    at the same addresses repeats the launches of the earlier calls and does nothing else.
+    A call with new metadata is checked completely, and its lowering is chosen. For later calls with
+    this metadata, only the values are checked, and the same lowering is used. On CUDA, the third
+    call at the same addresses only repeats the launches of the earlier calls.
     """
 
     def __init__(self, op: FusedOp, device_type: str) -> None:
         self.op, self.device_type = op, device_type
         self._lists = _list_names(op)
-        # On the CPU, values are checked at every call, so no call is repeated. Keys leave out the
-        # addresses of tensors in lists, so ops that take such lists are never repeated either.
+        # On the CPU, values are checked at every call, so no call is repeated. Keys do not contain
+        # the addresses of tensors in lists, so ops that have lists of tensors as arguments are
+        # never repeated either.
         self._emits = device_type == "cuda" and any(way.build for way in op.lowerings)
         self._repeats = self._emits and not any(map(_holds_tensors, op.kinds.values()))
         self._moving = frozenset(n for n, name in enumerate(op.parameters) if name in op.moving)
@@ -62,8 +67,8 @@ class Calls:
             # float32.
             with torch.autocast(self.device_type, enabled=False):
                 return self(*args, **kwargs)
-        # A decode step calls the ops of all layers as the previous step did, mostly at the same
-        # addresses.
+        # A decode step calls the ops of all layers in the same way as the previous step, mostly at
+        # the same addresses.
         metadata, addresses = self._keys(args, kwargs)
         kind = self._kinds.get(metadata)
         again = None if kind is None else kind.repeats.get(addresses)
@@ -92,8 +97,8 @@ class Calls:
         return result
 
     def _chosen(self, arguments: Any) -> Lowering:
-        """Checks a call, and returns the lowering for it and all calls with its metadata. Raises
-        ArgumentError."""
+        """Checks a call, and returns the lowering for it and for all other calls with its metadata.
+        Raises ArgumentError."""
         _check_tensors_given(self.op, arguments)
         self.op.validate(arguments)
         target = machine_of(device_of(arguments)).target if self._emits else None
@@ -102,16 +107,16 @@ class Calls:
     def _performed(
         self, kind: _Kind, arguments: Any, args: Any, kwargs: Any, seen: bool
     ) -> tuple[Any, OpCallable | None]:
-        """Returns the result and a function that repeats the call. The function is None if the call
-        cannot be repeated.
+        """Returns (result, function that repeats the call). The function is None if the call cannot
+        be repeated.
 
-        seen: whether such a call was made before; only then is the repeat prepared.
+        seen: whether such a call was made before. Only then is the repeat prepared.
 
         If the lowering cannot be built or launched, the reference computes this call and later
-        ones, and a log message says so. The writes are pure stores, so the reference overwrites
-        whatever a failed attempt has written. These failures are raised instead: any failure under
-        `TILEWRIGHT_DEBUG=1`, out of memory, bad values, and failures in a call that other ranks of
-        a group wait for.
+        calls, and a message is logged. A lowering only stores to its outputs and never reads them,
+        so the reference overwrites whatever a failed attempt has written. These errors are raised
+        instead: any error if TILEWRIGHT_DEBUG=1 is set, out of memory, bad values, and errors in a
+        call that other ranks of a group wait for.
         """
         lowering = kind.lowering
         try:
@@ -140,7 +145,7 @@ class Calls:
 
 
 def _holds_tensors(kind: str) -> bool:
-    """Whether arguments of a type, given as PyTorch names it, are lists of tensors."""
+    """Whether an argument type, in PyTorch's notation, is a list of tensors."""
     return "List" in kind and "Tensor" in kind
 
 
@@ -149,7 +154,7 @@ def _list_names(op: FusedOp) -> tuple[str, ...]:
 
 
 def _lacks_list(names: tuple[str, ...], arguments: Any) -> bool:
-    """Whether a list is None; AOTInductor's runtime passes None for an empty list."""
+    """Whether a list is None. AOTInductor's runtime passes None for an empty list."""
     return None in [getattr(arguments, name) for name in names]
 
 
@@ -159,15 +164,16 @@ def _with_lists(names: tuple[str, ...], arguments: Any) -> Any:
 
 
 def _check_tensors_given(op: FusedOp, arguments: Any) -> None:
-    """Checks that no required tensor is None. torch accepts None for a Tensor: it means an
-    undefined tensor."""
+    """Checks that no required tensor is None. torch accepts None for a Tensor, as an undefined
+    tensor."""
     for name, kind in op.kinds.items():
         if kind == "Tensor" and getattr(arguments, name) is None:
             raise ArgumentError(op.name, name, "a tensor", None)
 
 
 def _records_backward() -> bool:
-    """Whether autograd records. In inference mode it does not, whatever the grad mode is."""
+    """Whether autograd records operations. In inference mode it does not, whatever the grad mode
+    is."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
@@ -181,15 +187,16 @@ def _needs_grad(args: Any, kwargs: Any) -> bool:
 
 
 def _differentiated(tensor: torch.Tensor) -> bool:
-    """Whether the caller asks for a derivative with respect to the tensor, backward or forward."""
+    """Whether the caller requests a derivative with respect to the tensor, in backward or forward
+    mode."""
     if tensor.requires_grad and _records_backward():
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _check_needs_no_grad(op: FusedOp, arguments: Any) -> None:
-    """Raises ArgumentError for a tensor that needs a gradient: a fused op records nothing for a
-    backward pass, and the gradient would be lost silently."""
+    """Raises ArgumentError if a tensor needs a gradient. A fused op records nothing for a backward
+    pass, so the gradient would be lost silently."""
     for name in op.kinds:
         value = getattr(arguments, name)
         if isinstance(value, torch.Tensor) and _differentiated(value):
@@ -200,18 +207,18 @@ def _inference_only(op: FusedOp, name: str, backward: bool) -> ArgumentError:
     if backward:
         expected = "no tensor that requires grad while grad mode is on, as the op is for "
         expected += "inference only (call it under torch.no_grad())"
-        return ArgumentError(op.name, name, expected, "one that does")
+        return ArgumentError(op.name, name, expected, "a tensor that requires grad")
     expected = "no dual tensor of forward-mode differentiation, as the op is for inference only"
-    return ArgumentError(op.name, name, expected, "one with a tangent")
+    return ArgumentError(op.name, name, expected, "a tensor with a tangent")
 
 
 def transformed(op: FusedOp) -> OpCallable:
-    """Returns the op's implementation under the transforms of torch.func. PyTorch's dispatcher runs
+    """Returns the op's implementation for the transforms of torch.func. PyTorch's dispatcher calls
     it before the op's other implementations.
 
-    Without this implementation, grad, vjp and jvp would give zeros, since the op records nothing
-    for them. A tensor that a transform wraps but does not differentiate is unwrapped and passed on.
-    Calls outside a transform are not affected.
+    Without this implementation, grad, vjp and jvp would return zeros, because the op records
+    nothing for them. If a transform wraps a tensor but does not differentiate it, the tensor is
+    unwrapped and passed on. Calls outside of a transform are not affected.
     """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
     keys = keys.add(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)
@@ -232,11 +239,11 @@ def transformed(op: FusedOp) -> OpCallable:
 
 
 def told_apart(op: FusedOp) -> OpCallable:
-    """Returns the op's implementation before autograd. It redirects a traced call to another op if
-    the call writes nothing.
+    """Returns the op's implementation that runs before autograd. If a traced call writes nothing,
+    it redirects the call to another op.
 
-    The functionalisation of torch.export and AOTInductor would misread such a call: it expects
-    several results where the call returns one.
+    Without this, the functionalisation of torch.export and AOTInductor would misinterpret such a
+    call: it expects several results, but the call returns one.
     """
     names, written = tuple(op.kinds), op.mutated
     other = getattr(torch.ops, op.namespace)
@@ -258,8 +265,8 @@ def told_apart(op: FusedOp) -> OpCallable:
 
 
 def _unwrapped(op: FusedOp, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor inside the wrappers of torch.func. Raises ArgumentError for a tensor that
-    is differentiated or batched."""
+    """Returns the tensor inside the wrappers of torch.func. Raises ArgumentError if the tensor is
+    differentiated or batched."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
@@ -281,8 +288,9 @@ def fake_implementation(op: FusedOp) -> OpCallable:
         arguments = _with_lists(lists, op.arguments(*args, **kwargs))
         _check_tensors_given(op, arguments)
         op.validate(arguments)
-        # Dynamo calls the fake implementation before AOTAutograd, which would treat the results as
-        # constants. An exported program is for inference, even if its parameters require gradients.
+        # The check is done here because Dynamo calls the fake implementation before AOTAutograd
+        # runs. AOTAutograd would treat the results as constants, without an error. An exported
+        # program is for inference, even if its parameters require gradients.
         if _records_backward() and not torch.compiler.is_exporting():
             _check_needs_no_grad(op, arguments)
         return op.faked(arguments)

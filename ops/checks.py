@@ -1,4 +1,5 @@
-"""Argument checks with readable messages, which also run while tracing with symbolic sizes."""
+"""Argument checks with readable messages. They also run while a graph is traced with symbolic
+sizes."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ from typing import Any
 
 import torch
 
-#: The largest count that kernels take: they count in 32 bits.
+#: The largest number that kernels support for a count, because they count in 32 bits.
 INT32_MAX = 2**31 - 1
 FLOAT32 = torch.finfo(torch.float32)
-#: The dtypes that ops compute with. float64 is computed in float64, the others in float32.
+#: The dtypes that ops accept. float64 is computed in float64, and the other dtypes in float32.
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 #: The 16-bit dtypes that tensor cores multiply.
 HALVES = FLOAT_DTYPES[:2]
 
 
 class ArgumentError(ValueError):
-    """Raised for an argument that a fused op cannot take, before anything is written."""
+    """Raised for an argument that a fused op cannot accept. Nothing has been written at that
+    time."""
 
     def __init__(self, op: str, argument: str, expected: str, actual: object) -> None:
         super().__init__(f"{op}: {argument}: expected {expected}, got {actual}")
@@ -32,8 +34,8 @@ class ArgumentError(ValueError):
 
 @contextmanager
 def in_words_of(op: str, names: Mapping[str, str]) -> Iterator[None]:
-    """Re-raises ArgumentErrors of another op's checks as errors of `op`. names: this op's name for
-    each of the other op's arguments."""
+    """Re-raises the ArgumentErrors of another op's checks as errors of `op`. names: maps each
+    argument of the other op to the name of the argument in this op."""
     try:
         yield
     except ArgumentError as error:
@@ -44,10 +46,10 @@ def in_words_of(op: str, names: Mapping[str, str]) -> Iterator[None]:
 
 
 def holds(condition: Any) -> bool:
-    """Whether `condition` may hold: False only where it is known to be false.
+    """Whether `condition` may hold. This is False only if the condition is known to be false.
 
     A symbolic condition never becomes a guard here, so a check cannot specialise a dynamic size. At
-    run time, when the sizes are numbers, the check decides.
+    run time, when sizes are numbers, the check decides.
     """
     if isinstance(condition, torch.SymBool):
         return not proven(torch.sym_not(condition))
@@ -55,11 +57,11 @@ def holds(condition: Any) -> bool:
 
 
 def proven(condition: Any) -> bool:
-    """Whether `condition` is known to hold. Like `holds`, it adds no guard. A relation between
-    sympy's symbols is known to hold if it does for all values of the symbols."""
+    """Whether `condition` is known to hold. Like `holds`, this adds no guard. A relation between
+    sympy symbols is known to hold if it holds for all values of the symbols."""
     if isinstance(condition, torch.SymBool):
-        # Imported here because it loads sympy, which takes a third of torch's own import time. If
-        # the condition has a symbol, sympy is loaded already.
+        # Import sympy's helper here, because loading sympy takes a third of torch's own import
+        # time. If the condition has a symbol, sympy is already loaded.
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(condition)
@@ -77,7 +79,7 @@ def check_tensor(op: str, argument: str, value: object, expected: str = "a tenso
 
 
 def given(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Returns the tensor of an argument that earlier checks have found not to be None."""
+    """Returns the tensor of an argument. An earlier check has ensured that it is not None."""
     assert tensor is not None
     return tensor
 
@@ -85,8 +87,8 @@ def given(tensor: torch.Tensor | None) -> torch.Tensor:
 def check_number(
     op: str, argument: str, value: float, least: float = -FLOAT32.max, *, above: bool = False
 ) -> None:
-    """Raises ArgumentError unless the number is finite in fp32, the precision in which kernels take
-    it, and at least `least`. With `above`, it must also be greater than 0 in fp32."""
+    """Raises ArgumentError unless the number is finite in fp32 and is at least `least`. Kernels use
+    the number in fp32. With `above`, the number must also be greater than 0 in fp32."""
     if above:
         least = FLOAT32.tiny
     if not least <= value <= FLOAT32.max:
@@ -110,7 +112,8 @@ def check_choice(op: str, argument: str, value: object, choices: Sequence[object
 
 
 def check_absent(op: str, a: Any, names: Iterable[str], since: str) -> None:
-    """Raises ArgumentError if one of these arguments is given. since: why they must be None."""
+    """Raises ArgumentError if one of these arguments is given. since: the reason why they must be
+    None."""
     for name in names:
         if getattr(a, name) is not None:
             raise ArgumentError(op, name, f"None, since {since}", "a tensor")
@@ -119,9 +122,9 @@ def check_absent(op: str, a: Any, names: Iterable[str], since: str) -> None:
 def check_shape(
     op: str, argument: str, tensor: torch.Tensor | None, letters: str, sizes: Sequence[Any]
 ) -> None:
-    """Raises ArgumentError unless the tensor is given (torch accepts None for a tensor), has the
-    rank of `sizes`, and has every size in `sizes` that is not None. letters: names the axes in the
-    message, such as `[Hkv, D, K]`."""
+    """Raises ArgumentError unless the tensor is given, has the rank of `sizes`, and has every size
+    in `sizes` that is not None. (torch accepts None for a tensor.) letters: the names of the axes
+    for the message, such as `[Hkv, D, K]`."""
     if not isinstance(tensor, torch.Tensor):
         actual = None if tensor is None else repr(tensor)
         raise ArgumentError(op, argument, f"a tensor of shape {letters}", actual)
@@ -163,8 +166,9 @@ def check_operand(
     *,
     dense: bool = False,
 ) -> None:
-    """Raises ArgumentError unless the shape passes check_shape, the dtype is one of `dtypes`, the
-    tensor is on `device` (None: any) and, with `dense`, the last dimension is contiguous."""
+    """Raises ArgumentError unless the shape passes check_shape, the dtype is one of `dtypes`, and
+    the tensor is on `device` (None: any device). With `dense`, the last dimension must also be
+    contiguous."""
     check_shape(op, argument, tensor, letters, sizes)
     assert tensor is not None
     check_dtype(op, argument, tensor, dtypes)
@@ -190,15 +194,15 @@ def first(bad: torch.Tensor) -> int | None:
     return None if where < 0 else where
 
 
-# The dictionary behind os.environ: a look-up in os.environ itself converts the name first, which
-# takes longer than the rest of finding a repeated call.
+# Use the dictionary that os.environ wraps. A look-up in os.environ itself converts the name first,
+# which takes longer than all other work of finding a repeated call.
 _environment: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
 
 
 def debug_values() -> bool:
     """Whether values on a GPU are checked too (TILEWRIGHT_DEBUG=1).
 
-    Reading them waits for the GPU at every call, and fails while a CUDA graph is captured.
+    Reading these values waits for the GPU at every call, and fails while a CUDA graph is captured.
     """
     return _environment.get(b"TILEWRIGHT_DEBUG", b"").lower() not in _OFF
 
@@ -207,12 +211,12 @@ _OFF = frozenset({b"", b"0", b"no", b"off", b"false"})
 
 
 def is_on(variable: str) -> bool:
-    """Returns whether the text of an environment variable turns something on. `0`, `no`, `off` and
-    `false` do not."""
+    """Returns whether the text of an environment variable means "on". The texts `0`, `no`, `off`
+    and `false` mean "off"."""
     return variable.strip().lower().encode() not in _OFF
 
 
 def readable(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Whether the values of all these tensors may be read: they are on the CPU, or
-    TILEWRIGHT_DEBUG=1."""
+    TILEWRIGHT_DEBUG=1 is set."""
     return debug_values() or all(t is None or t.device.type == "cpu" for t in tensors)

@@ -2,7 +2,7 @@
 
 An op is one frozen record: arguments, fake implementation, checks, reference, lowerings, sample
 inputs and tolerances. Tests, benchmarks and verification are written once, for all ops. A user's
-own op is registered in the same way, from one file anywhere:
+own op is registered in the same way, from any file:
 
     register(FusedOp(name="my_op", arguments=MyArguments, ...))
 """
@@ -42,19 +42,19 @@ __all__ = [
 
 
 class OpConflictError(RuntimeError):
-    """Raised when a different op is already registered under this name."""
+    """Raised when another op is already registered with the same name."""
 
 
 _registry: dict[str, FusedOp] = {}
-# A torch Library removes its definitions when it is garbage collected, so keep it.
+# A torch Library removes its definitions when it is garbage collected. This dict keeps it alive.
 _libraries: dict[str, torch.library.Library] = {}
 
 
 def register(op: FusedOp) -> FusedOp:
-    """Defines `torch.ops.<namespace>.<name>` with the declared schema for CPU, CUDA and Meta.
+    """Defines `torch.ops.<namespace>.<name>` with the declared schema, for CPU, CUDA and Meta.
 
-    Registering the same op again changes nothing. Raises OpConflictError if another op has the
-    name, and ValueError if the schema and the arguments record disagree.
+    Registering the same op again changes nothing. Raises OpConflictError if another op has this
+    name, and ValueError if the fields of the arguments record are not the arguments of the schema.
     """
     name = op.qualified_name
     known = _registry.get(name)
@@ -71,7 +71,7 @@ def register(op: FusedOp) -> FusedOp:
     library = _libraries.get(op.namespace)
     if library is None:
         library = _libraries[op.namespace] = torch.library.Library(op.namespace, "FRAGMENT")
-    # Strides carry the cache's geometry, so Inductor must pass the tensors unchanged.
+    # Strides determine the cache's geometry, so Inductor must pass the tensors unchanged.
     tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     library.define(op.declaration, tags=tags)
     for device_type in ("cpu", "cuda"):  # calling a bound method is faster than calling an object
@@ -85,8 +85,8 @@ def register(op: FusedOp) -> FusedOp:
 
 
 def get_op(name: str) -> FusedOp:
-    """Returns the op called `name` or `namespace::name`. Raises KeyError listing the registered
-    ops."""
+    """Returns the op with the name `name` or `namespace::name`. Raises KeyError, with the
+    registered ops, if there is none."""
     qualified = name if "::" in name else f"tilewright::{name}"
     if qualified not in _registry:
         raise KeyError(f"no fused op {qualified!r}; registered: {', '.join(sorted(_registry))}")
@@ -117,7 +117,7 @@ def _where(op: FusedOp) -> str:
 
 
 def _default(argument: Any) -> Any:
-    """Returns a schema argument's default as a dataclass writes it: a list becomes a tuple."""
+    """Returns the default of a schema argument as a dataclass has it: a list becomes a tuple."""
     if not argument.has_default_value():
         return MISSING
     value = argument.default_value

@@ -1,4 +1,4 @@
-"""The declaration of a fused op: one frozen record, and the ways to compute it."""
+"""The declaration of a fused op: one frozen record, with the ways to compute the op."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ OpCallable = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Lowering:
-    """One way to compute an op.
+    """One way to compute an op. It has either `build` or `entry`.
 
-    `build` takes the arguments record and the target, and generates the steps of a call
-    (`ops.runtime.program`). The call is run, repeated and reported from these steps. A lowering
-    without `build` has `entry`, which is called exactly like the op. Each may be "module:function",
-    which is imported on first use. `unsupported` takes the arguments record, and returns why this
-    lowering cannot take the call; None if it can.
+    Attributes:
+        name: The name of the lowering.
+        entry: A function that is called exactly like the op. It may be given as "module:function",
+            which is imported on first use.
+        device_types: The device types on which the lowering runs.
+        unsupported: A function that takes the arguments record, and returns why this lowering
+            cannot compute the call; None if it can.
+        build: A function that takes the arguments record and the target, and generates the steps of
+            a call (`ops.runtime.program`). The call is run, repeated and reported from these steps.
+            It may be given as "module:function", too.
     """
 
     name: str
@@ -53,9 +58,10 @@ def emitted_kernel(
     unsupported: Callable[[Any], str | None] = _anything,
     dtypes: Sequence[torch.dtype] = (),
 ) -> Lowering:
-    """Returns the lowering whose steps launch emitted kernels; see Lowering.
+    """Returns a lowering whose steps launch emitted kernels; see Lowering.
 
-    dtypes: the dtypes of the op's first argument that the kernels take; empty: any.
+    dtypes: the dtypes of the op's first argument that the kernels support. If it is empty, they
+    support any dtype.
     """
 
     def obstacle(arguments: Any) -> str | None:
@@ -68,7 +74,7 @@ def emitted_kernel(
 
 @dataclass(frozen=True)
 class Choice:
-    """The lowering chosen for a call, and why each lowering before it was rejected."""
+    """The lowering that was chosen for a call, and why each lowering before it was rejected."""
 
     lowering: Lowering
     rejected: tuple[tuple[str, str], ...]
@@ -76,8 +82,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class LoweringReport:
-    """How a call is computed at given shapes on a target: the lowering's name, the reason for it,
-    and its emitted kernels."""
+    """How a call is computed at given shapes on a target: the lowering's name, the reason for the
+    choice, and its emitted kernels."""
 
     name: str
     reason: str
@@ -90,44 +96,54 @@ class FusedOp:
 
     Calling the record calls `torch.ops.<namespace>.<name>`, with tensors and options.
 
-    arguments: a dataclass whose fields are the op's arguments, typed as `ops.schema` says; the
-        callables below take one instance of it.
-    validate: checks metadata only, raises ArgumentError; also runs on fake tensors and adds no
-        guard. Accepted metadata is remembered.
-    reference: defines the meaning; fp32 arithmetic (float64 for float64 inputs), rounded once.
-    lowerings: tried in order; the reference is always the last resort.
-    cases: settings that together reach every option of the op.
-    sample_inputs: sample_inputs(case, device="cpu", seed=0) returns an instance of `arguments`.
-    tolerances: per dtype of the op's result; by default those of fp32 sums that are rounded once.
-    error_model: the reasoning behind `tolerances`, in words.
-    fake: returns outputs with the right metadata; by default each is like the first argument.
-    validate_values: checks that need real memory (index values, aliases); runs before any write.
-    plan: plan(arguments, target name) returns a LoweringReport, also for fake arguments and
-        without a GPU; may be "module:function". None: the report comes from `build`.
-    returns: the result in the schema: "(Tensor, Tensor)", or "()" for None.
-    schema: "(Tensor x, Tensor(a!) cache) -> Tensor"; replaces the schema made from the fields and
-        `returns`, for what they cannot express.
-    work: returns the Work of a call, from the arguments' metadata; may be "module:function". None:
-        the call reads no cache and does the work of the nodes that it replaces.
-    tuning: for an op with the argument `tune`: tuning(target name) returns a line for reports that
-        says what is measured, and where; may be "module:function".
-    moving: arguments whose address may change when a call is repeated (`ops.runtime.replay`): the
-        steps of every lowering depend on their addresses only modulo 16. Must be empty for an op
-        that writes an argument, because no other argument may share memory with the written
-        argument.
-    slower: slower(**sizes), with the sizes of a call by name, returns why PyTorch's own calls are
-        faster at these sizes. Returns None if the op is faster, and for symbolic sizes. Patterns
-        call it.
-    slower_on: slower_on(arguments, target, varies) returns why the graph is faster than a call with
-        these arguments on a chip, even if kernels can take the call. Returns None if the call is
-        faster. varies: whether a size of the tensors is a symbol. The rewrite calls this for
-        matches that need a kernel.
-    chip_obstacle: chip_obstacle(arguments, target) returns why a chip cannot compute a call with
-        these arguments, even if it can compute other calls of the op. Returns None if it can.
-        Without chip_obstacle, support does not depend on the arguments.
-    without_writes: an op with the same arguments, for traced calls in which every argument to write
-        is None. It replaces this op there, because torch's functionalisation does not support a
-        mutating op that writes nothing.
+    Attributes:
+        name: The name of the op.
+        arguments: A dataclass whose fields are the op's arguments, typed as `ops.schema` says. The
+            functions below take an instance of it.
+        validate: Checks metadata and raises ArgumentError. It also runs on fake tensors, and must
+            not add guards. Metadata that it accepts is not checked again.
+        reference: Computes the op in PyTorch, in fp32 (float64 for float64 inputs), rounded once.
+            It defines the results of the op.
+        lowerings: The lowerings, which are tried in order. If none of them can compute a call, the
+            reference does.
+        cases: Sample settings that together use every option of the op.
+        sample_inputs: sample_inputs(case, device="cpu", seed=0) returns an instance of `arguments`.
+        tolerances: The tolerances for each dtype of the result. By default, they are the tolerances
+            of fp32 sums that are rounded once.
+        error_model: A text that justifies `tolerances`.
+        fake: Returns outputs with the right metadata. By default, the outputs are like the first
+            argument.
+        validate_values: Performs checks that need real memory (index values, aliases). It runs
+            before anything is written.
+        namespace: The namespace of the op in torch.ops.
+        plan: plan(arguments, target name) returns a LoweringReport. It also works for fake
+            arguments and without a GPU. It may be "module:function". If it is None, the report
+            comes from `build`.
+        returns: The result in the schema: "(Tensor, Tensor)", or "()" for None.
+        schema: A text such as "(Tensor x, Tensor(a!) cache) -> Tensor". It replaces the schema that
+            is made from the fields and `returns`, if these cannot express it.
+        work: work(arguments) returns the Work of a call, from metadata. It may be
+            "module:function". If it is None, the call reads no cache and does the work of the nodes
+            that it replaces.
+        tuning: For an op with the argument `tune`, tuning(target name) returns a line for reports,
+            which says what is measured, and where. It may be "module:function".
+        moving: The arguments whose addresses may change when a call is repeated
+            (`ops.runtime.replay`). The steps of every lowering may depend on these addresses only
+            modulo 16. It must be empty for an op that writes an argument, because no other argument
+            may share memory with the written argument.
+        slower: slower(**sizes) returns why PyTorch's own calls are faster for a call with these
+            sizes, which are given by name. It returns None if the op is faster, and for symbolic
+            sizes. Patterns call it.
+        slower_on: slower_on(arguments, target, varies) returns why the original graph is faster on
+            a chip than a call with these arguments, even if kernels can compute the call. It
+            returns None if the call is faster. varies: whether a size of the tensors is a symbol.
+            The rewrite calls it for matches that need a kernel.
+        chip_obstacle: chip_obstacle(arguments, target) returns why a chip cannot compute a call
+            with these arguments, even if it can compute other calls of the op. It returns None if
+            the chip can. If chip_obstacle is None, support does not depend on the arguments.
+        without_writes: The name of an op with the same arguments, for traced calls in which every
+            written argument is None. It replaces this op in such calls, because torch's
+            functionalisation does not support a mutating op that writes nothing.
     """
 
     name: str
@@ -154,7 +170,8 @@ class FusedOp:
     chip_obstacle: Callable[[Any, Target], str | None] | None = None
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
-        """Returns the lowering that these arguments get on `target`, and why. Metadata suffices."""
+        """Returns the lowering that computes a call with these arguments on `target`, and why. This
+        needs only metadata."""
         choice = self.choose("cuda", arguments, get_target(target))
         if self.plan is None and choice.lowering.build is None and not choice.rejected:
             return LoweringReport("reference", "the op declares no kernel")
@@ -170,7 +187,7 @@ class FusedOp:
         return LoweringReport(outcome.name, str(outcome.reason), program.specs)
 
     def work_of(self, arguments: Any) -> Work:
-        """Returns the Work of a call of these arguments; metadata suffices."""
+        """Returns the Work of a call with these arguments. This needs only metadata."""
         return Work() if self.work is None else loaded(self.work)(arguments)
 
     @property
@@ -179,12 +196,13 @@ class FusedOp:
 
     @property
     def torch_op(self) -> Any:
-        """`torch.ops.<namespace>.<name>.default`; the op must be registered."""
+        """The op overload `torch.ops.<namespace>.<name>.default`. The op must have been
+        registered."""
         return getattr(getattr(torch.ops, self.namespace), self.name).default
 
     @cached_property
     def declaration(self) -> str:
-        """Name and schema, in the form that `torch.library.Library.define` takes."""
+        """The name and the schema, in the form that `torch.library.Library.define` expects."""
         return self.name + (self.schema or schema_of(self.arguments, self.returns))
 
     @cached_property
@@ -194,23 +212,23 @@ class FusedOp:
 
     @cached_property
     def parameters(self) -> Mapping[str, bool]:
-        """Names of the schema's arguments, in order, and whether each is keyword-only."""
+        """The names of the schema's arguments, in order, and whether each is keyword-only."""
         return {argument.name: argument.kwarg_only for argument in self.schema_arguments}
 
     @cached_property
     def kinds(self) -> Mapping[str, str]:
-        """PyTorch's name for the type of each argument: "Tensor", "Optional[Tensor]",
+        """PyTorch's name for the type of each argument, such as "Tensor", "Optional[Tensor]" or
         "List[int]"."""
         return {argument.name: str(argument.type) for argument in self.schema_arguments}
 
     @cached_property
     def mutated(self) -> tuple[str, ...]:
-        """Names of the arguments that the schema declares as written."""
+        """The names of the arguments that the op writes according to its schema."""
         written = self.schema_arguments
         return tuple(a.name for a in written if a.alias_info and a.alias_info.is_write)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Calls the registered op with its arguments, as the fields of `arguments`. Raises
+        """Calls the registered op. The arguments are the fields of `arguments`. Raises
         ArgumentError."""
         return self.torch_op(*args, **options)
 
@@ -238,11 +256,11 @@ class FusedOp:
         )
 
     def choose(self, device_type: str, arguments: Any, target: Target | None = None) -> Choice:
-        """Returns the first lowering that takes these arguments. Reads metadata only, so fake
-        tensors suffice.
+        """Returns the first lowering that can compute a call with these arguments. Reads only
+        metadata, so fake tensors suffice.
 
-        target: the target of emitted kernels. With None, choose does not check that the target has
-            kernels for the op.
+        target: the target of emitted kernels. If it is None, this function does not check whether
+        the target has kernels for the op.
         """
         rejected: list[tuple[str, str]] = []
         for lowering in self.lowerings:
@@ -259,12 +277,12 @@ class FusedOp:
 
     @property
     def family(self) -> str:
-        """The folder of `ops/` that declares the op; empty for an op from elsewhere."""
+        """The folder of `ops/` that declares the op; "" for an op that is declared elsewhere."""
         package, _, rest = self.arguments.__module__.partition(".ops.")
         return rest.partition(".")[0] if package == "tilewright" else ""
 
     def target_obstacle(self, arguments: Any, target: Target) -> str | None:
-        """Returns why a chip has no emitted kernels for a call; None if it may have some."""
+        """Returns why a chip has no emitted kernels for a call; None if it may have kernels."""
         if self.family and self.family not in FAMILIES:
             return f"codegen/targets.py FAMILIES has no entry {self.family!r}, its folder of ops/"
         if self.family and self.family not in target.families:
@@ -273,13 +291,13 @@ class FusedOp:
             return self.chip_obstacle and self.chip_obstacle(arguments, target)
         for name, tensor in tensors_of(arguments):
             if tensor.dtype == torch.float8_e4m3fn:
-                return f"{name} is of float8_e4m3fn, which {target.name} does not have"
+                return f"{name} has the dtype float8_e4m3fn, which {target.name} does not support"
         return None
 
     def has_lowering_on(self, device: torch.device) -> bool:
-        """Whether some lowering supports `device`, for any arguments. True for an op that declares
-        no lowering, and for meta tensors, which stand for tensors of the GPU that is planned for.
-        """
+        """Whether some lowering supports `device`, for any arguments. The result is True for an op
+        that declares no lowering. It is also True for meta tensors, which stand for tensors of the
+        GPU that is planned for."""
         if not self.lowerings or device.type == "meta":
             return True
         return any(
@@ -302,13 +320,13 @@ def loaded(function: OpCallable | str | None) -> OpCallable:
 
 
 def device_of(arguments: Any) -> torch.device:
-    """Returns the device of a call: that of its first tensor."""
+    """Returns the device of a call, which is the device of its first tensor."""
     return next(tensor.device for _, tensor in tensors_of(arguments))
 
 
 def tensors_of(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of a record, including those in its lists, each with its argument's
-    name."""
+    """Yields (name of the argument, tensor) for each tensor of a record, including tensors in its
+    lists."""
     for one in fields(arguments):
         value = getattr(arguments, one.name)
         for item in value if isinstance(value, (list, tuple)) else (value,):

@@ -1,7 +1,7 @@
 """Groups of arguments: several arguments of an op that belong together, as one record.
 
-An op's arguments are one flat record, which is its schema. A group is a view of some of these
-arguments, under names that all ops with such arguments share:
+The arguments of an op are one flat record, which determines its schema. A group is a view of some
+of these arguments. All ops that have such arguments use the same names in the view:
 
     @dataclass(frozen=True)
     class MyArguments:
@@ -12,10 +12,10 @@ arguments, under names that all ops with such arguments share:
         weight_format: str = "dense"
         up = OptionalGroup(Weight, data="up_weight", scale="up_scale")
 
-`a.up` is None if up_weight is None, else the Weight of up_weight, up_scale and weight_format. If
-the op has no argument for a field, the field has the group's default. One argument may hold a field
-of several groups: with factor="factors[1]" the field is the second element of the argument
-`factors`, or None if that argument is None.
+`a.up` is None if up_weight is None. Otherwise, it is the Weight of up_weight, up_scale and
+weight_format. If the op has no argument for a field, the field has the group's default. One
+argument may hold a field of several groups: with factor="factors[1]", the field is the second
+element of the argument `factors`, or None if that argument is None.
 """
 
 from __future__ import annotations
@@ -26,57 +26,57 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, overload
 
 T = TypeVar("T")
-#: (the argument that holds a group's first field, a function that makes the group's fields from a
-#: record's fields).
+#: A pair: the name of the argument that is the first field of a group, and a function that computes
+#: the group's fields from the fields of a record.
 Reader: TypeAlias = tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class ArgumentGroup:
-    """A group of arguments: a dataclass. Its fields have defaults, except those that every op
-    gives.
+    """A group of arguments, which is a dataclass. Each field has a default, except fields that
+    every op gives.
 
-    names: the op's argument names for fields that it calls differently; see `named`.
+    names: maps a field to the op's argument, for fields that the op names differently; see `named`.
     """
 
     names: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def named(self, name: str) -> str:
-        """Returns the op's argument name of a field, for error messages."""
+        """Returns the name of the op's argument for a field. Error messages use it."""
         return self.names.get(name, name)
 
 
 class OptionalGroup(Generic[T]):
-    """A group of an op's arguments as an attribute of their record; None if the group's first field
-    is None.
+    """A group of an op's arguments, as an attribute of their record. The attribute is None if the
+    group's first field is None.
 
-    kind: an ArgumentGroup. names: the op's argument names for the group's fields, where they
+    kind: an ArgumentGroup. names: the names of the op's arguments for fields of the group, if they
     differ.
     """
 
     _optional = True
 
     def __init__(self, kind: type[T], **names: str) -> None:
-        # Each group gets a class of its own. The class holds what all calls share, so that
-        # instances need not hold it.
+        # Each group gets its own class. The class has the data that all calls share, so that the
+        # instances need not have copies of it.
         self._kind = type(kind.__name__, (kind,), {"names": MappingProxyType(names)})
         self._readers: dict[type[Any], Reader] = {}
 
     @property
     def text(self) -> tuple[str, str]:
-        """The name and the docstring of the group's class; the docstring explains the fields."""
+        """The name and the docstring of the group's class. The docstring explains the fields."""
         (kind,) = self._kind.__bases__
         return kind.__name__, kind.__doc__ or ""
 
     @property
     def divided(self) -> frozenset[str]:
-        """The op's arguments whose elements are fields of groups, such as `factors` in the module's
-        example."""
+        """The op's arguments whose elements are fields of groups, such as `factors` in the example
+        of this module."""
         names: Mapping[str, str] = self._kind.__dict__["names"]
         return frozenset(n.partition("[")[0] for n in names.values() if "[" in n)
 
     def arguments(self, group: T) -> dict[str, Any]:
-        """Returns the fields of a group under the op's argument names."""
+        """Returns the fields of a group, by the names of the op's arguments."""
         names: Mapping[str, str] = self._kind.__dict__["names"]
         return {names.get(field, field): value for field, value in vars(group).items()}
 
@@ -91,7 +91,7 @@ class OptionalGroup(Generic[T]):
         there = a.__dict__
         if self._optional and there[found[0]] is None:
             return None
-        # This replaces the constructor of a frozen dataclass, in a quarter of the time.
+        # This replaces the constructor of a frozen dataclass, and takes a quarter of its time.
         made: Any = object.__new__(self._kind)
         made.__dict__.update(found[1](there))
         return made
@@ -102,8 +102,7 @@ class OptionalGroup(Generic[T]):
 
 
 class Group(OptionalGroup[T]):
-    """A group of an op's arguments that is present in every call, as an attribute of their
-    record."""
+    """A group of an op's arguments that every call has, as an attribute of their record."""
 
     _optional = False
 
@@ -117,7 +116,8 @@ class Group(OptionalGroup[T]):
 
 
 def prefixed(prefix: str, kind: type[Any]) -> dict[str, str]:
-    """Returns argument names for all fields of a group: the prefix and the field's name."""
+    """Returns the argument name for each field of a group: the prefix, followed by the field's
+    name."""
     return {one.name: prefix + one.name for one in fields(kind)}
 
 
@@ -135,7 +135,8 @@ def _reader(record: type[Any], kind: type[Any]) -> Reader:
     if unknown := set(names).difference(one.name for one in fields(kind)):
         raise TypeError(f"{kind.__qualname__}: no fields {sorted(unknown)}")
     first = next(names.get(one.name, one.name) for one in fields(kind))
-    # Like the constructors that dataclasses generate: a call builds one dictionary, without a loop.
+    # Generate code without a loop, as dataclasses do for constructors: a call builds only one
+    # dictionary.
     items = ", ".join(f"{field!r}: {_item(name)}" for field, name in found.items())
     return first, eval(f"lambda there: {{{items}}}")
 

@@ -10,7 +10,7 @@ import torch
 
 
 def sampler_of(arguments: type[Any], draw: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    """Returns an op's `sample_inputs`: it makes an instance of `arguments` from the fields that
+    """Returns an op's `sample_inputs`. It makes an instance of `arguments` from the fields that
     draw(case, device, seed) returns by name."""
 
     def sample_inputs(case: Any, device: str | torch.device = "cpu", seed: int = 0) -> Any:
@@ -20,8 +20,8 @@ def sampler_of(arguments: type[Any], draw: Callable[..., dict[str, Any]]) -> Cal
 
 
 class Sampler:
-    """Random tensors on one device. A seed gives the same values on every device; on the meta
-    device nothing is drawn."""
+    """Random tensors on one device. A seed gives the same values on every device. On the meta
+    device, no values are drawn."""
 
     def __init__(self, device: str | torch.device, seed: int) -> None:
         self.device = torch.device(device)
@@ -51,8 +51,15 @@ class Sampler:
 
 @dataclass(frozen=True)
 class RowsCase:
-    """Rows of n numbers and their norm. norm: "rms", "weightless", or "" for none. stride: from one
-    row to the next, in elements; 0 for n."""
+    """A case with rows of n numbers, and their norm.
+
+    Attributes:
+        name: The name of the case.
+        num_tokens, n, dtype: The number, the size and the dtype of the rows.
+        norm: "rms", "weightless", or "" for none.
+        norm_dtype, norm_offset: The dtype of the norm's weight, and the offset.
+        stride: The stride between rows, in elements; 0 for n.
+    """
 
     name: str
     num_tokens: int = 5
@@ -69,7 +76,8 @@ class RowsCase:
         return whole[:, : self.n]
 
     def norm_arguments(self, sampler: Sampler) -> dict[str, Any]:
-        """Returns norm_weight, around the value that leaves a row unchanged, and norm_offset."""
+        """Returns norm_weight and norm_offset. The weights are close to the value that leaves a row
+        unchanged."""
         weight, offset = None, self.norm_offset
         if self.norm == "rms":
             dtype = self.norm_dtype or self.dtype
@@ -79,10 +87,15 @@ class RowsCase:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Tokens of several sequences and the pages that they go to.
+    """Tokens of several sequences, and the pages that they are stored to.
 
-    slots: a form of `ops.cache.addressing`. skipped: the number of tokens with a negative slot.
-    slot_dtype: of slots and tables. new_tokens, cached_tokens: of each sequence.
+    Attributes:
+        name: The name of the case.
+        num_tokens, num_pages, page_size: The numbers of tokens and pages, and the size of a page.
+        slots: A form of `ops.cache.addressing`.
+        slot_dtype: The dtype of slots and tables.
+        skipped: The number of tokens that have a negative slot.
+        new_tokens, cached_tokens: The numbers of tokens of each sequence.
     """
 
     name: str
@@ -99,17 +112,17 @@ class PagedBatch:
 def sample_table(
     batch: PagedBatch, sampler: Sampler, names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Returns the named tensors of `sample_places`, in the batch's dtype on the sampler's
-    device."""
+    """Returns the tensors of `sample_places` that have these names, in the batch's dtype and on the
+    sampler's device."""
     places = sample_places(batch, sampler)
     places["sequence_ids"][: batch.skipped] = -1
     return {name: places[name].to(batch.slot_dtype).to(sampler.device) for name in names}
 
 
 def sample_places(batch: Any, sampler: Sampler) -> dict[str, torch.Tensor]:
-    """Returns a block table whose unassigned entries lie outside the pool, and the tensors that
-    each form needs beside it; int64 on the CPU. batch: new_tokens, cached_tokens, num_pages,
-    page_size."""
+    """Returns a block table, and the tensors that each form of addressing needs in addition, in
+    int64 on the CPU. Unassigned entries of the table are outside of the pool. batch: has
+    new_tokens, cached_tokens, num_pages and page_size."""
     new = torch.tensor(batch.new_tokens, dtype=torch.int64)
     cached = torch.tensor(batch.cached_tokens, dtype=torch.int64)
     columns = (-(-(new + cached) // batch.page_size)).tolist()

@@ -1,7 +1,7 @@
-"""Reads an op's schema from the dataclass of its arguments.
+"""Makes the schema of an op from the dataclass of its arguments.
 
 `torch.library.infer_schema` does not suffice: it reads a function, supports only SymInt for
-integers, and no lists as defaults.
+integers, and does not support lists as defaults.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
 import torch
 
-#: A tensor that the op writes: `Tensor(a!)`.
+#: A tensor that the op writes. In the schema, it is `Tensor(a!)`.
 Written: TypeAlias = Annotated[torch.Tensor, "written"]
-#: An integer that may be symbolic in the caller's graph; an `int` is a constant of the graph.
+#: An integer that may be symbolic in the caller's graph. An `int`, in contrast, is a constant of
+#: the graph.
 SymInt: TypeAlias = Annotated[int, "symbolic"]
 
 _WORDS = {
@@ -34,12 +35,13 @@ _WORDS = {
 
 
 def schema_of(arguments: type[Any], returns: str) -> str:
-    """Returns the schema whose arguments are the fields of a dataclass, in its constructor's order:
-    "(Tensor x, Tensor(a!) cache, *, float eps=1e-06) -> Tensor".
+    """Returns the schema whose arguments are the fields of a dataclass, in the order of its
+    constructor: "(Tensor x, Tensor(a!) cache, *, float eps=1e-06) -> Tensor".
 
-    A field is a Tensor, Written, int, SymInt, float, bool, str, torch.dtype or torch.device, one of
-    these `| None`, or a Sequence or list of one; a list's default is a tuple. Raises ValueError
-    naming any other field. returns: the result as the schema writes it.
+    A field may be a Tensor, Written, int, SymInt, float, bool, str, torch.dtype or torch.device;
+    one of these `| None`; or a Sequence or list of one of these, whose default is a tuple. Raises
+    ValueError, with the name of the field, for any other field. returns: the result, as it is
+    written in the schema.
     """
     # typing.get_type_hints does not accept KW_ONLY before Python 3.11.
     hints = ChainMap(*(get_annotations(owner, eval_str=True) for owner in arguments.__mro__))
@@ -56,13 +58,13 @@ def schema_of(arguments: type[Any], returns: str) -> str:
 
 
 def ordered_fields(arguments: type[Any]) -> list[Field[Any]]:
-    """Returns the fields of a dataclass in the order of an op's arguments: keyword-only fields come
-    last, with inherited fields first among them."""
+    """Returns the fields of a dataclass in the order of an op's arguments. Keyword-only fields come
+    last. Among them, inherited fields come first."""
     return sorted(fields(arguments), key=lambda field: field.kw_only is True)
 
 
 def _type(hint: Any, letters: Iterator[str]) -> str:
-    """Returns the schema type of a hint. letters: the alias sets not yet taken."""
+    """Returns the schema type of a type hint. letters: the alias sets that are not used yet."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType) and len(inner) == 2 and NoneType in inner:
         return _type(inner[inner[0] is NoneType], letters) + "?"

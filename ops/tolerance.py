@@ -1,4 +1,4 @@
-"""The allowed distance of a result from the exact one."""
+"""The allowed difference between a result and the exact result."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Tolerance:
     """The largest accepted error of an element: `relative * |exact| + of_rms * rms(exact) +
     absolute`.
 
-    `relative` bounds the rounding to the output dtype. `absolute` bounds the rounding of subnormal
-    numbers; it matters for dtypes with few exponents, such as 8-bit floats. `of_rms` bounds the
-    error of accumulating in the op's compute precision when terms cancel. `exact` is the reference
-    run in float64, saturated for 8-bit floats.
+    `relative` bounds the error of rounding to the output dtype. `absolute` bounds the error of
+    rounding subnormal numbers; it matters for dtypes with few exponents, such as 8-bit floats.
+    `of_rms` bounds the error of accumulation in the precision of the op if terms cancel. `exact` is
+    the result of the reference in float64, saturated for 8-bit floats.
     """
 
     relative: float
@@ -23,7 +23,7 @@ class Tolerance:
     absolute: float = 0.0
 
     def problem(self, actual: torch.Tensor, exact: torch.Tensor) -> str | None:
-        """Returns None, or a sentence on the worst element."""
+        """Returns a sentence about the worst element; None if all errors are accepted."""
         if actual.shape != exact.shape:
             return f"shape {list(actual.shape)}, expected {list(exact.shape)}"
         if exact.numel() == 0:
@@ -51,7 +51,7 @@ class Tolerance:
 
 
 EXACT = Tolerance(relative=0.0, of_rms=0.0)
-#: `Tolerance.relative` of a result that is rounded once.
+#: The value of `Tolerance.relative` for a result that is rounded once.
 ROUNDING = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
@@ -61,7 +61,7 @@ ROUNDING = {
 
 
 def rounded_once(*of_rms: float) -> dict[torch.dtype, Tolerance]:
-    """Returns tolerances of results that are rounded once, with an `of_rms` for each dtype of
+    """Returns tolerances for results that are rounded once. of_rms: a number for each dtype of
     ROUNDING."""
     pairs = zip(ROUNDING.items(), of_rms, strict=False)
     return {dtype: Tolerance(relative, size) for (dtype, relative), size in pairs}

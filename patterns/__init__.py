@@ -1,6 +1,6 @@
-"""Patterns: the dataflow types, the pattern language, and one folder per family of fused ops.
+"""Patterns: the dataflow types, the pattern language, and one folder for each family of fused ops.
 
-Importing the package registers every pattern that a file below it declares.
+Importing the package registers every pattern that one of its files declares.
 """
 
 from tilewright.codegen.discovery import import_all

@@ -1,5 +1,5 @@
-"""The codes of misses, read from docs/miss-codes.md, which is installed beside this file: the
-meaning of each code, whether something is lost, and what to do about it."""
+"""The codes of misses: the meaning of each code, whether a fusion is lost, and what to do about it.
+They are read from docs/miss-codes.md, which is installed together with this file."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import re
 from pathlib import Path
 from typing import Literal, get_args
 
-#: `lost`: a fusion that the model is written for is missing. `advice`: nothing is lost.
+#: `lost`: a fusion is missing that the model should have. `advice`: nothing is lost.
 Weight = Literal["lost", "advice"]
 
-# One entry of the page: a code, its meaning, its marks, its hint.
+# Matches an entry of the page, which has a code, its meaning, its marks and its hint.
 _ENTRY = re.compile(r"^### ([A-Z0-9_]+)\n\*(.+)\*(?: \((.+)\))?\n\n> (.+)\n", re.MULTILINE)
 _ENTRIES = _ENTRY.findall(Path(__file__).with_name("miss-codes.md").read_text("utf-8"))
 
 #: The meaning of each code.
 CODES: dict[str, str] = {code: meaning for code, meaning, _, _ in _ENTRIES}
-#: Codes whose misses are `advice` unless the miss says otherwise; all others are `lost`.
+#: Codes whose misses are `advice`, unless the miss says otherwise. All other codes are `lost`.
 WEIGHTS: dict[str, Weight] = {code: "advice" for code, _, marks, _ in _ENTRIES if "advice" in marks}
-#: Codes of sites at which an unknown operator may stand.
+#: Codes of misses that an unknown operator at the site may cause.
 OF_OPERATORS = frozenset(code for code, _, marks, _ in _ENTRIES if "operator" in marks)
-#: What to do about a miss, by code.
+#: What to do about a miss, for each code.
 HINTS: dict[str, str] = {code: hint for code, _, _, hint in _ENTRIES}
 
 
 def register_code(code: str, meaning: str, weight: Weight | None = None) -> None:
-    """Adds a miss code of a user's pattern. Raises ValueError if the code already has another
+    """Adds a miss code for a user's pattern. Raises ValueError if the code already has another
     meaning or weight.
 
     weight: the weight of its misses, `lost` (the default) or `advice`; see :class:`Miss`.

@@ -1,8 +1,9 @@
-"""The dataflow that patterns walk: values, the views between them, and memory made explicit.
+"""The dataflow that patterns read: values, the views between them, and explicit memory.
 
 `compiler.dataflow` builds a :class:`Dataflow` from a Dynamo graph. Layout is not an operation here:
-a value's operands are :class:`View`s, and a view says what it selects of which value. An in-place
-write is a value of its own, `store`, and every later reader of that memory has it as an operand.
+the operands of a value are :class:`View`s, and a view says which elements of which value it
+selects. An in-place write is a value of its own, a `store`. Every later reader of the memory has
+this value as an operand.
 """
 
 from __future__ import annotations
@@ -25,24 +26,30 @@ from tilewright.codegen.targets import Target
 from tilewright.patterns import effects
 from tilewright.patterns.effects import Dim, Effect, Size
 
-# `Store.note` of a write whose window is unknown, as the memory is viewed as another dtype or
-# shape.
+# `Store.note` of a write whose window is unknown, because the memory is viewed with another dtype
+# or shape.
 REINTERPRETED = "a reinterpreting view"
 WRAPPED = "a tensor subclass"
-#: Key in the `meta` of nodes that were inserted to spell out a library operator's call.
+#: A key in the `meta` of nodes that were inserted to replace a call of a library's operator by
+#: ordinary operations.
 STANDS_IN = "tilewright_stands_in"
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One tensor, computed once.
+    """One tensor, which is computed once.
 
-    op: `input` and `constant` (placeholders; a constant is a Parameter), `store` (an in-place
-        write), `cast`, an ATen name such as `aten.linear`, or `opaque:<target>` for other calls.
-    args: operands in ATen's order: views, numbers, strings, None, or tuples of them.
-    shape, dtype, device: of the result; sizes are ints or sympy expressions.
-    node: the graph's node that computes it. position: its place in program order.
-    projected: whether it depends on a GEMM with a weight.
+    Attributes:
+        op: `input` or `constant` (placeholders; a constant is a Parameter), `store` (an in-place
+            write), `cast`, an ATen name such as `aten.linear`, or `opaque:<target>` for other
+            calls.
+        args: The operands in ATen's order: views, numbers, strings, None, or tuples of them.
+        shape, dtype, device: The metadata of the result. Sizes are ints or sympy expressions.
+        node: The node of the graph that computes it.
+        position: Its place in program order.
+        projected: Whether it depends on a GEMM with a weight.
+        kwargs: The keyword arguments.
+        store: For a `store`, what it writes.
     """
 
     op: str
@@ -70,35 +77,37 @@ class Value:
 
     @property
     def stands_in(self) -> bool:
-        """Whether it is part of the spelled-out meaning of a library operator's call."""
+        """Whether the value is one of the operations that replace a call of a library's
+        operator."""
         return STANDS_IN in self.node.meta
 
     @property
     def either_way(self) -> tuple[tuple[View, View], ...]:
-        """The two operands of a sum or product, in both orders; empty for another number of
-        operands."""
+        """The two operands of a sum or product, in both orders. It is empty if there is another
+        number of operands."""
         if len(self.operands) != 2:
             return ()
         one, other = self.operands
         return (one, other), (other, one)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """Returns an argument, given by position or by name; `default` if it is absent or None."""
+        """Returns an argument that is given by position or by name. Returns `default` if it is
+        absent or None."""
         given = self.args[position] if len(self.args) > position else self.kwargs.get(name)
         return default if given is None else given
 
     def named(self, *names: str) -> dict[str, Any]:
-        """Returns the given arguments by name. names: the names of positional arguments."""
+        """Returns the given arguments by name. names: the names of the positional arguments."""
         return dict(zip(names, self.args, strict=False)) | dict(self.kwargs)
 
     @property
     def scope(self) -> str:
-        """Module path, e.g. `model.layers.3.self_attn`; empty at the top level."""
+        """The module path, such as `model.layers.3.self_attn`; empty at the top level."""
         return scope_of(self.node)
 
     @property
     def source(self) -> str:
-        """`file.py:214` in the user's code; empty where Dynamo kept none."""
+        """The place in the user's code, such as `file.py:214`; empty if Dynamo recorded none."""
         return source_of(self.node)
 
 
@@ -109,8 +118,8 @@ _ANSWERS: ContextVar[dict[Any, Any] | None] = ContextVar("answers", default=None
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Makes functions marked with :func:`once` compute once for equal arguments, within the
-    context."""
+    """Inside this context, functions that are marked with :func:`once` compute each result once for
+    equal arguments."""
     token = _ANSWERS.set({})
     try:
         yield
@@ -119,11 +128,11 @@ def remembering() -> Iterator[None]:
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
-    """Caches a function of values and views. The function must read only its arguments and the
+    """Caches a function of values and views. The function must read only its arguments, and the
     values that they are computed from.
 
-    Results are kept while :func:`remembering` lasts. They are not kept on the values, because that
-    would keep the values alive.
+    Results are kept as long as :func:`remembering` is active. They are not stored on the values,
+    because this would keep the values alive.
     """
 
     @wraps(function)
@@ -157,7 +166,7 @@ class View:
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether the view is all of its value, in order, in any shape."""
+        """Whether the view has all elements of its value, in order, in any shape."""
         try:
             return self == self.value.whole.reshape(*self.shape)
         except effects.InexpressibleError:
@@ -169,12 +178,12 @@ class View:
 
     @property
     def matrix(self) -> View:
-        """The view with all dimensions but the last merged into one."""
+        """The view with all dimensions except the last one merged into one."""
         *rows, columns = self.shape
         return self.reshape(effects.product(rows), columns)
 
     def with_dims(self, *dims: Dim) -> View:
-        """Returns the view from the same start with these dimensions."""
+        """Returns a view with these dimensions and the same start."""
         return View(self.value, Effect(dims, self.effect.start))
 
     def reshape(self, *sizes: Size) -> View:
@@ -196,10 +205,10 @@ class View:
         return View(self.value, effects.narrow(self.effect, dim, start, length, step))
 
     def of_operand(self, operand: View) -> View:
-        """Returns the part of an element-wise value's operand that this view of the value
-        corresponds to.
+        """Returns the part of an operand that corresponds to this view of the result. The value
+        must be elementwise.
 
-        Raises InexpressibleError if the operand does not broadcast to the value's shape.
+        Raises InexpressibleError if the operand does not broadcast to the shape of the value.
         """
         wide = operand.expand(*self.value.shape)
         return wide if self.is_whole else wide.through(self.effect)
@@ -207,11 +216,13 @@ class View:
 
 @dataclass(frozen=True)
 class Computed:
-    """A small expression that the rewriter adds to the graph, e.g. page * page_size + offset.
+    """A small expression that the rewriter adds to the graph, such as page * page_size + offset.
 
-    function: a function of tensors that the graph may call, a name that
-        `compiler.rewrite.materialise` knows, or a fused op's name.
-    operands, options (the call's keywords): views, numbers, or other Computed.
+    Attributes:
+        function: A function of tensors that the graph may call, a name that
+            `compiler.rewrite.materialise` knows, or the name of a fused op.
+        operands, options: The arguments and keyword arguments of the call: views, numbers, or other
+            Computed.
     """
 
     function: str | Callable[..., Any]
@@ -221,10 +232,14 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """A region of storage, identified by the node whose tensor spans it.
+    """A region of storage. The node whose tensor covers it identifies the region.
 
-    root: the placeholder, or the node that allocated it. strides, offset: of the root's tensor, in
-    elements. storage: a number, equal for memories that alias.
+    Attributes:
+        root: The placeholder, or the node that allocated the region.
+        is_input, is_constant: Whether the root is a placeholder, and whether it is a Parameter.
+        shape, strides, offset, dtype: The metadata of the root's tensor; strides and offset count
+            elements.
+        storage: A number, which is equal for memories that alias.
     """
 
     root: fx.Node
@@ -241,15 +256,22 @@ class Memory:
 class Store:
     """One in-place write: `memory[target][index...] = source`.
 
-    target: what the written-to view selects of the memory's root tensor.
-    index: target dimension -> index tensor, for advanced indexing; empty for a plain copy.
-    source: the written view, its dimensions ordered: broadcast index dimensions first, then the
-        target's other dimensions in order. None if the written value is not known.
-    kind: how the user spelled it (`index_copy_`, `setitem`, ...).
-    dtype: of the written-to view; differs from the memory's if that is viewed as another dtype.
-    accumulate: adds instead of overwriting.
-    along: a target dimension that the index tensors' first dimension also runs over, as in
-        `scatter_`: row i has slots of its own. `source` does not list it as an "other dimension".
+    Attributes:
+        memory: The memory.
+        target: What the view that is written selects of the memory's root tensor.
+        index: For advanced indexing, maps a target dimension to its index tensor; empty for a plain
+            copy.
+        source: The view whose values are written. The broadcast index dimensions come first, then
+            the other dimensions of the target in order. It is None if the written value is not
+            known.
+        kind: How the user wrote it (`index_copy_`, `setitem`, ...).
+        dtype: The dtype of the view that is written. It differs from the memory's dtype if the
+            memory is viewed with another dtype.
+        accumulate: Whether the write adds instead of overwriting.
+        note: Why something is not known about the write.
+        along: A target dimension that the first dimension of the index tensors also runs over, as
+            in `scatter_`: row i has its own slots. `source` does not list it among the "other
+            dimensions".
     """
 
     memory: Memory
@@ -264,7 +286,7 @@ class Store:
 
 
 def scope_of(node: fx.Node) -> str:
-    """Returns the module path of a node, as `named_modules()` spells it."""
+    """Returns the module path of a node, as `named_modules()` writes it."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -273,16 +295,16 @@ def scope_of(node: fx.Node) -> str:
 
 @lru_cache(maxsize=1024)
 def _spelled_plainly(path: str) -> str:
-    # Where a decorator wraps the model's forward, its `self` is the wrapper's `args[0]`.
+    # If a decorator wraps the model's forward, the `self` of forward is `args[0]` of the wrapper.
     path = re.sub(r"^L\['(?:args'\]\[0|\w+')\]\.?", "", path)
     path = re.sub(r"(?:\._modules)?\[['\"]?([\w.]+)['\"]?\]", r".\1", path)
-    # A wrapper that forwards __getattr__ (PEFT's) is traced through its __dict__.
+    # If a wrapper forwards __getattr__, as PEFT's does, Dynamo traces through its __dict__.
     parts = (part for part in path.split(".") if part not in ("_modules", "__dict__", ""))
     return ".".join(parts)
 
 
 def common_scope(one: str, other: str) -> str:
-    """Returns the innermost module that contains both."""
+    """Returns the innermost module that contains both modules."""
     shared = []
     for a, b in zip(one.split("."), other.split("."), strict=False):
         if a != b:
@@ -299,30 +321,32 @@ def source_of(node: fx.Node) -> str:
 
 
 def is_in_package(node: fx.Node, package: str) -> bool:
-    """Whether a library's code made a node: its trace has a file in a folder of this name."""
+    """Whether a library's code made a node: the node's stack trace has a file in a folder of this
+    name."""
     trace = node.meta.get("stack_trace") or ""
     return f"/{package}/" in trace.replace("\\", "/")
 
 
-# A frame, its function and its line of code if the trace has them.
+# Matches a frame. Its function and its line of code are matched if the trace has them.
 _FRAME = re.compile(
     r'File "([^"]+)", line (\d+)(?:, in (\S+)[ \t]*(?:\n(?![ \t]*File "))?[ \t]*([^\n]*))?'
 )
 
 
 def lines_of(trace: str) -> dict[tuple[str, int], str]:
-    """Returns the code of every (file, line) in a trace, outermost first; "" where it has none."""
+    """Returns the code of every (file, line) in a trace, the outermost frame first. The code is ""
+    if the trace does not have it."""
     return {(file, int(line)): code for file, line, _, code in _FRAME.findall(trace)}
 
 
 def frames_of(trace: str) -> list[tuple[str, int]]:
-    """Returns (file, line) of every frame that a trace names, outermost first."""
+    """Returns (file, line) of every frame in a trace, the outermost frame first."""
     return [(file, int(line)) for file, line, _, _ in _FRAME.findall(trace)]
 
 
 def calls_of(trace: str) -> list[str]:
-    """Returns `file.py function line-of-code` of every frame outside of torch in a trace, outermost
-    first, without folders."""
+    """Returns `file.py function line-of-code` of every frame outside of torch in a trace, the
+    outermost frame first. File names have no folders."""
     return [
         f"{os.path.basename(file)} {function} {code}"
         for file, _, function, code in _FRAME.findall(trace)
@@ -331,7 +355,8 @@ def calls_of(trace: str) -> list[str]:
 
 
 def innermost_outside_torch(frames: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
-    """Returns the innermost frame in the user's code. frames: (file, line), outermost first."""
+    """Returns the innermost frame that is not in torch. frames: pairs (file, line), the outermost
+    first."""
     return next((f for f in reversed(frames) if f"{os.sep}torch{os.sep}" not in f[0]), None)
 
 
@@ -349,10 +374,10 @@ def iter_views(args: Any) -> Iterator[View]:
 def upstream(
     value: Value, reach: int, through: Callable[[Value], bool] = lambda value: True
 ) -> Iterator[Value]:
-    """Yields `value` and the values that it is computed from, nearest first, each once. Yields at
-    most `reach` values, and does not go past values that `through` refuses."""
+    """Yields `value` and the values that it is computed from, each once, the nearest first. Yields
+    at most `reach` values, and does not go past values for which `through` returns False."""
     found, seen = [value], {value}
-    for count, item in enumerate(found):  # grows in the loop
+    for count, item in enumerate(found):  # the list grows during the loop
         if count == reach:
             return
         yield item
@@ -365,16 +390,28 @@ def upstream(
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
-    """A graph in terms of its values. Read-only; the graph is unchanged.
+    """A graph, described by its values. It is read-only, and the graph is unchanged.
 
-    values: in program order. users: the readers of a value. views: each node's tensor, as it was
-    when the node ran. outputs: the views that the graph returns. homes: see :meth:`home`. opaque:
-    calls with unknown writes: all tensors count as written there. failed: nodes that could not be
-    read, each with the reason; they count as reading and writing anything. storage_of: returns the
-    number of a fake tensor's storage, equal for tensors that may share memory. reshaped: storages
-    of tensors whose shape, strides or storage change in place (`set_`). same_size: returns whether
-    two sizes are equal; for symbols this adds a guard to the compiled code. target: the chip that
-    the graph is compiled for; None if it is unknown.
+    Attributes:
+        graph: The graph.
+        values: The values, in program order.
+        users: The values that read a value.
+        views: The tensor of each node, as it was when the node ran.
+        memory_of: The memory of each node's tensor.
+        written, read: The writes to a memory, and its readers with their positions.
+        outputs: The views that the graph returns.
+        positions: The position of each node in program order.
+        homes: See :meth:`home`.
+        same_size: A function that returns whether two sizes are equal. For symbols, this adds a
+            guard to the compiled code.
+        storage_of: A function that returns the number of a fake tensor's storage. The number is
+            equal for tensors that may share memory.
+        unknown: Nodes whose result is not known.
+        reshaped: The storages of tensors whose shape, strides or storage change in place (`set_`).
+        failed: Nodes that could not be read, each with the reason. They are assumed to read and
+            write anything.
+        opaque: Calls whose writes are unknown. They are assumed to write all tensors.
+        target: The chip that the graph is compiled for; None if it is unknown.
     """
 
     graph: fx.Graph
@@ -401,11 +438,13 @@ class Dataflow:
         reach: int | None = None,
         through: Callable[[Value], bool] = lambda value: True,
     ) -> list[Value]:
-        """Returns `value` and the values computed from it through values that `through` accepts,
-        nearest first. Leaves out refused values. reach: the maximum number of values; None for
-        all."""
+        """Returns `value` and the values that are computed from it through values that `through`
+        accepts, the nearest first. Values that it does not accept are not returned.
+
+        reach: the largest number of values; None for all values.
+        """
         found, seen = [value], {value}
-        for item in found:  # grows in the loop
+        for item in found:  # the list grows during the loop
             for user in self.users.get(item, ()):
                 if user not in seen and len(found) != reach and through(user):
                     seen.add(user)
@@ -413,18 +452,19 @@ class Dataflow:
         return found
 
     def only_user(self, value: Value) -> Value | None:
-        """Returns the only value that reads `value`; None if several do, or if the graph returns
-        it."""
+        """Returns the only value that reads `value`. Returns None if several values read it, or if
+        the graph returns it."""
         users = dict.fromkeys(self.users.get(value, ()))
         return next(iter(users)) if len(users) == 1 and value not in self.output_values else None
 
     def home(self, value: Value) -> fx.Node:
-        """Returns the node whose tensor holds the value: for a write, the memory that it wrote."""
+        """Returns the node whose tensor has the value. For a write, this is the memory that it
+        wrote."""
         return self.homes.get(value, value.node)
 
     def rows_are_dense(self, view: View) -> bool:
-        """Whether a view's last dimension is contiguous in memory. A dimension made of several axes
-        of the value is contiguous if each axis continues the next inner one."""
+        """Whether the last dimension of a view is contiguous in memory. If the dimension consists
+        of several axes of the value, each axis must continue the next inner one."""
         width = view.effect.dims[-1]
         if any(atom.axis is None for atom in width):
             return False
@@ -438,7 +478,8 @@ class Dataflow:
 
     @cached_property
     def nodes_by_view(self) -> Mapping[View, fx.Node]:
-        """The first node that selects a view, among nodes whose memory is never written."""
+        """The first node that selects each view. Only nodes whose memory is never written are
+        included."""
         found: dict[View, fx.Node] = {}
         for node, view in self.views.items():
             if isinstance(view, View) and not self.written.get(self.memory_of[node]):
@@ -446,7 +487,7 @@ class Dataflow:
         return found
 
     def values_at(self, nodes: Iterable[fx.Node]) -> list[Value]:
-        """Returns the values that these nodes make, in program order."""
+        """Returns the values that these nodes compute, in program order."""
         found = [value for node in dict.fromkeys(nodes) for value in self._values_at.get(node, ())]
         return sorted(found, key=attrgetter("position"))
 
@@ -458,7 +499,7 @@ class Dataflow:
         return found
 
     def nodes_of(self, value: Value) -> Sequence[fx.Node]:
-        """Returns the nodes that select something of a value, in program order."""
+        """Returns the nodes that select a part of a value, in program order."""
         return self._nodes_of.get(value, ())
 
     @cached_property
@@ -470,8 +511,8 @@ class Dataflow:
         return found
 
     def written_back(self, value: Value) -> Iterator[Value]:
-        """Yields the in-place writes whose source is exactly this value, such as the end of `x[...]
-        += y` and `dist.all_reduce(x)`."""
+        """Yields the in-place writes whose source is exactly this value, such as the last step of
+        `x[...] += y` and of `dist.all_reduce(x)`."""
         for user in self.users.get(value, ()):
             if user.store is not None and user.store.source == value.whole:
                 yield user
@@ -481,26 +522,26 @@ class Dataflow:
         return self._by_storage.get(storage, ())
 
     def writes_on(self, storage: int) -> Iterator[Value]:
-        """Yields every in-place write to any of the memories on a storage."""
+        """Yields every in-place write to a memory on a storage."""
         for memory in self.on_storage(storage):
             yield from self.written.get(memory, ())
 
     def changes(self, view: View, place: int) -> Iterator[Value]:
-        """Yields the in-place writes to a view's memory after it is computed and before a place in
-        program order."""
+        """Yields the in-place writes to a view's memory that come after the view is computed and
+        before a place in program order."""
         memory = self.memory_of.get(self.home(view.value))
         if memory is not None:
             yield from self.writes_between(memory.storage, view.value.position, place)
 
     def writes_between(self, storage: int, first: int, last: int) -> Sequence[Value]:
-        """Returns the in-place writes on a storage after one place in program order and before
-        another."""
+        """Returns the in-place writes on a storage that come after one place in program order and
+        before another."""
         positions, writes = self._writes_in_order.get(storage, ((), ()))
         return writes[bisect_right(positions, first) : bisect_left(positions, last)]
 
     def reads_between(self, memory: Memory, first: int, last: int) -> Sequence[tuple[int, fx.Node]]:
-        """Returns the readers of a memory, with positions, after one place in program order and
-        before another."""
+        """Returns the readers of a memory, with their positions, that come after one place in
+        program order and before another."""
         reads = self.read.get(memory, ())
         begin, end = (bisect_left(reads, at, key=itemgetter(0)) for at in (first + 1, last))
         return reads[begin:end]

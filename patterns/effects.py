@@ -1,12 +1,13 @@
-"""The selection that a chain of views makes, independent of how it was spelled.
+"""The elements that a chain of views selects, independent of how the chain is written.
 
 An :class:`Effect` maps the indices of a tensor to the indices of a *base*. Every output dimension
-is a mixed-radix number: a tuple of :class:`Atom`, outermost first, each walking one base axis with
-a step. `view`, `transpose`, `split`, slicing and `expand` in any order reduce to one normal form,
-so two chains are the same exactly when their effects are equal. The algebra is on logical indices:
-strides in memory play no part, and a copy (`contiguous`) has the effect of an identity.
+is a mixed-radix number: a tuple of :class:`Atom`, the outermost first, and each atom steps along
+one axis of the base. `view`, `transpose`, `split`, slices and `expand` in any order reduce to one
+normal form, so two chains select the same elements exactly if their effects are equal. The algebra
+is about logical indices: strides in memory do not matter, and a copy (`contiguous`) has the same
+effect as an identity.
 
-A size is a Python int, or a sympy expression for a symbol of Dynamo.
+A size is a Python int or, for a symbol of Dynamo, a sympy expression.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from typing import Any, NamedTuple
 
 import sympy
 
-# int or sympy.Expr. They mix in arithmetic, which a type checker does not accept for the union.
+# An int or a sympy.Expr. Code mixes both in arithmetic, which a type checker does not accept for a
+# union.
 Size = Any
 
 
 class InexpressibleError(ValueError):
-    """Raised for a selection that has no normal form (a split that does not divide, ...)."""
+    """Raised for a selection that has no normal form, such as a split whose size does not divide
+    the dimension."""
 
 
 class Atom(NamedTuple):
-    """`length` indices along base axis `axis`, `step` apart; `axis` None repeats one element.
+    """`length` indices along the axis `axis` of the base, `step` apart. If `axis` is None, one
+    element is repeated.
 
-    A step is symbolic only where tokens are split by a symbol, e.g. [B*S] -> [B, S].
+    A step is symbolic only if tokens are split by a symbol, for example from [B*S] to [B, S].
     """
 
     axis: int | None
@@ -41,7 +45,12 @@ Dim = tuple[Atom, ...]
 
 
 class Effect(NamedTuple):
-    """`dims[i]` is output dimension i; `start[a]` the first index taken on base axis a."""
+    """A selection of elements of a base.
+
+    Attributes:
+        dims: dims[i] is output dimension i.
+        start: start[a] is the first index on axis a of the base.
+    """
 
     dims: tuple[Dim, ...]
     start: tuple[Size, ...]
@@ -58,12 +67,13 @@ def _length(dim: Dim) -> Size:
 
 
 def only_data_tell(size: Size) -> bool:
-    """Whether a size depends on data rather than inputs' shapes, like the result of `nonzero`."""
+    """Whether a size depends on data, like the size of the result of `nonzero`. Other sizes depend
+    only on the shapes of inputs."""
     return any(str(symbol).startswith("u") for symbol in getattr(size, "free_symbols", ()))
 
 
 def size_fact(size: Size) -> int | str:
-    """Returns a size for reports: a number, or T for a size known only at a call."""
+    """Returns a size for reports: a number, or T for a size that is known only at run time."""
     return size if isinstance(size, int) else "T"
 
 
@@ -76,7 +86,7 @@ def identity(shape: Sequence[Size]) -> Effect:
     return _identity(tuple(shape))
 
 
-@lru_cache(maxsize=1024)  # a model has few shapes but needs them thousands of times
+@lru_cache(maxsize=1024)  # a model has few shapes, but they are needed thousands of times
 def _identity(shape: tuple[Size, ...]) -> Effect:
     dims = tuple(() if n == 1 else (Atom(a, 1, n),) for a, n in enumerate(shape))
     return Effect(dims, (0,) * len(shape))
@@ -88,7 +98,7 @@ def is_identity(effect: Effect, base_shape: Sequence[Size]) -> bool:
 
 
 def coalesce(atoms: Iterable[Atom]) -> Dim:
-    """Removes atoms of length one and joins neighbours that continue each other."""
+    """Removes atoms of length one, and joins neighbours that continue each other."""
     out: list[Atom] = []
     for atom in atoms:
         if atom.length == 1:
@@ -106,17 +116,18 @@ def coalesce(atoms: Iterable[Atom]) -> Dim:
 
 
 def repeats(dim: Dim) -> bool:
-    """Whether every index of a dimension is the same element."""
+    """Whether all indices of a dimension select the same element."""
     return all(atom.axis is None for atom in dim)
 
 
 def once(dims: Iterable[Dim]) -> tuple[Dim, ...]:
-    """Returns the dimensions, with length one for those that only repeat an element."""
+    """Returns the dimensions. A dimension that only repeats an element has length one in the
+    result."""
     return tuple(() if repeats(dim) else dim for dim in dims)
 
 
 def divides(divisor: Size, size: Size) -> Size | None:
-    """Returns size / divisor if the divisor certainly divides the size, else None."""
+    """Returns size / divisor if the divisor certainly divides the size; else None."""
     if size == divisor:
         return 1
     if isinstance(size, int) and isinstance(divisor, int):
@@ -128,15 +139,15 @@ def divides(divisor: Size, size: Size) -> Size | None:
 
 
 def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
-    """Regroups dimensions in row-major order into `sizes` (no -1: resolve it first).
+    """Regroups dimensions in row-major order into `sizes`, in which -1 is not allowed.
 
-    An effect without elements can take any shape without elements.
+    An effect without elements can get any shape without elements.
     """
     if tuple(sizes) == effect.shape:
         return effect
     if 0 in sizes and 0 in effect.shape:
         return Effect(tuple(() if n == 1 else (Atom(None, 0, n),) for n in sizes), effect.start)
-    # The stack of atoms that are not used yet, with the innermost on top.
+    # A stack of the atoms that are not used yet. The innermost atom is on top.
     pending = [atom for dim in effect.dims for atom in dim]
     dims: list[Dim] = []
     for size in reversed(sizes):
@@ -147,9 +158,9 @@ def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
 
 
 def regroup(effect: Effect, sizes: Sequence[Size]) -> Effect:
-    """Reshapes like :func:`reshape`, into sizes that are known to have as many elements as the
-    effect, such as those of a view in the graph. Symbols are then taken to divide each other where
-    a view needs it, though this cannot be proven."""
+    """Reshapes like :func:`reshape`. The sizes must be known to have as many elements as the
+    effect, like the sizes of a view in the graph. If a view requires it, symbols are assumed to
+    divide each other, even if this cannot be proven."""
     if tuple(sizes) == effect.shape or (0 in sizes and 0 in effect.shape):
         return reshape(effect, sizes)
     pending = [atom for dim in effect.dims for atom in dim]
@@ -158,7 +169,7 @@ def regroup(effect: Effect, sizes: Sequence[Size]) -> Effect:
         dims.append(_take_inner(pending, left.pop()))
     if len(pending) > 1:
         raise InexpressibleError(f"cannot view {effect.shape} as {tuple(sizes)}")
-    for atom in pending:  # the one atom left is split into the remaining sizes
+    for atom in pending:  # the only atom that is left is split into the remaining sizes
         step = atom.step
         while left:
             dims.append(coalesce([Atom(atom.axis, step, left[-1])]))
@@ -167,7 +178,8 @@ def regroup(effect: Effect, sizes: Sequence[Size]) -> Effect:
 
 
 def _take_inner(pending: list[Atom], size: Size) -> Dim:
-    """Pops atoms from the inner end that make up exactly `size` indices."""
+    """Removes atoms from the inner end that have exactly `size` indices together, and returns
+    them."""
     taken: list[Atom] = []
     left = size
     while left != 1:
@@ -197,14 +209,14 @@ def unsqueeze(effect: Effect, dim: int) -> Effect:
 
 
 def squeeze(effect: Effect, dims: Sequence[int]) -> Effect:
-    """Removes those of `dims` whose length is one."""
+    """Removes each dimension in `dims` that has length one."""
     gone = {d for d in dims if effect.dims[d] == ()}
     kept = tuple(dim for i, dim in enumerate(effect.dims) if i not in gone)
     return Effect(kept, effect.start)
 
 
 def expand(effect: Effect, sizes: Sequence[Size]) -> Effect:
-    """Broadcasts to `sizes`: new leading dimensions, and dimensions of length one, repeat."""
+    """Broadcasts to `sizes`: new leading dimensions, and dimensions of length one, are repeated."""
     lead = len(sizes) - len(effect.dims)
     if lead < 0:
         raise InexpressibleError(f"cannot expand {effect.shape} to {tuple(sizes)}")
@@ -224,7 +236,7 @@ def _repeat(dim: Dim, size: Size) -> Dim:
 
 
 def narrow(effect: Effect, dim: int, start: Size, length: Size, step: int = 1) -> Effect:
-    """Takes `length` indices of output dimension `dim` from `start` on, `step` apart."""
+    """Takes `length` indices of output dimension `dim`, starting at `start`, `step` apart."""
     atoms = effect.dims[dim]
     if start == 0 and step == 1 and length == _length(atoms):
         return effect
@@ -238,7 +250,8 @@ def narrow(effect: Effect, dim: int, start: Size, length: Size, step: int = 1) -
 def _narrow_atoms(
     atoms: Dim, start: Size, length: Size, step: int
 ) -> tuple[list[tuple[int, Size]], Dim]:
-    """Returns start offsets per base axis and the remaining atoms of a mixed-radix dimension."""
+    """Narrows a mixed-radix dimension. Returns the offsets, on the axes of the base, at which the
+    narrowed dimension starts, and its atoms."""
     if not atoms:
         return [], ()
     inner = product(a.length for a in atoms[1:])
@@ -251,7 +264,7 @@ def _narrow_atoms(
             raise InexpressibleError("a slice cuts across a merged dimension")
         offsets = [] if outer.axis is None else [(outer.axis, skip * outer.step)]
         return offsets, coalesce([Atom(outer.axis, outer.step, count), *atoms[1:]])
-    # Entirely inside one block of the inner atoms.
+    # The slice lies in one block of the inner atoms.
     if isinstance(start, int) and isinstance(inner, int) and isinstance(length, int):
         block, within = divmod(start, inner)
         if within + (length - 1) * step < inner:
@@ -263,13 +276,13 @@ def _narrow_atoms(
 
 
 def select(effect: Effect, dim: int, index: Size) -> Effect:
-    """Takes one index of `dim`, which disappears."""
+    """Takes one index of `dim`, and removes this dimension."""
     cut = narrow(effect, dim, index, 1)
     return Effect((*cut.dims[:dim], *cut.dims[dim + 1 :]), cut.start)
 
 
 def compose(outer: Effect, inner: Effect) -> Effect:
-    """Returns `outer`, whose base is the selection of `inner`, as an effect on `inner`'s base."""
+    """Returns `outer`, whose base is what `inner` selects, as an effect on the base of `inner`."""
     between = inner.shape
     if is_identity(inner, between):
         return outer
@@ -300,8 +313,9 @@ def compose(outer: Effect, inner: Effect) -> Effect:
 
 
 def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, list[Atom]] | None:
-    """Returns the atoms of a merged dimension that each atom of the outer effect walks, by the
-    outer atom's id; adds to `start`. None if sizes are symbols, or if an index would carry over."""
+    """Returns the atoms of a merged dimension that each atom of the outer effect steps along, by
+    the id of the outer atom. Adds to `start`. Returns None if sizes are symbols, or if an index
+    would carry over."""
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
     first = outer.start[axis]
     numbers = [first, *(n for a in (*dim, *taken) for n in (a.length, a.step))]
@@ -325,12 +339,13 @@ def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, 
     return found
 
 
-#: A digit of a mixed-radix index: the atom of the base that it walks, and its place value.
+#: A digit of a mixed-radix index: the atom of the base that it steps along, and the value of one
+#: step.
 Digit = tuple[Atom, int]
 
 
 def split_index(index: int, digits: Sequence[Digit]) -> list[int]:
-    """Splits an index into its digits, outermost first."""
+    """Splits an index into its digits, the outermost first."""
     found = []
     for _, weight in digits:
         place, index = divmod(index, weight)
@@ -339,9 +354,9 @@ def split_index(index: int, digits: Sequence[Digit]) -> list[int]:
 
 
 def split_atom(atom: Atom, digits: Sequence[Digit], reach: list[int]) -> list[Atom] | None:
-    """Returns, for each digit, the atom with which one atom along the index walks the digit,
-    outermost first like `digits`. Adds to `reach` how far each digit is walked. None if the atom's
-    steps do not split into steps of the digits."""
+    """Returns, for each digit, the atom that steps along this digit when one atom steps along the
+    index. The outermost digit comes first. Adds to `reach` how far each digit is stepped along.
+    Returns None if the steps of the atom cannot be split into steps of the digits."""
     step, left = atom.step, atom.length
     found: list[Atom] = []
     for at in range(len(digits) - 1, -1, -1):
@@ -386,7 +401,8 @@ def _through(
 
 
 def _split_block(atom: Atom, dim: Dim, first: Size) -> Dim:
-    """Returns an atom that walks whole inner blocks, or stays inside one, of a merged dimension."""
+    """Returns an atom that steps over whole inner blocks of a merged dimension, or stays inside one
+    block."""
     if first != 0:
         raise InexpressibleError("a strided slice of a merged dimension")
     inner: Size = 1

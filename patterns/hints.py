@@ -1,4 +1,4 @@
-"""Default hints of misses, by code, for misses that bring none of their own."""
+"""Default hints, by code. They are used for misses that have no hint of their own."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import fx
 from tilewright.patterns.codes import HINTS, OF_OPERATORS
 from tilewright.patterns.dataflow import scope_of
 
-# Calls whose result has the dtype of their operands, unless autocast computes them.
+# Functions whose result has the dtype of their operands, unless autocast is on.
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
-# The number of nodes upstream of a miss that are searched for products that autocast computed.
+# How many nodes upstream of a miss are searched for products that autocast computed.
 _REACH = 64
 
 
 def hint_for(code: str, nodes: Sequence[fx.Node]) -> str:
-    """Returns what to do about a miss of `code` at these nodes; "" for a code without a hint."""
+    """Returns the hint for a miss with this code at these nodes; "" if the code has no hint."""
     by_nodes = _BY_NODES.get(code)
     return by_nodes(nodes) if by_nodes is not None and nodes else HINTS.get(code, "")
 
 
 def with_declare(hint: str, code: str, nodes: Sequence[fx.Node]) -> str:
-    """Returns a hint that also names `declare`, if one of the nodes calls a library's operator."""
+    """Returns a hint that also mentions `declare`, if one of the nodes calls an operator of another
+    library."""
     if code not in OF_OPERATORS or "tilewright.declare" in hint:
         return hint
     name = next(filter(None, map(_library_operator, nodes)), "")
@@ -35,7 +36,7 @@ def with_declare(hint: str, code: str, nodes: Sequence[fx.Node]) -> str:
 
 
 def _library_operator(node: fx.Node) -> str:
-    """Returns `namespace::name` of an operator that is not PyTorch's; "" for other nodes."""
+    """Returns `namespace::name` of an operator that is not one of PyTorch's; "" for other nodes."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
@@ -44,7 +45,7 @@ def _library_operator(node: fx.Node) -> str:
     return str(target._schema.name)
 
 
-# Namespaces of PyTorch's operators, and of ours.
+# The namespaces of PyTorch's and of tilewright's operators.
 _TORCHS = frozenset({
     "aten", "prim", "prims", "c10d", "_c10d_functional", "_dtensor", "symm_mem", "inductor",
     "quantized", "tilewright", "torch_attn",
@@ -52,7 +53,7 @@ _TORCHS = frozenset({
 
 
 def _one_dtype(nodes: Sequence[fx.Node]) -> str:
-    """Returns the hint for different dtypes, which names autocast if that caused them."""
+    """Returns the hint for different dtypes. If autocast caused them, the hint says so."""
     computed = next(filter(None, map(_autocast_dtype, _before(nodes))), None)
     if computed is None:
         return HINTS["DTYPE"]
@@ -63,17 +64,17 @@ def _one_dtype(nodes: Sequence[fx.Node]) -> str:
 
 
 def _before(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Returns the nodes and those that they are computed from, nearest first."""
+    """Returns the nodes and the nodes that they are computed from, the nearest first."""
     found = list(nodes)
-    for node in found:  # grows in the loop
+    for node in found:  # the list grows during the loop
         if len(found) < _REACH:
             found += [source for source in node.all_input_nodes if source not in found]
     return found[:_REACH]
 
 
 def _autocast_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype that autocast gave a product of tensors of another dtype; None for other
-    nodes."""
+    """Returns the dtype in which autocast computed a product of tensors of another dtype; None for
+    other nodes."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     made = node.meta.get("example_value")
     if name not in _PRODUCTS or node.kwargs or not isinstance(made, torch.Tensor):
@@ -84,7 +85,7 @@ def _autocast_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _look_at_module(nodes: Sequence[fx.Node]) -> str:
-    """Returns the command that shows what each pattern looked for in the module of a node."""
+    """Returns the command that shows what each pattern looked for in a node's module."""
     scope = scope_of(nodes[0])
     if not scope:
         return HINTS["UNRECOGNISED"]

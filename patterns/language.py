@@ -1,7 +1,7 @@
-"""The pattern language: a pattern looks at an anchor and answers `Match` or `Miss`, never None.
+"""The pattern language: a pattern examines an anchor and returns a `Match` or a `Miss`, never None.
 
-A user's own pattern registers in the same way as the built-in ones: subclass nothing, define
-`name`, `op`, `anchors` and `match`, and call :func:`register`.
+A user's own pattern is registered in the same way as the built-in patterns. It needs no base class:
+define `name`, `op`, `anchors` and `match`, and call :func:`register`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from tilewright.patterns.hints import hint_for, with_declare
 
 
 class Stage(IntEnum):
-    """How far a match got; the best miss of an anchor is the one that got furthest."""
+    """How far an attempt to match got. If an anchor has several misses, the miss with the highest
+    stage is reported."""
 
     ANCHORED = 0
     ACTIVATION = 1
@@ -51,17 +52,17 @@ class Stage(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-#: The `pattern` of misses for code that Dynamo did not capture.
+#: The `pattern` of misses about code that Dynamo did not capture.
 CAPTURE = "capture"
-#: The `pattern` of misses for operations that no pattern recognises.
+#: The `pattern` of misses about operations that no pattern recognises.
 CENSUS = "census"
-#: The code of misses of the census.
+#: The code of the census's misses.
 UNRECOGNISED = "UNRECOGNISED"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A record of a node whose graph is not kept: its name, its module and its line of source."""
+    """A node whose graph is not kept, described by its name, its module and its line of source."""
 
     name: str
     scope: str
@@ -72,13 +73,18 @@ class Place:
 class Miss:
     """The reason why an anchor did not become a match.
 
-    code: a stable identifier, see :data:`CODES`. message: what was expected and what was found, in
-    the user's terms. nodes: the nodes of the graph that caused the miss. hint: what the user can
-    do; by default the hint of the code (`patterns/hints.py`). count: the number of anchors that the
-    miss stands for. weight: `lost` or `advice`; None for the default of the code, see
-    :data:`WEIGHTS`. Under `strict`, and for warnings, only `lost` counts. covers: the nodes of the
-    anchors, or of the match that was refused; :func:`find` adds them, and a census starts from them
-    (:class:`Sought`).
+    Attributes:
+        pattern: The name of the pattern.
+        code: A stable identifier; see :data:`CODES`.
+        stage: How far the attempt got.
+        message: What was expected and what was found, in the user's terms.
+        nodes: The nodes of the graph that caused the miss.
+        hint: What the user can do. By default, it is the hint of the code (`patterns/hints.py`).
+        count: The number of anchors that the miss stands for.
+        weight: `lost` or `advice`; None for the default of the code, see :data:`WEIGHTS`. Only
+            `lost` misses cause errors under `strict`, and warnings.
+        covers: The nodes of the anchors, or of the match that was refused. :func:`find` adds them,
+            and a census starts from them (:class:`Sought`).
     """
 
     pattern: str
@@ -118,10 +124,10 @@ class Miss:
         return place.source if place is not None else ""
 
     def without_graph(self) -> Miss:
-        """Returns a copy that keeps no graph: each of `nodes` becomes a :class:`Place`, and
-        `covers` is empty."""
+        """Returns a copy that does not keep the graph alive: each of `nodes` becomes a
+        :class:`Place`, and `covers` is empty."""
         places = tuple(Place(n.name, scope_of(n), source_of(n)) for n in self.nodes)
-        made = copy(self)  # a new Miss would look for hints again, which needs nodes
+        made = copy(self)  # a new Miss would compute its hint again, which needs nodes
         object.__setattr__(made, "nodes", places)
         object.__setattr__(made, "covers", ())
         return made
@@ -135,12 +141,16 @@ class Miss:
 
 @dataclass(frozen=True)
 class Result:
-    """An output of the fused op that takes the place of a value of the user's graph.
+    """An output of the fused op that replaces a value of the user's graph. A match has one Result
+    for each value that is read from outside of the match.
 
-    replaced: the value. It equals what `effect` selects of the output, times `factor`, plus
-    `added`. output: the index of the output, for an op that returns several. added: a view of the
-    value's shape and dtype; None for nothing. A match has one Result for each value that others
-    read.
+    Attributes:
+        replaced: The value. It equals what `effect` selects of the output, times `factor`, plus
+            `added`.
+        effect: The selection.
+        output: The index of the output, for an op that returns several outputs.
+        factor: The factor.
+        added: A view that has the value's shape and dtype; None if nothing is added.
     """
 
     replaced: Value
@@ -153,7 +163,8 @@ class Result:
     def of_rows(
         cls, replaced: Value, made: Sequence[Size], output: int = 0, added: View | None = None
     ) -> Result:
-        """Returns the Result for a value that is a whole output of shape [T, columns], reshaped."""
+        """Returns the Result for a value that is a whole output of shape [T, columns], after a
+        reshape."""
         rows, columns = made
         if replaced.shape[1:] == (columns,):  # the number of rows may be any expression
             return cls(replaced, effects.identity(replaced.shape), output, added=added)
@@ -163,10 +174,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Parts:
-    """Views of `replaced` that become views of the op's output; the value itself disappears.
+    """Views of `replaced` that become views of the op's output. The value itself disappears.
 
-    restate: turns an effect on `replaced` into the effect on the output that selects the same
-    elements; raises InexpressibleError for elements that the output does not hold.
+    Attributes:
+        replaced: The value.
+        restate: A function that converts an effect on `replaced` to the effect on the output that
+            selects the same elements. It raises InexpressibleError for elements that the output
+            does not have.
+        output: The index of the output.
     """
 
     replaced: Value
@@ -176,22 +191,25 @@ class Parts:
 
 @dataclass(frozen=True)
 class Match:
-    """A subgraph and the fused op that takes its place.
+    """A subgraph, and the fused op that replaces it.
 
-    arguments: by their names in the op's schema: views (the rewriter builds them), numbers,
-        strings, None.
-    results: values of the graph, or parts of one, that the op's output replaces.
-    absorbed: values that disappear.
-    stores: the in-place writes that the op performs instead; the op takes the place of the last
-        one. Without any, it takes the place of the last replaced value.
-    facts: what reports and snapshots print about the site: heads, rotation, kind of write, ...
-    scratch: in-place writes into memory that the graph made itself and that only absorbed values
-        read (`y += bias`, `out[order] = y`): they vanish with the match.
-    needs_kernel: leave the graph alone on a GPU for which the op has no kernel.
-    miss_weight: the weight of the miss that the match becomes if it cannot be rewritten; None for
-        the default of the miss's code.
-    pattern, op: the names of the pattern, and of the op in `torch.ops.tilewright`, or
-        `namespace::name`; :func:`attempt` sets them from the pattern.
+    Attributes:
+        anchor: The anchor.
+        arguments: The arguments, by their names in the op's schema: views (the rewriter builds
+            them), numbers, strings or None.
+        results: The values of the graph, or parts of them, that the op's output replaces.
+        absorbed: The values that disappear.
+        stores: The in-place writes that the op performs. The op is inserted at the place of the
+            last one. If there are none, it is inserted at the place of the last replaced value.
+        facts: What reports and snapshots print about the site: heads, rotation, kind of write, ...
+        scope: The module of the site.
+        scratch: In-place writes to memory that the graph itself allocated and that only absorbed
+            values read (`y += bias`, `out[order] = y`). They disappear with the match.
+        needs_kernel: Whether the graph is left unchanged on a GPU for which the op has no kernel.
+        miss_weight: The weight of the miss that the match becomes if it cannot be rewritten; None
+            for the default of the miss's code.
+        pattern, op: The name of the pattern, and the name of the op in `torch.ops.tilewright`, or
+            `namespace::name`. :func:`attempt` sets them from the pattern.
     """
 
     anchor: Value
@@ -220,10 +238,10 @@ class Match:
 
 
 class Reject(Exception):
-    """Carries a Miss out of a pattern's helpers; :func:`attempt` turns it into the answer."""
+    """Carries a Miss out of a pattern's helper functions. :func:`attempt` returns this Miss."""
 
     def __init__(self, miss: Miss) -> None:
-        super().__init__(miss)  # formatted on demand: most rejections are caught
+        super().__init__(miss)  # it is formatted on demand, because most rejections are caught
         self.miss = miss
 
 
@@ -235,7 +253,7 @@ def reject(
     hint: str = "",
     weight: Weight | None = None,
 ) -> NoReturn:
-    """Ends the attempt with a Miss, made as by :func:`miss_at`."""
+    """Ends the attempt with a Miss. :func:`miss_at` makes it from the same arguments."""
     raise Reject(miss_at(code, stage, message, *culprits, hint=hint, weight=weight))
 
 
@@ -247,8 +265,8 @@ def miss_at(
     hint: str = "",
     weight: Weight | None = None,
 ) -> Miss:
-    """Returns a Miss of the current pattern. Raises ValueError unless `code` is in :data:`CODES`,
-    see :func:`register_code`."""
+    """Returns a Miss of the current pattern. Raises ValueError if `code` is not in :data:`CODES`;
+    :func:`register_code` adds codes."""
     if code not in CODES:
         raise ValueError(
             f"miss code {code!r} is not known; give it a meaning: register_code({code!r}, ...)"
@@ -265,10 +283,10 @@ def _node(culprit: Value | View | fx.Node) -> fx.Node:
 
 @contextmanager
 def as_advice(*culprits: Value | View | fx.Node) -> Iterator[None]:
-    """Turns every miss that is raised in the context into advice. Patterns use it where fusing
-    would gain nothing, or where the purpose of the nodes is unknown.
+    """Makes every miss that is raised in this context advice. Patterns use it if a fusion would
+    gain nothing, or if the purpose of the nodes is unknown.
 
-    culprits: the nodes that the miss names if the cause is a layout that no view expresses.
+    culprits: the nodes that the miss refers to if the cause is a layout that no view can express.
     """
     try:
         yield
@@ -280,21 +298,24 @@ def as_advice(*culprits: Value | View | fx.Node) -> Iterator[None]:
         raise Reject(miss) from None
 
 
-#: The kinds of operations that a census counts: products, softmaxes, writes into memory from
-#: outside, and choices.
+#: The kinds of operations that a census counts: products, softmaxes, writes to memory from outside
+#: of the graph, and choices.
 Kind = Literal["product", "softmax", "write", "top-k"]
 
 
 @dataclass(frozen=True)
 class Sought:
-    """Describes a pattern's anchors to readers, and lists the operations that its misses account
+    """Describes a pattern's anchors for people, and lists the operations that its misses account
     for.
 
-    what: a description in one line. near: the operations that come nearest if there is no anchor,
-    by the names of `patterns.dataflow`; an in-place write is a "store". before, behind: a miss
-    accounts for its anchor's nodes, and also for the first operations of these kinds upstream and
-    downstream of them. depth: how many consecutive products upstream it accounts for. beside:
-    whether it also accounts for other products of the same activation.
+    Attributes:
+        what: A description in one line.
+        near: The operations that are the most similar if there is no anchor, by the names in
+            `patterns.dataflow`; an in-place write is a "store".
+        before, behind: A miss accounts for the nodes of its anchor. It also accounts for the first
+            operations of these kinds upstream (`before`) and downstream (`behind`) of them.
+        depth: How many consecutive products upstream a miss accounts for.
+        beside: Whether a miss also accounts for other products of the same activation.
     """
 
     what: str = ""
@@ -314,36 +335,41 @@ def sought_by(pattern: Any) -> Sought:
 class Pattern(Protocol):
     """A family of subgraphs that one op replaces.
 
-    These attributes are optional. `sought`: a :class:`Sought`. `asked_before`: the names of
-    patterns that would otherwise take its anchors; they are tried after it. `asked_last`: if true,
-    the pattern is tried after all patterns without this attribute. `optional`: if true, the unfused
-    graph is good enough where the op has no kernel: each match `needs_kernel`, and each miss is
-    advice. `speaks_for`: the names of patterns that match nothing where this one misses; `strict`
-    with one of these names raises for this pattern's misses.
+    A pattern may have these attributes:
+
+    - `sought`: a :class:`Sought`.
+    - `asked_before`: the names of patterns that would otherwise match its anchors. They are tried
+      after it.
+    - `asked_last`: if true, the pattern is tried after all patterns without this attribute.
+    - `optional`: if true, the unfused graph is good enough if the op has no kernel. Each match then
+      has `needs_kernel`, and each miss is advice.
+    - `speaks_for`: the names of patterns that match nothing where this pattern misses. `strict`
+      with one of these names raises an error for misses of this pattern.
 
     A pattern may also have a method `asked_afterwards`, which takes the Dataflow of the graph. If
-    it returns True, the pattern is tried after all others have rewritten the graph. Its anchors are
-    the tensors that fused ops read or return.
+    it returns True, the pattern is tried after all other patterns have rewritten the graph. Its
+    anchors are the tensors that fused ops read or return.
     """
 
     @property
     def name(self) -> str:
-        """The name in reports, options and snapshots."""
+        """The name of the pattern in reports, options and snapshots."""
 
     @property
     def op(self) -> str:
         """The op that matches are rewritten to."""
 
     def anchors(self, flow: Dataflow) -> Iterable[Any]:
-        """Yields cheap, stable places to start from."""
+        """Yields the anchors, which are cheap to find and stable."""
 
     def match(self, anchor: Any, flow: Dataflow) -> Match:
-        """Returns the match at this anchor; raises :class:`Reject` with the reason otherwise."""
+        """Returns the match at this anchor. If there is none, raises :class:`Reject` with the
+        reason."""
 
 
 def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
-    """Returns the match of one pattern at one anchor, or the miss that explains why there is
-    none."""
+    """Returns the match of one pattern at one anchor, or the miss that explains why there is no
+    match."""
     if isinstance(anchor, Missed):
         return replace(anchor.miss, pattern=pattern.name)
     answer = _attempt(pattern, anchor, flow)
@@ -365,7 +391,7 @@ def _attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
 
 
 def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
-    """Returns the node that an anchor starts from, if it has one."""
+    """Returns the node that an anchor starts from, if the anchor has one."""
     if isinstance(anchor, Missed):
         return anchor.miss.nodes[:1]
     node = getattr(anchor, "node", None) or getattr(getattr(anchor, "first", None), "node", None)
@@ -374,10 +400,12 @@ def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
 
 @dataclass(frozen=True)
 class Missed:
-    """An anchor that is already known to be a miss. :func:`attempt` returns that miss.
+    """An anchor that is already known to be a miss. :func:`attempt` returns this miss.
 
-    stores: the writes that a match would take. values, products: other values that the miss
-    accounts for.
+    Attributes:
+        miss: The miss.
+        stores: The writes that a match would perform.
+        values, products: Other values that the miss accounts for.
     """
 
     miss: Miss
@@ -388,11 +416,11 @@ class Missed:
 
 class PatternError(RuntimeError):
     """Raised when a pattern breaks its contract, or raises an exception other than Reject. The
-    message names the pattern."""
+    message has the name of the pattern."""
 
 
 def _checked(pattern: Pattern, answer: Any) -> Match:
-    """Returns the answer if it keeps the contract of a match; raises PatternError otherwise."""
+    """Returns the answer if it is a valid match. Raises PatternError if it is not."""
     if not isinstance(answer, Match):
         raise PatternError(
             f"pattern {pattern.name!r}: match returned {answer!r}; return a Match or reject(...)"
@@ -415,12 +443,12 @@ _REGISTRY: dict[str, Pattern] = {}
 
 
 def register(pattern: Pattern) -> Pattern:
-    """Adds a pattern. Adding a pattern twice does nothing; raises ValueError if a pattern of
-    another type has its name.
+    """Adds a pattern. Adding the same pattern twice does nothing. Raises ValueError if a pattern of
+    another type has the same name.
 
     An anchor goes to the first pattern that matches. Patterns are tried in the order of
-    registration, with two exceptions: a pattern comes before the patterns that its `asked_before`
-    names, and patterns with `asked_last` come last.
+    registration, with two exceptions: a pattern comes before the patterns in its `asked_before`,
+    and patterns with `asked_last` come last.
     """
     known = _REGISTRY.get(pattern.name)
     if known is not None and type(known) is not type(pattern):
@@ -433,15 +461,16 @@ def register(pattern: Pattern) -> Pattern:
 
 
 def unregister(name: str) -> None:
-    """Removes a pattern; raises KeyError for an unknown name."""
+    """Removes a pattern. Raises KeyError if the name is unknown."""
     del _REGISTRY[name]
 
 
 def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
-    """Returns the registered patterns in the order in which they are tried: all, those named, or
-    all but those named with a leading `-`.
+    """Returns the registered patterns in the order in which they are tried.
 
-    Raises ValueError for an unknown name, and for patterns that must each come before the other.
+    names: the names of the patterns to return. A leading `-` excludes a pattern; if all names have
+    it, all other patterns are returned. If it is None, all patterns are returned. Raises ValueError
+    if a name is unknown, and if two patterns must each come before the other.
     """
     if names is None:
         return _in_order()
@@ -458,18 +487,21 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
 
 
 def spoken_for(name: str) -> frozenset[str]:
-    """Returns the name, and the names in the `speaks_for` of that pattern."""
+    """Returns the name, and the names in `speaks_for` of the pattern with this name."""
     return frozenset((name, *getattr(_REGISTRY.get(name), "speaks_for", ())))
 
 
 def _in_order() -> tuple[Pattern, ...]:
-    """Returns all patterns, each after those that must come before it."""
+    """Returns all patterns, each after the patterns that must come before it."""
     found: dict[str, Pattern] = {}
     ends = [pattern for pattern in _REGISTRY.values() if getattr(pattern, "asked_last", False)]
 
     def add(pattern: Pattern, waiting: tuple[str, ...] = ()) -> None:
         if pattern.name in waiting:
-            raise ValueError(f"asked_before: each of {waiting} is to be asked before the others")
+            raise ValueError(
+                f"asked_before: no order is possible, because each of {waiting} "
+                "must be tried before another of them"
+            )
         for other in _REGISTRY.values():
             if pattern.name in getattr(other, "asked_before", ()) and other.name not in found:
                 add(other, (*waiting, pattern.name))
@@ -489,20 +521,21 @@ class Findings:
 
 
 Check = Callable[[Match, Dataflow], Miss | None]
-#: Makes the miss for an exception, from the pattern's name, what it was doing, the exception, and
-#: nodes.
+#: Makes the miss for an exception. Its arguments are the pattern's name, what the pattern was
+#: doing, the exception, and nodes.
 Failed = Callable[[str, str, Exception, tuple[fx.Node, ...]], Miss]
 
 REPORT_IT = (
-    "this is a fault of the pattern or of tilewright, not of the model; with "
-    "TILEWRIGHT_REPRO=<folder> set, a file that shows it is written there: report it with that"
+    "this is an error in the pattern or in tilewright, not in the model; if "
+    "TILEWRIGHT_REPRO=<folder> is set, tilewright writes a file there that reproduces the "
+    "error: attach this file to your report"
 )
 
 
 def internal_miss(
     pattern: str, doing: str, error: Exception, nodes: tuple[fx.Node, ...] = ()
 ) -> Miss:
-    """Returns the miss of a site at which `pattern`, or tilewright itself, raised an unexpected
+    """Returns the miss for a site at which `pattern`, or tilewright itself, raised an unexpected
     exception."""
     what = str(error)
     if not isinstance(error, PatternError):
@@ -517,16 +550,19 @@ def find(
     check: Check | None = None,
     failed: Failed = internal_miss,
 ) -> Findings:
-    """Returns all matches of all patterns, and the best miss of every anchor that no pattern took.
+    """Returns all matches of all patterns, and for every anchor that no pattern matched, the best
+    miss.
 
-    An unexpected exception costs only that anchor: `failed` makes a miss of it.
+    An unexpected exception affects only its anchor: `failed` makes a miss of it.
 
-    A store goes to the first pattern that matches it and passes `check`. If a later pattern takes a
-    store that an earlier one missed, the earlier miss is kept, since it is more informative. It is
-    dropped if the later match also absorbs the written value, since nothing of the site is then
-    lost. For the same reason, a miss is dropped if matches absorb all its anchors. A pattern with a
-    true attribute `takes_leftovers` is not tried at values that a match absorbs. Its own matches do
-    not absorb anchors of other patterns, and drop only misses of patterns with its op.
+    A store goes to the first pattern that matches it and passes `check`. If a later pattern matches
+    a store that an earlier pattern missed, the earlier miss is kept, because it is more
+    informative. It is dropped if the later match also absorbs the written value, because nothing of
+    the site is lost then. For the same reason, a miss is dropped if matches absorb all its anchors.
+
+    A pattern whose attribute `takes_leftovers` is true is not tried at values that a match absorbs.
+    Its own matches do not absorb anchors of other patterns, and they drop only misses of patterns
+    that have the same op.
     """
     found = Findings()
     taken: set[Value] = set()
@@ -578,8 +614,8 @@ def find(
 def _outdone(
     miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage], fused: Sequence[Set[Value]]
 ) -> bool:
-    """Whether a miss can be dropped: matches have fused its whole site, or the miss is only about a
-    write at which another pattern got further."""
+    """Whether a miss can be dropped, because matches have fused its whole site, or because it is
+    only about a write at which another pattern reached a higher stage."""
     inside = all(any(store in values for values in fused) for store in stores)
     if stores and inside and miss.code != "INTERNAL":
         return True
@@ -588,7 +624,7 @@ def _outdone(
 
 
 def _anchors(pattern: Pattern, flow: Dataflow, found: Findings, failed: Failed) -> list[Any]:
-    """Returns the anchors up to the first failure, which is added to the misses."""
+    """Returns the anchors up to the first exception, for which a miss is added."""
     anchors: list[Any] = []
     try:
         for anchor in pattern.anchors(flow):
@@ -629,7 +665,8 @@ def anchored_stores(anchor: Any) -> Iterator[Value]:
 
 
 def anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
-    """Returns the nodes of an anchor: its own, and those of its writes, `values` and `products`."""
+    """Returns the nodes of an anchor: its own node, and the nodes of its writes, `values` and
+    `products`."""
     lists = (getattr(anchor, name, ()) for name in ("values", "products"))
     values = (*anchored_stores(anchor), *(value for listed in lists for value in listed))
     return tuple(dict.fromkeys((*_anchor_nodes(anchor), *(value.node for value in values))))

@@ -1,4 +1,4 @@
-"""The kernels of `cache_attention`, and the tiles and grids for few queries."""
+"""The kernels of `cache_attention`, and the tiles and grids of calls with few queries."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tilewright.codegen.attention.blocks import KEYS, LIST_STRIDES, MASK_STRIDES
 from tilewright.codegen.attention.problem import CacheProblem
 from tilewright.codegen.kernel import Kernel, strides_of
 
-# fp32 numbers in the registers of a warp of the merging program: 64 per thread.
+# How many fp32 numbers a warp of a merging program holds in registers: 64 in each thread.
 MERGED_NUMBERS = 64 * 32
 MERGE_WARPS = 4
-# Strides of the values, if they have a tensor of their own.
+# The strides of the values, if keys and values are separate tensors.
 V_STRIDES = strides_of("v", page=0, head=2)
-# Strides of the rope columns of queries and keys.
+# The strides of the rope columns of queries and keys.
 ROPE_STRIDES = strides_of("q_rope", token=0, head=1) | strides_of("k_rope", "rope", page=0)
 _STRIDES = {
     **strides_of("q", token=0, head=1),
@@ -41,7 +41,7 @@ DECODE = Kernel(
     ranges=("num_queries", "num_keys", "row_tiles"),
     omitted=("ROUND_GROUP", "ROUNDED", "ZERO_SCALE", "LEAST", "LEAST_DIVISOR"),
 )
-# Runs after DECODE if the keys are split.
+# If the keys are split, this kernel runs after DECODE.
 MERGE = Kernel(
     "attention.decode",
     "attention_merge",
@@ -64,8 +64,17 @@ PREFILL = Kernel(
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tiles of `tokens` queries with `heads` of the heads that share keys, in `rows` rows. The keys
-    of a tile are split over `splits` programs."""
+    """The tile sizes of DECODE.
+
+    Attributes:
+        tokens: The number of queries in a tile.
+        heads: The number of query heads in a tile. They share a head of keys.
+        rows: The number of rows of a tile, one for each query and head, padded.
+        splits: The number of programs that the keys of a tile are divided among.
+        num_warps: The number of warps of a program.
+        num_stages: The number of pipeline stages.
+        block_n: The number of keys that a program reads in one step.
+    """
 
     tokens: int
     heads: int
@@ -82,24 +91,27 @@ class DecodeConfig:
 
     @property
     def real_rows(self) -> int:
-        """Number of rows that hold all queries, rounded up to a power of two."""
+        """The number of rows that hold all queries of a tile, rounded up to a power of two."""
         return next_power_of_2(self.tokens * self.heads)
 
 
 def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, int]) -> int:
-    """Returns the number of tiles of a call, for ragged sequences the most that there can be.
-    sizes: (number of sequences, queries of each, or of all ragged ones)."""
+    """Returns the number of tiles of a call. If the sequences are ragged, returns an upper bound.
+
+    sizes: (number of sequences, number of queries). The queries are counted for each sequence, or
+    for all sequences together if they are ragged.
+    """
     sequences, queries = sizes
     row_tiles = sequences * cdiv(queries, config.tokens)
     if problem.ragged:
-        # At most one tile of each sequence is not full.
+        # Each sequence has at most one tile that is not full.
         row_tiles = min(row_tiles, cdiv(queries, config.tokens) + sequences - 1)
     return row_tiles * problem.num_kv_heads * cdiv(problem.group, config.heads)
 
 
 def workspace_elements(problem: CacheProblem, config: DecodeConfig) -> int:
-    """Returns the fp32 numbers in the workspace of a tile whose keys are split: values, largest
-    logits and sums of weights."""
+    """Returns how many fp32 numbers the workspace of one tile holds, if its keys are split. It
+    holds values, largest logits and sums of weights."""
     return config.splits * config.real_rows * (problem.v_block + 2)
 
 
@@ -108,6 +120,6 @@ def merge_grid(problem: CacheProblem, config: DecodeConfig, tiles: int) -> tuple
 
 
 def merged_columns(problem: CacheProblem, config: DecodeConfig) -> int:
-    """Returns the columns of a row that a program of `attention_merge` merges."""
+    """Returns how many columns of a row a program of `attention_merge` merges."""
     fitting = MERGED_NUMBERS * MERGE_WARPS // next_power_of_2(config.splits)
     return max(min(fitting, problem.v_block), 16)

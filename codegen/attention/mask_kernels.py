@@ -1,4 +1,5 @@
-"""The `mask_blocks` kernel, and the partition of a mask into steps with enough loads in flight."""
+"""The `mask_blocks` kernel, and how its programs divide a mask, so that enough loads are in
+flight."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
-# The fewest and the most entries of a list that are written at a time.
+# The fewest and the most entries of a list that a program writes at a time.
 LEAST_LISTED, MOST_LISTED = 16, 1024
-# Bytes of the mask that a program loads at a time, and the fewest bytes of a part.
+# How many bytes of the mask a program loads at a time, and the fewest bytes that a part has.
 STEP_BYTES = 16384
 PART_BYTES = 2 * STEP_BYTES
-# Programs on a multiprocessor that together have enough loads in flight.
+# How many programs a multiprocessor needs at the same time to have enough loads in flight.
 PROGRAMS_PER_SM = 4
 
 _AXES = ("sequence", "head", "row", "column")
@@ -32,10 +33,15 @@ MASK_BLOCKS = Kernel(
 
 @dataclass(frozen=True)
 class MaskProblem:
-    """The static part of a call. mask: dtype of the mask, u8 for booleans or a float for numbers
-    that are added. rows: its number of rows, at most QUERIES, rounded up to a power of two.
-    key_blocks: its number of blocks of keys, rounded up to a power of two. unit: the largest power
-    of two of the dtype, if the mask's lowest numbers hide keys too; 0 if they do not."""
+    """The static part of a call of `mask_blocks`.
+
+    Attributes:
+        mask: The dtype of the mask: "u8" for booleans, or a float dtype for a mask that is added.
+        rows: The number of rows of the mask, at most QUERIES, rounded up to a power of two.
+        key_blocks: The number of blocks of keys, rounded up to a power of two.
+        unit: The largest power of two of the dtype, if the lowest numbers of the mask hide keys
+            too. If they do not, unit is 0.
+    """
 
     mask: str
     rows: int
@@ -52,16 +58,21 @@ class MaskProblem:
 
     @property
     def bounds(self) -> dict[str, Constant]:
-        """The constants that tell lowest numbers from ordinary ones; empty if lowest numbers do not
-        hide keys."""
+        """The constants that distinguish lowest numbers from ordinary numbers. There are no such
+        constants if lowest numbers do not hide keys."""
         unit = self.unit
         return {"LOWEST": LOWEST * unit, "ORDINARY": ORDINARY * unit} if unit else {}
 
 
 @dataclass(frozen=True)
 class MaskConfig:
-    """blocks: blocks of keys that a program reads per step. parts: number of programs that share
-    the blocks of a tile."""
+    """The tile sizes of `mask_blocks`.
+
+    Attributes:
+        blocks: The number of blocks of keys that a program reads in one step.
+        parts: The number of programs that share the blocks of a tile.
+        num_warps: The number of warps of a program.
+    """
 
     blocks: int
     parts: int
@@ -76,8 +87,8 @@ class MaskConfig:
 
 
 def mask_config(problem: MaskProblem, tiles: int, target: Target) -> MaskConfig:
-    """Returns the tiles of a call. If there are few tiles, their keys are cut into parts to keep
-    the chip busy."""
+    """Returns the tile sizes of a call. If there are few tiles, their keys are divided into parts,
+    so that all multiprocessors have work."""
     block_bytes = problem.rows * KEYS * ELEMENT_BYTES[problem.mask]
     blocks = min(max(STEP_BYTES // block_bytes, 1), problem.key_blocks)
     wanted = cdiv(PROGRAMS_PER_SM * target.num_sms, max(tiles, 1))
@@ -86,13 +97,16 @@ def mask_config(problem: MaskProblem, tiles: int, target: Target) -> MaskConfig:
 
 
 def blocks_per_part(config: MaskConfig, key_blocks: int) -> int:
-    """Returns how many of `key_blocks` each part has, in whole steps. The last part has the
-    rest."""
+    """Returns how many of the `key_blocks` blocks each part has. This is a whole number of steps,
+    and the last part has the remaining blocks."""
     return max(cdiv(cdiv(key_blocks, config.parts), config.blocks), 1) * config.blocks
 
 
 def numbers_per_tile(problem: MaskProblem, config: MaskConfig, key_blocks: int) -> int:
-    """Returns how many numbers the programs of a tile exchange: a flag for each block and, if the
-    lowest numbers hide keys, a flag for each row of each part: whether it has an ordinary
-    number."""
+    """Returns how many numbers the programs of a tile exchange.
+
+    The programs exchange a flag for each block. If lowest numbers hide keys, the programs also
+    exchange a flag for each row of each part, which says whether the row has an ordinary number
+    there.
+    """
     return key_blocks + (config.parts * problem.rows if problem.unit and config.parts > 1 else 0)

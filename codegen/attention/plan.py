@@ -1,4 +1,5 @@
-"""Plans of `cache_attention`: the tiles, and the number of parts that the keys are split into."""
+"""Plans of `cache_attention`: the tile sizes, and the number of parts that the keys are split
+into."""
 
 from __future__ import annotations
 
@@ -11,38 +12,42 @@ from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
 from tilewright.codegen.targets import Target
 
-# Most rows of a tile, and most numbers of its output.
+# The most rows of a tile, and the most numbers in the output of a tile.
 MOST_ROWS = 64
 MOST_NUMBERS = MOST_ROWS * 128
-# For latents, whose keys are also the values: fp32 numbers of the output in a thread's registers,
-# the most of them with the most warps, the most warps, and the keys of a block, whose rows are
-# wide.
+# Limits for latents, where the keys are also the values: how many fp32 numbers of the output a
+# thread holds, how many it holds if the program has MOST_WARPS warps, the most warps, and how many
+# keys a block has. Blocks are small, because rows of latents are wide.
 HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
-# Keys of a block of latents that are rounded: they are in registers, in fp32. A program takes about
-# three times as long for them as for reading them (measured on an H100).
+# The number of keys in a block of latents that are rounded. They are in registers, in fp32. A
+# program needs about three times as long for these keys as for reading them (measured on an H100).
 ROUNDED_KEYS = 16
 ROUNDED_TIME = 3
-# Without latents: fp32 numbers of scores and output in a thread of 4 warps; for more, there are 8.
+# Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may
+# hold. If there are more numbers, the program has 8 warps.
 HELD_SUMS = 96
-# Shared memory for the weights, barriers and reductions.
+# The shared memory that is kept free for the weights, barriers and reductions, in bytes.
 SPARE_BYTES = 8192
 MOST_SPLITS = 128
-# The cost of splitting, in bytes of keys that a multiprocessor reads in the same time (measured on
-# an H200): of another launch, and of each part to merge.
+# The cost of another launch, and the cost of each part that is merged, if keys are split into
+# parts. The costs were measured on an H200. They are given as the bytes of keys that a
+# multiprocessor reads in the same time.
 LAUNCH_BYTES = 56 * 1024
 MERGED_BYTES = 2 * 1024
-# For latents, the cost of each part: several programs merge the parts of a row (measured on an
+# For latents: the cost of each part. Several programs merge the parts of a row (measured on an
 # H100).
 MERGED_LATENT_BYTES = 512
-# Programs that fit a multiprocessor at once. More would start late, in a nearly empty second wave.
+# The number of programs that fit a multiprocessor at the same time. Any more programs would start
+# late, in a second wave that is nearly empty.
 RESIDENT_PROGRAMS = 2
-# Pipeline stages; a paged cache takes more, because the page of a block is loaded before the block.
+# The number of pipeline stages. A paged cache needs more stages, because a program loads the page
+# number of a block before the block.
 STAGES = 3
 PAGED_STAGES = 5
-# Tiles for many queries; the first that fits is taken.
+# Tile sizes for many queries. The plan uses the first ones that fit.
 BY_POINTERS = (
     PrefillConfig(64, 64, 4, 3),
     PrefillConfig(128, 64, 8, 3),
@@ -51,22 +56,23 @@ BY_POINTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-# Tiles for chips that keep scores, output and q all in registers: a thread has fewer scores.
+# Tile sizes for chips that keep scores, output and q in registers. There, a thread holds fewer
+# scores.
 IN_REGISTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 8, 2),
     PrefillConfig(64, 32, 8, 1),
     PrefillConfig(32, 32, 4, 1),
 )
-# Tiles with a mask tensor, whose tile takes registers too.
+# Tile sizes for calls with a mask tensor. The tile of the mask takes registers, too.
 MASKED = (PrefillConfig(64, 64, 4, 2), *BY_POINTERS[2:])
 
 
 def decode_rows(
     problem: CacheProblem, num_queries: int, held: int = MOST_HELD_NUMBERS
 ) -> tuple[int, int, int]:
-    """Returns (queries of a tile, heads of a tile, rows of a tile). held: for latents, the fp32
-    numbers of the output that a thread may hold."""
+    """Returns the size of a tile: (queries, heads, rows). held: for latents, how many fp32 numbers
+    of the output a thread may hold."""
     most, group = _most_rows(problem, held), problem.group
     heads = cdiv(group, cdiv(group, most))
     room = max(most // next_power_of_2(heads), 1)
@@ -75,15 +81,15 @@ def decode_rows(
 
 
 def _most_rows(problem: CacheProblem, held: int) -> int:
-    """Returns the most rows of a tile whose output fits the registers of its warps."""
+    """Returns the largest number of rows whose output fits the registers of a program's warps."""
     if not problem.latent:
         return min(MOST_ROWS, max(MOST_NUMBERS // problem.v_block, 16))
     return max(min(held * 32 * MOST_WARPS // problem.v_block, MOST_ROWS), 16)
 
 
 def decodes(problem: CacheProblem, sizes: AttentionSizes) -> bool:
-    """Whether the queries of a sequence fit the rows of one tile; for ragged sequences, the average
-    number of queries."""
+    """Whether the queries of a sequence fit the rows of one tile. If sequences are ragged, this
+    compares their average number of queries."""
     queries = sizes.num_queries
     if problem.ragged:
         queries = cdiv(queries, max(sizes.num_sequences, 1))
@@ -91,7 +97,7 @@ def decodes(problem: CacheProblem, sizes: AttentionSizes) -> bool:
 
 
 def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
-    """Returns the tiles of a call with many queries."""
+    """Returns the tile sizes of a call with many queries."""
     tried: tuple[PrefillConfig, ...] = BY_POINTERS
     if problem.paged and max(problem.head_block, problem.v_block) > 128:
         tried = BY_POINTERS[3:]  # the addresses of 64 keys would spill
@@ -114,13 +120,14 @@ def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
 
 
 def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) -> DecodeConfig:
-    """Returns the tiles of a call with few queries. sizes: rounded to the sizes that plans are made
-    for."""
-    # Numbers on their way to tensor memory take registers, in addition to those of a mask.
+    """Returns the tile sizes of a call with few queries. sizes: the sizes of the call, rounded up
+    to the sizes of the plan's bucket."""
+    # Data on its way to tensor memory takes registers, in addition to those that hold a mask.
     crowded = bool(target.tmem_columns) and problem.attn_mask != ""
     held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
     tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
-    # Sums and scores on their way to tensor memory are in registers twice.
+    # On chips with tensor memory, sums and scores pass through registers on their way to tensor
+    # memory, and take twice as many registers there.
     held = HELD_SUMS // (2 if target.tmem_columns else 1)
     warps = 4 if rows * (problem.v_block + KEYS) <= held * 4 * 32 else MOST_WARPS
     if problem.latent:
@@ -146,16 +153,16 @@ def _stages(problem: CacheProblem, rows: int, keys: int, target: Target) -> int:
             fixed += 4 * rows * keys  # the logits in fp32, between tensor memory and registers
     fitting = (target.max_shared_bytes - fixed) // (keys * problem.key_bytes)
     if problem.latent and paged:
-        # One stage holds only the pages, which are loaded first, and no keys.
+        # One of the stages holds only page numbers, which are loaded before the keys.
         fitting += 1
     return max(min(wanted, fitting), 1)
 
 
 def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, sms: int) -> int:
-    """Returns the number of parts of each tile's keys with the least time.
+    """Returns the number of parts of each tile's keys that gives the shortest modelled time.
 
-    One program saturates a multiprocessor's share of the memory rate, so the
-    time follows from the number of key blocks on the busiest multiprocessor.
+    One program saturates a multiprocessor's share of the memory bandwidth. Therefore the time
+    depends only on the number of key blocks that the busiest multiprocessor reads.
     """
     blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
     if problem.rounding is not None:
@@ -167,7 +174,7 @@ def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, 
     def time(splits: int) -> float:
         programs = tiles * splits
         reading = cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
-        # Parts are written, and read again by the merging programs.
+        # Programs write the parts, and the merging programs read them again.
         merging = LAUNCH_BYTES + merged_bytes * splits + 2 * programs * part_bytes / sms
         return reading + (merging if splits > 1 else 0)
 

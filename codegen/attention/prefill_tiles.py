@@ -1,4 +1,5 @@
-"""Tiles of the attention kernels for many queries: their number and their order."""
+"""Tiles of the attention kernels for many queries: how many there are and in which order they
+run."""
 
 from __future__ import annotations
 
@@ -9,20 +10,27 @@ from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.attention.problem import AttentionSizes
 from tilewright.codegen.targets import Target
 
-# Fraction of the L2 cache that the keys and values of one group of heads may take.
+# The fraction of the L2 cache that the keys and values of one group of heads may take.
 L2_SHARE = 0.6
-# Shared memory for barriers and reductions.
+# The shared memory that is kept free for barriers and reductions, in bytes.
 SPARE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Tiles of block_m queries and block_n keys.
+    """The tile sizes of an attention kernel for many queries.
 
-    tma: loads go through descriptors; warps can be specialised only with these. one_loop: one loop
-    takes masked and whole blocks of keys. chained: both parts of a score share an accumulator.
-    promote: the tensor core's sums of each block are added in fp32. maxnreg: most registers of a
-    thread, or None.
+    Attributes:
+        block_m: The number of queries in a tile.
+        block_n: The number of keys that a program reads in one step.
+        num_warps: The number of warps of a program.
+        num_stages: The number of pipeline stages.
+        tma: Whether loads use tensor descriptors.
+        warp_specialize: Whether the warps of a program are specialised. This requires `tma`.
+        one_loop: Whether masked blocks and whole blocks of keys are handled by the same loop.
+        chained: Whether both parts of a score are summed in one accumulator.
+        promote: Whether the tensor core's sums of each block are added in fp32.
+        maxnreg: The largest number of registers of a thread; None for no limit.
     """
 
     block_m: int
@@ -46,9 +54,12 @@ class PrefillConfig:
         return " ".join([tile, *words])
 
     def fits(self, q_bytes: int, key_bytes: int, mask: str, target: Target) -> bool:
-        """Whether shared memory holds the tile of q and the stages of keys, values and mask.
-        q_bytes: bytes of a row of q's tile. key_bytes: bytes of a row of keys and one of values.
-        mask: dtype of the mask tensor, "" without one."""
+        """Whether shared memory holds the tile of q and the pipeline stages of keys, values and
+        mask.
+
+        q_bytes: the bytes of a row of q. key_bytes: the bytes of a row of keys plus a row of
+        values. mask: the dtype of the mask tensor; "" if there is none.
+        """
         held = self.block_m * q_bytes + self.num_stages * self.block_n * key_bytes + SPARE_BYTES
         if mask:
             tile = self.block_m * self.block_n * ELEMENT_BYTES[mask]
@@ -57,24 +68,29 @@ class PrefillConfig:
 
 
 def _head_group(pairs: int, kept_bytes: int, target: Target) -> int:
-    """Returns how many of `pairs` heads (for a dense batch, pairs of sequence and head) run side by
-    side.
+    """Returns how many of the `pairs` heads run at the same time. For a dense batch, `pairs` counts
+    the pairs of sequence and head.
 
-    These are as many as the L2 cache can hold keys and values of, kept_bytes for each. So keys and
-    values are read from memory once, and the longest tiles of the whole group come first.
+    The result is the number of heads whose keys and values fit the L2 cache; each head has
+    `kept_bytes` bytes of them. As a consequence, keys and values are read from memory once, and the
+    longest tiles of the whole group run first.
     """
     fitting = max(int(L2_SHARE * target.l2_bytes / max(kept_bytes, 1)), 1)
-    # All groups have about equal size: a small last one would leave multiprocessors idle.
+    # Make all groups about equally large: a small last group would leave multiprocessors idle.
     return cdiv(pairs, cdiv(pairs, fitting))
 
 
 class Schedule(NamedTuple):
     """The order of the tiles of a launch.
 
-    row_tiles: row tiles of one head of a dense sequence, or an upper bound for all ragged sequences
-    together. head_group: number of heads (for a dense batch, of pairs of sequence and head) whose
-    tiles run side by side. grid: one program per tile; in a last group that is not full, some
-    programs have no work."""
+    Attributes:
+        row_tiles: The number of row tiles of one head of a dense sequence. If sequences are ragged,
+            an upper bound for all sequences together.
+        head_group: The number of heads whose tiles run at the same time. For a dense batch, it
+            counts pairs of sequence and head.
+        grid: The launch grid, with one program for each tile. If the last group has fewer heads,
+            some programs have no work.
+    """
 
     row_tiles: int
     head_group: int
@@ -92,13 +108,16 @@ def schedule(
     sharing: int = 1,
     head_group: int | None = None,
 ) -> Schedule:
-    """Returns the tiles of a launch and their order. heads: number of heads of keys, each shared by
-    `sharing` heads of q. key_bytes: bytes of a key and its value. head_group: replaces the number
-    that follows from the size of the L2 cache."""
+    """Returns the tiles of a launch and their order.
+
+    heads: the number of heads of keys, each of which `sharing` heads of q share. key_bytes: the
+    bytes of a key and its value. head_group: if given, replaces the group size that follows from
+    the size of the L2 cache.
+    """
     sequences, tiles = sizes.num_sequences, cdiv(sizes.num_queries, config.block_m)
     if ragged:
-        # Each sequence has at most one tile that is not full, and one sequence may have all
-        # queries.
+        # Each sequence has at most one tile that is not full. It is also possible that one sequence
+        # has all queries.
         tiles, sequences = min(tiles + sequences - 1, sequences * tiles), 1
     pairs = heads * sequences
     if head_group is None:

@@ -1,8 +1,8 @@
-"""Facts about a kernel's machine code, read from its PTX and SASS, and rules that it must keep.
+"""Facts about a kernel's machine code, read from its PTX and SASS, and rules for them.
 
-Triton neither reports nor enforces these rules: it compiles kernels that spill, that need more
-shared or tensor memory than the chip has, that are a single trap, or that silently use a slower
-tensor-core path.
+Triton neither reports nor enforces these rules. It compiles kernels that spill registers, that need
+more shared or tensor memory than the chip has, that consist of a single trap instruction, or that
+silently use a slower tensor-core path.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tilewright.codegen.dead_barriers import count_dead_barriers
 from tilewright.codegen.targets import Target
 
 SPILL_OPCODES = frozenset({"LDL", "STL"})
-# Up to this many bytes of spilled registers per thread, outside of loops, give a note and break no
-# rule.
+# If a thread spills at most this many bytes of registers outside of loops, this is a note and
+# breaks no rule.
 FEW_SPILLED_BYTES = 16
-# A kernel with at most this many registers may be a trap that Triton put in place of its body.
+# If a kernel has at most this many registers, Triton may have replaced its body by a trap.
 TRAP_REGISTERS = 16
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _PTXAS = re.compile(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)")
-# Load buffers: they are allocated without an operand. A buffer with an operand holds a tensor that
-# comes from registers.
+# Matches load buffers, which are allocated without an operand. A buffer with an operand holds a
+# tensor that comes from registers.
 _POOLED = re.compile(
     r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x((?:\d+x)+)([a-zA-Z][a-zA-Z0-9]*)"
 )
@@ -46,26 +46,27 @@ class Audit:
     """Facts about one compiled kernel.
 
     Attributes:
-        kernel, sm_target, triton, ptxas: names and versions.
-        instructions: SASS instructions without NOPs.
-        registers: registers per thread, as ptxas allots them.
-        stack_bytes: local memory per thread.
-        shared_bytes: dynamic shared memory per block.
-        tmem_columns: columns of tensor memory per block.
-        num_warps: launched warps, including those that warp specialisation adds.
-        warp_specialized: whether producers and consumers are different warps.
-        global_scratch_bytes: scratch memory per block, for descriptors made on the device.
-        opcodes: number of occurrences of each SASS opcode (without modifiers) in the kernel.
-        main_loop: number of occurrences of each opcode in the innermost loop with tensor-core
-            arithmetic.
-        looped_spills: loads and stores of spilled registers inside any loop.
-        mma_kinds: PTX spellings of the tcgen05 instructions.
-        staged_bytes: shared memory of the multi-stage load buffers: the loads that a block has in
-            flight.
-        repeating_products: matrix products whose left operand has fewer columns than the four
-            threads of a row hold together. Such a product counts some columns several times and
-            leaves others out.
-        is_trap: whether the whole kernel is a trap.
+        kernel, sm_target, triton, ptxas: Names and versions.
+        instructions: The number of SASS instructions, without NOPs.
+        registers: The number of registers that ptxas allocates for a thread.
+        stack_bytes: The local memory of a thread.
+        shared_bytes: The dynamic shared memory of a block.
+        tmem_columns: The columns of tensor memory of a block.
+        num_warps: The number of launched warps, including warps that warp specialisation adds.
+        warp_specialized: Whether producers and consumers are different warps.
+        global_scratch_bytes: The scratch memory of a block, for descriptors that are made on the
+            device.
+        opcodes: How often each SASS opcode (without modifiers) occurs in the kernel.
+        main_loop: How often each opcode occurs in the innermost loop with tensor-core arithmetic.
+        looped_spills: The number of instructions in loops that load or store spilled registers.
+        mma_kinds: The names of the tcgen05 instructions in PTX.
+        staged_bytes: The shared memory of the multi-stage load buffers. This is how many bytes of
+            loads a block has in flight.
+        dead_barriers: The number of barriers on which no instruction waits.
+        repeating_products: The number of matrix products whose left operand has fewer columns than
+            the four threads of a row hold together. Such a product counts some columns several
+            times and omits other columns.
+        is_trap: Whether the whole kernel is a trap.
     """
 
     kernel: str
@@ -94,17 +95,17 @@ class Audit:
 
     @property
     def mma(self) -> dict[str, int]:
-        """Counts of the tensor-core opcodes, by opcode."""
+        """How often each tensor-core opcode occurs."""
         return {name: n for name, n in sorted(self.opcodes.items()) if name in MMA_OPCODES}
 
     @property
     def spills(self) -> int:
-        """Number of loads and stores of spilled registers."""
+        """The number of instructions that load or store spilled registers."""
         return _spills_among(self.opcodes)
 
     def blocks_per_sm(self, target: Target) -> int:
-        """Returns how many blocks fit an SM at once, by registers, shared memory, TMEM and
-        threads."""
+        """Returns how many blocks fit on an SM at the same time, limited by registers, shared
+        memory, tensor memory and threads."""
         threads = self.num_warps * target.warp_size
         limits = [target.blocks_per_sm, target.threads_per_sm // threads]
         limits.append(target.registers_per_sm // max(1, threads * (-(-self.registers // 8) * 8)))
@@ -139,7 +140,7 @@ class Audit:
 
 
 def audit_folder(folder: Path) -> Audit:
-    """Audits the files that worker.py wrote, with the disassembler of the Triton that compiled
+    """Audits the files that worker.py wrote. Uses the disassembler of the Triton that compiled
     them. Raises RuntimeError if the disassembler fails."""
     metadata = json.loads((folder / "metadata.json").read_text("utf-8"))
     tools, cubin = Path(metadata["tools"]), folder / "kernel.cubin"
@@ -219,8 +220,8 @@ def staged_bytes(ttgir: str) -> int:
 
 
 def repeating_products(ttgir: str) -> int:
-    """Counts the products (mma.sync) whose left operand has fewer columns than four threads
-    hold."""
+    """Counts the products (mma.sync) whose left operand is so narrow that the four threads of a row
+    hold some of its columns more than once."""
     return sum(int(columns) < 4 * int(held) for columns, held in _PRODUCT.findall(ttgir))
 
 
@@ -229,16 +230,17 @@ class Expectations:
     """Expected properties of a kernel, for `check`.
 
     Attributes:
-        mma: operand dtype of the kernel's GEMM; None for a kernel without a GEMM.
-        legacy_mma_reason: why this GEMM may use an older tensor-core path; "" if it may not.
-        tma_loads: whether TMA loads the operands. tma_stores: whether TMA stores the outputs.
-        warp_specialized: whether producers and consumers must be different warps.
-        stack_bytes: allowed local memory per thread; warp specialisation takes up to 8 bytes.
-        memory_bound: whether the loads in flight must cover the memory latency.
-        blocks_per_sm: number of blocks that must fit an SM at once.
-        row_scales_reason: why the block scales of one operand pass through registers; "" if all
-            scales must go from shared memory to tensor memory.
-        fresh_sums_reason: why each step of the main loop starts an accumulator at zero and reads
+        mma: The operand dtype of the kernel's GEMM; None for a kernel without a GEMM.
+        legacy_mma_reason: Why this GEMM may use an older tensor-core path; "" if it may not.
+        tma_loads, tma_stores: Whether TMA loads the operands, and whether TMA stores the outputs.
+        warp_specialized: Whether producers and consumers must be different warps.
+        stack_bytes: How much local memory a thread may have. Warp specialisation takes up to 8
+            bytes.
+        memory_bound: Whether the loads in flight must cover the memory latency.
+        blocks_per_sm: The number of blocks that must fit on an SM at the same time.
+        row_scales_reason: Why the block scales of one operand pass through registers; "" if all
+            scales must be copied directly from shared memory to tensor memory.
+        fresh_sums_reason: Why each step of the main loop starts an accumulator at zero and reads
             it; "" if one accumulator must stay in tensor memory.
     """
 
@@ -291,7 +293,8 @@ def _block_scaled(audit: Audit, target: Target, expected: Expectations) -> str |
 
 
 def _accumulator(audit: Audit, target: Target, expected: Expectations) -> str | None:
-    # Before triton 3.9, an accumulator that two dots share goes through registers and is wrong.
+    # Before triton 3.9, an accumulator that two dots share passes through registers, and its value
+    # is wrong.
     both = audit.main_loop.get("LDTM", 0) and audit.main_loop.get("STTM", 0)
     return _unless(
         expected.fresh_sums_reason or not both,
@@ -312,9 +315,9 @@ def _stack(audit: Audit, target: Target, expected: Expectations) -> str | None:
 
 
 def _spills_once(audit: Audit) -> bool:
-    """Whether the stack holds only a few registers, spilled outside of every loop.
+    """Whether the stack holds only a few registers, which are spilled outside of every loop.
 
-    Each thread stores and loads such a register once, which costs less than one step of the loop.
+    Each thread stores and loads such a register once. This costs less than one step of the loop.
     """
     few = audit.stack_bytes <= FEW_SPILLED_BYTES
     return bool(few and audit.main_loop and audit.spills and not audit.looped_spills)
@@ -336,7 +339,7 @@ def _occupancy(audit: Audit, target: Target, expected: Expectations) -> str | No
     return _unless(has >= needs, f"{has} blocks per SM, at least {needs}")
 
 
-#: The rules by name. A rule returns a sentence if the kernel breaks it, else None.
+#: The rules by name. If the kernel breaks a rule, the rule returns a sentence, else None.
 RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
     "target": lambda a, t, e: _unless(
         a.sm_target == t.sm_name, f"built for {a.sm_target}, not {t.sm_name}"
@@ -362,12 +365,12 @@ RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
         not e.warp_specialized or a.warp_specialized, "the warps are not specialised"
     ),
     "bytes in flight": _in_flight,
-    "barriers": lambda a, t, e: _limit(a.dead_barriers, "that nothing waits for", 0),
+    "barriers": lambda a, t, e: _limit(a.dead_barriers, "that no instruction waits for", 0),
     "products": lambda a, t, e: _limit(a.repeating_products, "that repeat columns", 0),
 }
 
 
-#: The notes by name. A note returns a sentence about a fact that breaks no rule, else None.
+#: The notes by name. A note breaks no rule. If it applies, it returns a sentence, else None.
 NOTES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {"stack": _stack_note}
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Opcodes of tensor-core arithmetic, all generations.
+# Opcodes of tensor-core arithmetic, of all generations.
 MMA_OPCODES = frozenset(
     {"UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCIMMA", "HGMMA", "QGMMA", "IGMMA"}
     | {"HMMA", "QMMA", "IMMA", "OMMA"}
@@ -16,19 +16,19 @@ MMA_OPCODES = frozenset(
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _BRANCH_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
-# Without a guard, control does not continue behind these opcodes.
+# Unless a guard makes them conditional, control never continues after these opcodes.
 _ENDS = frozenset({"EXIT", "RET", "BRA", "BRX", "BRXU", "JMP"})
 
 
 @dataclass(frozen=True)
 class OpcodeCounts:
-    """Number of occurrences of each opcode, without modifiers, in parts of a kernel.
+    """How often each opcode, without modifiers, occurs in parts of a kernel.
 
     Attributes:
-        whole: counts in the whole kernel.
-        main_loop: counts in the shortest loop with tensor-core arithmetic; empty without such a
-            loop.
-        in_loops: counts in the blocks of all loops.
+        whole: The counts for the whole kernel.
+        main_loop: The counts for the shortest loop with tensor-core arithmetic. They are empty if
+            there is no such loop.
+        in_loops: The counts for the blocks of all loops.
     """
 
     whole: Counter[str]
@@ -38,7 +38,8 @@ class OpcodeCounts:
 
 @dataclass
 class _Block:
-    """A basic block. target: the label that a branch at the end of the block jumps to."""
+    """A basic block of instructions. target: the label that a branch at the end of the block jumps
+    to."""
 
     opcodes: list[str]
     target: str = ""
@@ -56,11 +57,11 @@ def section(sass: str, kernel: str) -> str:
 
 
 def count_opcodes(sass: str) -> OpcodeCounts:
-    """Counts the opcodes of a kernel, of its main loop and of all its loops.
+    """Counts the opcodes in a kernel, in its main loop, and in all its loops.
 
-    A backward jump alone does not make a loop: compilers move the code that waits for a barrier
-    behind the kernel, and that code jumps back into the middle of the kernel. A branch with `.ANY`,
-    which repeats an instruction for each value in the lanes of a warp, does not make a loop either.
+    A backward jump alone does not make a loop. Compilers move code that waits for a barrier to the
+    end of the kernel, and that code jumps back into the middle. A branch with `.ANY` does not make
+    a loop either: it repeats an instruction for each value in the lanes of a warp.
     """
     blocks, places = _blocks(sass)
     before = _predecessors(blocks, places)
@@ -98,7 +99,8 @@ def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:
         target = _BRANCH_TARGET.search(operands) if opcode == "BRA" else None
         if target and not name.endswith(".ANY"):
             blocks[-1].target = target.group(1)
-        # A guard may also be a uniform predicate, which stands before the target.
+        # The guard may also be a uniform predicate, which is written before the target of the
+        # branch.
         guarded = guard or (opcode == "BRA" and not operands.strip().startswith("`"))
         blocks[-1].falls_through = bool(guarded)
         blocks.append(_Block([]))

@@ -1,4 +1,5 @@
-"""Emits the kernel of a spec and builds it: for Triton's JIT, its interpreter, or as a cubin."""
+"""Emits the kernel of a spec and builds it, for Triton's JIT, for Triton's interpreter, or as a
+cubin."""
 
 from __future__ import annotations
 
@@ -34,20 +35,23 @@ if TYPE_CHECKING:
 WORKER = Path(__file__).with_name("worker.py")
 COMPILE_TIMEOUT_S = 600
 
-# A kernel that makes a descriptor on the device needs global scratch memory for it.
+# This call in an emitted file makes a descriptor on the device, for which the kernel needs global
+# scratch memory.
 _SCRATCH_MARK = "make_tensor_descriptor"
 
 
 class BuildError(RuntimeError):
-    """Raised when Triton does not compile a kernel. The message ends with Triton's last lines."""
+    """Raised when Triton cannot compile a kernel. The message ends with Triton's last lines."""
 
 
 @dataclass(frozen=True)
 class Artifact:
     """One compiled kernel.
 
-    files: source.py, kernel.ttir, kernel.ttgir, kernel.ptx, kernel.cubin, metadata.json and
-    audit.json, by name. folder: the folder of the files; None if they could not be written.
+    Attributes:
+        folder: The folder of the files; None if they could not be written.
+        files: The contents of source.py, kernel.ttir, kernel.ttgir, kernel.ptx, kernel.cubin,
+            metadata.json and audit.json, by name.
     """
 
     folder: Path | None
@@ -82,7 +86,8 @@ class Artifact:
 
 
 def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
-    """Returns the entry of a spec's emitted file, `<name>.py`. Emits the file if it is missing."""
+    """Returns the cache entry of a spec's emitted file, `<name>.py`. Emits the file if it is
+    missing."""
 
     names = {f"{spec.name}.py", "spec.json"}
 
@@ -93,8 +98,8 @@ def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
         }
 
     def is_whole(entry: Entry) -> bool:
-        """Whether the entry, which may come from another machine, holds exactly the expected
-        file."""
+        """Whether the entry has exactly the expected file. The entry may come from another
+        machine."""
         return entry.files.keys() == names
 
     key = emitter.source_fingerprint(spec)
@@ -102,9 +107,8 @@ def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
 
 
 def emitted_path(spec: KernelSpec, store: KernelCache | None = None) -> Path:
-    """Returns the path of a spec's emitted file, for people and tools. Emits the file if it is
-    missing. Raises OSError if the file cannot be written.
-    """
+    """Returns the path of a spec's emitted file, so that people and tools can read it. Emits the
+    file if it is missing. Raises OSError if the file cannot be written."""
     entry, name = emitted(spec, store), f"{spec.name}.py"
     if entry.folder is not None:
         return entry.folder / name
@@ -121,12 +125,20 @@ def compile_for(
     options: Mapping[str, Any] | None = None,
     store: KernelCache | None = None,
 ) -> Artifact:
-    """Compiles a spec, or the text of an emitted file, to a cubin. Needs no GPU.
+    """Compiles a spec, or the text of an emitted file, to a cubin. This needs no GPU.
 
-    target: the chip that the kernel will run on; by default that of the spec. python: a Python
-    interpreter whose environment has the Triton to use; by default this one. options: more Triton
-    options. Raises BuildError if Triton fails or aborts its process, ValueError if `source` is a
-    text without a target or if the target is no GPU, and OSError if the disk cannot be written.
+    Args:
+        source: The spec or the text.
+        target: The chip that the kernel will run on. By default, it is the target of the spec.
+        python: A Python interpreter whose environment has the Triton to use. By default, it is the
+            current interpreter.
+        options: More options for Triton.
+        store: The cache in which the result is stored.
+
+    Raises:
+        BuildError: Triton fails or aborts its process.
+        ValueError: `source` is a text and `target` is None, or the target is not a GPU.
+        OSError: The disk cannot be written.
     """
     if isinstance(source, KernelSpec):
         text = emitted(source, store).text(f"{source.name}.py")
@@ -175,8 +187,8 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def compiler_identity(python: str) -> str:
-    """Returns version and path of the Triton that `python` imports. Raises BuildError if it cannot
-    import one."""
+    """Returns the version and the path of the Triton that `python` imports. Raises BuildError if
+    `python` cannot import Triton."""
     script = "import importlib.util, triton; print(triton.__version__, triton.__file__)"
     if python == sys.executable:
         import triton
@@ -222,18 +234,18 @@ def _last_lines(text: str, count: int = 25) -> str:
 
 
 def _load(spec: KernelSpec) -> tuple[Any, str]:
-    """Returns the kernel of a spec as its emitted file defines it, and the text of the file.
+    """Returns the kernel that the emitted file of a spec defines, and the text of the file.
 
-    Python executes the text whose hash was checked: the file is not opened again, and no byte code
-    beside it is used.
+    Python executes exactly the text whose hash was checked: the file is not opened a second time,
+    and a byte-code file next to it is not used.
     """
     entry, name = emitted(spec), f"{spec.name}.py"
     text = entry.text(name)
     place = str(entry.folder / name) if entry.folder is not None else f"<emitted {name}>"
     module = ModuleType(f"tilewright_emitted.{spec.name}")
     module.__file__ = place
-    # Triton asks `inspect` for the source of a kernel, and `inspect` looks here first. The None
-    # keeps `linecache` from reading the file again.
+    # Triton calls `inspect` for the source of a kernel, and `inspect` looks into this cache first.
+    # With None as the modification time, `linecache` does not read the file again.
     linecache.cache[place] = (len(text), None, StringIO(text).readlines(), place)
     exec(compile(text, place, "exec"), module.__dict__)
     return getattr(module, module.KERNEL), text
@@ -241,9 +253,12 @@ def _load(spec: KernelSpec) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class Launchable:
-    """An emitted kernel on the current GPU: `kernel[grid](*run_time_args)`.
+    """An emitted kernel on the current GPU, called as `kernel[grid](*run_time_args)`.
 
-    function: Triton's JITFunction, for callers that need more of its interface.
+    Attributes:
+        spec: The spec of the kernel.
+        function: Triton's JITFunction, for callers that need more of its interface.
+        options: The launch options that are passed to Triton.
     """
 
     spec: KernelSpec
@@ -263,9 +278,9 @@ class Launchable:
 def load_jit(spec: KernelSpec) -> Launchable:
     """Returns the kernel of a spec. Triton compiles it at its first launch on the current GPU.
 
-    Its arguments are the run-time parameters in the order of spec.signature. If the kernel makes
-    descriptors on the device, this installs an allocator for their memory. Raises BuildError if
-    TRITON_INTERPRET is set.
+    The kernel's arguments are the run-time parameters in the order of spec.signature. If the kernel
+    makes descriptors on the device, this function installs an allocator for their memory. Raises
+    BuildError if TRITON_INTERPRET is set.
     """
     function, text = _load(spec)
     if not hasattr(function, "warmup"):
@@ -282,8 +297,8 @@ def load_jit(spec: KernelSpec) -> Launchable:
 
 
 def load_interpreted(spec: KernelSpec) -> InterpretedKernel:
-    """Returns the kernel of a spec for CPU tensors. Triton's interpreter runs it, with bf16
-    arithmetic corrected."""
+    """Returns the kernel of a spec for CPU tensors. Triton's interpreter runs it, with corrected
+    bf16 arithmetic."""
     from tilewright.codegen.build.interpreter import interpret
 
     function, _ = _load(spec)
@@ -291,8 +306,8 @@ def load_interpreted(spec: KernelSpec) -> InterpretedKernel:
 
 
 def keep_ttgir(text: str) -> Path:
-    """Writes the text of a TTGIR module to a private file of this process, for Triton to compile.
-    Returns the path."""
+    """Writes the text of a TTGIR module to a private file of this process, from which Triton
+    compiles it. Returns the path."""
     handle, path = tempfile.mkstemp(".ttgir", dir=private_folder())
     with open(handle, "w", encoding="utf-8") as file:
         file.write(text)
@@ -301,10 +316,11 @@ def keep_ttgir(text: str) -> Path:
 
 @functools.cache
 def find_triton_a_cache() -> None:
-    """Gives Triton a private cache folder for this process if its own cannot be written.
+    """Gives Triton a private cache folder for this process if Triton's own cache folder cannot be
+    written.
 
-    Triton compiles nothing without a cache folder. If the user chose the folder (TRITON_CACHE_DIR),
-    this warns and leaves it.
+    Triton cannot compile without a cache folder. If the user chose the folder (TRITON_CACHE_DIR),
+    this function only warns.
     """
     from triton import knobs
 
@@ -330,7 +346,8 @@ def needs_scratch(source: str) -> bool:
 
 
 def install_allocator() -> None:
-    """Makes Triton take scratch memory from torch's caching allocator, on the launch's stream."""
+    """Makes Triton allocate scratch memory from torch's caching allocator, on the stream of the
+    launch."""
     import torch
     import triton
 

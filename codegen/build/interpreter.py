@@ -1,12 +1,12 @@
 """Triton's interpreter with corrected bf16 arithmetic. Only tests and verification use it.
 
-Triton's interpreter keeps bf16 as raw 16-bit patterns and computes with them as integers, and its
-casts to bf16 truncate. Here bf16 operands are widened to fp32, which is exact, and results are
-rounded to nearest, ties to even, as the hardware does. The rest is Triton's own code. The
-corrections are in place only while a kernel runs.
+Triton's interpreter stores bf16 numbers as raw 16-bit patterns and computes with them as if they
+were integers, and its casts to bf16 truncate. Here, bf16 operands are widened to fp32, which is
+exact, and results are rounded to nearest, ties to even, as on the hardware. All other operations
+are Triton's own. The corrections apply only while a kernel runs.
 
-This interpreter also runs kernels that were imported for compilation, with their helpers and the
-functions of `triton.language` that are jit functions themselves (`tl.sum`, `tl.cdiv`).
+This interpreter also runs kernels that were imported for compilation. It also interprets the jit
+functions that they call, including functions of `triton.language` such as `tl.sum` and `tl.cdiv`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _WIDE = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """Converts bf16 patterns (uint16) to fp32, exactly."""
+    """Converts bf16 bit patterns (uint16) to fp32, exactly."""
     return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
 
 
 def round_to_bf16(values: np.ndarray) -> np.ndarray:
-    """Rounds floats to bf16 patterns (uint16), to nearest with ties to even. A NaN becomes a quiet
-    NaN."""
+    """Rounds floats to bf16 bit patterns (uint16), to nearest with ties to even. A NaN becomes a
+    quiet NaN."""
     wide = np.array(values, dtype=np.float32, order="C")
     bits = wide.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -49,15 +49,15 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def round_to_fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Rounds floats to patterns (uint8) of 8-bit floats. Triton's own conversion loses a carry into
-    the exponent."""
+    """Rounds floats to the bit patterns (uint8) of an 8-bit float dtype. Triton's own conversion is
+    wrong if the rounding carries into the exponent."""
     wide = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
     return wide.to(dtype).view(torch.uint8).numpy()
 
 
 def fp8_numbers(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Converts patterns (uint8) of 8-bit floats to fp32, exactly. Triton's own conversion turns NaN
-    into a number."""
+    """Converts bit patterns (uint8) of an 8-bit float dtype to fp32, exactly. Triton's own
+    conversion turns a NaN into a number."""
     patterns = torch.from_numpy(np.array(bits, order="C").view(np.uint8))
     return patterns.view(dtype).float().numpy()
 
@@ -77,8 +77,8 @@ def _rounded(handle: TensorHandle) -> TensorHandle:
 
 
 def _in_fp32(original: Callable, operands: int) -> Callable:
-    """Wraps a builder method: widens the bf16 tensors among its first `operands` arguments to fp32,
-    and then rounds the result to bf16."""
+    """Wraps a builder method. The wrapper widens bf16 tensors among the first `operands` arguments
+    to fp32, and rounds the result to bf16."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> TensorHandle:
@@ -91,9 +91,11 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
 
 
 def _comparing(original: Callable) -> Callable:
-    """Wraps a builder method so that comparisons return int1. Triton's own comparisons return the
-    operands' type: a comparison of scalars, repeated over a block, becomes int32, which triton 3.9
-    and later refuse as a mask."""
+    """Wraps a builder method so that comparisons return int1.
+
+    In Triton's interpreter, comparisons return the type of the operands. If a comparison of scalars
+    is broadcast to a block, it becomes int32, and triton 3.9 and later refuse an int32 mask.
+    """
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, lhs: Any, rhs: Any, op: Any) -> TensorHandle:
@@ -104,7 +106,8 @@ def _comparing(original: Callable) -> Callable:
 
 
 def _dot(original: Callable) -> Callable:
-    """Wraps `create_dot`: widens the operands to fp32. The accumulator keeps its type."""
+    """Wraps `create_dot`. The wrapper widens the operands to fp32. The accumulator keeps its
+    type."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, a: Any, b: Any, d: Any, *args: Any) -> TensorHandle:
@@ -114,7 +117,7 @@ def _dot(original: Callable) -> Callable:
 
 
 class _Format(str):
-    """The name of a format, readable both as a string and as a Triton constant (`.value`)."""
+    """The name of a format, usable both as a string and as a Triton constant (`.value`)."""
 
     @property
     def value(self) -> str:
@@ -122,8 +125,8 @@ class _Format(str):
 
 
 def _formats_both_ways(original: Callable) -> Callable:
-    """Wraps `dot_scaled` so that every release can read its formats: some read `.value`, others
-    take only strings."""
+    """Wraps `dot_scaled` so that every release of Triton can read its formats. Some releases read
+    `.value`, and others accept only strings."""
 
     @functools.wraps(original)
     def method(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any,
@@ -138,7 +141,7 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def _nvfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Decodes NVFP4 to fp32 [R, K]. codes: bytes [R, K / 2], low nibble first. scales: e4m3
+    """Decodes NVFP4 to fp32 [R, K]. codes: bytes [R, K / 2], low nibble first. scales: e4m3 bit
     patterns [R, K / 16]."""
     nibbles = np.stack((codes & 15, codes >> 4), axis=-1).reshape(codes.shape[0], -1)
     values = np.where(nibbles & 8, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
@@ -150,8 +153,8 @@ def _dot_scaled(
     self: InterpreterBuilder, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any,
     b_format: Any, fast_math: bool, a_k_pack: bool, b_k_pack: bool, acc: Any,
 ) -> TensorHandle:  # fmt: skip
-    """Multiplies two NVFP4 operands packed along K: exact products, summed in fp32. Raises
-    NotImplementedError for other formats."""
+    """Multiplies two NVFP4 operands that are packed along K. The products are exact and are summed
+    in fp32. Raises NotImplementedError for other formats."""
     scales = (a_scale, b_scale)
     if not (a_k_pack and b_k_pack) or any(s.dtype.scalar != tl.float8e4nv for s in scales):
         raise NotImplementedError("dot_scaled: expected NVFP4 with e4m3 scales, packed along K")
@@ -161,7 +164,8 @@ def _dot_scaled(
 
 
 def _cast(original: Callable) -> Callable:
-    """Wraps a cast: casts to and from bf16 go through fp32, and fp8 conversions through PyTorch."""
+    """Wraps a cast. Casts to and from bf16 are computed in fp32, and PyTorch computes fp8
+    conversions."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, src: Any, dst_type: Any, *args: Any) -> TensorHandle:
@@ -190,8 +194,8 @@ def _get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
 
 
 def _reduction(original: Callable) -> Callable:
-    """Wraps reductions and scans, such as tl.sum: reduces bf16 tensors in fp32 and rounds the
-    result once."""
+    """Wraps reductions and scans, such as tl.sum. bf16 tensors are reduced in fp32, and the result
+    is rounded once."""
 
     @functools.wraps(original)
     def method(self: Any, operands: Any) -> Any:
@@ -209,8 +213,8 @@ def _retyped(type_: Any, element: tl.dtype) -> Any:
 
 
 def _scalar_index(original: Callable) -> Callable:
-    """Makes `range(tensor)` work: the interpreter's scalar is an array of one element, which numpy
-    2.4 does not convert to an integer."""
+    """Makes `range(tensor)` work. A scalar of the interpreter is an array of one element, and numpy
+    2.4 cannot convert such an array to an integer."""
 
     @functools.wraps(original)
     def patch(tensor: Any, scope: Any) -> None:
@@ -237,16 +241,15 @@ def _nothing_to_wait_for() -> None:
 
 
 class _Outputs(list[TensorHandle]):
-    """The results of an inline instruction, with the method by which `triton.language` reads
-    them."""
+    """The results of an inline instruction. `triton.language` reads them by `get_result`."""
 
     def get_result(self, index: int) -> TensorHandle:
         return self[index]
 
 
 def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> np.ndarray:
-    """Interprets `prmt`: each nibble of a selector chooses one of eight bytes, or, if its top bit
-    is set, that byte's sign."""
+    """Interprets `prmt`. Each nibble of a selector chooses one of eight bytes. If the top bit of
+    the nibble is set, the result is the sign of that byte instead."""
     low, high, selectors = (
         part.view(np.uint32).astype(np.uint64) for part in (low, high, selectors)
     )
@@ -262,7 +265,7 @@ def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> n
 
 
 def _halves_of_fp8(words: np.ndarray, second: bool) -> np.ndarray:
-    """Interprets `cvt.rn.f16x2.e4m3x2` of the low half of each word, or of the high half if
+    """Interprets `cvt.rn.f16x2.e4m3x2` for the low half of each word, or for the high half if
     `second`."""
     codes = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
     chosen = torch.from_numpy(codes[..., 2:] if second else codes[..., :2]).contiguous()
@@ -271,8 +274,8 @@ def _halves_of_fp8(words: np.ndarray, second: bool) -> np.ndarray:
 
 
 def _byte_dots(kinds: str, words: np.ndarray, x: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """Interprets `dp4a`: adds the products of four bytes to sums. kinds: types of the bytes of
-    words and of x, such as "u32.s32"."""
+    """Interprets `dp4a`, which adds the products of four bytes to sums. kinds: the types of the
+    bytes of `words` and `x`, such as "u32.s32"."""
     first, second = (
         np.ascontiguousarray(part).view(np.int8 if kind == "s32" else np.uint8).astype(np.int64)
         for part, kind in zip((words, x), kinds.split("."), strict=True)
@@ -285,7 +288,8 @@ def _inline(
     self: InterpreterBuilder, asm: str, constraints: str, values: Any, types: Any, pure: bool,
     pack: int,
 ) -> _Outputs:  # fmt: skip
-    """Interprets the templates' inline instructions. Raises NotImplementedError for others."""
+    """Interprets the inline instructions that the templates use. Raises NotImplementedError for
+    other instructions."""
     if asm.startswith("prefetch."):  # a hint
         return _Outputs([TensorHandle(np.zeros(values[0].data.shape, np.int32), tl.int32)])
     if asm == "mov.b32 $0, $1;":
@@ -304,7 +308,7 @@ def _inline(
         kinds = asm.split()[0].removeprefix("dp4a.")
         return _Outputs([TensorHandle(_byte_dots(kinds, *(v.data for v in values)), tl.int32)])
     if asm != "mul.rn.bf16x2 $0, $1, $2;":
-        raise NotImplementedError(f"no interpretation of {asm}")
+        raise NotImplementedError(f"the interpreter does not support the instruction {asm}")
     first, second = (np.ascontiguousarray(value.data).view(np.uint16) for value in values)
     product = round_to_bf16(widen(first) * widen(second))
     return _Outputs([TensorHandle(product.view(np.int32), tl.int32)])
@@ -339,17 +343,17 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 @contextmanager
 def corrected() -> Iterator[None]:
-    """Applies the corrections, and interprets helpers, while the block runs."""
+    """Applies the corrections, and interprets called jit functions, while the block runs."""
     with ExitStack() as stack:
         for owner, name, value in _replacements():
             stack.callback(_restore, owner, name, owner.__dict__.get(name))
             setattr(owner, name, value)
-        # Patch the language once for all helpers: else each call would patch it again and not
-        # restore it.
+        # Patch the language once for all called functions. Otherwise, each call would patch it
+        # again and would not restore it.
         everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
         stack.callback(interpreter._patch_lang(everything).restore)
-        # Keep a launch from patching it once more: each operation would go through two
-        # replacements.
+        # Prevent a launch from patching the language a second time. Otherwise, each operation would
+        # pass through two replacements.
         stack.callback(_restore, interpreter, "_patch_lang", interpreter._patch_lang)
         interpreter._patch_lang = _is_patched
         yield
@@ -383,7 +387,7 @@ class InterpretedKernel:
 
 
 def interpret(kernel: JITFunction | InterpretedFunction) -> InterpretedKernel:
-    """Returns a `@triton.jit` function, of a template or an emitted file, in a form that runs on
-    the CPU."""
+    """Returns a form of a `@triton.jit` function that runs on the CPU. The function may come from a
+    template or from an emitted file."""
     interpreter_speed.remember_lines(kernel)
     return InterpretedKernel(kernel.fn)

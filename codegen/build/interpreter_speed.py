@@ -1,11 +1,13 @@
-"""Caches that make Triton's interpreter faster: each lives for one launch.
+"""Caches that make Triton's interpreter faster. Each cache lives for one launch.
 
-An interpreted operation on a small block takes about 100 microseconds, nearly all of it for the
-types of operands and results: Triton unwraps and checks shapes, formats names and builds tables of
-dtypes. For a sum of integers, Triton adds a dozen operations that search for an overflow, even if
-nothing reports the overflow. The replacements here cache the attributes of a block type by element
-and shape, the attributes of a tensor by type, and the broadcasts of operands by their types. The
-results of kernels and the errors that Triton raises stay as they are.
+An interpreted operation on a small block takes about 100 microseconds. Nearly all of this time is
+spent on the types of operands and results: Triton unwraps and checks shapes, formats names and
+builds tables of dtypes. For a sum of integers, Triton adds a dozen operations that search for an
+overflow, even if nothing reports the overflow.
+
+The replacements in this file cache the attributes of a block type by element and shape, the
+attributes of a tensor by type, and the broadcasts of operands by their types. They change neither
+the results of kernels nor the errors that Triton raises.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from tilewright.codegen.build.interpreter_operators import quick
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """Returns the replacements as (owner, attribute, value), each with a new cache, so that no
-    cache outlives a launch."""
+    """Returns the replacements as (owner, attribute, value). Each call returns new caches, so that
+    no cache outlives a launch."""
     overflow, operands = "binary_op_sanitize_overflow_impl", "binary_op_type_checking_impl"
     return [
         (inspect, "getsourcelines", _read_once(inspect.getsourcelines)),
@@ -43,20 +45,20 @@ def replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
-#: Maps a function to its lines and the number of the first, as `inspect.getsourcelines` returns
-#: them.
+#: Maps a function to (its source lines, the number of the first line), as `inspect.getsourcelines`
+#: returns them.
 _LINES: WeakKeyDictionary[Callable, tuple[list[str], int]] = WeakKeyDictionary()
 
 
 def remember_lines(kernel: Any) -> None:
-    """Keeps the source lines of a jit function, which Triton read when it made the function."""
+    """Stores the source lines of a jit function. Triton read them when it made the function."""
     if hasattr(kernel, "raw_src"):
         _LINES[kernel.fn] = kernel.raw_src, kernel.starting_line_number
 
 
 def _read_once(original: Callable) -> Callable:
-    """Wraps `inspect.getsourcelines` with a cache: Triton reads the lines of a function twice when
-    it prepares it."""
+    """Wraps `inspect.getsourcelines` with a cache. Without it, Triton reads the lines of a function
+    twice when it prepares the function."""
     known: dict[int, tuple[Any, Any]] = {}
 
     @functools.wraps(original)
@@ -88,8 +90,9 @@ class _Located(interpreter.ASTTransformer):
 
 
 def _transformed_in_place(self: interpreter.FunctionRewriter, source: str) -> ast.AST:
-    """Replaces `_transform_ast`: parses the function at its line numbers in the file. Triton's own
-    method parses it at line 1, and walks over the whole tree twice to move it there."""
+    """Replaces `_transform_ast` by a function that parses a jit function at its line numbers in the
+    file. Triton's own method parses the function at line 1, and walks over the whole tree twice to
+    correct the line numbers."""
     tree = ast.parse("\n" * (self.def_file_lineno - 1) + source)
     return _Located().visit(tree)
 
@@ -117,8 +120,8 @@ def _same_first(original: Callable) -> Callable:
 
 
 def _kept_by_shape(original: Callable) -> Callable:
-    """Caches the attributes of a block type, by element and shape. A shape with anything but plain
-    integers, or one that Triton refuses, is not cached."""
+    """Caches the attributes of a block type, by element and shape. It does not cache a shape that
+    has anything but plain integers, or a shape that Triton refuses."""
     known: dict[tuple[int, ...], dict[str, Any]] = {}
 
     @functools.wraps(original)
@@ -138,8 +141,8 @@ def _kept_by_shape(original: Callable) -> Callable:
 
 
 def _kept_by_type(original: Callable) -> Callable:
-    """Caches the attributes of a tensor, by type. Equal block types share one shape object (see
-    `_kept_by_shape`), which serves as the key."""
+    """Caches the attributes of a tensor by its type. Equal block types share one shape object (see
+    `_kept_by_shape`), and this object is the key."""
     known: dict[int, dict[str, Any]] = {}
 
     @functools.wraps(original)
@@ -155,13 +158,14 @@ def _kept_by_type(original: Callable) -> Callable:
     return method
 
 
-#: A launch caches the blocks of at most this many numbers.
+#: A launch caches only blocks that have at most this many numbers.
 _MOST_NUMBERS = 256
 
 
 def _kept_by_operands(original: Callable) -> Callable:
-    """Caches how operands are converted. For two tensors: whether each is broadcast, by their
-    types. For a number and a tensor: the block that the number becomes."""
+    """Caches how operands are converted. For two tensors, the cache stores whether each is
+    broadcast, by their types. For a number and a tensor, it stores the block that the number
+    becomes."""
     known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     numbers: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -250,7 +254,8 @@ def _patch_listed(owner: Any, builder: Any, scope: Any) -> None:
 
 
 def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Replaces `_patch_attr`: binds a function of the language to the interpreter's semantic."""
+    """Replaces `_patch_attr` of Triton's interpreter, which binds a function of `triton.language`
+    to the interpreter's semantic."""
     function, semantic = inspect.unwrap(member), interpreter.interpreter_semantic
 
     def interpreted(*args: Any, **kwargs: Any) -> Any:

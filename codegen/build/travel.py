@@ -1,11 +1,11 @@
 """Moves kernels to another process, so that a container starts with a warm cache.
 
-A parcel is one entry that this process used: an emitted file ("source") or measured times ("tuned")
-of the kernel cache, or the files of one compiled kernel ("triton") of Triton's cache. The key of a
-"triton" parcel is Triton's hash, which covers Triton's version, its compilers and the chip: on
-another kind of machine the parcel is stored but not used.
+A parcel is one cache entry that this process used. An emitted file ("source") or measured times
+("tuned") come from the kernel cache, and the files of one compiled kernel ("triton") come from
+Triton's cache. The key of a "triton" parcel is Triton's hash, which covers Triton's version, its
+compilers and the chip. Therefore another kind of machine stores the parcel but does not use it.
 
-Unpacked kernels are executed: only take parcels from people whose code you would run.
+Unpacked kernels are executed. Take parcels only from people whose code you would run.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ Files = Mapping[str, bytes]
 
 CACHED = ("source", "tuned")
 TRITON = "triton"
-#: The most bytes of a parcel. Triton's files of one kernel take a few MB.
+#: The largest number of bytes of a parcel. Triton's files of one kernel take a few MB.
 MOST_BYTES = 1 << 28
-#: The folder of the parcels in an AOTInductor package, relative to the package's top folder.
+#: The folder that holds the parcels in an AOTInductor package, relative to the package's top
+#: folder.
 FOLDER = "extra/tilewright"
 
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
 _parcels: dict[str, bytes] = {}
-#: Functions that are called for each new parcel, with its name (`kind/key`) and its bytes.
+#: Functions that are called for each new parcel, with the parcel's name (`kind/key`) and its bytes.
 listeners: list[Callable[[str, bytes], None]] = []
 
 
@@ -48,8 +49,8 @@ def _add(kind: str, key: str, files: Files) -> None:
     if name in _parcels:
         return
     data = packed(files)
-    # `setdefault` instead of a lock: in a process forked while another thread holds a lock, the
-    # lock would never be released.
+    # `setdefault` is used instead of a lock. If a process were forked while another thread held the
+    # lock, the child could never acquire it.
     if _parcels.setdefault(name, data) is not data:
         return
     for told in listeners:
@@ -67,8 +68,8 @@ observers.append(_used)
 def note_triton(kernel: Any) -> None:
     """Makes a parcel of a kernel that Triton compiled or found in its cache.
 
-    This reads the kernel itself. A listener of Triton's would apply to the whole process, with all
-    its threads.
+    This function reads the files from the kernel object. A listener in Triton would apply to the
+    whole process and all its threads.
     """
     paths, key = getattr(kernel, "metadata_group", None), getattr(kernel, "hash", None)
     if not paths or not isinstance(key, str):
@@ -84,8 +85,11 @@ def packed(files: Files) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, bytes]:
-    """Unpacks the files of :func:`packed`. Raises ValueError for other data, for file names that
-    lead out of the folder or that a cache reserves, and for more than MOST_BYTES bytes."""
+    """Unpacks the files that :func:`packed` packed.
+
+    Raises ValueError for any other data, for file names that lead out of the folder or that a cache
+    reserves, and if the files take more than MOST_BYTES bytes.
+    """
     try:
         opened = zlib.decompressobj()
         text = opened.decompress(base64.b64decode(data, validate=True), MOST_BYTES)
@@ -93,26 +97,26 @@ def unpacked(data: bytes) -> dict[str, bytes]:
             raise ValueError(f"the parcel of kernels is cut off, or over {MOST_BYTES} bytes")
         files = {name: text.encode("latin-1") for name, text in json.loads(text).items()}
     except (zlib.error, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"the data is no parcel of kernels: {error}") from error
+        raise ValueError(f"the data is not a parcel of kernels: {error}") from error
     if not files or not all(map(_is_plain, files)):
         raise ValueError(f"a parcel of kernels cannot have the files {sorted(files)}")
     return files
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a file of this name stays in its folder and is not reserved by a cache."""
+    """Whether a file of this name stays in its folder, and no cache reserves the name."""
     if name in ("", ".", "..", MANIFEST, "lock") or name.startswith(("__grp__", "tmp.")):
         return False
     return "\0" not in name and Path(name).name == name
 
 
 def deliver(name: str, data: bytes) -> bool:
-    """Stores a parcel in the cache that it belongs to, unless the entry exists. Returns False, with
-    a warning, if it could not be stored."""
+    """Stores a parcel in the cache that it belongs to, unless the cache has the entry already. If
+    the parcel cannot be stored, warns and returns False."""
     try:
         kind, _, key = name.partition("/")
         if kind not in (*CACHED, TRITON) or not _KEY.match(key):
-            raise ValueError(f"{name!r} is no name of a parcel of kernels")
+            raise ValueError(f"{name!r} is not a name of a parcel of kernels")
         files = unpacked(data)
         if kind == TRITON:
             _put_in_triton_s_cache(key, files)
@@ -136,23 +140,25 @@ def _put_in_triton_s_cache(key: str, files: Files) -> None:
     if not isinstance(description, dict) or description.get("hash") != key:
         raise ValueError("the parcel of one kernel has the name of another")
     manager = get_cache_manager(key)
-    # Check every file, not only the group: a group of another name may share some of the files.
+    # Check every file, not only the group, because a group of another name may share some of the
+    # files.
     if not any(manager.get_file(name) for name in (*files, f"__grp__{group}")):
         manager.put_group(group, {name: manager.put(data, name) for name, data in files.items()})
 
 
 def pack_kernels(package: str | Path) -> int:
     """Adds the kernels and times that this process has used to an AOTInductor package
-    (`model.pt2`). Returns the number of parcels. Run the package once before, so that its kernels
-    exist.
+    (`model.pt2`). Returns the number of parcels.
 
-    Raises OSError, and zipfile.BadZipFile if the file is no package. The file is then unchanged.
+    Run the package once before you call this function, so that its kernels exist. Raises OSError if
+    the file cannot be read or written, and zipfile.BadZipFile if it is not a package. In both
+    cases, the file is unchanged.
     """
     found = parcels()
     with zipfile.ZipFile(package) as archive:
         names = archive.namelist()
         if not names:
-            raise zipfile.BadZipFile("the archive is empty, so it is no package")
+            raise zipfile.BadZipFile("the archive is empty, so it is not a package")
     place = f"{names[0].partition('/')[0]}/{FOLDER}"
     new = {f"{place}/{name}": data for name, data in found.items()}
     new = {path: data for path, data in new.items() if path not in names}
@@ -162,8 +168,8 @@ def pack_kernels(package: str | Path) -> int:
 
 
 def _append(package: Path, files: Files) -> None:
-    """Adds files to an archive. The new files overwrite the archive's directory. If this fails, for
-    example on a full disk, the directory is restored."""
+    """Adds files to an archive. The new files overwrite the archive's directory. If an error
+    occurs, for example on a full disk, the directory is restored."""
     with package.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
             start = archive.start_dir
@@ -182,10 +188,11 @@ def _append(package: Path, files: Files) -> None:
 
 def load_kernels(package: str | Path) -> int:
     """Stores the kernels and times of a package in the caches. Returns how many could be stored.
-    Call this before the first run of the package.
+    Call this function before the first run of the package.
 
-    A package without kernels is no error. The kernels are executed, so only load packages that you
-    trust. Raises OSError, and zipfile.BadZipFile if the file is no package.
+    It is not an error if the package has no kernels. The kernels are executed, so load only
+    packages that you trust. Raises OSError if the file cannot be read, and zipfile.BadZipFile if it
+    is not a package.
     """
     with zipfile.ZipFile(package) as archive:
         found = [(path, path.partition(f"/{FOLDER}/")[2]) for path in archive.namelist()]
@@ -193,7 +200,8 @@ def load_kernels(package: str | Path) -> int:
 
 
 def _content(archive: zipfile.ZipFile, path: str) -> bytes:
-    """Returns a file of an archive; empty, which is no parcel, if the file cannot be read."""
+    """Returns the contents of a file of an archive. If the file cannot be read, returns no bytes,
+    which are not a valid parcel."""
     try:
         with archive.open(path) as file:
             return file.read(MOST_BYTES)

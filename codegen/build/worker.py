@@ -1,12 +1,12 @@
 """Compiles one emitted file in a separate process: `python worker.py REQUEST.json`.
 
-The script needs only the standard library and Triton, so any environment with Triton can run it.
-If Triton aborts the process on unsupported input, the parent process continues.
+The script needs only the standard library and Triton, so any environment with Triton can run it. If
+Triton aborts the process on input that it does not support, the parent process continues.
 
 The request is {"source": path, "out": folder, "arch": 90 | 100, "options": {...}}. The script
 writes kernel.ptx, kernel.cubin, kernel.ttgir, kernel.ttir and metadata.json to `out`. Exit code 74
-means that the disk is full or cannot be written. Any other code except 0 means that Triton did not
-compile the kernel.
+means that the disk is full or cannot be written. Any other code except 0 means that Triton could
+not compile the kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DISK_ERROR_EXIT = 74
 
 
 def load_source(path: str) -> Any:
-    """Loads a file as a module, always from its text and never from byte code."""
+    """Loads a file as a module, always from its text and never from a byte-code file."""
     module = ModuleType("emitted_kernel")
     module.__file__ = path
     exec(compile(Path(path).read_text("utf-8"), path, "exec"), module.__dict__)
@@ -51,8 +51,11 @@ def load_source(path: str) -> Any:
 
 
 def attributes(signature: Mapping[str, str], divisible16: Sequence[str]) -> dict:
-    """Returns Triton's argument attributes: divisibility by 16 of the named arguments. The names
-    come from the spec for a launch, and from the emitted file's DIVISIBLE16 for cross-compiling."""
+    """Returns Triton's argument attributes, which say that the named arguments are divisible by 16.
+
+    For a launch, the names come from the spec. For cross-compiling, they come from DIVISIBLE16 of
+    the emitted file.
+    """
     return {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(signature)
@@ -61,7 +64,8 @@ def attributes(signature: Mapping[str, str], divisible16: Sequence[str]) -> dict
 
 
 def source_of(function: Any, signature: Mapping[str, str], divisible16: Sequence[str]) -> Any:
-    """Returns the source of a kernel without constants, for `triton.compile`."""
+    """Returns the source of a kernel that has no constexpr parameters, as `triton.compile` expects
+    it."""
     from triton.compiler import ASTSource
 
     made: Any = ASTSource
@@ -75,13 +79,13 @@ def source_of(function: Any, signature: Mapping[str, str], divisible16: Sequence
 
 def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     """Compiles the requested file and writes the results. Returns the metadata, which it also
-    writes."""
+    writes to a file."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import cache
 
-    # Triton's own function hashes all of Triton, half a gigabyte, to name a cache entry that
-    # nothing reads again.
+    # Triton's own function hashes all of Triton, half a gigabyte, to name a cache entry that is
+    # never read again.
     cache.triton_key = lambda: ""
     out = Path(request["out"])
     module = load_source(request["source"])

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from tilewright.codegen.kernel import Kernel
 
-# Slots of a program; see the template.
+# The number of slots of a program for each other rank; the template explains them.
 RING = 2
 WORD_BYTES = 8
-# Polls of a flag before a kernel gives up: about ten minutes, at half a microsecond or more each.
+# How often a kernel reads a flag before it gives up. At half a microsecond or more for each read,
+# this is about ten minutes.
 PATIENCE = 1 << 30
 
-# The kernel of one rank; all ranks run the same one.
+# The kernel that each rank runs; it is the same for all ranks.
 REDUCE = Kernel(
     "collective.reduce",
     "all_reduce_residual_norm",
@@ -26,8 +27,12 @@ REDUCE = Kernel(
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """Launch parameters of the sum over ranks. blocks: the most programs; each has slots of its
-    own."""
+    """The launch parameters of the sum over ranks.
+
+    Attributes:
+        blocks: The largest number of programs. Each program has its own slots.
+        num_warps: The number of warps of a program.
+    """
 
     blocks: int
     num_warps: int
@@ -41,10 +46,12 @@ def reduce_grid(config: ReduceConfig, num_tokens: int) -> tuple[int]:
 
 
 def flags_shape(config: ReduceConfig, num_ranks: int) -> tuple[int, int, int]:
-    """Returns the shape of the flags, which lie before the slots: one 64-bit word for each slot."""
+    """Returns the shape of the flags. There is one 64-bit word for each slot, and the flags are
+    stored before the slots."""
     return config.blocks, RING, num_ranks
 
 
 def shared_bytes(config: ReduceConfig, num_ranks: int, row_bytes: int) -> int:
-    """Returns the bytes of the memory that each rank shares with the others: flags, then slots."""
+    """Returns how many bytes of memory each rank shares with the other ranks. The flags come first,
+    then the slots."""
     return math.prod(flags_shape(config, num_ranks)) * (WORD_BYTES + row_bytes)

@@ -1,4 +1,5 @@
-"""The plan of a sum over ranks. It depends only on the shape, so all ranks make the same plan."""
+"""The plan of a sum over ranks. It depends only on the shape, so that all ranks make the same
+plan."""
 
 from __future__ import annotations
 
@@ -7,29 +8,31 @@ from functools import cache
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.collective.kernels import ReduceConfig
 
-# The most columns of a row. One program holds the whole row in registers.
+# The largest number of columns of a row. One program holds the whole row in registers.
 MOST_COLUMNS = 16384
-# The number of columns is a multiple of this: 16 bytes of 16-bit numbers.
+# The number of columns must be a multiple of this. This many 16-bit numbers take 16 bytes.
 COLUMN_STEP = 8
-# The kernel sends every row to every other rank. With two ranks, the library's ring sends as many
-# bytes as the kernel. On two H200s the kernel takes 0.38 (1 token of 8192 columns) to 0.63 (8192
-# tokens) of the time of NCCL and a norm. With more ranks a ring sends fewer bytes, so this constant
-# bounds the bytes that a rank sends with the kernel. The bound was not measured.
+# The largest number of bytes that a rank sends with the kernel if there are more than two ranks.
+# The kernel sends every row to every other rank. With two ranks, the library's ring sends the same
+# number of bytes. On two H200s, the kernel's time is 0.38 (1 token of 8192 columns) to 0.63 (8192
+# tokens) of the time of NCCL and a norm. With more ranks, a ring sends fewer bytes. This limit was
+# not measured.
 MOST_BYTES_OF_MANY = 1 << 20
-# The most programs. With 128, two H200s take 1.5 times as long for 8192 tokens; 512 are no faster.
+# The largest number of programs. With 128 programs, two H200s take 1.5 times as long for 8192
+# tokens; 512 programs are not faster.
 BLOCKS = 256
 COLUMNS_PER_WARP = 512
 
 
 def most_tokens(columns: int, num_ranks: int) -> int | None:
-    """Returns the most tokens for which the kernel is faster than the library's all-reduce; None
-    if it is faster for any number of tokens."""
+    """Returns the largest number of tokens for which the kernel is faster than the library's
+    all-reduce; None if the kernel is faster for any number of tokens."""
     return None if num_ranks <= 2 else MOST_BYTES_OF_MANY // (2 * columns * (num_ranks - 1))
 
 
 @cache
 def reduce_config(columns: int, num_ranks: int) -> ReduceConfig:
-    """Returns the tiles for any number of tokens up to `most_tokens`."""
+    """Returns the launch parameters for any number of tokens up to `most_tokens`."""
     most = most_tokens(columns, num_ranks)
     blocks = BLOCKS if most is None else min(next_power_of_2(most), BLOCKS)
     warps = next_power_of_2(columns) // COLUMNS_PER_WARP

@@ -1,7 +1,7 @@
 """Emits a KernelSpec as one standalone Triton file: the template with all static values filled in.
 
-The file imports only triton and states how to compile it, so a person or `worker.py` can build it
-without further information.
+The file imports only triton and says how to compile it, so that a person or `worker.py` can build
+it without further information.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def emitter_fingerprint() -> str:
 
 def source_fingerprint(spec: KernelSpec) -> str:
     """Returns the sha256 of everything that the emitted text depends on: the spec, the emitter, the
-    template and the templates that it imports."""
+    template, and the templates that this template imports."""
     parts = (spec.to_json(), emitter_fingerprint(), template_source.fingerprint(spec.module))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -44,8 +44,8 @@ def source_fingerprint(spec: KernelSpec) -> str:
 def emit(spec: KernelSpec) -> str:
     """Returns the standalone source of `spec`'s kernel. Equal specs and templates give equal texts.
 
-    Raises EmitError if the template uses something that the emitter cannot carry over exactly, if a
-    static assertion fails, or if the spec's arguments differ from the kernel's.
+    Raises EmitError if the template uses something that the emitter cannot translate exactly, if a
+    static assertion fails, or if the spec's arguments differ from the kernel's parameters.
     """
     with template_source.ONE_THREAD:
         return _emit(spec)
@@ -82,14 +82,15 @@ def _function(
 
 
 def _annotation(type_name: str) -> ast.expr | None:
-    """Returns the annotation of a parameter: integers keep their declared width, because a JIT call
-    would give small values 32 bits. Other types get None."""
+    """Returns the annotation of a parameter. Integers are annotated with their declared width,
+    because a JIT call would pass small values as 32-bit integers. Other parameters have no
+    annotation."""
     return literal(External(f"{TL}.{DTYPES[type_name]}")) if is_integer(type_name) else None
 
 
 def _jit(spec: KernelSpec) -> ast.expr:
-    """Returns the decorator `@triton.jit`. Its do_not_specialize names the integers. Otherwise
-    Triton would compile variants for their values at run time."""
+    """Returns the decorator `@triton.jit`. Its do_not_specialize lists the integers; otherwise
+    Triton would compile variants for their run-time values."""
     decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
     free = [n for n, type_ in spec.signature if is_integer(type_) and n not in spec.divisible16]
     if not free:
@@ -105,8 +106,8 @@ def _indented(docstring: str) -> str:
 
 
 def _standalone(function: JitFunction) -> ast.FunctionDef:
-    """Returns the definition of a helper that the kernel passes to tl.reduce or a similar function.
-    Raises EmitError if the helper reads anything but its arguments."""
+    """Returns the definition of a function that the kernel passes to tl.reduce or to a similar
+    function. Raises EmitError if the function reads anything but its arguments."""
     node = function.node
     known = {arg.arg for arg in node.args.args} | {"tl"} | set(dir(builtins))
     known |= {n.id for n in nodes_of(node) if isinstance(n, ast.Name) and _is_store(n)}
@@ -148,7 +149,7 @@ def _assemble(
 
 
 def _preamble(spec: KernelSpec, function: JitFunction, imports: list[str]) -> list[str]:
-    """Returns the first lines of an emitted file, which say how to compile it."""
+    """Returns the first lines of an emitted file. They say how to compile the file."""
     return [
         f'"""{_header(spec, function)}"""',
         "",
@@ -194,7 +195,7 @@ def _header(spec: KernelSpec, function: JitFunction) -> str:
 
 
 def _check_names(spec: KernelSpec, functions: list[ast.FunctionDef], imports: list[str]) -> None:
-    """Checks that the file stands alone: it defines every name that it reads. Raises EmitError."""
+    """Checks that the file defines every name that it reads. Raises EmitError if it does not."""
     defined = {*dir(builtins), "triton", "tl", *(line.rsplit(" ", 1)[1] for line in imports)}
     defined |= {node.name for node in functions}
     for function in functions:

@@ -1,4 +1,5 @@
-"""Evaluates branches and loops: those decided at emit time disappear, the others stay."""
+"""Evaluates branches and loops. Branches and loops that can be decided at emit time disappear; the
+others remain."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from tilewright.codegen.emit.source import External
 from tilewright.codegen.emit.statements import Statements, is_constexpr
 from tilewright.codegen.emit.values import TL, Value
 
-# tl.static_range is unrolled up to this many statements; a larger one stays a loop.
+# A tl.static_range is unrolled if this gives at most this many statements. If there are more, it
+# remains a loop.
 UNROLL_STATEMENTS = 256
 
-# Default values of the options of tl.range, which are not printed.
+# The default values of the options of tl.range. An option with its default value is not printed.
 _IDLE_LOOP_OPTIONS = {
     "num_stages": (None,),
     "loop_unroll_factor": (None,),
@@ -61,7 +63,7 @@ class ControlFlow(Statements):
 
     @contextmanager
     def _runtime(self) -> Iterator[list[ast.stmt]]:
-        """Collects the statements of a run-time branch or loop body."""
+        """Collects the statements of the body of a run-time branch or loop."""
         outer, self.body = self.body, []
         self.scope.runtime_depth += 1
         try:
@@ -72,8 +74,8 @@ class ControlFlow(Statements):
 
     @contextmanager
     def _loop(self, names: set[str]) -> Iterator[list[ast.stmt]]:
-        """Collects the body of a loop that assigns `names`. Facts that hold only inside the loop
-        are forgotten at its end."""
+        """Collects the body of a loop that assigns `names`. At the end of the loop, the facts that
+        hold only inside it are forgotten."""
         self._forget(names)
         before = dict(self.scope.bindings)
         with self._runtime() as body:
@@ -82,8 +84,8 @@ class ControlFlow(Statements):
         self._forget(names)
 
     def _check_variables(self, node: ast.stmt, names: set[str]) -> None:
-        """Checks the names that a run-time branch or loop assigns: before it, each must be unbound
-        or a printed variable. Raises EmitError for a compile-time value."""
+        """Checks the names that a run-time branch or loop assigns. Before it, each name must be
+        unbound or a printed variable. Raises EmitError if a name has a compile-time value."""
         for name in sorted(names):
             bound = self.scope.bindings.get(name)
             if bound is not None and not (
@@ -224,7 +226,7 @@ def type_only(value: Value) -> Value:
 
 
 def _joined(yes: dict[str, Folded], no: dict[str, Folded]) -> dict[str, Folded]:
-    """Returns the bindings that hold after either of two branches."""
+    """Returns the bindings that hold after a branch, whichever of its two sides ran."""
     joined = {}
     for name in sorted(yes.keys() | no.keys()):
         one, other = yes.get(name), no.get(name)

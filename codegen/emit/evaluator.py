@@ -1,8 +1,9 @@
-"""Partially evaluates a kernel: binds the spec and inlines the helpers.
+"""Evaluates a kernel partially: fills in the constants of the spec and inlines the called
+functions.
 
-Expressions that depend only on the spec are computed here and disappear. The rest is printed in the
-template's order, so every load, store and barrier keeps its place. Anything that cannot be carried
-over exactly raises EmitError.
+Expressions that depend only on the spec are computed here and disappear. All other expressions are
+printed in the template's order, so every load, store and barrier keeps its place. If something
+cannot be translated exactly, EmitError is raised.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class PartialEvaluator(ControlFlow):
     """Evaluates one kernel of a template for one spec."""
 
     def kernel(self, function: JitFunction) -> tuple[list[str], list[ast.stmt]]:
-        """Returns (run-time parameters, body) of the kernel with the spec's constants filled in."""
+        """Returns (run-time parameters, body) of the kernel, with the spec's constants filled
+        in."""
         self.scope = Scope(function)
         self.used |= {node.id for node in nodes_of(function.node) if isinstance(node, ast.Name)}
         self.used |= {arg.arg for arg in function.node.args.args}
@@ -43,7 +45,7 @@ class PartialEvaluator(ControlFlow):
         names = [arg.arg for arg in _parameters(function)]
         for name in [*constants, *types]:
             if name not in names:
-                raise EmitError(f"{function}: the spec has {name!r}, which is no parameter")
+                raise EmitError(f"{function}: the spec has {name!r}, which is not a parameter")
         defaults = _defaults(function)
         for arg in _parameters(function):
             if arg.arg in constants:
@@ -75,12 +77,12 @@ class PartialEvaluator(ControlFlow):
             if ranged == name:
                 low, high = max(low, least), min(high, greatest)
         known = Range(low, high, 16 if name in self.spec.divisible16 else 1)
-        # The parameter keeps its name: a promised range does not turn it into a constant.
+        # The parameter keeps its name, even if its promised range has only one value.
         return replace(values.tensor(dtype, (), known), const=values.UNKNOWN)
 
     def inline(self, function: JitFunction, call: ast.Call) -> Folded:
-        """Evaluates the body of a helper in place, with its names made unique. Returns the helper's
-        return value."""
+        """Evaluates the body of a called function in place, with unique names for its variables.
+        Returns the function's return value."""
         if function in self.stack:
             raise self.error(call, f"{function} calls itself")
         is_root = call is self.root
@@ -107,8 +109,9 @@ class PartialEvaluator(ControlFlow):
     def _check_order(
         self, call: ast.Call, function: JitFunction, emitted: list[ast.stmt], is_root: bool
     ) -> None:
-        """Checks that the statements of an inlined helper may be put before the expression that
-        calls it: neither may change the result of the other. Raises EmitError."""
+        """Checks that the statements of an inlined function may be moved before the expression that
+        calls it. This must change neither the result of the statements nor the result of the
+        expression. Raises EmitError if it might."""
         if emitted and self.conditional:
             raise self.error(call, f"{function} has statements: not allowed in {self.conditional}")
         if is_root or not emitted:
@@ -150,7 +153,7 @@ class PartialEvaluator(ControlFlow):
         return folded
 
     def _bind_parameter(self, scope: Scope, name: str, folded: Folded, constexpr: bool) -> None:
-        """Evaluates an argument once, before the helper's body."""
+        """Evaluates an argument once, before the body of the called function."""
         printed = self._fresh(name)
         scope.renamed[name] = printed
         if constexpr and folded.value.weak:
@@ -162,7 +165,8 @@ class PartialEvaluator(ControlFlow):
 
 
 def _is_simple(node: ast.expr) -> bool:
-    """Whether an argument may be printed several times: a name, a constant, or a tuple of them."""
+    """Whether an argument may be printed several times. This is so for a name, a constant, or a
+    tuple of names and constants."""
     if isinstance(node, (ast.Tuple, ast.List)):
         return all(map(_is_simple, node.elts))
     return isinstance(node, (ast.Name, ast.Constant))

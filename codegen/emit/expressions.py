@@ -1,5 +1,5 @@
-"""Folds expressions: constants, identities, comparisons with a known result, masks that are always
-true."""
+"""Folds expressions: constants, identities, comparisons whose result is known, and masks that are
+always true."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Scope:
     """The names of one function while it is evaluated.
 
     Attributes:
-        function: the jit function that is evaluated.
-        bindings: the current expression and value of each of its names.
-        renamed: the printed name of each of its local names.
-        runtime_depth: number of run-time `if`s and loops around the current statement.
+        function: The jit function that is evaluated.
+        bindings: The current expression and value of each of the function's names.
+        renamed: The printed name of each of its local variables.
+        runtime_depth: How many run-time `if`s and loops enclose the current statement.
     """
 
     function: JitFunction
@@ -81,22 +81,25 @@ class Scope:
 class Expressions:
     """The part of the evaluator that evaluates expressions, and the state of all its parts.
 
-    The evaluator is one class in four files. Each part derives from the one before: Expressions,
-    Statements, ControlFlow, PartialEvaluator (kernels and the inlining of helpers).
+    The evaluator is one class in four files: Expressions, Statements, ControlFlow and
+    PartialEvaluator (kernels and the inlining of called functions). Each class derives from the
+    previous one.
 
     Attributes:
-        spec, library: the kernel's spec, and the templates that it may read.
-        facts: the known values of the expressions printed so far.
-        externals: paths in triton that the emitted file has to import.
-        kept: jit functions that the emitted file has to define.
-        scope: the names of the function that is evaluated.
-        stack: the function that is evaluated, after its callers.
-        body: the statements printed so far for the current block.
-        used: names that a new local variable must not take.
-        returned: the return value of the helper that is inlined.
-        root: the expression of the current statement; statements of helpers are put before it.
-        conditional: the name of the construct that is evaluated, such as "a conditional
-            expression", if helpers in it must not add statements before it; else None.
+        spec, library: The kernel's spec, and the templates that it may read.
+        facts: The known values of the expressions that have been printed.
+        externals: The paths in triton that the emitted file has to import.
+        kept: The jit functions that the emitted file has to define.
+        scope: The names of the function that is being evaluated.
+        stack: The functions that are being evaluated. Callers come first, and the current function
+            is last.
+        body: The statements of the current block that have been printed.
+        used: The names that a new local variable must not use.
+        returned: The return value of the function that is being inlined.
+        root: The expression of the current statement. The statements of inlined functions are put
+            before it.
+        conditional: The name of a construct, such as "a conditional expression", if functions
+            called in the current expression must not add statements before it; else None.
     """
 
     def __init__(self, spec: KernelSpec, library: Library) -> None:
@@ -118,12 +121,12 @@ class Expressions:
         raise NotImplementedError  # PartialEvaluator overrides this
 
     def error(self, node: ast.AST, message: str) -> EmitError:
-        """Returns the error to raise if `node` cannot be carried over."""
+        """Returns the error to raise if `node` cannot be translated."""
         line = getattr(node, "lineno", "?")
         return EmitError(f"{self.scope.module.name}:{line}: {message}")
 
     def fold(self, node: ast.expr) -> Folded:
-        """Evaluates one expression. Raises EmitError for an unsupported one."""
+        """Evaluates one expression. Raises EmitError if the expression is not supported."""
         rule = getattr(self, _rule_of(type(node).__name__), None)
         if rule is None:
             raise self.error(node, f"{type(node).__name__} is not supported: {ast.unparse(node)}")
@@ -228,8 +231,9 @@ class Expressions:
             return Value(dtype=value.dtype, runtime=True)
         extents = iter(value.shape)
         shape = tuple(1 if _is_new_axis(part) else next(extents) for part in parts)
-        # Expressions that share a Range object count as equal. The elements now lie along another
-        # axis, so they do not equal those of the old block: give them a copy of the range.
+        # Expressions that share a Range object are treated as equal. The elements are now along
+        # another axis, so they are not equal to the elements of the old block. A copy of the range
+        # prevents this.
         known = replace(value.range) if value.range is not None else None
         return replace(value, shape=shape, range=known, runtime=True)
 
@@ -263,7 +267,7 @@ class Expressions:
         return self.simplify(node.op, left, right, value)
 
     def simplify(self, op: ast.operator, left: Folded, right: Folded, value: Value) -> Folded:
-        """Returns the shortest exact form of `left op right`, whose facts are `value`."""
+        """Returns the shortest exact form of `left op right`. value: the facts about the result."""
         if type(op) in _IDENTITY_RIGHT:
             neutral = _IDENTITY_RIGHT[type(op)]
             if _equals(right.value, neutral) and replaces(left.value, value):
@@ -340,7 +344,7 @@ class Expressions:
             return self._call_builtin(call, callee.node.id)
         if isinstance(callee.node, ast.Attribute):
             return self._call_method(call, callee.node)
-        raise self.error(node, f"cannot tell what is called: {ast.unparse(node)}")
+        raise self.error(node, f"cannot determine which function is called: {ast.unparse(node)}")
 
     def _keep(self, node: ast.AST, function: JitFunction) -> None:
         if self.kept.setdefault(function.name, function) != function:
@@ -383,8 +387,8 @@ class Expressions:
         rule = METHODS.get(method.attr)
         if rule is None:
             return call.unknown()
-        # A method has the rule of the function that takes the tensor as first argument. The method
-        # call is printed unchanged.
+        # A method call has the same rule as the function that takes the tensor as its first
+        # argument. The method call itself is printed unchanged.
         as_function = Call(call.node, call.callee, [operand, *call.args], call.keywords)
         folded = rule(as_function, self)
         return Folded(call.rebuild(), folded.value)

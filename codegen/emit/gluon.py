@@ -1,9 +1,10 @@
-"""Emits a kernel that is written in Gluon: its template's text, and a kernel without constants.
+"""Emits a kernel that is written in Gluon. The emitted file has the template's text, and a kernel
+without constexpr parameters.
 
-The partial evaluator knows Triton's language, not Gluon's. The template therefore stays as it is,
-and the emitted kernel calls its function with the constants of the spec; Gluon's compiler inlines
-the call. Functions that the template imports from Triton templates stay as they are, too. They may
-only compute element by element.
+The partial evaluator knows Triton's language, but not Gluon's. Therefore the template's text is
+unchanged. The emitted kernel calls the template's function with the constants of the spec, and
+Gluon's compiler inlines the call. Functions that the template imports from Triton templates are
+unchanged, too. They may contain only elementwise computations.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from tilewright.codegen.spec import KernelSpec
 
 
 def body(spec: KernelSpec, function: JitFunction, library: Library) -> str:
-    """Returns the text of an emitted file after its first lines. Raises EmitError if an imported
-    template has more than functions, or if the spec's arguments differ from the kernel's."""
+    """Returns the text of an emitted file, except its first lines.
+
+    Raises EmitError if an imported template contains anything but functions, or if the spec's
+    arguments differ from the kernel's parameters.
+    """
     _check_arguments(spec, function)
     own, *others = library.closure(function.module.name)
     imported = [_functions(module) for module in others]

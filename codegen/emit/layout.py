@@ -1,4 +1,5 @@
-"""Prints an ast with lines of at most 100 columns, broken at brackets as formatters do."""
+"""Prints a syntax tree with lines of at most 100 columns. Long lines are broken at brackets, as
+formatters do."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from tilewright.codegen.emit.nodes import nodes_of
 WIDTH = 100
 _INDENT = " " * 4
 _OPEN, _CLOSE = "([{", ")]}"
-# Strings without quotes or escapes inside; ast.unparse prints them in single quotes.
+# Matches strings that have no quotes or escapes inside. ast.unparse prints them in single quotes.
 _PLAIN_QUOTES = re.compile(r"'([^'\"\\]*)'")
 
 
 def unparse(node: ast.AST) -> str:
-    """Returns the text of `ast.unparse` with long lines broken, which parses to the same ast."""
+    """Returns the text of `ast.unparse` with long lines broken. The text parses to the same syntax
+    tree."""
     lines = []
     inside_docstring = False
     for part in nodes_of(node):
@@ -35,8 +37,8 @@ def unparse(node: ast.AST) -> str:
 
 
 def _break(line: str) -> list[str]:
-    """Splits one logical line at its longest outermost bracket pair, and does the same to parts
-    that are still too long."""
+    """Splits one logical line at its longest outermost pair of brackets. Splits its parts in the
+    same way if they are still too long."""
     if len(line) <= WIDTH:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
@@ -62,8 +64,8 @@ def _pieces(line: str, start: int, stop: int, commas: list[int]) -> list[str]:
 
 
 def _widest_bracket(line: str) -> tuple[int, int, list[int]] | None:
-    """Returns (open, close, commas at its level) of the longest outermost bracket pair, as columns;
-    None without brackets."""
+    """Returns (open, close, commas) of the longest outermost pair of brackets, as columns, with the
+    commas at the level of the pair. Returns None if there are no brackets."""
     best: tuple[int, int, list[int]] | None = None
     stack: list[tuple[int, list[int]]] = []
     for column, text in _operators(line):
@@ -80,7 +82,8 @@ def _widest_bracket(line: str) -> tuple[int, int, list[int]] | None:
 
 
 def _operators(line: str) -> list[tuple[int, str]]:
-    """Returns (column, text) of the brackets and commas of a line; empty for an unfinished line."""
+    """Returns (column, text) of the brackets and commas of a line. Returns nothing for an
+    unfinished line."""
     stripped = line.strip()
     offset = len(line) - len(line.lstrip())
     header = stripped.endswith(":")

@@ -9,7 +9,7 @@ from typing import TypeVar
 Node = TypeVar("Node", bound=ast.AST)
 
 
-#: Fields that hold texts, or nodes without further content: contexts and operators.
+#: The fields of a node that hold texts, or nodes without further content (contexts and operators).
 _NO_NODES = {"arg", "attr", "ctx", "id", "kind", "name", "op", "ops", "type_comment"}
 
 
@@ -22,8 +22,8 @@ def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
 
 
 def nodes_of(root: ast.AST) -> list[ast.AST]:
-    """Returns the node and all nodes below it except contexts and operators, in the order of
-    `ast.walk`, which takes five times as long."""
+    """Returns a node and all nodes below it except contexts and operators. The order is that of
+    `ast.walk`, which is five times slower."""
     found = [root]
     for node in found:  # the list grows during the loop
         for name in _fields(type(node)):  # type: ignore[arg-type]  # a class is hashable
@@ -36,7 +36,7 @@ def nodes_of(root: ast.AST) -> list[ast.AST]:
 
 
 def copy_of(node: Node) -> Node:
-    """Returns a shallow copy of a node, as `copy.copy` does."""
+    """Returns a shallow copy of a node, like `copy.copy`."""
     made = type(node).__new__(type(node))
     made.__dict__.update(node.__dict__)
     return made

@@ -1,7 +1,8 @@
-"""Facts about integers that the emitter knows: bounds, a divisor, and scalars that bound them.
+"""Facts that the emitter knows about integers: their bounds, a number that divides them, and the
+scalars that they do not exceed.
 
-All conclusions hold over the integers: a result that might not fit its integer type may be any
-number of that type, so no conclusion depends on a value that wrapped around.
+All conclusions hold for mathematical integers. If a result might not fit its integer type, it may
+be any number of that type. Therefore no conclusion depends on a value that wrapped around.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NEGATED: dict[Comparison, Comparison] = {
     operator.eq: operator.ne,
     operator.ne: operator.eq,
 }
-#: Maps a comparison to the equivalent one with swapped operands.
+#: Maps a comparison to the equivalent comparison with swapped operands.
 MIRRORED: dict[Comparison, Comparison] = {
     operator.lt: operator.gt,
     operator.le: operator.ge,
@@ -35,20 +36,20 @@ MIRRORED: dict[Comparison, Comparison] = {
     operator.eq: operator.eq,
     operator.ne: operator.ne,
 }
-# The bound of an unknown range. No integer type has numbers as large as this.
+# The bound of an unknown range. No integer type has numbers of this size.
 _ANY = 2**64
 
 
 @dataclass(frozen=True, eq=False)
 class Range:
-    """The values that one integer, or each element of a block, may have. Expressions that share one
+    """The values that one integer, or each element of a block, may have. Expressions that share a
     Range object have the same value.
 
     Attributes:
-        low, high: the least and the greatest possible value.
-        multiple: a number that divides every possible value; 0 if the value is always 0.
-        limits: maps the range of a scalar to a number; the value is at most the scalar plus this
-            number.
+        low, high: The least and the greatest possible value.
+        multiple: A number that divides every possible value; 0 if the value is always 0.
+        limits: Maps the range of a scalar to a number. The value is at most the sum of the scalar
+            and this number.
     """
 
     low: int
@@ -71,11 +72,12 @@ class Range:
 
     def fit(self, dtype: str) -> Range:
         """Returns the range of the value as a `dtype`. If the value might wrap around, it may be
-        any number of the type, but a power of two that divides the value still divides it."""
+        any number of the type, but each power of two that divides the value is still a divisor."""
         low, high = INT_RANGES[dtype]
         if low <= self.low and self.high <= high:
             return self
-        # Wrapping around adds a multiple of 2 ** bits, so powers of two still divide the value.
+        # Wrapping around adds a multiple of 2 ** bits. Powers of two that divide the value still
+        # divide the sum.
         return Range(low, high, self.multiple & -self.multiple or 1)
 
     def limited(self, other: Range, offset: int = 0) -> Range:
@@ -84,7 +86,7 @@ class Range:
         return replace(self, limits=limits)
 
     def _below(self, offset: int) -> dict[Range, int]:
-        """Returns the limits of a value that is at most this value plus `offset`."""
+        """Returns the limits of a number that is at most the sum of this value and `offset`."""
         return {scalar: least + offset for scalar, least in self.limits.items()}
 
     def __add__(self, other: Range) -> Range:
@@ -110,7 +112,7 @@ class Range:
 
     def __mod__(self, divisor: Range) -> Range:
         """Returns the range of the remainder. If the dividend is always smaller than the divisor,
-        this is the dividend's own Range object."""
+        returns the dividend's own Range object."""
         if self.low < 0 or divisor.low <= 0:
             return _UNKNOWN
         if self.high < divisor.low:
@@ -121,8 +123,8 @@ class Range:
         return Range(0, min(self.high, divisor.high - 1), multiple, self.limits)
 
     def minimum(self, other: Range) -> Range:
-        """Returns the range of the smaller number. If one of the two is always smaller, this is the
-        Range object of that number."""
+        """Returns the range of the smaller number. If one of the two numbers is always smaller,
+        returns the Range object of that number."""
         for one, another in ((self, other), (other, self)):
             if one.compares(operator.le, another):
                 return one
@@ -130,8 +132,8 @@ class Range:
         return Range(low, high, math.gcd(self.multiple, other.multiple))
 
     def maximum(self, other: Range) -> Range:
-        """Returns the range of the larger number. If one of the two is always larger, this is the
-        Range object of that number."""
+        """Returns the range of the larger number. If one of the two numbers is always larger,
+        returns the Range object of that number."""
         for one, another in ((self, other), (other, self)):
             if one.compares(operator.ge, another):
                 return one
@@ -139,7 +141,7 @@ class Range:
         return Range(low, high, math.gcd(self.multiple, other.multiple))
 
     def joined(self, other: Range) -> Range:
-        """Returns the range of a value that is one of the two."""
+        """Returns the range of a value that is either this value or the other one."""
         multiple = math.gcd(self.multiple, other.multiple)
         return Range(min(self.low, other.low), max(self.high, other.high), multiple)
 
@@ -155,8 +157,8 @@ class Range:
         return outcomes.pop() if len(outcomes) == 1 and not low < 0 < high else None
 
     def given(self, comparison: Comparison, other: Range, truth: bool) -> Range:
-        """Returns the range of this scalar where a comparison with `other` is known to hold, or not
-        to hold if `truth` is False."""
+        """Returns the range of this scalar in code where a comparison with `other` is known to
+        hold. If `truth` is False, the comparison is known not to hold."""
         wanted = comparison if truth else _NEGATED[comparison]
         low, high, known = self.low, self.high, self
         if wanted in (operator.lt, operator.le, operator.eq):

@@ -1,7 +1,7 @@
-"""Rules for the types, shapes and ranges that the functions of `tl` return, so that the emitter can
-fold the expressions around them.
+"""Rules for the types, shapes and ranges of the results of `tl` functions. With them, the emitter
+can fold the expressions that contain calls of these functions.
 
-A function without a rule is printed unchanged, and its result is unknown.
+If a function has no rule, the call is printed unchanged, and its result is unknown.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from tilewright.codegen.emit.values import UNKNOWN, Shape, Value, constant, lite
 
 @dataclass(frozen=True)
 class Folded:
-    """An expression as it will be printed, with the facts about its value."""
+    """An expression as it will be printed, together with the facts about its value."""
 
     node: ast.expr
     value: Value
 
 
 class Context(Protocol):
-    """The part of the evaluator that a rule may use. facts: values of the expressions printed so
-    far. grid: the launch grid; None if it is not static."""
+    """The part of the evaluator that a rule may use.
+
+    Attributes:
+        facts: The values of the expressions that have been printed.
+        grid: The launch grid; None if it is not static.
+    """
 
     facts: dict[ast.expr, Value]
     grid: tuple[int, ...] | None
@@ -50,7 +54,8 @@ class Call:
         return self.keywords.get(name)
 
     def constant(self, position: int, name: str) -> Any:
-        """Returns the compile-time value of an argument; UNKNOWN if it has none."""
+        """Returns the compile-time value of an argument. Returns UNKNOWN if the argument has no
+        such value."""
         found = self.argument(position, name)
         return found.value.const if found is not None and found.value.literal else UNKNOWN
 
@@ -68,7 +73,8 @@ class Call:
     def without_true_mask(
         self, position: int, positions: tuple[int, ...], names: tuple[str, ...], context: Context
     ) -> Call:
-        """Drops a mask that is true everywhere or None, and the arguments that only a mask needs.
+        """Drops a mask that is None or true everywhere. Also drops the arguments that only a mask
+        needs.
 
         In a mask `a & b`, a side that is always true is dropped if the other side alone broadcasts
         to the shape of the pointers.
@@ -103,7 +109,7 @@ def _undecided(mask: ast.expr, context: Context, pointers: Shape | None) -> ast.
 
 
 def as_operand(item: Folded, other: Folded) -> ast.expr:
-    """Returns `item` as it is printed beside `other`: a known int32 is printed as a literal if the
+    """Returns `item` as it is printed next to `other`. A known int32 is printed as a literal if the
     types allow it."""
     value = item.value
     plain = value.known and not value.weak and value.shape == () and value.dtype == "int32"
@@ -113,8 +119,8 @@ def as_operand(item: Folded, other: Folded) -> ast.expr:
 
 
 def replaces(candidate: Value, value: Value) -> bool:
-    """Whether an operand may replace the whole expression: both have the same known type and
-    shape."""
+    """Whether an operand may replace the whole expression, because both have the same known type
+    and shape."""
     return (
         not candidate.weak
         and candidate.dtype is not None
@@ -185,7 +191,7 @@ def _arange(call: Call, context: Context) -> Folded:
     low, high = call.constant(0, "start"), call.constant(1, "end")
     if not (isinstance(low, int) and isinstance(high, int)):
         return call.gives("int32", None)
-    # A block of one element is still a block.
+    # A block that has one element is still a block.
     return call.gives("int32", (high - low,), Range(low, high - 1))
 
 
@@ -196,8 +202,8 @@ def _block(call: Call, context: Context, dtype: Folded | None) -> Folded:
 
 
 def _pointee(call: Call, context: Context) -> Folded:
-    """Folds a call whose result has the element type and shape behind the first argument, a
-    pointer."""
+    """Folds a call whose first argument is a pointer. The result has the element type and the shape
+    of the data at the pointer."""
     return call.gives(call.args[0].value.pointee, call.args[0].value.shape)
 
 
@@ -238,7 +244,7 @@ def cast(call: Call, context: Context, operand: Folded, dtype: Folded | None) ->
 
 
 def _same(call: Call, context: Context) -> Folded:
-    """Folds a call that returns its first argument, such as a hint about it."""
+    """Folds a call that returns its first argument unchanged, such as a compiler hint."""
     return Folded(call.rebuild(), call.args[0].value)
 
 
@@ -248,8 +254,8 @@ def _elementwise(call: Call, context: Context) -> Folded:
 
 
 def _clamp(call: Call, context: Context) -> Folded:
-    """Folds a clamp between two numbers. Triton widens narrow floats, so their type is unknown
-    here."""
+    """Folds a clamp between two numbers. Triton widens narrow floats, so the type of the result is
+    unknown for them."""
     value, bounds = call.args[0].value, call.args[1:3]
     if len(bounds) < 2 or not all(bound.value.literal for bound in bounds):
         return call.unknown()
@@ -257,7 +263,7 @@ def _clamp(call: Call, context: Context) -> Folded:
 
 
 def _reshape(call: Call, context: Context) -> Folded:
-    """Folds a call that returns its first argument with the shape that another argument gives."""
+    """Folds a call that returns its first argument in the shape that another argument gives."""
     return call.gives(call.args[0].value.dtype, _shape_arguments(call))
 
 
@@ -276,7 +282,7 @@ def _split(call: Call, context: Context) -> Folded:
 
 
 def _reduce(call: Call, context: Context) -> Folded:
-    """Folds a reduction. The result has the operand's element type if Triton does not widen that
+    """Folds a reduction. The result has the operand's element type, unless Triton widens that
     type."""
     value, axis = call.args[0].value, call.constant(1, "axis")
     dtype = value.dtype if value.dtype in ("float32", "int32", "int64") else None
@@ -305,7 +311,7 @@ def _descriptor(call: Call, context: Context) -> Folded:
 
 
 def descriptor_block(value: Value) -> Value:
-    """Returns the value of a load through a descriptor."""
+    """Returns the facts about a block that is loaded through a descriptor."""
     assert value.dtype is not None
     name = value.dtype.removeprefix("descriptor<").removesuffix(">")
     return Value(

@@ -1,6 +1,6 @@
 """Reads templates as text: their jit functions, constants and imports, without importing them.
 
-An emitted file therefore always belongs to the text that was hashed, even if a template was edited
+Therefore an emitted file always belongs to the text that was hashed, even if a template was edited
 after the process imported it.
 """
 
@@ -20,8 +20,8 @@ ONE_THREAD = threading.RLock()
 
 
 class EmitError(ValueError):
-    """Raised when a template uses something that the emitter cannot carry over exactly. Nothing is
-    emitted then."""
+    """Raised when a template uses something that the emitter cannot translate exactly. Nothing is
+    emitted in this case."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class JitFunction:
 
 @dataclass(frozen=True)
 class External:
-    """An object of triton or of the math module, by its full dotted path."""
+    """An object of triton or of the math module, identified by its full dotted path."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A name imported from another template module."""
+    """A name that a template imports from another template module."""
 
     module: str
     name: str
@@ -60,7 +60,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class ModuleConstant:
-    """A module-level assignment."""
+    """An assignment at module level."""
 
     module: TemplateModule
     expression: ast.expr
@@ -82,7 +82,8 @@ class TemplateModule:
 
 
 class Library:
-    """The template modules that one emission reads. Each is read once, when it is first needed."""
+    """The template modules that are read to emit one kernel. Each module is read once, when it is
+    first needed."""
 
     def __init__(self) -> None:
         self._modules: dict[str, TemplateModule] = {}
@@ -107,8 +108,8 @@ class Library:
         return imported
 
     def closure(self, name: str) -> list[TemplateModule]:
-        """Returns a module and all template modules that it imports from, directly or indirectly.
-        The module itself comes first; the others are sorted by name."""
+        """Returns a module and all template modules that it imports, directly or indirectly. The
+        module itself comes first. The other modules are sorted by name."""
         first = self.load(name)
         seen = {name: first}
         waiting = [first]
@@ -141,10 +142,11 @@ def fingerprint(name: str) -> str:
 
 @lru_cache(maxsize=256)  # every emission reads its templates again, but parses only changed texts
 def parse_module(name: str, text: str) -> TemplateModule:
-    """Collects a module's jit functions, assigned constants and imports of triton and templates.
+    """Collects the jit functions, the constants, and the imports of triton and of other templates
+    from a module's text.
 
-    The result is cached by name and text: callers must not change its trees. Raises EmitError for
-    invalid Python.
+    The result is cached by name and text, so callers must not change its trees. Raises EmitError if
+    the text is not valid Python.
     """
     try:
         with ONE_THREAD:

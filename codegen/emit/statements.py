@@ -16,8 +16,8 @@ from tilewright.codegen.emit.values import NOTHING, TL, Value, constant, literal
 
 
 class Statements(Expressions):
-    """The part of the evaluator for straight-line statements. It appends the statements that remain
-    at run time to `body`."""
+    """The part of the evaluator for straight-line statements. It appends each statement that
+    remains at run time to `body`."""
 
     def _block(self, statements: Sequence[ast.stmt]) -> bool:
         """Evaluates statements in order. Returns True if a `return` ended them."""
@@ -36,7 +36,8 @@ class Statements(Expressions):
         return ended
 
     def _root(self, node: ast.expr) -> Folded:
-        """Folds the expression of a statement. Calls in it may put statements before it."""
+        """Folds the expression of a statement. Function calls in the expression may put statements
+        before it."""
         outer, self.root = self.root, node
         folded = self.fold(node)
         self.root = outer
@@ -63,7 +64,10 @@ class Statements(Expressions):
     def _require(self, node: ast.AST, test: ast.expr, message: Sequence[ast.expr]) -> None:
         condition = self.fold(test).value
         if not condition.known:
-            raise self.error(node, f"cannot be decided at emit time: {ast.unparse(test)}")
+            raise self.error(
+                node,
+                f"the condition cannot be decided when the kernel is emitted: {ast.unparse(test)}",
+            )
         if not condition.const:
             detail = f": {ast.unparse(message[0])}" if message else ""
             raise self.error(node, f"static assertion failed: {ast.unparse(test)}{detail}")
@@ -150,7 +154,7 @@ class Statements(Expressions):
         return [Folded(item, self.facts.get(item, NOTHING)) for item in folded.node.elts]
 
     def _reads_own_targets(self, names: list[str], items: list[Folded]) -> bool:
-        """Whether, in a tuple assignment, a later value reads a name that an earlier target
+        """Whether a later value of a tuple assignment reads a name that an earlier target
         assigns."""
         earlier: set[str] = set()
         for name, item in zip(names, items, strict=True):
@@ -192,14 +196,14 @@ class Statements(Expressions):
             self.returned = self._constant(None) if node.value is None else self._root(node.value)
             return True
         if node.value is not None:
-            raise self.error(node, "a kernel returns nothing")
+            raise self.error(node, "a kernel must not return a value")
         if self.scope.runtime_depth:
             self.body.append(ast.Return())
         return True
 
     def _learn(self, test: ast.expr, truth: bool) -> None:
-        """Narrows the ranges of variables by a run-time condition that holds (`truth`), or does not
-        hold, from here on."""
+        """Narrows the ranges of variables, given that a run-time condition holds from here on. If
+        `truth` is False, the condition does not hold from here on."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and truth:
             for item in test.values:
                 self._learn(item, truth)
@@ -215,14 +219,14 @@ class Statements(Expressions):
             self._narrow(sides[1], other.range.given(MIRRORED[comparison], one.range, truth))
 
     def _scalar(self, node: ast.expr) -> Value:
-        """Returns the facts about a printed scalar; NOTHING for any other expression."""
+        """Returns the facts about a printed scalar. Returns NOTHING for any other expression."""
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return constant(node.value)
         value = self.facts.get(node, NOTHING)
         return value if value.shape == () else NOTHING
 
     def _narrow(self, node: ast.expr, known: Range) -> None:
-        """Gives a variable this range from here on."""
+        """Gives a variable this range in all statements that follow."""
         for name, bound in self.scope.bindings.items():
             if isinstance(node, ast.Name) and ast.dump(bound.node) == ast.dump(node):
                 narrowed = Folded(bound.node, replace(bound.value, range=known))

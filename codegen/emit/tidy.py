@@ -1,13 +1,15 @@
-"""Tidies an evaluated kernel in a last pass, so that the output reads well. Every rule is exact.
+"""Tidies an evaluated kernel in a last pass, so that the output is easy to read. Every rule is
+exact.
 
-dead        An assignment without side effects is dropped if no later needed statement reads its
-            variable. Loops and branches that this empties are dropped too.
-copy        If `x = y` is the first use of x, x and y become one variable in two cases: neither is
-            assigned afterwards; or y is not used afterwards and is first assigned in the same
-            block.
-round trip  If `x = y` is followed by `y = x` in the same block, x and y become one variable,
-            provided that y is not used between the two statements and x is used only from the
-            first to the second.
+dead: An assignment without side effects is dropped if no needed statement after it reads its
+variable. Loops and branches that become empty are dropped too.
+
+copy: If `x = y` is the first use of x, x and y become one variable in two cases. In the first case,
+neither variable is assigned afterwards. In the second case, y is not used afterwards and is first
+assigned in the same block.
+
+round trip: If `x = y` is followed by `y = x` in the same block, x and y become one variable,
+provided that y is not used between the two statements and x is used only between them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.emit.nodes import nodes_of
 
-# Calls that must stay even if nothing uses their result.
+# Calls that must remain even if nothing uses their result.
 _EFFECTS = frozenset(
     {
         "store",
@@ -35,7 +37,8 @@ _EFFECTS = frozenset(
 
 
 def is_impure_call(node: ast.Call) -> bool:
-    """Whether a call writes memory, synchronises threads or has another effect (prints)."""
+    """Whether a call writes memory, synchronises threads or has another effect, such as
+    printing."""
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
     if name in _EFFECTS or "atomic" in name:
         return True
@@ -47,9 +50,9 @@ def is_impure_call(node: ast.Call) -> bool:
 
 
 def has_side_effects(statement: ast.AST) -> bool:
-    """Whether a statement does more than assign local names.
+    """Whether a statement does more than assign local variables.
 
-    A call as a statement of its own counts as having an effect, whatever its name.
+    If a call is a statement of its own, it counts as having an effect, whatever its name is.
     """
     return _calls_impure(statement) or any(
         isinstance(node, (ast.Return, ast.Expr)) for node in nodes_of(statement)
@@ -73,8 +76,8 @@ def _names(parts: Iterable[ast.AST]) -> list[ast.Name]:
 
 
 def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[ast.AST]]:
-    """Returns (nodes read, nodes written) of a statement, or of the header of a compound
-    statement."""
+    """Returns (nodes that are read, nodes that are written) for a statement. For a compound
+    statement, only the header counts."""
     match statement:
         case ast.AugAssign(target, _, value):
             return [target, value], [target]
@@ -88,17 +91,18 @@ def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[ast.AST]]:
 
 
 class _Liveness:
-    """Drops assignments that no later statement needs, walking through the statements backwards."""
+    """Drops assignments that no later statement needs. It walks backwards through the
+    statements."""
 
     def __init__(self) -> None:
-        # For each statement: the names that it reads, those that it writes, and whether it has no
-        # other effect.
+        # Maps a statement to (names that it reads, names that it writes, whether it has no other
+        # effect).
         self._known: dict[ast.stmt, tuple[set[str], set[str], bool]] = {}
 
     def needed(self, body: Iterable[ast.stmt], live: set[str]) -> tuple[list[ast.stmt], set[str]]:
         """Returns (the needed statements, the names that are live before them).
 
-        live: the names that are read afterwards.
+        live: the names that are read after the statements.
         """
         kept = []
         for statement in reversed(list(body)):
@@ -167,7 +171,8 @@ def _uses(block: list[ast.stmt]) -> Iterator[_Use]:
 class _Places:
     """The places where names are used, numbered in the order of the text.
 
-    A copy `x = y` is identified by the place of its read of y. Its write to x is the next place.
+    A copy `x = y` is identified by the place where it reads y. The place where it writes x is the
+    next one.
     """
 
     def __init__(self, body: list[ast.stmt], fixed: set[str]) -> None:
@@ -189,12 +194,13 @@ class _Places:
         return False
 
     def remove_copies(self) -> None:
-        """Applies the rules "copy" and "round trip" until neither finds more."""
+        """Applies the rules "copy" and "round trip" until neither rule finds anything more."""
         while (copy := next(filter(self._is_needless, self.copies), None)) is not None:
             source, target = self._sides(copy)
             plain = min(source, target, key=_plainness)
             self._merge((copy,), source if source in self.fixed else plain)
-        # Round trips come last: merging one first could give a variable the name of another.
+        # Round trips come last. If one were merged first, a variable could get the name of another
+        # variable.
         while (trip := next(self._round_trips(), None)) is not None:
             self._merge(trip, self._sides(trip[0])[0])
 
@@ -225,7 +231,7 @@ class _Places:
                     yield there, back
 
     def _merge(self, copies: tuple[int, ...], keep: str) -> None:
-        """Removes copies from their block, and gives both sides the name `keep`."""
+        """Removes copies from their blocks, and gives both variables the name `keep`."""
         removed = {self.uses[copy].statement for copy in copies}
         block = self.uses[copies[0]].block
         block[:] = [statement for statement in block if statement not in removed]

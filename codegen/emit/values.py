@@ -1,7 +1,7 @@
-"""Facts about expressions that the emitter knows (constant, type, shape and range), and the effect
-of operators on them.
+"""Facts that the emitter knows about expressions (constant, type, shape and range), and how
+operators change them.
 
-The rules are Triton's. A literal or constexpr (`weak`) takes the type of the other operand. A
+The rules are Triton's rules. A literal or constexpr (`weak`) takes the type of the other operand. A
 constant that was assigned to a variable is an int32 tensor, with the arithmetic of that type.
 """
 
@@ -27,7 +27,7 @@ UNKNOWN = _Unknown()
 
 Shape = tuple[int, ...]
 
-# Maps Triton's type names in signatures to those of triton.language.
+# Maps type names in Triton's signatures to type names in triton.language.
 DTYPES = {
     "i1": "int1",
     "i8": "int8",
@@ -55,13 +55,13 @@ class Value:
     """Facts about the value of one expression.
 
     Attributes:
-        const: the value if it is known, else UNKNOWN; for a block, the value of every element.
-        weak: whether the value is a Python number or constexpr and no tensor.
-        dtype: element type ("int32", "pointer<bfloat16>"); None if unknown.
-        shape: () for a scalar; None if unknown.
-        range: for integers, the range of the value or of each element of a block.
-        items: the elements of a tuple; None for any other value.
-        runtime: whether the value is certainly a tensor, and so not None.
+        const: The value if it is known, else UNKNOWN. For a block, the value of every element.
+        weak: Whether the value is a Python number or constexpr, and not a tensor.
+        dtype: The element type ("int32", "pointer<bfloat16>"); None if it is unknown.
+        shape: The shape; () for a scalar, and None if it is unknown.
+        range: For integers, the range of the value or of each element of a block.
+        items: The elements of a tuple; None for any other value.
+        runtime: Whether the value is certainly a tensor, and therefore not None.
     """
 
     const: Any = UNKNOWN
@@ -95,7 +95,7 @@ class Value:
 
     @property
     def pointee(self) -> str | None:
-        """The element type behind a pointer; None for other values."""
+        """The element type of the data at a pointer; None for other values."""
         if not self.is_pointer or self.dtype is None:
             return None
         return self.dtype.removeprefix("pointer<").removesuffix(">")
@@ -111,8 +111,8 @@ def constant(value: Any) -> Value:
 
 
 def tensor(dtype: str | None, shape: Shape | None, known: Range | None = None) -> Value:
-    """Returns the facts about a tensor: constant if its range is one number. Without a range, an
-    integer may have any value of its type."""
+    """Returns the facts about a tensor. The tensor is a constant if its range is one number.
+    Without a range, an integer may have any value of its type."""
     if dtype not in INT_RANGES or dtype is None:
         return Value(dtype=dtype, shape=shape, runtime=True)
     known = Range.of(dtype) if known is None else known.fit(dtype)
@@ -123,8 +123,8 @@ def tensor(dtype: str | None, shape: Shape | None, known: Range | None = None) -
 
 
 def tensor_of(value: Value) -> Value:
-    """Returns the facts about a variable that `value` was assigned to. A Python number has become a
-    tensor."""
+    """Returns the facts about a variable after `value` was assigned to it. If the value was a
+    Python number, it has become a tensor."""
     if value.items is not None:
         return Value(items=tuple(map(tensor_of, value.items)))
     if value.weak and isinstance(value.const, tuple):
@@ -177,8 +177,8 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda item, items: item in items,
     ast.NotIn: lambda item, items: item not in items,
 }
-# Operators with a rule for the range of the result. For int1, "and" is the minimum and "or" the
-# maximum.
+# Operators that have a rule for the range of the result. For int1, "and" is the minimum and "or"
+# the maximum.
 _RANGES: dict[type[ast.operator], Callable[[Range, Range], Range]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -230,8 +230,8 @@ def binary(op: ast.operator, left: Value, right: Value) -> Value:
 
 
 def compare(op: ast.cmpop, left: Value, right: Value) -> Value:
-    """Returns the facts about the comparison `left op right`, which the ranges of the operands may
-    decide."""
+    """Returns the facts about the comparison `left op right`. The ranges of the operands may decide
+    the result."""
     function = COMPARE.get(type(op))
     if function is None:
         return _identity(left, right, isinstance(op, ast.IsNot))
@@ -274,7 +274,7 @@ def dtype_of(value: Value) -> str | None:
 
 
 def literal(value: Any) -> ast.expr:
-    """Returns the expression for a constant."""
+    """Returns an expression whose value is a constant."""
     if isinstance(value, External):
         return _dotted(value.path)
     if isinstance(value, JitFunction):
@@ -289,7 +289,7 @@ def literal(value: Any) -> ast.expr:
 
 
 def _dotted(path: str) -> ast.expr:
-    """Returns a dotted path as the emitted file refers to it: triton.language is `tl`."""
+    """Returns a dotted path as it is written in the emitted file, where triton.language is `tl`."""
     if path == TL or (path.startswith(f"{TL}.") and not path.startswith(f"{TL}.extra.")):
         path = f"tl{path[len(TL) :]}"
     elif path.startswith(f"{TL}.extra."):

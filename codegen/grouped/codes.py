@@ -1,5 +1,5 @@
-"""Conditions and constants of GEMMs that read 4-bit codes of weights as they are stored, in words
-of eight codes.
+"""Conditions and constants of GEMMs that read 4-bit codes of weights in the form in which they are
+stored: 32-bit words of eight codes.
 
 A GEMM loads the columns of one step of its loop together, and multiplies them in several parts.
 """
@@ -10,71 +10,74 @@ from tilewright.codegen.grouped.problem import TMA_BYTES, WORD_BYTES, GroupedPro
 from tilewright.codegen.grouped.tiles import CodesConfig, GemmConfig
 from tilewright.codegen.spec import Constant
 
-# Number of codes in a word.
+# The number of codes in a word.
 WORD_CODES = 8
 # Each of four threads of the tensor core holds a quarter of the columns of a part.
 QUARTERS = 4
-# Numbers of bytes of scales that can be loaded as one integer.
+# How many bytes of scales can be loaded as one integer.
 INTEGERS = (1, 2, 4)
 
 
 def part_columns(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns the number of columns of a part. For int4, the columns of a part share a scale."""
+    """Returns the number of columns of a part. For int4, all columns of a part share a scale."""
     most = weight.scale_block[1] if weight.format == "int4" else config.part_k
     return min(config.block_k // config.split, most)
 
 
 def scale_bytes(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns the bytes of the E2M1 scales of a quarter of a part."""
+    """Returns the size, in bytes, of the E2M1 scales for a quarter of a part."""
     return part_columns(weight, config) // QUARTERS // weight.scale_block[1]
 
 
 def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
-    """Returns why a GEMM cannot stream codes in these tiles; None if it can."""
+    """Returns why a GEMM with these tiles cannot read the codes as they are stored; None if it
+    can."""
     weight, inner = problem.weight, problem.inner
     width, block_k = weight.scale_block[1], config.block_k
     if weight.format not in ("nvfp4", "mxfp4", "int4"):
-        return f"{weight.format} weights are no 4-bit codes"
+        return f"{weight.format} weights are not 4-bit codes"
     if problem.named:
-        return "the groups' experts are given"
+        return "the experts of the groups are given"
     if weight.n_major or weight.row_stride % WORD_BYTES:
         return "rows of the weight are not whole words"
     if inner % width or weight.scale_strides[2] != 1:
-        return "scales are not laid out like the columns"
+        return "the layout of the scales differs from the layout of the columns"
     if config.ordered and inner % part_columns(weight, config):
-        return f"{inner} columns are not whole parts to put in order"
+        return f"{inner} columns cannot be divided into whole parts that are put in order"
     if weight.format == "int4":
         if weight.scale_block[0] != 1 or block_k % width or block_k // width > 4:
             return f"groups of {weight.scale_block} do not fit steps of {block_k} columns"
-        return None if inner % WORD_CODES == 0 else "columns are not whole words"
+        return None if inner % WORD_CODES == 0 else "columns do not fill whole words"
     size, part = scale_bytes(weight, config), part_columns(weight, config)
     if size not in INTEGERS or inner * QUARTERS % part:
-        return f"{inner} columns are not whole quarters of {part}"
+        return f"{inner} columns cannot be divided into whole quarters of {part}"
     if any(stride % size for stride in weight.scale_strides[:2]):
-        return f"scales do not lie in units of {size} bytes"
+        return f"the distances of scales are not multiples of {size} bytes"
     if size > 1 and not (weight.scale and weight.scale.aligned):
-        return f"scales do not begin at whole {TMA_BYTES} bytes"
+        return f"the scales do not begin at a multiple of {TMA_BYTES} bytes"
     if weight.format == "mxfp4" and problem.x != "bf16":
         return f"scales may be powers of two beyond the range of {problem.x}"
     return None
 
 
 def order_of(weight: WeightOperands, config: GemmConfig) -> tuple[int, int]:
-    """Returns (columns of a part, neighbouring columns in a thread). These two numbers give the
-    order in which a GEMM needs the columns of x (see `rows_in_order`); (0, 0) for the natural
-    order."""
+    """Returns (columns of a part, neighbouring columns in a thread).
+
+    These numbers determine the order in which the GEMM needs the columns of x (see
+    `rows_in_order`). The result is (0, 0) for the natural order.
+    """
     if not (isinstance(config, CodesConfig) and config.ordered):
         return 0, 0
     return part_columns(weight, config), thread_run(weight, config)
 
 
 def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns how many neighbouring columns of a row a thread of the tensor core holds, in the
-    layout that Triton gives an operand made by joins.
+    """Returns how many neighbouring columns of a row a thread of the tensor core holds. This
+    follows from the layout that Triton gives to an operand made by joins.
 
-    For the older instruction (mma.sync), this is twice the columns in a register, or four times as
-    many if the scales of a quarter take one byte. Other numbers would work too, but threads would
-    have to exchange values.
+    For the older instruction (mma.sync), it is twice the number of columns in a register, or four
+    times that number if the scales of a quarter take one byte. Other numbers would also be
+    possible, but threads would then have to exchange values.
     """
     if config.swapped and config.split == 1:
         return 2
@@ -82,7 +85,7 @@ def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
 
 
 def codes_constants(weight: WeightOperands, config: CodesConfig) -> dict[str, Constant]:
-    """Returns the constants by which a kernel multiplies the codes of a weight."""
+    """Returns the constants that a kernel needs to multiply the codes of a weight."""
     return {
         "PART_K": part_columns(weight, config),
         "RUN": thread_run(weight, config),

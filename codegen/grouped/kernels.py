@@ -1,5 +1,5 @@
-"""The kernels of grouped GEMMs, and those that quantise their rows and dequantise their weights,
-with their constants and launch grids."""
+"""The kernels of grouped GEMMs, with their constants and launch grids. The kernels that quantise
+rows and dequantise weights for these GEMMs are here, too."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def all_strides(tensor: str, dims: int) -> tuple[Stride, ...]:
 _SCALES: Strides = {"SCALE_STRIDES": all_strides("scale", 3)}
 _WEIGHT: Strides = {**_SCALES, "BIAS_STRIDES": all_strides("bias", 2)}
 _CODED_ROWS: Strides = {"X_SCALE_STRIDES": all_strides("x_scale", 2)}
-# Tensors with one number per group, which kernels load one by one.
+# Tensors that have one number for each group. Kernels load these numbers one by one.
 _INDICES = ("ends", "expert_ids")
-# The GEMM kernel by kind of tiles: for weights that are numbers, for words of 4-bit codes, and for
-# e4m3 rows by e4m3 weights.
+# The GEMM kernel for each kind of tiles: for dense weights, for words of 4-bit codes, and for e4m3
+# rows with e4m3 weights.
 GROUPED = {
     GemmConfig: Kernel("grouped.gemm", "grouped_gemm", _WEIGHT, unaligned=_INDICES),
     CodesConfig: Kernel("grouped.codes", "moe_down_codes", _WEIGHT, unaligned=("ends",)),
@@ -38,8 +38,8 @@ GROUPED = {
         "grouped.scaled", "grouped_scaled", {**_WEIGHT, **_CODED_ROWS}, unaligned=_INDICES
     ),
 }
-# The GEMM kernels for calls that made the rows, the scales and the ends of groups themselves. These
-# tensors are contiguous.
+# The GEMM kernels for calls whose rows, scales and ends of groups were computed by an earlier
+# kernel of the same call. These tensors are contiguous.
 OWN_ROWS = {
     tiles: replace(kernel, strides=_WEIGHT, unaligned=()) for tiles, kernel in GROUPED.items()
 }
@@ -49,9 +49,9 @@ QUANTIZE_ROWS = Kernel("grouped.scaled", "quantize_rows", num_stages=1)
 
 
 def gemm_kernel(problem: GroupedProblem, config: GemmConfig) -> tuple[Kernel, Statics]:
-    """Returns the kernel of a grouped GEMM in these tiles, with its constants except for the
-    strides of its tensors."""
-    # The kernel counts one additional group: the rows that belong to no group.
+    """Returns the kernel of a grouped GEMM with these tiles, and its constants except the strides
+    of its tensors."""
+    # The kernel counts one more group: the rows that belong to no group.
     groups = next_power_of_2(problem.num_groups + (not problem.ordered))
     weight = problem.weight
     own: dict[str, Constant] = {"num_experts": problem.num_experts}
@@ -72,7 +72,7 @@ def gemm_kernel(problem: GroupedProblem, config: GemmConfig) -> tuple[Kernel, St
     )
     if not problem.ordered:
         return GROUPED[type(config)], made
-    # Rows of codes are padded to whole blocks of columns.
+    # Quantised rows are padded to whole blocks of columns.
     blocks = cdiv(problem.inner, SCALED_K)
     columns = blocks * SCALED_K if isinstance(config, ScaledConfig) else problem.inner
     return OWN_ROWS[type(config)], Statics(made, x_stride=columns, x_scale_strides=(blocks, 1))

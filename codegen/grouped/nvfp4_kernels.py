@@ -1,4 +1,4 @@
-"""NVFP4: the kernels `grouped_nvfp4` and `quantize_nvfp4`, and their tiles."""
+"""The NVFP4 kernels `grouped_nvfp4` and `quantize_nvfp4`, and their tile sizes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GROUPED_NVFP4 = Kernel(
 QUANTIZE_NVFP4 = Kernel("grouped.quantize_nvfp4", "quantize_nvfp4", num_stages=1)
 
 
-# Most rows per group for which weights are on the tensor core's M side.
+# With at most this many rows in a group, the weights are on the tensor core's M side.
 SWAPPED_ROWS = 64
 
 
 def nvfp4_config(max_groups: int, num_rows: int, target: Target) -> GemmConfig:
-    """Returns the tiles for the average number of rows of a group."""
+    """Returns the tile sizes for the average number of rows of a group."""
     rows = cdiv(num_rows, max_groups)
     scaled = "block_scaled_mma" in target.features
     wide = 256 if scaled else 128
@@ -36,16 +36,21 @@ def nvfp4_config(max_groups: int, num_rows: int, target: Target) -> GemmConfig:
 
 
 def nvfp4_statics(max_groups: int, config: GemmConfig, *, block_scaled: bool) -> Statics:
-    """Returns the constants of the NVFP4 GEMM. block_scaled: the target's tensor core multiplies
-    NVFP4 directly."""
+    """Returns the constants of the NVFP4 GEMM. block_scaled: whether the target's tensor core
+    multiplies NVFP4 directly."""
     groups, steps = next_power_of_2(max_groups), config.search_steps(max_groups)
     return Statics(config, groups=groups, block_scaled=block_scaled, search_steps=steps)
 
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Tiles of `quantize_nvfp4`. block_c: columns of a program, a multiple of 64. block_r: rows
-    that a program takes at a time, out of a block of 128."""
+    """The tile sizes of `quantize_nvfp4`.
+
+    Attributes:
+        block_r: The number of rows that a program quantises at a time, out of a block of 128 rows.
+        block_c: The number of columns that a program quantises, a multiple of 64.
+        num_warps: The number of warps of a program.
+    """
 
     block_r: int = 32
     block_c: int = 256
@@ -53,5 +58,6 @@ class QuantizeConfig:
 
 
 def quantize_grid(inner: int, config: QuantizeConfig, num_blocks: int) -> tuple[int, int]:
-    """Returns the launch grid. num_blocks: number of blocks of 128 rows of the scales."""
+    """Returns the launch grid. num_blocks: the number of blocks of scales; each block has the
+    scales of 128 rows."""
     return (num_blocks, cdiv(inner, config.block_c))

@@ -1,9 +1,10 @@
 """Plans of `grouped_matmul`: the kernels for the average number of rows of a group.
 
-With few rows, reading the weights in use takes all the time; with many, tensor cores are the bound.
-Quantised weights are dequantised in the GEMM; 4-bit codes are streamed as they are stored if rows
-are few. If the GEMM would dequantise each weight too often, a separate kernel dequantises all
-weights before the GEMM. The bounds lie where both ways took equal time on an H200.
+The plan depends on the average number of rows of a group. With few rows, the GEMM takes as long as
+reading the weights takes; with many rows, the tensor cores limit it. The GEMM itself dequantises
+quantised weights. If there are few rows, it reads 4-bit codes in the form in which they are stored.
+If the GEMM would dequantise each weight too often, a separate kernel dequantises all weights before
+the GEMM. The limits below are the numbers of rows at which both ways took equal time on an H200.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from tilewright.codegen.grouped.tiles import (
 )
 from tilewright.codegen.targets import Target
 
-# Most rows per group for which weights are on the tensor core's M side.
+# With at most this many rows in a group, the weights are on the tensor core's M side.
 SWAPPED_ROWS = 16
-# Fewest rows per group for tiles of 128 rows: WIDE_ROWS for weights that are numbers,
-# WIDE_CODES_ROWS for 4-bit codes that are read as stored, LONG_ROWS for codes by codes.
+# With at least this many rows in a group, tiles have 128 rows. WIDE_ROWS applies to dense weights,
+# WIDE_CODES_ROWS to 4-bit codes that are read as they are stored, and LONG_ROWS to quantised rows
+# with quantised weights.
 WIDE_ROWS = 160
 WIDE_CODES_ROWS = 96
 LONG_ROWS = 512
-# Fewest rows per group for which weights are dequantised before the GEMM.
+# With at least this many rows in a group, weights are dequantised before the GEMM.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
-# The bounds for 4-bit codes that the GEMM cannot read as stored. They are lower, because such a
-# GEMM would dequantise the codes again for each tile.
+# The same limits for 4-bit codes that the GEMM cannot read as they are stored. These limits are
+# lower, because such a GEMM dequantises the codes again for each tile.
 DECODED_FROM_TILES = {"int4": 48, "nvfp4": 40, "mxfp4": 48}
-# Columns of a step over the inner dimension. Where reading the weights takes all the time, a step
-# has STREAMED_K columns.
+# The number of columns of a step over the inner dimension. If the GEMM takes as long as reading the
+# weights, a step has STREAMED_K columns.
 BLOCK_K = 64
 STREAMED_K = 128
 
@@ -44,8 +46,12 @@ STREAMED_K = 128
 class GroupedPlan:
     """The kernels of a grouped GEMM.
 
-    gemm: tiles of the GEMM. decode: tiles of the kernel that dequantises all weights before a dense
-    GEMM; None if the GEMM dequantises them. reason: a description for reports."""
+    Attributes:
+        gemm: The tiles of the GEMM.
+        decode: The tiles of the kernel that dequantises all weights before a dense GEMM; None if
+            the GEMM itself dequantises them.
+        reason: A description for reports.
+    """
 
     gemm: GemmConfig
     decode: DequantizeConfig | None
@@ -62,7 +68,7 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     streams = not target.tmem_columns and codes_obstacle(problem, _codes_config(form, 1)) is None
     bounds = DECODED_ROWS if streams else DECODED_ROWS | DECODED_FROM_TILES
     decode = rows >= bounds.get(form, rows + 1)
-    # Dequantised rows are contiguous, so TMA needs rows of whole 16 bytes.
+    # Dequantised rows are contiguous. TMA needs their size to be a multiple of 16 bytes.
     decode = decode and problem.inner * ELEMENT_BYTES[problem.x] % TMA_BYTES == 0
     if streams and not decode:
         codes = _codes_config(form, rows)
@@ -75,20 +81,22 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
 
 
 def grouped_config(rows: int, *, dense: bool) -> GemmConfig:
-    """Returns the tiles for this many rows per group. dense: the weights need no dequantisation."""
+    """Returns the tile sizes for this many rows in a group. dense: whether the weights need no
+    dequantisation."""
     if rows <= SWAPPED_ROWS:
         # Two programs on a multiprocessor hide each other's epilogues.
         return GemmConfig(16, 64, STREAMED_K, 4, 4, 2, swapped=True)
     if rows < WIDE_ROWS:
         return GemmConfig(64, 128, BLOCK_K, 4, 3, 2)
     if not dense:
-        # Dequantisation takes registers.
+        # Dequantisation takes registers, so these tiles are smaller.
         return GemmConfig(128, 128, BLOCK_K, 8, 3)
     return GemmConfig(128, 256, BLOCK_K, 8, 3, flatten=True)
 
 
 def _codes_config(name: str, rows: int) -> CodesConfig:
-    """Returns the tiles of a GEMM that streams 4-bit codes. name: the format."""
+    """Returns the tile sizes of a GEMM that reads 4-bit codes as they are stored. name: the
+    format."""
     if rows < WIDE_CODES_ROWS:
         return CodesConfig(token_tile(rows), 64, STREAMED_K, 4, 4, 4)
     if name == "nvfp4":
@@ -97,8 +105,9 @@ def _codes_config(name: str, rows: int) -> CodesConfig:
 
 
 def scaled_gemm_config(rows: int, target: Target) -> ScaledConfig:
-    """Returns the tiles of a GEMM of codes by codes for this many rows per group. A program does
-    not multiply while it scales a product, so two or three programs share a multiprocessor."""
+    """Returns the tile sizes of a GEMM of quantised rows with quantised weights, for this many rows
+    in a group. A program cannot multiply while it scales a product, so two or three programs share
+    a multiprocessor."""
     if rows <= SWAPPED_ROWS:
         return ScaledConfig(16, 128, SCALED_K, 4, 3, 3, swapped=True)
     if target.tmem_columns:
@@ -113,13 +122,13 @@ def scaled_gemm_config(rows: int, target: Target) -> ScaledConfig:
 
 
 def token_tile(rows: int) -> int:
-    """Returns the number of rows of a tile. It leaves room for an expert with more than the average
-    number of rows."""
+    """Returns the number of rows of a tile. The tile has room for an expert that has more rows than
+    the average."""
     return min(max(next_power_of_2(2 * rows - 1), 16), 64)
 
 
 def block_k_obstacle(weight: WeightOperands) -> str | None:
-    """Returns why the scales do not fit the steps over the inner dimension; None if they do."""
+    """Returns why the scales do not fit the steps over the inner dimension; None if they fit."""
     width = weight.scale_block[1]
     if all(width % size == 0 or size % width == 0 for size in (BLOCK_K, STREAMED_K)):
         return None

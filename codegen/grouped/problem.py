@@ -1,6 +1,6 @@
-"""The static part of a grouped GEMM over expert weights, without torch or a GPU.
+"""The static part of a grouped GEMM with expert weights. This module needs neither torch nor a GPU.
 
-It describes `grouped_matmul`, and each of the two GEMMs of a mixture of experts.
+It describes `grouped_matmul`, and also each of the two GEMMs of a mixture of experts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True)
 class WeightOperands:
-    """A weight [E, N, K] of E experts with its scales.
+    """The weight [E, N, K] of E experts, with its scales.
 
-    data: the stored weight, strides (expert, row, column); one of the last two is 1. format,
-    scale_block: see ops.formats.expert_weight. scale: the scales, strides (expert, row block,
-    column block).
+    Attributes:
+        data: The stored weight, with strides (expert, row, column). One of the last two strides is
+            1.
+        format, scale_block: `ops.formats.expert_weight` explains them.
+        scale: The scales, with strides (expert, row block, column block); None if there are none.
     """
 
     data: Operand
@@ -39,7 +41,8 @@ class WeightOperands:
 
     @property
     def row_stride(self) -> int:
-        """Elements from one contiguous row to the next: along N, or along K if N is contiguous."""
+        """The number of elements from one contiguous row to the next. If N is contiguous, these
+        rows are the weight's columns."""
         return self.data.strides[2 if self.n_major else 1]
 
     @property
@@ -48,7 +51,7 @@ class WeightOperands:
 
     @property
     def constants(self) -> dict[str, Constant]:
-        """The constants of kernels that read the weight: its strides, format and scale blocks."""
+        """The constants of kernels that read the weight: its strides, format and scale block."""
         form = WEIGHT_FORMATS.get(self.format)
         return {
             "EXPERT_STRIDE": self.data.strides[0],
@@ -61,19 +64,26 @@ class WeightOperands:
 
     @property
     def in_words(self) -> WeightOperands:
-        """The weight as rows of 32-bit words."""
+        """Describes the weight as rows of 32-bit words."""
         expert, row, _ = self.data.strides
         return replace(self, data=Operand("i32", (expert // WORD_BYTES, row // WORD_BYTES, 1)))
 
 
 @dataclass(frozen=True)
 class GroupedProblem:
-    """The static part of a grouped GEMM: x [M, K] in groups of rows, weights [E, N, K].
+    """The static part of a grouped GEMM of x [M, K], whose rows are in groups, with weights [E, N,
+    K].
 
-    num_groups: number of groups. rows: N. inner: K. x: dtype of x. coded: x has e4m3 codes, with a
-    scale for each row and 128 columns. named: the experts of the groups are given; if not, the
-    expert of group g is g. ordered: a tensor gives the row to which each row of the result is
-    stored.
+    Attributes:
+        num_groups: The number of groups.
+        num_experts: The number of experts, E.
+        rows: The number of rows of a weight, N.
+        inner: The number of columns of a weight, K.
+        x: The dtype of x.
+        weight: The operands of the weight.
+        coded: Whether x has e4m3 codes, with a scale for each row and 128 columns.
+        named: Whether the caller gives the experts of the groups. If not, group g has expert g.
+        ordered: Whether a tensor gives the index at which each row of the result is stored.
     """
 
     num_groups: int
@@ -87,17 +97,17 @@ class GroupedProblem:
     ordered: bool = False
 
     def dequantized(self) -> GroupedProblem:
-        """Returns the problem after `dequantize_experts`, whose result is contiguous and has no
+        """Returns the problem after `dequantize_experts`. Its weights are contiguous and have no
         scales."""
         strides = (self.rows * self.inner, self.inner, 1)
         return replace(self, weight=WeightOperands(Operand(self.x, strides)))
 
 
 def weight_obstacle(name: str, weight: WeightOperands) -> str | None:
-    """Returns why TMA cannot load the weight called `name`; None if it can. Uses only metadata."""
+    """Returns why TMA cannot load the weight `name`; None if it can. This needs only metadata."""
     steps = (weight.data.strides[0], weight.row_stride)
     if any(step * ELEMENT_BYTES[weight.data.dtype] % TMA_BYTES for step in steps):
-        return f"{name}: strides {steps} are not whole {TMA_BYTES} bytes"
+        return f"{name}: strides {steps} are not multiples of {TMA_BYTES} bytes"
     if weight.format != "dense" and weight.n_major:
         return f"{weight.format} weights are not contiguous along the inner dimension"
     return None

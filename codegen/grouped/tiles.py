@@ -1,4 +1,4 @@
-"""The tiles of grouped GEMMs, including those of a mixture of experts."""
+"""The tile sizes of grouped GEMMs, including the GEMMs of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import next_power_of_2
 
-# Number of columns that share a scale of e4m3 codes. A step of the GEMM has as many columns.
+# The number of columns that share a scale of e4m3 codes. A step of the GEMM has the same number of
+# columns.
 SCALED_K = 128
-# Facts that are equal on all targets: the 32-bit registers of a multiprocessor, the most registers
-# of a thread, and the threads of a warp.
+# Facts that are equal on all targets: the number of 32-bit registers of a multiprocessor, the
+# largest number of registers of a thread, and the number of threads of a warp.
 REGISTERS, MAX_REGISTERS, WARP_SIZE = 65536, 255, 32
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tiles of one grouped GEMM: block_m rows of x, block_n columns, steps of block_k of the inner
-    dimension. swapped: weights are on the tensor core's M side."""
+    """The tile sizes of one grouped GEMM.
+
+    Attributes:
+        block_m: The number of rows of x in a tile.
+        block_n: The number of columns of the result in a tile.
+        block_k: The number of columns of the inner dimension in a step.
+        num_warps: The number of warps of a program.
+        num_stages: The number of pipeline stages.
+        programs_per_sm: The number of programs on each multiprocessor.
+        swapped: Whether weights are on the tensor core's M side.
+        flatten: Whether Triton flattens the loops over tiles and steps into one loop.
+        warp_specialize: Whether the warps of a program are specialised.
+    """
 
     block_m: int
     block_n: int
@@ -41,8 +53,8 @@ class GemmConfig:
         return (num_sms * self.programs_per_sm,)
 
     def search_steps(self, num_experts: int) -> int:
-        """Returns the steps of the binary search by which a tile finds its expert; 0 if it finds
-        the expert without a search."""
+        """Returns how many steps the binary search has by which a tile finds its expert. Returns 0
+        if the tile finds the expert without a search."""
         if not self.warp_specialize:
             return 0
         return next_power_of_2(max(num_experts, 2)).bit_length() - 1
@@ -50,15 +62,19 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class CodesConfig(GemmConfig):
-    """Tiles of a GEMM that streams weights of 4-bit codes.
+    """The tile sizes of a GEMM that reads 4-bit weights as they are stored.
 
-    swapped: weights are on the M side of the newest tensor-core instruction. If not, they are on
-    the N side of the older one, which takes less time than the newest for 16 rows and far more for
-    64. ordered: the columns of x are stored in the order in which the GEMM needs them
-    (`rows_in_order`); if not, the GEMM permutes them itself. part_k: most columns of a part, which
-    are unpacked and multiplied together; block_k columns are loaded together. split: number of
-    warps that each take their own columns of a step; 1 if all warps take the same columns.
-    by_route: every route counts as a block of rows of its own, and nothing is sorted.
+    Attributes:
+        swapped: Whether weights are on the M side of the newest tensor-core instruction. If not,
+            they are on the N side of the older instruction, which takes less time for 16 rows and
+            far more time for 64 rows.
+        ordered: Whether the columns of x are stored in the order in which the GEMM needs them
+            (`rows_in_order`). If not, the GEMM permutes them itself.
+        part_k: The largest number of columns of a part. The columns of a part are unpacked and
+            multiplied together, while block_k columns are loaded together.
+        split: The number of warps that each multiply their own columns of a step; 1 if all warps
+            multiply the same columns.
+        by_route: Whether every route is a block of rows. If so, nothing is sorted.
     """
 
     swapped: bool = True
@@ -75,10 +91,15 @@ class CodesConfig(GemmConfig):
 
 @dataclass(frozen=True)
 class ScaledConfig(GemmConfig):
-    """Tiles of a GEMM of codes by codes, in steps of SCALED_K columns. parts: number of parts of a
-    tile's columns, 1 or 2; gate and up are always separate parts. codes: the first GEMM of a
-    mixture quantises its result itself, with SCALED_K columns per tile; if not, a kernel after it
-    does."""
+    """The tile sizes of a GEMM of quantised rows with quantised weights, in steps of SCALED_K
+    columns.
+
+    Attributes:
+        parts: The number of parts of a tile's columns, 1 or 2. Gate and up are always separate
+            parts.
+        codes: Whether the first GEMM of a mixture quantises its result itself, with SCALED_K
+            columns in a tile. If not, a separate kernel does it after the GEMM.
+    """
 
     parts: int = 1
     codes: bool = False
@@ -89,15 +110,15 @@ class ScaledConfig(GemmConfig):
 
     @property
     def maxnreg(self) -> int | None:
-        """Most registers of a thread with which `programs_per_sm` programs fit; None for no
-        limit."""
+        """The largest number of registers of a thread with which `programs_per_sm` programs fit a
+        multiprocessor; None for no limit."""
         share = REGISTERS // (WARP_SIZE * self.num_warps * self.programs_per_sm)
         return share // 8 * 8 if share < MAX_REGISTERS else None
 
 
 @dataclass(frozen=True)
 class DequantizeConfig:
-    """Tiles of `dequantize_experts`: rows and columns of a weight."""
+    """The tile sizes of `dequantize_experts`: the rows and columns of a weight."""
 
     block_n: int = 32
     block_k: int = 128
@@ -106,7 +127,7 @@ class DequantizeConfig:
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Tiles of `quantize_rows`."""
+    """The tile sizes of `quantize_rows`: the rows and columns of x."""
 
     block_m: int = 4
     block_k: int = 512

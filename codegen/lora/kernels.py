@@ -1,4 +1,4 @@
-"""The LoRA kernels, their tiles and their launch grids."""
+"""The LoRA kernels, their tile sizes and their launch grids."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.lora.problem import RowCounts, RowForm, ShrinkProblem, tile_bound
 
-# The fewest rows, and the smallest inner dimension, of a tensor-core product.
+# The fewest rows, and the smallest inner dimension, of a product on tensor cores.
 DOT_ROWS = 16
-# Most columns of a tile: the fp32 sums of more would not fit the registers.
+# The largest number of columns of a tile. The fp32 sums of more columns would not fit the
+# registers.
 MAX_COLUMNS = 256
-# Elements that a program of `lora_planes` copies.
+# The number of elements that a program of `lora_planes` copies.
 PLANE_ELEMENTS = 2048
 
 
 def padded_rank(rank: int) -> int:
-    """Returns a rank rounded up to the columns of a tensor-core product."""
+    """Returns a rank rounded up to a number of columns that tensor cores can multiply."""
     return max(next_power_of_2(rank), DOT_ROWS)
 
 
@@ -27,8 +28,14 @@ def padded_rank(rank: int) -> int:
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """Tiles of `lora_order`. chunk: rows that a program places. rows_per_load: rows that it counts
-    at a time."""
+    """The tile sizes of `lora_order`.
+
+    Attributes:
+        chunk: The number of rows for which a program finds the sorted places.
+        rows_per_load: The number of rows that a program counts at a time.
+        rows_per_step: The number of rows that a program places at a time.
+        num_warps, num_stages: Triton's options.
+    """
 
     chunk: int = 256
     rows_per_load: int = 2048
@@ -37,7 +44,7 @@ class OrderConfig:
     num_stages: int = 1
 
 
-# Sorts rows before a kernel of a "sorted" form.
+# Sorts rows before a kernel whose form of rows is "sorted".
 ORDER = Kernel(
     "lora.order",
     "lora_order",
@@ -55,8 +62,16 @@ def order_grid(config: OrderConfig, total_rows: int) -> tuple[int]:
 
 @dataclass(frozen=True)
 class TiledShrink:
-    """Tiles of `lora_shrink`: block_m rows by the sum of `widths` columns, with K split over
-    split_k programs. widths empty: the columns of all planes, up to MAX_COLUMNS."""
+    """The tile sizes of `lora_shrink`.
+
+    Attributes:
+        block_m: The number of rows in a tile.
+        block_k: The number of columns of K in a step.
+        split_k: The number of programs that K is split over.
+        num_warps, num_stages: Triton's options.
+        widths: The number of columns of each accumulator. A tile has all of these columns. If this
+            is empty, there is one accumulator for the columns of all planes, at most MAX_COLUMNS.
+    """
 
     block_m: int
     block_k: int
@@ -73,7 +88,8 @@ class TiledShrink:
 
 @dataclass(frozen=True)
 class FewShrink:
-    """Tiles of `lora_shrink_few`: block_m rows by `columns`, with K split over slices of warps."""
+    """The tile sizes of `lora_shrink_few`: block_m rows by `columns`. K is split over slices of
+    warps."""
 
     block_m: int
     columns: int
@@ -89,7 +105,8 @@ class FewShrink:
 
 @dataclass(frozen=True)
 class RowShrink:
-    """Tiles of `lora_shrink_row`: block_m rows by `columns`, block_k products at a time."""
+    """The tile sizes of `lora_shrink_row`: block_m rows by `columns`, with block_k products at a
+    time."""
 
     block_m: int
     columns: int
@@ -123,14 +140,14 @@ SHRINK: dict[type[ShrinkConfig], Kernel] = {
 
 
 def tile_columns(problem: ShrinkProblem, config: ShrinkConfig) -> int:
-    """Returns the columns of a tile, over all planes."""
+    """Returns the number of columns of a tile, for all planes together."""
     if isinstance(config, TiledShrink):
         return sum(tile_widths(problem, config))
     return config.columns
 
 
 def tile_widths(problem: ShrinkProblem, config: TiledShrink) -> tuple[int, ...]:
-    """Returns the columns of each accumulator."""
+    """Returns the number of columns of each accumulator."""
     return config.widths or (min(padded_rank(problem.planes * problem.rank), MAX_COLUMNS),)
 
 
@@ -147,8 +164,8 @@ def shrink_grid(
 def shrink_scratch(
     problem: ShrinkProblem, config: ShrinkConfig, counts: RowCounts
 ) -> tuple[int, int]:
-    """Returns (number of tiles, fp32 elements of a tile) of the memory in which the programs that
-    split K exchange their sums; (0, 0) if K is not split."""
+    """Returns (number of tiles, fp32 elements of a tile) of the memory in which programs that share
+    K exchange their sums. Returns (0, 0) if K is not split."""
     if not isinstance(config, TiledShrink) or config.split_k == 1:
         return 0, 0
     _, tiles, column_blocks = shrink_grid(problem, config, counts)
@@ -158,7 +175,8 @@ def shrink_scratch(
 
 @dataclass(frozen=True)
 class PlanesConfig:
-    """Tiles of `lora_planes`: block_m rows, and width columns, the rank rounded up."""
+    """The tile sizes of `lora_planes`: block_m rows, and `width` columns, which is the rank rounded
+    up."""
 
     block_m: int
     width: int
@@ -166,7 +184,7 @@ class PlanesConfig:
     num_stages: int = 1
 
 
-# Copies a library's product, which has q, k and v side by side, to planes.
+# Copies the result of a library's product, which has q, k and v side by side, to separate planes.
 PLANES = Kernel("lora.planes", "lora_planes", ranges=("num_rows",))
 
 
@@ -180,7 +198,8 @@ def planes_config(rank: int) -> PlanesConfig:
 
 @dataclass(frozen=True)
 class ExpandConfig:
-    """Tiles of `lora_expand`: block_m rows by block_n columns, with ranks in steps of block_r."""
+    """The tile sizes of `lora_expand`: block_m rows by block_n columns, with the rank in steps of
+    block_r."""
 
     block_m: int
     block_n: int

@@ -1,8 +1,8 @@
-"""Plans that use a cuBLAS GEMM for the shrink of one adapter's rows.
+"""Plans that use a cuBLAS GEMM to compute the shrink for the rows of one adapter.
 
 cuBLAS is fast for one matrix and many rows, but its result does not have a plane for each of q, k
-and v. At the bounds below, cuBLAS and our kernels took equal time on an H200 with torch 2.11
-(docs/lora-performance.md).
+and v. The bounds below are the numbers of rows at which cuBLAS and tilewright's kernels took equal
+time on an H200 with torch 2.11 (docs/lora-performance.md).
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from tilewright.codegen.lora.problem import ShrinkProblem
 
 LIBRARY_DTYPES = ("bf16", "fp16")
-# With strides that are multiples of this, rows of 16-bit elements begin at multiples of 16 bytes.
+# If strides are multiples of this, rows of 16-bit elements begin at multiples of 16 bytes.
 ALIGNED = 8
 
-# Pairs (fewest rows, the fastest way for this many rows or more). The way "kernels" means our
-# kernels. They are also the fastest for fewer rows than the first pair has.
+# Pairs (number of rows, the fastest way from this number of rows on). The way "kernels" means
+# tilewright's kernels. They are also the fastest for fewer rows than the first pair has.
 Steps = tuple[tuple[int, str], ...]
-# Steps for the least K (outer key) and the most columns of all planes (inner key).
+# Maps the smallest K (outer key) and the largest number of columns of all planes (inner key) to
+# steps.
 Bounds = dict[int, dict[int, Steps]]
 
 MOST_COLUMNS = 1 << 30
-#: Bounds for weights that are parts of one matrix.
+#: The bounds for weights that are parts of one matrix.
 STACKED: Bounds = {
     0: {
         32: (),
@@ -47,7 +48,7 @@ STACKED: Bounds = {
     },
     12288: {32: ((65, "rows"),), MOST_COLUMNS: ((9, "rows"),)},
 }
-#: Bounds for separate weights, which are joined first.
+#: The bounds for separate weights, which are first copied into one matrix.
 APART: Bounds = {
     0: {
         96: (),
@@ -70,7 +71,7 @@ APART: Bounds = {
         MOST_COLUMNS: ((65, "rows"),),
     },
 }
-#: Bounds for a single weight.
+#: The bounds for a single weight.
 ALONE: Bounds = {
     0: {32: ((3073, "plane"),), 64: ((1025, "plane"),), MOST_COLUMNS: ((449, "plane"),)},
     3072: {32: ((4097, "plane"),), 64: ((769, "plane"),), MOST_COLUMNS: ((385, "plane"),)},
@@ -80,12 +81,14 @@ ALONE: Bounds = {
 
 @dataclass(frozen=True)
 class LibraryShrink:
-    """A way to call a library.
+    """A way to compute the shrink with a library.
 
-    way: "plane" for one weight, whose product is the plane; "batch" for a product for each plane,
-    stored in its place; "rows" for one product with q, k and v side by side, then `lora_planes`.
-    joined: the weights are first copied side by side. least_rows: the fewest rows for which this
-    way is taken.
+    Attributes:
+        way: "plane", "batch" or "rows". "plane" is for one weight, whose product is the plane.
+            "batch" computes a product for each plane and stores it directly. "rows" computes one
+            product with q, k and v side by side and then calls `lora_planes`.
+        joined: Whether the weights are first copied into one matrix.
+        least_rows: The smallest number of rows for which this way is used.
     """
 
     way: str
@@ -105,10 +108,11 @@ class LibraryShrink:
 def library_shrink(
     problem: ShrinkProblem, stacked: bool, one_group: bool, num_rows: int
 ) -> LibraryShrink | None:
-    """Returns how a library computes the shrink of `num_rows` rows; None if the kernels compute it.
+    """Returns how a library computes the shrink of `num_rows` rows. Returns None if the kernels
+    compute it.
 
-    stacked: the weights are rows, or columns, of one matrix. one_group: there is only one group of
-    rows.
+    stacked: whether the weights are rows, or columns, of one matrix. one_group: whether there is
+    only one group of rows.
     """
     if not _takes(problem, stacked, one_group):
         return None
@@ -124,7 +128,7 @@ def library_shrink(
 
 
 def _takes(problem: ShrinkProblem, stacked: bool, one_group: bool) -> bool:
-    """Whether the library can compute the shrink, at full speed."""
+    """Whether the library can compute the shrink at full speed."""
     form = problem.form
     one = form.addressing == "single" or (form.addressing == "groups" and one_group)
     if not one or form.num_adapters != 1 or form.ids is not None:
@@ -144,7 +148,7 @@ def _takes(problem: ShrinkProblem, stacked: bool, one_group: bool) -> bool:
 
 
 def _step(bounds: Bounds, hidden: int, columns: int, num_rows: int) -> tuple[int, str]:
-    """Returns the last step up to num_rows: (fewest rows, way)."""
+    """Returns the last step whose number of rows is at most num_rows: (number of rows, way)."""
     by_columns = bounds[max(least for least in bounds if least <= hidden)]
     steps = next(steps for most, steps in by_columns.items() if columns <= most)
     return max(((0, "kernels"), *(step for step in steps if step[0] <= num_rows)))

@@ -1,6 +1,6 @@
-"""Plans of a LoRA shrink or expand: the kernel for its rows, columns and K.
+"""Plans of a LoRA shrink or expand: the kernel for given rows, columns and K.
 
-The bounds lie where the kernels on both sides took equal time on an H200
+The bounds below are the numbers at which the two kernels took equal time on an H200
 (docs/lora-performance.md).
 """
 
@@ -20,39 +20,44 @@ from tilewright.codegen.lora.kernels import (
 from tilewright.codegen.lora.problem import ShrinkProblem
 from tilewright.codegen.targets import Target
 
-# Most unsorted rows for which each program finds its own rows; more rows are sorted first.
+# The largest number of unsorted rows for which each program finds its own rows. More rows are
+# sorted first.
 UNSORTED_ROWS = 512
-# Most rows, and most products in all, for which multiply-adds outside the tensor cores are faster.
-# The products may be twice as many if q, k and v together have more than WIDE_COLUMNS columns.
+# The largest number of rows, and the largest number of products in total, for which multiply-adds
+# without tensor cores are faster. If q, k and v together have more than WIDE_COLUMNS columns, there
+# may be twice as many products.
 SINGLE_ROWS = 64
 ROW_PRODUCTS = 1536 * 4096
 WIDE_COLUMNS = 96
-# Most rows for which a program sums over all of K, by the number of columns of q, k and v together.
+# The largest number of rows for which a program sums over all of K. The keys are the largest
+# numbers of columns of q, k and v together.
 FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
 FEW_ROWS_WIDE = 256  # for more columns
-# Most rows times columns for which the row kernel takes weights whose columns are contiguous.
+# For weights whose columns are contiguous: the largest product of rows and columns for which the
+# kernel without tensor cores is used.
 ACROSS_PRODUCTS = 1024
-# Most rows for which K is split and a tile has 64 columns, as one plane of rank 64 has.
+# The largest number of rows for which K is split and a tile has 64 columns. One plane of rank 64
+# has this many columns.
 COLUMN_BLOCK_ROWS = 2048
-# K is split further while there are at most this many programs per multiprocessor.
+# K is split further as long as there are at most this many programs on each multiprocessor.
 PROGRAMS_PER_SM = 2.2
 MAX_SPLIT = 4
 # The smallest part of K that a program sums over.
 LEAST_PART = 512
-# For plans, row counts are rounded up to a power of two, or above ROUND_ROWS to a multiple of
-# ROWS_STEP.
+# For plans, numbers of rows are rounded up to a power of two. Above ROUND_ROWS, they are rounded up
+# to a multiple of ROWS_STEP.
 ROUND_ROWS = 4096
 ROWS_STEP = 512
 
 
 def takes_row_kernel(num_rows: int, columns: int, hidden: int) -> bool:
-    """Whether the kernel without tensor cores is faster for these rows and products."""
+    """Whether the kernel without tensor cores is faster for this number of rows and products."""
     most = ROW_PRODUCTS * (2 if columns > WIDE_COLUMNS else 1)
     return num_rows <= SINGLE_ROWS and num_rows * columns * hidden <= most
 
 
 def planned_rows(num_rows: int) -> int:
-    """Returns the rounded row count of a plan, which many row counts share."""
+    """Returns the rounded number of rows of a plan. Many numbers of rows share one plan."""
     if num_rows <= ROUND_ROWS:
         return next_power_of_2(max(num_rows, 1))
     return cdiv(num_rows, ROWS_STEP) * ROWS_STEP
@@ -91,10 +96,11 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
 
 
 def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig | None:
-    """Returns the kernel for weights [K, R] seen as [R, K], whose columns are contiguous.
+    """Returns the kernel for weights [K, R] that are used as [R, K], so that their columns are
+    contiguous.
 
     This is the kernel in which the fewest programs read parts of the same row of memory. Returns
-    None if that makes no difference.
+    None if this makes no difference.
     """
     columns, hidden = problem.planes * problem.rank, problem.hidden
     single = problem.a.dtype == "fp32"
@@ -117,7 +123,7 @@ def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> Ti
     columns = problem.planes * problem.rank
     if columns <= 128:
         return TiledShrink(64, 64, 1, 4, 4, (128,))
-    # The values of `choices` are relative times of one wave of tiles.
+    # The values of `choices` are the relative times of one wave of tiles.
     if columns <= 192:
         choices = {
             TiledShrink(64, 64, 1, 4, 4, (128, 64)): 1.0,
@@ -138,7 +144,8 @@ def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> Ti
 
 
 def _programs(problem: ShrinkProblem, num_rows: int, config: TiledShrink) -> int:
-    """Estimates how many programs have work: the last tile of each adapter is half padding."""
+    """Estimates how many programs have work, assuming that the last tile of each adapter is half
+    padding."""
     apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
     tiles = cdiv(num_rows, config.block_m) + apart // 2
     return tiles * cdiv(problem.planes * problem.rank, sum(config.widths))
@@ -147,7 +154,7 @@ def _programs(problem: ShrinkProblem, num_rows: int, config: TiledShrink) -> int
 def _split(
     problem: ShrinkProblem, num_rows: int, block_m: int, column_blocks: int, target: Target
 ) -> int:
-    """Returns the number of programs over which the K of each tile is split."""
+    """Returns the number of programs that share the K of each tile."""
     apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
     programs = (apart + cdiv(num_rows, block_m)) * column_blocks
     split = 1
@@ -160,7 +167,7 @@ def _split(
 
 @cache
 def plan_expand(rank: int, dtype: str, num_rows: int) -> ExpandConfig:
-    """Returns the tiles for up to `num_rows` rows. rank: the largest rank of q, k and v."""
+    """Returns the tile sizes for up to `num_rows` rows. rank: the largest rank of q, k and v."""
     block_r = min(padded_rank(rank), 64)
     if num_rows * rank <= 32 * 16:
         return ExpandConfig(1, 128, block_r, 4)

@@ -11,13 +11,20 @@ from tilewright.codegen.spec import Constant
 
 @dataclass(frozen=True)
 class RowForm:
-    """The form in which a kernel gets the adapter of each row; see `lora.templates.rows`.
+    """How a kernel gets the adapter of each row (`lora.templates.rows`).
 
-    addressing: "single" (one adapter), "sequences" (an id for every rows_per_id rows), "groups"
-    (offsets and ids of groups), "rows" (an id for each row; every program reads all ids) or
-    "sorted" (like "rows", but sorted by an earlier kernel). ids None: the adapter of group g is g.
-    inclusive: offsets contain only ends. one_each: whether there is an id for every row. groups: a
-    power of two above the number of groups. rows: a power of two that covers the rows, for "rows".
+    Attributes:
+        addressing: "single" (there is one adapter), "sequences" (there is an id for every
+            rows_per_id rows), "groups" (there are offsets and ids of groups), "rows" (there is an
+            id for each row, and every program reads all ids) or "sorted" (like "rows", but an
+            earlier kernel sorts the rows).
+        num_adapters: The number of adapters.
+        ids: The ids of adapters. If it is None, group g has adapter g.
+        offsets: The offsets of groups.
+        inclusive: Whether the offsets contain only the ends of groups.
+        one_each: Whether there is an id for every row.
+        groups: A power of two greater than the number of groups.
+        rows: For "rows", a power of two that is at least the number of rows.
     """
 
     addressing: str
@@ -37,8 +44,14 @@ class RowForm:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The row counts of one call. groups: number of groups of a_offsets. rows_per_id: rows of each
-    id, if there are ids without offsets."""
+    """The row counts of one call.
+
+    Attributes:
+        num_rows: The number of rows of the result.
+        total_rows: The number of rows of the call.
+        groups: The number of groups of a_offsets.
+        rows_per_id: The number of rows that each id applies to, if there are ids and no offsets.
+    """
 
     num_rows: int
     total_rows: int
@@ -47,7 +60,7 @@ class RowCounts:
 
 
 def tile_bound(form: RowForm, counts: RowCounts, block_m: int) -> int:
-    """Returns the number of tiles that cover all rows for any choice of adapters."""
+    """Returns an upper bound of the number of tiles, which holds for any choice of adapters."""
     rest = cdiv(counts.total_rows - counts.num_rows, block_m)
     if block_m == 1:
         return counts.total_rows
@@ -57,19 +70,26 @@ def tile_bound(form: RowForm, counts: RowCounts, block_m: int) -> int:
         sequences = counts.num_rows // max(counts.rows_per_id, 1)
         return sequences * cdiv(counts.rows_per_id, block_m) + rest
     kinds = counts.groups if form.addressing == "groups" else form.num_adapters
-    # The last tile of each adapter's rows, and of the rows without an adapter, may be partly empty.
+    # The last tile of each adapter's rows may be partly empty, and so may the last tile of the rows
+    # that have no adapter.
     partial = min(kinds + 1, counts.total_rows)
     return partial + (counts.total_rows - partial) // block_m
 
 
 @dataclass(frozen=True)
 class ShrinkProblem:
-    """The static part of a `shrink_qkv_permute_3mn` call. It describes only the weights that the
+    """The static part of a call of `shrink_qkv_permute_3mn`. It describes only the weights that the
     call gives.
 
-    hidden: K. ranks: rank of each weight. a: operand with strides (row,). weights: operands with
-    strides (adapter, row, column of K). Kernels get the address of the first weight and the
-    distances of the others from it, so only the alignment of the first matters.
+    Kernels get the address of the first weight and the distances of the other weights from it, so
+    only the alignment of the first weight matters.
+
+    Attributes:
+        hidden: The number of columns of a, K.
+        ranks: The rank of each weight.
+        a: The operand a, with strides (row,).
+        weights: The weights, with strides (adapter, row, column of K).
+        form: How kernels get the adapter of each row.
     """
 
     hidden: int
@@ -84,13 +104,13 @@ class ShrinkProblem:
 
     @property
     def rank(self) -> int:
-        """The rank N of the result."""
+        """The rank of the result, N."""
         return max(self.ranks)
 
     @property
     def constants(self) -> dict[str, Constant]:
-        """The constants of three planes. If there are fewer planes, the constants of the last one
-        repeat."""
+        """The constants of three planes. If there are fewer planes, the constants of the last plane
+        are repeated."""
         last = self.planes - 1
         strides = [self.weights[min(plane, last)].strides for plane in range(3)]
         adapter, row, column = zip(*strides, strict=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.kernel import Kernel
 
-# Most tokens. For more, a library's GEMM is faster: it uses the tensor core better than a kernel
-# that streams weights.
+# The largest number of tokens for this kernel. For more tokens, a library's GEMM is faster, because
+# it uses the tensor cores better than a kernel that streams weights.
 MOST_TOKENS = 64
 BLOCK_WIDTH = 64
 BLOCK_K = 64

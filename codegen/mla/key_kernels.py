@@ -1,4 +1,5 @@
-"""The kernels that make MLA's keys, `mla_latents` and `mla_up_projection`, and their tiles."""
+"""The kernels that compute MLA's keys, `mla_latents` and `mla_up_projection`, and their tile
+sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ UP_PROJECTION = Kernel(
     strides_of("v", head=1, column=2),
     types={"scale_stride": "i64"},
 )
-# Dequantises a weight [rows, rank] of codes that have a scale for each block.
+# Dequantises a weight [rows, rank] that has a scale for each block.
 WEIGHT_NUMBERS = Kernel(
     "mla.up_projection",
     "mla_weight_numbers",
@@ -49,25 +50,28 @@ class LatentProblem:
     """The static part of one launch of `mla_latents`.
 
     The kernel stores the latents of new tokens to the cache, gathers keys from the cache, or does
-    both in one launch; or it keeps the new tokens themselves as keys.
+    both in one launch. It can also return the new tokens themselves as keys.
 
     Attributes:
-        rank, rope_dim: columns of a latent and of its rope part.
-        row: columns of a row of the buffer for latents; 0 without a buffer.
-        norm_eps: epsilon of the RMS norm.
-        neighbours: whether the members of a rotated pair are adjacent in the cache and the buffers.
-        page_size: slots of a page.
-        addressing: the form of the slots of new tokens; "none" if none are stored.
-        wrap_negative: whether a negative index counts from the end.
-        search_steps: steps of the binary search for the sequence of a token or key.
-        keys: the form of the keys to gather, as in `key_places`; "none" if none are gathered.
-        keep: whether new tokens themselves become keys.
-        group: columns that share a scale of quantised latents; 1 without quantisation.
-        cap: upper bound of a group's largest magnitude; 0 for no bound.
-        rope_scale: divisor of the rope columns of the buffer.
-        units: numbers that divide the strides (in elements) of pages and slots; one for the cache
-            of latents and one for the cache of rope columns.
-        one_source: whether the kernel loads a row of a token and a row of the cache alike.
+        rank, rope_dim: The number of columns of a latent and of its rope part.
+        row: The number of columns of a row of the buffer for latents; 0 if there is no buffer.
+        norm_eps: The epsilon of the RMS norm.
+        neighbours: Whether the two members of a rotated pair are adjacent in the cache and in the
+            buffers.
+        page_size: The number of slots of a page.
+        addressing: How the slots of new tokens are given; "none" if no tokens are stored.
+        wrap_negative: Whether a negative index counts from the end.
+        search_steps: The number of steps of the binary search for the sequence of a token or key.
+        keys: How the keys to gather are given, as in `key_places`; "none" if no keys are gathered.
+        keep: Whether the new tokens themselves become keys.
+        group: The number of columns that share a scale of quantised latents; 1 if latents are not
+            quantised.
+        cap: An upper bound of a group's largest magnitude; 0 for no bound.
+        rope_scale: The divisor of the rope columns of the buffer.
+        units: Two numbers that divide the strides (in elements) of pages and slots, for the cache
+            of latents and for the cache of rope columns.
+        one_source: Whether the kernel uses the same code to load a row of a token and a row of the
+            cache.
     """
 
     rank: int
@@ -97,7 +101,7 @@ class LatentProblem:
 
     @property
     def fused(self) -> bool:
-        """Whether one program stores new tokens and makes keys of them."""
+        """Whether the same program stores new tokens and computes their keys."""
         return self.store and self.gather
 
     @property
@@ -111,12 +115,14 @@ class LatentProblem:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Tiles of `mla_latents`.
+    """The tile sizes of `mla_latents`.
 
-    block_t: rows of a program. checked: in a fused launch, the number of new tokens for which one
-    program finds out whether they are keys. A token that is not a key is computed by the program
-    that checked it, block_t tokens at a time. If there are such tokens, a larger `checked` is
-    slower.
+    Attributes:
+        block_t: The number of rows of a program.
+        num_warps: The number of warps of a program.
+        checked: In a fused launch, the number of new tokens for which one program finds out whether
+            they are keys. If a token is not a key, the program that checked it also stores it,
+            block_t tokens at a time. If there are such tokens, a larger `checked` is slower.
     """
 
     block_t: int
@@ -139,11 +145,18 @@ def row_programs(problem: LatentProblem, config: LatentConfig, rows: int) -> int
 class UpProblem:
     """The static part of an up-projection: kv [K, H, N + V] = latents [K, L] @ weight^T.
 
-    latent, weight: numbers or codes, strides (row,). scale_block: (rows, columns) of the weight
-    that share a scale; None for numbers. The scales of latents cover the same number of columns. k:
-    strides (row, head). joint: the values of a head follow its keys in one tensor; if not, values
-    have their own tensor [H, V, K]. k_scale, v_scale: divisors of the results. limited: rows past a
-    limit are skipped.
+    Attributes:
+        num_heads: The number of heads, H.
+        nope, v_dim: The number of columns of a key and of a value of a head, N and V.
+        rank: The number of columns of a latent, L.
+        latent, weight: The operands, which may be quantised, with strides (row,).
+        k: The keys, with strides (row, head).
+        joint: Whether the values of a head follow its keys in the same tensor. If not, the values
+            are a separate tensor [H, V, K].
+        scale_block: How many (rows, columns) of the weight share a scale; None if it is not
+            quantised. The scales of latents cover the same number of columns.
+        k_scale, v_scale: The divisors of the results.
+        limited: Whether rows past a limit are skipped.
     """
 
     num_heads: int
@@ -161,18 +174,19 @@ class UpProblem:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the weight."""
+        """The number of rows of the weight."""
         return self.num_heads * (self.nope + self.v_dim)
 
     @property
     def by_head(self) -> bool:
-        """Whether a tile is limited to one head, because heads are not adjacent in memory."""
+        """Whether a tile has rows of only one head, because heads are not adjacent in memory."""
         return not self.joint or self.k.strides[1] != self.nope + self.v_dim
 
 
 @dataclass(frozen=True)
 class UpConfig:
-    """Tiles of the up-projection: block_m keys, block_n rows and block_k columns of the weight."""
+    """The tile sizes of the up-projection: block_m keys, and block_n rows and block_k columns of
+    the weight."""
 
     block_m: int
     block_n: int
@@ -193,8 +207,8 @@ class UpConfig:
 
 
 def up_statics(problem: UpProblem, config: UpConfig) -> Statics:
-    """Returns the constants of the GEMM of a problem. A limited problem has one program for each
-    tile."""
+    """Returns the constants of the GEMM of a problem. If the problem is limited, there is one
+    program for each tile."""
     return Statics(
         problem,
         config,
@@ -216,14 +230,15 @@ def up_grid(problem: UpProblem, config: UpConfig, rows: int, num_sms: int) -> tu
 
 
 def up_obstacle(problem: UpProblem) -> str | None:
-    """Returns why TMA cannot load the operands or no tile fits; None if the kernel can run."""
+    """Returns why the kernel cannot compute a problem: TMA cannot load an operand, or no tile fits.
+    Returns None if it can."""
     operands = {"latent": problem.latent, "kv_b_weight": problem.weight}
     if problem.joint:
         operands["the result"] = problem.k
     for name, operand in operands.items():
         size = operand.strides[0] * ELEMENT_BYTES[operand.dtype]
         if size % TMA_BYTES:
-            return f"{name}: rows of {size} bytes are not whole {TMA_BYTES} bytes"
+            return f"{name}: rows of {size} bytes are not multiples of {TMA_BYTES} bytes"
         if not operand.aligned:
             return f"{name} does not start at a multiple of {TMA_BYTES} bytes"
     if problem.joint and problem.by_head and (problem.nope + problem.v_dim) % 16:

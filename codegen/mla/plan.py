@@ -8,19 +8,20 @@ from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.mla.key_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.targets import Target
 
-# Most rows for which a program takes one row: a chip has room for more warps than there are rows.
+# The largest number of rows for which each program computes one row. A chip has room for more warps
+# than there are rows.
 FEW_ROWS = 1024
-# Most rows for which a program of a fused launch checks four tokens.
+# The largest number of rows for which a program of a fused launch checks four tokens.
 SOME_ROWS = 16384
 
 
 def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
-    """Returns the tiles for `rows` rows of keys and tokens together.
+    """Returns the tile sizes for `rows` rows of keys and tokens together.
 
-    A program has one warp, so that the norm's sums are added in the same order for any number of
-    rows. On an H200 these tiles are the fastest, or nearly so, for 16 to 32768 rows of numbers or
-    codes. A fused launch with two rows per program takes 117 registers instead of 63, which halves
-    the programs on a multiprocessor.
+    A program has one warp, so that the sums of the norm are added in the same order for any number
+    of rows. On an H200, these tile sizes are the fastest, or nearly the fastest, for 16 to 32768
+    rows, quantised or not. A fused launch with two rows in a program takes 117 registers instead of
+    63, and then only half as many programs fit a multiprocessor.
     """
     few = rows <= FEW_ROWS
     if problem.fused:
@@ -29,12 +30,12 @@ def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
 
 
 def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
-    """Returns the tiles of the up-projection for `rows` keys."""
+    """Returns the tile sizes of the up-projection for `rows` keys."""
     block_m = 64 if rows <= 64 else 128
     block_n = _head_block(problem) if problem.joint else _part_block(problem, 128)
     block_k = 64 if problem.scale_block is None else min(problem.scale_block[1], 128)
     warps = 4 if block_m * block_n <= 64 * 128 else 8
-    # Triton 3.6 cannot flatten the loop if keys and values have different tensors.
+    # Triton 3.6 cannot flatten the loop if keys and values are separate tensors.
     wide = block_m == 128 and problem.joint and not problem.limited
     specialised = bool(target.tmem_columns) and wide
     return UpConfig(
@@ -43,14 +44,14 @@ def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
 
 
 def uses_library(problem: UpProblem, rows: int, target: Target) -> bool:
-    """Whether the library's GEMM makes the keys. It does if weights are numbers, keys and values
-    are in one tensor, and all rows are needed."""
+    """Whether the library's GEMM computes the keys. This is so if weights are not quantised, keys
+    and values are in one tensor, and all rows are needed."""
     return problem.joint and problem.scale_block is None and not problem.limited
 
 
 def _head_block(problem: UpProblem) -> int:
-    """Returns the rows of the weight in a tile of keys and values: a divisor of a head's rows if a
-    tile is limited to one head."""
+    """Returns how many rows of the weight there are in a tile that has keys and values. If a tile
+    has rows of only one head, the result divides the number of rows of a head."""
     block = 128
     while problem.by_head and (problem.nope + problem.v_dim) % block and block > 16:
         block //= 2
@@ -58,18 +59,24 @@ def _head_block(problem: UpProblem) -> int:
 
 
 def _part_block(problem: UpProblem, most: int) -> int:
-    """Returns the rows of the weight in a tile of keys or of values: a power of two up to
-    `most`."""
+    """Returns how many rows of the weight there are in a tile that has only keys or only values: a
+    power of two that is at most `most`."""
     block = min(most, next_power_of_2(max(problem.nope, problem.v_dim)))
     return max(block, 16)
 
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """Sizes of a decode call.
+    """The sizes of a decode call.
 
-    queries: queries of a sequence. keys: keys that it has room for. nope, rope, v_dim: N, R and V,
-    columns of a head. rank: L, columns of a latent. rows: rows of a tile of absorbed attention."""
+    Attributes:
+        queries: The number of queries of a sequence.
+        keys: The number of keys that a sequence has room for.
+        heads: The number of heads, H.
+        nope, rope, v_dim: The number of columns of the parts of a head, N, R and V.
+        rank: The number of columns of a latent, L.
+        rows: The number of rows of a tile of absorbed attention.
+    """
 
     queries: int
     keys: int
@@ -81,25 +88,25 @@ class DecodeSizes:
     rows: int
 
 
-# Fewest keys for which absorbed attention is used. It takes two more launches, but reads fewer
-# bytes and computes fewer products.
+# The fewest keys for which absorbed attention is used. It needs two more launches, but it reads
+# fewer bytes and computes fewer products.
 FEWEST_KEYS = 256
-# The multiply-adds that an H200 computes while its memory transfers one 16-bit number.
+# How many multiply-adds an H200 computes while its memory transfers one 16-bit number.
 NUMBER_MACS = 170
-# The cost of a multiply-add in absorbed attention, relative to one in a GEMM. The tiles of absorbed
-# attention are narrow.
+# The cost of a multiply-add in absorbed attention, divided by the cost of a multiply-add in a GEMM.
+# It is higher because the tiles of absorbed attention are narrow.
 NARROW_MACS = 3
 
 
 def absorbs(sizes: DecodeSizes) -> bool:
     """Whether attention to the latents themselves is faster than attention to expanded keys.
 
-    The estimate counts the cost of each key. Expanded: the up-projection multiplies a latent into
-    the columns of all heads, H * L * (N + V) multiply-adds, and the columns are written and read
-    again. For each query, attention then adds one multiply-add per column, including the R rope
-    columns. Absorbed: each tile of rows reads L + R numbers and multiplies each twice, except for
-    the R rope columns. Costs that do not depend on the keys are left out, because both ways read
-    the weight once.
+    The estimate compares the cost of each key. With expanded keys, the up-projection multiplies a
+    latent by the columns of all heads, which takes H * L * (N + V) multiply-adds, and the columns
+    are written and read again. For each query, attention then adds one multiply-add for each
+    column, including the R rope columns. With absorbed weights, each tile of rows reads L + R
+    numbers and multiplies each of them twice, except for the R rope columns. Costs that do not
+    depend on the keys are not counted, because both ways read the weight once.
     """
     if sizes.keys < FEWEST_KEYS:
         return False

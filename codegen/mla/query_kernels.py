@@ -1,5 +1,5 @@
-"""`mla_query`, which rotates queries or casts them to 8 bits before attention, and the static part
-of rotations."""
+"""The kernel `mla_query`, which rotates queries before attention or casts them to 8 bits, and the
+static part of rotations."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ QUERY = Kernel(
 
 @dataclass(frozen=True)
 class Rotation:
-    """The static part of a rotation (RoPE) of queries or keys. Fields are named like the constants
-    of the kernels.
+    """The static part of a rotation (RoPE) of queries or keys. The fields have the names of the
+    kernels' constants.
 
-    rope_style: a style of ops/reference/rope.py; "none" for no rotation. cos_strides, sin_strides:
-    strides (row, column) of the tables. full_width: the tables have a column for each rotated
-    column; if not, for each pair. by_position: a token uses the table row of its position; if not,
-    the row of its index among the tokens.
+    Attributes:
+        rope_style: A style of ops/reference/rope.py; "none" if there is no rotation.
+        full_width: Whether the tables have a column for each rotated column. If not, they have a
+            column for each pair.
+        by_position: Whether a token uses the row of the tables at its position. If not, it uses the
+            row at its index among the tokens.
+        cos_strides, sin_strides: The strides (row, column) of the tables.
     """
 
     rope_style: str = "none"
@@ -49,9 +52,13 @@ NO_ROTATION = Rotation()
 class QueryProblem:
     """The static part of a launch of `mla_query`.
 
-    nope, rope_dim: columns of a query that are not rotated, and the rotated columns after them.
-    search_steps: steps of the binary search for a row's sequence. whole: the kernel stores all
-    columns; if not, only the rotated ones. casts: the result has another dtype.
+    Attributes:
+        num_heads: The number of heads.
+        nope, rope_dim: The number of columns of a query that are not rotated, and the number of
+            rotated columns after them.
+        search_steps: The number of steps of the binary search for the sequence of a row.
+        whole: Whether the kernel stores all columns. If not, it stores only the rotated columns.
+        casts: Whether the result has another dtype than the query.
     """
 
     num_heads: int
@@ -71,9 +78,9 @@ class QueryProblem:
 
     @property
     def block_r(self) -> int:
-        """Rows of one program: at least 8 KiB of loads, with few enough registers for eight
-        programs on a multiprocessor. For whole queries without a cast, 16 rows take 2 to 5 % less
-        time than 64 on an H200."""
+        """The number of rows of a program. They are at least 8 KiB of loads, and take few enough
+        registers for eight programs on a multiprocessor. For whole queries without a cast, 16 rows
+        take 2 to 5 % less time than 64 rows on an H200."""
         return 16 if self.whole and not self.casts else 64
 
     @property

@@ -18,7 +18,7 @@ _STRIDES: dict[str, Stride | tuple[Stride, ...]] = {
     "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
     "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
 }
-# If the result is normed, this kernel stores fp32 sums, which NORM_ROWS reads.
+# If the result is normalized, `streamed_linear` stores fp32 sums, and NORM_ROWS reads them.
 LINEAR = Kernel(
     "mlp.linear",
     "streamed_linear",
@@ -26,7 +26,8 @@ LINEAR = Kernel(
     ranges=("num_tokens",),
     unaligned=("counters", "weight_factor", "up_factor"),
 )
-# Runs a program for each token and each block of a few rows of codes.
+# Computes a linear without tensor cores. Each program computes a few rows of the weight for one
+# token.
 DOTTED = Kernel("mlp.dotted", "dotted_linear", _STRIDES, unaligned=("weight_factor", "up_factor"))
 NORM_ROWS = Kernel(
     "mlp.finish",
@@ -35,19 +36,19 @@ NORM_ROWS = Kernel(
 )
 # Applies the activation to products that a library computed.
 ACTIVATE = Kernel("mlp.linear", "activate_products", types={"num_elements": "i64"})
-# Rounds rows to float8 codes. It lets the next kernel start early, to prefetch weights before it
-# waits.
+# Rounds rows to float8 codes. This kernel allows the next kernel to start early, so that the next
+# kernel can prefetch its weights while this one runs.
 ROUND = Kernel(
     "mlp.rounding",
     "round_rows",
     {"NORM_STRIDE": ("norm_weight", 0)},
     unaligned=("given_scale", "scale"),
 )
-# Columns of a row that `norm_rows` takes at a time.
+# The number of columns of a row that `norm_rows` reads at a time.
 NORM_BLOCK = 2048
-# Elements of a program of `activate_products`.
+# The number of elements that a program of `activate_products` computes.
 ACTIVATE_BLOCK = 2048
-# Names of the scales, zeros and factors of the codes of the weight and of the up weight.
+# The parameters of the kernels for the scales, zeros and factors of the weight and the up weight.
 CODE_NAMES = (
     "weight_scale", "up_scale", "weight_zero", "up_zero", "weight_factor", "up_factor",
 )  # fmt: skip
@@ -55,12 +56,21 @@ CODE_NAMES = (
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Tiles of block_n rows of each weight by block_t tokens; split_k programs share a tile's K.
+    """The tile sizes and launch options of `streamed_linear`.
 
-    prefetch: weight columns of each row that the kernel prefetches while the previous kernel ends,
-    a multiple of 64. For codes, the kernel prefetches the bytes that so many 16-bit numbers would
-    take. lets_in: the next kernel may start early. x_in_order: an earlier kernel permutes x to the
-    order of the weight's codes.
+    Attributes:
+        block_n: The number of rows of each weight in a tile.
+        block_t: The number of tokens in a tile.
+        block_k: The number of columns that a program multiplies in one step.
+        split_k: The number of programs that share the K dimension of a tile.
+        num_warps: The number of warps of a program.
+        num_stages: The number of pipeline stages.
+        prefetch: How many columns of each weight row the kernel prefetches while the previous
+            kernel ends; a multiple of 64. If the weight is quantized, the kernel prefetches as many
+            bytes as this number of 16-bit columns would take.
+        lets_in: Whether the kernel allows the next kernel to start early.
+        x_in_order: Whether an earlier kernel permutes the columns of x to the order of the weight's
+            codes.
     """
 
     block_n: int
@@ -84,7 +94,8 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class DotConfig:
-    """Tiles of `dotted_linear`: block_n rows of each weight, in steps of block_k columns."""
+    """The tile sizes of `dotted_linear`: block_n rows of each weight, in steps of block_k
+    columns."""
 
     block_n: int
     block_k: int
@@ -97,7 +108,13 @@ class DotConfig:
 
 @dataclass(frozen=True)
 class RoundConfig:
-    """Tiles of `round_rows`: width columns of a row. row: a power of two, at least all columns."""
+    """The tile sizes of `round_rows`.
+
+    Attributes:
+        width: The number of columns of a row that a program rounds.
+        row: The size of the block that holds a whole row: a power of two.
+        num_warps: The number of warps of a program.
+    """
 
     width: int
     row: int
@@ -112,7 +129,7 @@ def round_grid(config: RoundConfig, columns: int, num_tokens: int) -> tuple[int,
 
 
 def dot_constants(problem: LinearProblem) -> dict[str, Constant]:
-    """Returns the constants of `dotted_linear` that are no strides of its tensors."""
+    """Returns the constants of `dotted_linear`, except the strides of its tensors."""
     q = problem.quantization
     assert q is not None
     made = _shared_constants(problem) | q.dot_constants(problem.k, problem.weight)
@@ -128,7 +145,7 @@ def dot_grid(problem: LinearProblem, config: DotConfig, num_tokens: int) -> tupl
 
 
 def _shared_constants(problem: LinearProblem) -> dict[str, Constant]:
-    """Returns the constants that both kernels have; those of a norm say that x is not normed."""
+    """Returns the constants that both kernels have. They say that x is not normalized."""
     return {
         "N": problem.n,
         "K": problem.k,
@@ -143,13 +160,13 @@ def _shared_constants(problem: LinearProblem) -> dict[str, Constant]:
 def linear_constants(
     problem: LinearProblem, config: LinearConfig, target: Target
 ) -> dict[str, Constant]:
-    """Returns the constants of `streamed_linear` that are no strides of its tensors."""
+    """Returns the constants of `streamed_linear`, except the strides of its tensors."""
     norm, q = problem.norm, problem.quantization
     made: dict[str, Constant] = {
         **_shared_constants(problem),
         "LINE": LINE_BYTES // int(ELEMENT_BYTES[problem.weight]),
         "PREFETCH": config.prefetch if problem.k_major else 0,
-        # The operands of both products come from registers.
+        # If the kernel computes x in registers, both operands of a product come from registers.
         "APART": _makes_x(problem, config) and target.tmem_columns > 0,
     }
     if norm is not None:
@@ -161,7 +178,7 @@ def linear_constants(
 
 
 def _makes_x(problem: LinearProblem, config: LinearConfig) -> bool:
-    """Whether the kernel norms or permutes x."""
+    """Whether the kernel normalizes or permutes x itself."""
     permutes = problem.quantization is not None and not config.x_in_order
     return problem.norm is not None or permutes
 
@@ -172,11 +189,12 @@ def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -
 
 
 def order_of(problem: LinearProblem, config: LinearConfig | DotConfig) -> ColumnOrder | None:
-    """Returns the order of the columns of x that the kernel takes; None for that of memory."""
+    """Returns the column order in which the kernel expects x; None for the order in memory."""
     q = problem.quantization
     if q is None or isinstance(config, DotConfig) or not config.x_in_order:
         return None
-    # As in the kernel: columns of a load of words, or of one scale if those are fewer.
+    # The kernel uses the same unit: the columns that it loads as words at a time, or the columns
+    # that share a scale if they are fewer.
     unit = min(config.block_k, 128) if q.per_word == 8 else config.block_k
     if not q.scales_numbers and q.block[1] < problem.k:
         unit = min(unit, q.block[1])
@@ -184,7 +202,8 @@ def order_of(problem: LinearProblem, config: LinearConfig | DotConfig) -> Column
 
 
 def workspace_elements(problem: LinearProblem, config: LinearConfig) -> int:
-    """Returns the size of the workspace of one tile's parts, in fp32 numbers."""
+    """Returns how many fp32 numbers the workspace of one tile holds. Each of the split_k programs
+    stores its sums there."""
     sums = problem.num_weights * config.block_n + squares_a_row(problem.norm)
     return config.split_k * sums * config.block_t
 

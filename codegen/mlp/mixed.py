@@ -1,4 +1,5 @@
-"""The kernel of linears of many tokens with weights of codes, its plan, constants and limits."""
+"""The kernel `mixed_linear` for quantized weights and many tokens: its plan, constants and
+limits."""
 
 from __future__ import annotations
 
@@ -14,17 +15,18 @@ from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
 MIXED = Kernel("mlp.mixed_gemm", "mixed_linear", unaligned=("factor", "up_factor", "counters"))
-# Rows of a tile, half of them of each consumer, and columns of a step.
+# The number of rows of a tile, of which each of the two consumers computes one half.
 BLOCK_N = 128
 BLOCK_K = 64
 ROWS = BLOCK_N // 2
-# Columns whose scales are loaded at a time, if a scale covers as many.
+# The number of columns whose scales are loaded together, if a scale covers at least as many
+# columns.
 UNIT = 128
-# Tiles of rows that follow each other, for the same tokens.
+# The number of consecutive row tiles that are computed for the same tokens before the next tokens.
 GROUP = 8
-# Fewest columns that share a scale.
+# The fewest columns that may share a scale.
 LEAST_SCALED = 16
-#: The dtypes of zeros that are whole numbers, and of scales that bfloat16 holds exactly.
+#: The dtypes of zeros that are integers, and of scales that bfloat16 represents exactly.
 WHOLE = ("u8", "i8", "i32", "i64")
 EXACT = ("bf16", "u8", "fp8e4nv")
 _CODES = {"": "nibbles", "e2m1": "e2m1"}
@@ -32,9 +34,15 @@ _CODES = {"": "nibbles", "e2m1": "e2m1"}
 
 @dataclass(frozen=True)
 class Gain:
-    """The most tokens for which the kernel is faster than the library's product of a weight that is
-    decoded before: of numbers of some bits, floats or integers, with a scale for at most some
-    columns."""
+    """The number of tokens up to which the kernel is faster than decoding the weight and calling
+    the library's GEMM. A record applies to one kind of codes.
+
+    Attributes:
+        bits: The number of bits of a code.
+        is_float: Whether the codes are floats. If not, they are integers.
+        columns: The largest number of columns that share a scale.
+        tokens: The largest number of tokens for which the kernel is faster.
+    """
 
     bits: int
     is_float: bool
@@ -42,9 +50,10 @@ class Gain:
     tokens: int
 
 
-# Beside the library's product of bfloat16, `mixed_linear` took on an H100 (4096 x 14336, 1024
-# tokens): for NVFP4 1.28 times as long, MXFP4 1.16, float8 in blocks 1.07, integers 1.00 to 1.03.
-# Decoding before takes as long as the library's product of 590 tokens.
+# Measured on an H100 with a weight of 4096 x 14336 and 1024 tokens. The time of `mixed_linear`,
+# divided by the time of the library's bfloat16 product, was 1.28 for NVFP4, 1.16 for MXFP4, 1.07
+# for float8 in blocks, and 1.00 to 1.03 for integers. Decoding the weight first takes as long as
+# the library's product of 590 tokens.
 GAINS = (
     Gain(4, is_float=True, columns=16, tokens=1024),
     Gain(4, is_float=True, columns=INT32_MAX, tokens=2048),
@@ -56,9 +65,15 @@ GAINS = (
 
 @dataclass(frozen=True)
 class MixedTiles:
-    """Tiles of 128 rows by block_t tokens, with their times, measured on an H100: microseconds of
-    a program for a tile (in all and for 1024 columns of the weight), and of the sums that programs
-    exchange if K is split."""
+    """Tiles of 128 rows, with their times measured on an H100.
+
+    Attributes:
+        block_t: The number of tokens in a tile.
+        stages: The number of pipeline stages.
+        tile_us: The fixed part of the time that a program needs for a tile, in microseconds.
+        columns_us: The time that a program needs for 1024 columns of the weight, in microseconds.
+        split_us: The time in which programs exchange their sums if K is split, in microseconds.
+    """
 
     block_t: int
     stages: int
@@ -69,7 +84,8 @@ class MixedTiles:
     def seconds(
         self, n: int, k: int, num_tokens: int, target: Target, split: bool = False
     ) -> float:
-        """Returns the modelled time of a product by a weight of n rows and k columns."""
+        """Returns the modelled time of a product with a weight of n rows and k columns, in
+        seconds."""
         tiles = cdiv(n, BLOCK_N) * cdiv(num_tokens, self.block_t)
         waves = tiles / target.num_sms if split else cdiv(tiles, target.num_sms)
         us = waves * (self.tile_us + self.columns_us * k / 1024)
@@ -77,14 +93,22 @@ class MixedTiles:
 
 
 TILES = (MixedTiles(256, 4, 1.0, 10.6, 17.0), MixedTiles(128, 6, 4.2, 5.9, 12.0))
-# The share of the time that a split of K must save. It was slower than modelled behind many waves.
+# The plan splits K only if that saves at least this share of the modelled time: with many waves,
+# splits were slower than modelled.
 MARGIN = 0.04
 
 
 @dataclass(frozen=True)
 class MixedConfig:
-    """The constants of a launch that the plan chooses. split: whether all programs share the tiles
-    that would leave some of them idle."""
+    """The constants of a launch that the plan chooses.
+
+    Attributes:
+        block_t: The number of tokens in a tile.
+        stages: The number of pipeline stages.
+        split: Whether all programs share the last tiles, which are too few to give each program a
+            tile.
+        programs: The number of programs.
+    """
 
     block_t: int
     stages: int
@@ -96,10 +120,11 @@ class MixedConfig:
 
 
 def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | None:
-    """Returns why `mixed_linear` does not take a problem; None if it does. dtype: x's."""
+    """Returns why `mixed_linear` cannot compute a problem; None if it can. dtype: the dtype of
+    x."""
     q = problem.quantization
     if q is None:
-        return "weights are no codes"
+        return "the weights are not quantized"
     if not decodes_codes(target):
         return f"{target.name} has no tensor core that reads a decoded weight from registers"
     if dtype != "bf16":
@@ -109,20 +134,20 @@ def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | 
     if q.differs:
         return q.differs
     if q.x_scale is not None:
-        return "x has codes too"
+        return "x is quantized too"
     return _storage_obstacle(problem, q) or _blocks_obstacle(problem, q)
 
 
 def decodes_codes(target: Target) -> bool:
-    """Whether a chip has a kernel that decodes weights on the way to a product of many tokens."""
+    """Whether a chip has a kernel that decodes a weight while it multiplies it with many tokens."""
     return target.has("wgmma")
 
 
 def most_decoded(q: Quantization, k: int) -> int | None:
-    """Returns the most tokens for which the kernel is faster than the library's product of a weight
-    of k columns that is decoded before; None if it is for any number."""
+    """Returns the largest number of tokens for which the kernel is faster than decoding a weight of
+    k columns and calling the library's GEMM; None if the kernel is always faster."""
     is_float, columns = bool(q.format.number) or q.weight_format == "fp8", q.block[1]
-    if columns >= k:  # sums are scaled, not numbers
+    if columns >= k:  # the kernel scales the sums, and not each number of the weight
         return None
     of_kind = [one for one in GAINS if (one.bits, one.is_float) == (q.format.bits, is_float)]
     return next((one.tokens for one in of_kind if columns <= one.columns), None)
@@ -130,25 +155,25 @@ def most_decoded(q: Quantization, k: int) -> int | None:
 
 def _storage_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     if not problem.k_major or q.packed_rows:
-        return "rows lie next to each other"
+        return "the rows of the weight are contiguous, not its columns"
     if q.has_table:
         return f"numbers of the table {q.format.number}"
     if problem.k % (ALIGNMENT * 8 // q.format.bits) or problem.n % 8:
-        return f"{problem.n} rows of {problem.k} columns are not whole {ALIGNMENT} bytes"
+        return f"{problem.n} rows of {problem.k} columns are not multiples of {ALIGNMENT} bytes"
     return None
 
 
 def _blocks_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     columns = q.block[1]
     if columns >= problem.k and any(one is not None and one.dtype == "u8" for one in q.scales):
-        return "scales of whole rows that are exponents"
+        return "exponents that scale whole rows"
     if columns < problem.k and columns % BLOCK_K and (BLOCK_K % columns or columns < LEAST_SCALED):
         return f"scales of {columns} columns"
     if q.format.added_zeros:
-        return "zeros that are added"
+        return "zeros that are added instead of subtracted"
     zero = q.zeros[0]
     if zero is not None and (zero.dtype not in WHOLE or q.format.bits != 4):
-        return "zeros that are no whole numbers of four bits"
+        return "zeros that are not integers of four bits"
     if not 0 <= q.zero_point <= 128:
         return f"zeros of {q.zero_point}"
     if any(_reach(one, problem) > INT32_MAX for one in (*q.scales, *q.zeros)):
@@ -157,13 +182,13 @@ def _blocks_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
 
 
 def _reach(blocks: Operand | None, problem: LinearProblem) -> int:
-    """Returns a bound of the offsets of the scales or zeros of a weight."""
+    """Returns an upper bound of the offsets of a weight's scales or zeros, in elements."""
     return 0 if blocks is None else blocks.strides[0] * problem.n + blocks.strides[1] * problem.k
 
 
 @cache
 def mixed_config(n: int, k: int, num_tokens: int, target: Target) -> MixedConfig:
-    """Returns the tiles with the least modelled time."""
+    """Returns the tile sizes with the shortest modelled time."""
     options = [(tiles, split) for split in (False, True) for tiles in TILES]
     tiles, split = min(options, key=lambda one: one[0].seconds(n, k, num_tokens, target, one[1]))
     return MixedConfig(tiles.block_t, tiles.stages, split, target.num_sms)
@@ -171,8 +196,8 @@ def mixed_config(n: int, k: int, num_tokens: int, target: Target) -> MixedConfig
 
 @cache
 def pair_config(n: int, k: int, num_tokens: int, target: Target) -> MixedConfig | None:
-    """Returns the tiles of one kernel for a gate and its up projection, each of n rows; None if two
-    products and an activation have less modelled time."""
+    """Returns the tile sizes of one kernel that computes a gate and its up projection, each of n
+    rows. Returns None if two separate products and an activation are modelled to be faster."""
     tiles = min(TILES, key=lambda one: one.seconds(2 * n, k, num_tokens, target))
     apart = min(
         one.seconds(n, k, num_tokens, target, split) for one in TILES for split in (False, True)
@@ -187,15 +212,20 @@ def pair_config(n: int, k: int, num_tokens: int, target: Target) -> MixedConfig 
 def mixed_statics(
     problem: LinearProblem, config: MixedConfig, index: int, stored: str, activation: str
 ) -> Statics:
-    """Returns the constants of the product by the index-th weight, or by both. stored: dtype of its
-    codes before they are read as words. activation: of the product, or of the first one."""
+    """Returns the constants of the product with the weight of this index, or with both weights.
+
+    Args:
+        stored: The dtype of the codes before they are read as 32-bit words.
+        activation: The name of the activation that the kernel applies; if it computes both
+            products, the activation of the first one.
+    """
     constants = mixed_constants(problem, index, stored)
     return Statics(config, **constants, ACTIVATION=activation)
 
 
 def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str, Constant]:
-    """Returns the constants of `mixed_linear` that are neither the plan's nor strides of its
-    tensors, without its activation."""
+    """Returns the constants of `mixed_linear`, except the constants of the plan, of the strides of
+    its tensors and of the activation."""
     q = problem.quantization
     assert q is not None
     scale = q.scales[index]
@@ -231,8 +261,9 @@ _STRIDES = (
 
 
 def nibble_order(q: Quantization) -> int:
-    """Returns the nibbles of a 32-bit word that hold its codes, each as a hexadecimal digit, the
-    first one last. Stored bytes may have an order, too."""
+    """Returns which nibble of a 32-bit word holds each of its codes, one hexadecimal digit for each
+    code. The lowest digit belongs to the first code. Bytes in memory may have an order of nibbles,
+    too."""
     order = q.order or (0, 1)
     per = len(order)
     places = (number // per * per + order[number % per] for number in range(8))
@@ -240,6 +271,6 @@ def nibble_order(q: Quantization) -> int:
 
 
 def workspace(config: MixedConfig) -> tuple[int, int]:
-    """Returns (counters, fp32 numbers for each of them) that a launch with `split` needs: each
-    program has parts of up to two tiles."""
+    """Returns the workspace that a launch with `split` needs: (number of counters, number of fp32
+    values for each counter). Each program stores parts of at most two tiles."""
     return 2 * config.programs, 2 * ROWS * config.block_t

@@ -1,4 +1,4 @@
-"""Plans of a linear for few tokens: its tiles, and the most tokens for which it is used."""
+"""Plans of linears for few tokens: tile sizes, and the largest number of tokens for each kernel."""
 
 from __future__ import annotations
 
@@ -11,46 +11,54 @@ from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
 
-# Most tokens. With more, a library's GEMM uses the tensor core better than a kernel that streams
-# weights. Gate and up on an H200: 66 us for 16 tokens, where Inductor's kernels take 68, but 113 us
-# for 64 tokens, where they take 74.
+# The largest number of tokens for which a kernel that streams weights is used. With more tokens, a
+# library's GEMM uses the tensor cores better. Gate and up projection on an H200: 16 tokens take 66
+# us, and 68 us with Inductor's kernels; 64 tokens take 113 us, and 74 us with Inductor's kernels.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
-# Most tokens of weights of codes. A library's GEMM needs the codes decoded to numbers in every
-# call: on an H100, the down projection in int4 takes 66 us for 128 tokens, where the library takes
-# 56 to decode and 50 for the product. So this bound also holds for two weights of codes, which have
-# a kernel each above MOST_GATED_TOKENS if x cannot be permuted before. If x is decoded from codes,
-# the library multiplies codes: gate and up in float8 take 92 us for 128 tokens, where its two
-# products take 66 with their conversions of scales, but 52 for 64 tokens. MOST_TOKENS is their
-# bound.
+# The largest number of tokens for quantized weights. It is larger because the library needs a
+# decoded weight in every call: on an H100, the down projection in int4 takes 66 us for 128 tokens,
+# while the library takes 56 us to decode the weight and 50 us for the product. The same limit holds
+# for two quantized weights. (Above MOST_GATED_TOKENS, each of them has its own kernel if x cannot
+# be permuted first.) If x is quantized too, the library multiplies the codes, and the limit is
+# MOST_TOKENS: gate and up in float8 take 92 us for 128 tokens and 52 us for 64 tokens, while the
+# library's two products and the conversions of scales take 66 us for 128 tokens.
 MOST_CODED_TOKENS = 128
-# Most tokens for which the kernel layer-norms x itself. This is modelled, not measured: every
-# program reads whole rows before its first product, about 1 us per token for 4096 columns, where a
-# separate norm takes about 2 us.
+# The largest number of tokens for which the kernel computes a layer norm of x itself. This is
+# modelled, not measured: every program reads whole rows before its first product, which takes about
+# 1 us per token for 4096 columns, and a separate norm takes about 2 us.
 MOST_LAYER_NORMED_TOKENS = 1
-# Most tokens of a tile that decodes two weights of codes beside its sums: more would spill.
+# The largest number of tokens in a tile that decodes two quantized weights. With more tokens, the
+# sums would not leave enough registers.
 MOST_CODED_TILE = 32
-# Fewest columns of a scale of floats of four bits for which a tile of more tokens does not spill on
-# sm90 (audit of 64 tokens, groups of 16: three spills in the loop).
+# For 4-bit floats, a tile with more than MOST_CODED_TILE tokens spills registers on sm90 if fewer
+# columns than this share a scale (an audit of 64 tokens with groups of 16 columns found three
+# spills in the loop).
 LEAST_GROUP = 32
-# Most tokens of such a tile if the codes are floats of four bits.
+# The largest number of tokens in a tile that decodes two weights of 4-bit floats.
 MOST_GATED_FLOATS = 16
-# Most tokens of a tile of any weight of codes, if the tensor core takes both operands from
-# registers.
+# The largest number of tokens in a tile of any quantized weight, if the tensor cores read both
+# operands from registers.
 MOST_CODED_IN_REGISTERS = 16
-# Bytes that a program leaves free in its share of shared memory, for barriers and sums over tokens.
+# The bytes of its share of shared memory that a program keeps free for barriers and for sums over
+# tokens.
 RESERVED_BYTES = 8 * 1024
-# Fewest steps over K, of up to 128 columns, of a program.
+# The fewest steps over K that a program performs. A step has up to 128 columns.
 LEAST_STEPS = 4
 MOST_PARTS = 16
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of block_n rows, in steps of block_k columns unless the problem needs others.
+    """Tile sizes and pipeline options for one kind of weight.
 
-    programs: programs on a multiprocessor, which all run at once, so that they end together.
-    stages: most pipeline stages; more would keep the next kernel's programs from starting early.
+    Attributes:
+        block_n: The number of weight rows in a tile.
+        block_k: The number of columns in a step, unless the problem requires a different number.
+        num_warps: The number of warps of a program.
+        stages: The largest number of pipeline stages. With more stages, the next kernel's programs
+            could not start early.
+        programs: The number of programs that run on a multiprocessor at the same time.
     """
 
     block_n: int = 64
@@ -61,28 +69,29 @@ class Tiling:
 
 
 PLAIN = Tiling()
-# Tiles for codes of four bits, measured for 1 and 16 tokens on an H100, in steps that read 128
-# bytes of a row. The down projection of Llama-3-8B takes 17.2 us, and took 29.1 with 64 rows of 128
-# columns and eight stages; gate and up take 35.0 us, and took 38.8.
+# Tiles for 4-bit codes. They read 128 bytes of a row in each step. Measured on an H100 for 1 and 16
+# tokens: the down projection of Llama-3-8B takes 17.2 us (29.1 us with tiles of 64 rows and 128
+# columns and eight stages), and gate and up take 35.0 us (38.8 us).
 NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=3)
 GATED_NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=2)
-# Tiles for E2M1 that is multiplied by its scales in registers: 22.4 us, where NIBBLES take 32.3. On
-# chips with tensor memory it has tiles whose sums need not be read and written between two products
-# of a step.
+# Tiles for E2M1 codes that are multiplied by their scales in registers: 22.4 us, while NIBBLES
+# takes 32.3 us. Chips with tensor memory use SUMS_IN_TENSOR_MEMORY, so that the sums need not be
+# read and written between the two products of a step.
 SCALED_NUMBERS = Tiling(block_k=256, stages=3)
 SUMS_IN_TENSOR_MEMORY = Tiling(block_n=128, num_warps=8, stages=6)
-# Tiles for codes of four bits that are floats or of a table, which take longer to decode: nf4 takes
-# 26.6 us instead of 33.0.
+# Tiles for 4-bit codes that are floats or indices into a table. These codes take longer to decode.
+# nf4 takes 26.6 us, and 33.0 us with NIBBLES.
 NUMBERS = Tiling(stages=3, programs=3)
 GATED_NUMBERS = Tiling(stages=3)
-# Tiles for words that hold the codes of several rows: 27.3 us instead of 30.7.
+# Tiles for words that hold the codes of several rows: 27.3 us, and 30.7 us with NIBBLES.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
-# Tiles of codes if an earlier kernel permutes x. Times on an H100, in us, include that kernel. Down
-# projection of Llama-3-8B, for 32, 64 and 128 tokens: int4 21.8, 30.8 and 46.4 (23.4, 33.4 and 57.9
-# if each program permutes x); float8 29.2, 34.2 and 45.6; NVFP4 24.9, 32.5 and 47.4; nf4 30.3, 37.1
-# and 57.3. Gate and up, for 16, 32, 64 and 128 tokens: int4 33.4, 32.1, 42.7 and 79.2 (72 for 64
-# tokens by a kernel for each weight); float8 48.0, 49.2, 51.7 and 92.4; NVFP4 41.4, 44.1, 51.4 and
-# 95.1; MXFP4 60.5, 68.6, 85.0 and 159; nf4 52.5, 60.8, 66.3 and 126.
+# Tiles for quantized weights if an earlier kernel permutes x. Times on an H100, in us, include the
+# earlier kernel. Down projection of Llama-3-8B, for 32, 64 and 128 tokens: int4 21.8, 30.8 and 46.4
+# (23.4, 33.4 and 57.9 if each program permutes x itself); float8 29.2, 34.2 and 45.6; NVFP4 24.9,
+# 32.5 and 47.4; nf4 30.3, 37.1 and 57.3. Gate and up, for 16, 32, 64 and 128 tokens: int4 33.4,
+# 32.1, 42.7 and 79.2 (72 for 64 tokens with a separate kernel for each weight); float8 48.0, 49.2,
+# 51.7 and 92.4; NVFP4 41.4, 44.1, 51.4 and 95.1; MXFP4 60.5, 68.6, 85.0 and 159; nf4 52.5, 60.8,
+# 66.3 and 126.
 ORDERED = Tiling(block_k=256, stages=4)
 ORDERED_FOR_MORE = Tiling(stages=4)
 ORDERED_BYTES_FOR_MORE = Tiling(block_n=128, num_warps=8, stages=4, programs=1)
@@ -90,30 +99,37 @@ ORDERED_FOR_MOST = Tiling(block_n=128, num_warps=8, stages=4, programs=1)
 ORDERED_NIBBLES_FOR_MOST = Tiling(block_k=256, stages=3, programs=1)
 GATED_ORDERED = Tiling(stages=3)
 GATED_ORDERED_NIBBLES = Tiling(block_k=256, stages=3)
-# Most tokens for which the kernel of one weight permutes x itself, in each of its programs.
+# The largest number of tokens for which each program of a kernel for one weight permutes x itself.
 MOST_TOKENS_IN_MEMORY_ORDER = 16
-# Columns of a row that are prefetched. With one weight, whose programs end soon, this and letting
-# the next kernel start early save up to a tenth (H200, 4096 x 4096: 10.4 us instead of 11.3).
+# The number of columns of a row that are prefetched. If there is one weight, its programs end soon,
+# and prefetching together with an early start of the next kernel saves up to a tenth of the time
+# (H200, 4096 x 4096: 10.4 us instead of 11.3 us).
 PREFETCHED = 256
 
 
-# Most tokens for which codes are multiplied without tensor cores.
+# The largest number of tokens for which quantized weights are multiplied without tensor cores.
 MOST_DOTTED_TOKENS = 1
 
 
 @dataclass(frozen=True)
 class DotTiling:
-    """rows: rows of each weight that a program takes. words: words of a step over K."""
+    """The tile sizes of a kernel that computes dot products without tensor cores.
+
+    Attributes:
+        rows: The number of rows of each weight that a program computes.
+        words: The number of 32-bit words of a row that are read in one step over K.
+        num_warps: The number of warps of a program.
+    """
 
     rows: int
     words: int
     num_warps: int = 4
 
 
-# Tiles of dot products. Measured on an H100 for one token and the projections of Llama-3-8B (down,
-# gate and up, out), in us, with the times of the tensor core's kernels in parentheses: int4 13.8,
-# 24.8 and 5.6 (16.7, 34.7, 7.9); float8 21.8, 44.5 and 8.4 (24.4, 47.6, 9.0); NVFP4 17.5, 40.5 and
-# 7.0 (29.0, 62.5, 10.8); nf4 19.8, 47.6 and 6.9 (26.6, 56.0, 10.2).
+# Tiles of dot products. Times measured on an H100, in us, for one token and the projections of
+# Llama-3-8B (down, gate and up, out). In parentheses are the times of the kernels that use tensor
+# cores. int4 13.8, 24.8 and 5.6 (16.7, 34.7, 7.9); float8 21.8, 44.5 and 8.4 (24.4, 47.6, 9.0);
+# NVFP4 17.5, 40.5 and 7.0 (29.0, 62.5, 10.8); nf4 19.8, 47.6 and 6.9 (26.6, 56.0, 10.2).
 DOTS = DotTiling(8, 256)
 DOTS_OF_NIBBLES = DotTiling(16, 256)
 GATED_DOTS = DotTiling(8, 512)
@@ -124,26 +140,27 @@ GATED_DOTS_OF_TABLES = DotTiling(4, 256)
 def dot_obstacle(
     problem: LinearProblem, num_tokens: int, bytes_fill_words: bool = True
 ) -> str | None:
-    """Returns why `dotted_linear` does not take a call; None if it can and is faster.
+    """Returns why `dotted_linear` does not compute a call; None if it can compute the call and is
+    faster.
 
-    bytes_fill_words: whether codes can be read four bytes at a time.
+    bytes_fill_words: whether the codes can be read four bytes at a time.
     """
     q = problem.quantization
     if q is None:
-        return "weights are no codes"
+        return "the weights are not quantized"
     if num_tokens > MOST_DOTTED_TOKENS:
         return f"more than {MOST_DOTTED_TOKENS} tokens"
     if problem.norm is not None and problem.norm.kind != "rms":
         return f"{problem.norm.kind} norm"
     if not problem.k_major:
-        return "rows lie next to each other"
+        return "the rows of the weight are contiguous, not its columns"
     if q.per_int32 == 4 and not bytes_fill_words:
-        return "bytes that are no words"
+        return "the codes do not form whole 32-bit words"
     return q.dot_obstacle(problem.k)
 
 
 def dot_config(problem: LinearProblem) -> DotConfig:
-    """Returns the tiles of `dotted_linear`."""
+    """Returns the tile sizes of `dotted_linear`."""
     q = problem.quantization
     assert q is not None
     tiling = _dot_tiling(problem.gated, q)
@@ -161,24 +178,27 @@ def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
 
 
 def most_tokens(num_weights: int, coded: bool = False, rounded: bool = False) -> int:
-    """Returns the most tokens for which the kernels are faster. coded: weights are codes. rounded:
-    x is decoded from codes too, so that a library's GEMM can multiply codes."""
+    """Returns the largest number of tokens for which these kernels are faster than a library.
+
+    coded: whether the weights are quantized. rounded: whether x is quantized too, so that a
+    library's GEMM can multiply the codes directly.
+    """
     if coded:
         return MOST_TOKENS if rounded else MOST_CODED_TOKENS
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
 
 
 def multiplies_apart(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
-    """Whether two weights of codes are multiplied by separate kernels: beside the sums of one
-    weight, more tokens fit the registers."""
+    """Whether two quantized weights are multiplied by two separate kernels. A kernel for one weight
+    holds the sums of one weight only, so more tokens fit its registers."""
     if not problem.gated or problem.quantization is None:
         return False
     return num_tokens > MOST_GATED_TOKENS and not orders_x(problem, num_tokens, target)
 
 
 def orders_x(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
-    """Whether an earlier kernel permutes x to the order of the codes, and norms it if it is
-    normed."""
+    """Whether an earlier kernel permutes x to the order of the codes. That kernel also normalizes
+    x, if x is normalized at all."""
     q = problem.quantization
     if q is None or q.packed_rows or not problem.k_major or target.multiplies_registers:
         return False
@@ -186,13 +206,14 @@ def orders_x(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
-    """Whether the kernel itself norms x. kind: as in `RowNorm`."""
+    """Whether the kernel itself normalizes x. kind: the kind of norm, as in `RowNorm`."""
     few = kind == "rms" or num_tokens <= MOST_LAYER_NORMED_TOKENS
     return few and takes_columns(kind, columns)
 
 
 def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
-    """Returns the tiles for this many tokens, with as many bytes in flight as fit."""
+    """Returns the tile sizes for this many tokens, with as many bytes in flight as shared memory
+    holds."""
     ordered = orders_x(problem, num_tokens, target)
     most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
     if problem.quantization and problem.quantization.format.number and problem.num_weights == 2:
@@ -241,7 +262,7 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
         return PLAIN
     if q.format.bits != 4:
         return PLAIN
-    # Zeros of two weights leave no registers for a second program.
+    # The zeros of two weights take the registers that a second program would need.
     if problem.gated and (q.packed_rows or q.has_zero_tensors):
         return PLAIN
     if q.packed_rows:
@@ -256,9 +277,11 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
 
 
 def _most_ordered(problem: LinearProblem, target: Target) -> int:
-    """Returns the most tokens of a tile if x is permuted by an earlier kernel. Sums of a second
-    weight, zeros, or the scales of integers of four bits take the registers that more tokens would
-    need. Tensor memory has no room for the numbers and the sums of more tokens."""
+    """Returns the largest number of tokens in a tile if an earlier kernel permutes x.
+
+    The sums of a second weight, zeros, and the scales of 4-bit integers take registers that more
+    tokens would need. Tensor memory has no room for the decoded weight and the sums of more tokens.
+    """
     q = problem.quantization
     assert q is not None
     if problem.gated and q.format.number and not q.scales_numbers and q.block[1] < LEAST_GROUP:
@@ -268,7 +291,7 @@ def _most_ordered(problem: LinearProblem, target: Target) -> int:
 
 
 def _is_of_nibbles(q: Quantization) -> bool:
-    """Whether codes are integers of four bits."""
+    """Whether the codes are 4-bit integers."""
     return q.format.bits == 4 and not q.format.number
 
 
@@ -287,42 +310,46 @@ def _ordered_tiling(
 
 
 def stage_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:
-    """Returns the bytes of a pipeline stage: the tiles of weights, and those of x and the norm with
-    16 bits per number."""
+    """Returns the bytes of one pipeline stage. It holds tiles of the weights, of x and of the
+    norm's weight. A number of x or of the norm's weight has 16 bits."""
     weights = problem.num_weights * block_n * problem.weight_bytes
     tiles = 1 + (0 if problem.norm is None else problem.norm.tiles)
     return int(weights + 2 * block_t * tiles) * block_k
 
 
 def made_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:
-    """Returns the bytes of the tiles of decoded codes and of x in the order of codes. Codes packed
-    along K stay in registers."""
+    """Returns the bytes of the tiles that the kernel computes in shared memory: the decoded weight,
+    and x in the order of the codes. Codes that are packed along K stay in registers."""
     q = problem.quantization
     if q is None:
         return 0
     return 2 * block_k * (block_t + (block_n if q.packed_rows else 0))
 
 
-# Most columns of a row that `round_rows` takes: 32 numbers for each thread of 32 warps. With 64, a
-# gate and its up projection spill on sm100.
+# The largest number of columns of a row that `round_rows` can round. Each thread of 32 warps then
+# holds 32 numbers. With 64 numbers for each thread, a gate and its up projection spill registers on
+# sm100.
 MOST_ROUNDED_COLUMNS = 32768
-# Most rows for which one kernel that rounds them, between kernels that start early, is expected to
-# be faster than the graph's.
+# The largest number of rows for which `round_rows` is expected to be faster than the kernels that
+# Inductor would make of the graph. `round_rows` is one kernel, and it lets the next kernel start
+# early.
 MOST_ROUNDED_TOKENS = 128
-# Fewest columns of a program that rounds rows, and most programs that each read a whole row. Chosen
-# by the audit of registers, not measured against other numbers.
+# The fewest columns that a program rounds, and the largest number of programs that share a row if
+# each of them has to read the whole row. These numbers follow from an audit of registers; other
+# numbers were not measured.
 LEAST_ROUNDED_WIDTH = 512
 MOST_READERS_OF_ROW = 8
-# Numbers of a thread, unless that takes more than 16 warps.
+# The number of elements that each thread holds, unless that would require more than 16 warps.
 NUMBERS_OF_THREAD = 16
 
 
 def round_config(
     columns: int, group: int, whole: bool, num_tokens: int, target: Target
 ) -> RoundConfig:
-    """Returns the tiles of `round_rows`: few rows are shared by several programs.
+    """Returns the tile sizes of `round_rows`. If there are few rows, several programs share a row.
 
-    group: columns that share a scale; 0 for all. whole: whether each program reads a whole row.
+    group: the number of columns that share a scale; 0 if a whole row shares one. whole: whether
+    each program reads a whole row.
     """
     row = next_power_of_2(columns)
     parts = max(target.num_sms // max(num_tokens, 1), 1)

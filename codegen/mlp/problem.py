@@ -11,13 +11,22 @@ from tilewright.codegen.row_norm import RowNorm
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """The static part of out [T, n] = residual + scale * activation(norm(x) @ weight^T + bias) *
-    (norm(x) @ up_weight^T + up_bias).
+    """The static part of a linear, out [T, n] = residual + scale * activation(norm(x) @ weight^T +
+    bias) * (norm(x) @ up_weight^T + up_bias).
 
-    weight: dtype of the stored weight; that of the stored words with a quantization. gated: whether
-    there is an up weight. k_major: whether K is the contiguous dimension of the weights.
-    activation: its name, "" for none. post_norm: the norm of the product, applied before it is
-    multiplied by the scale and added to the residual.
+    Attributes:
+        n: The number of output features.
+        k: The number of input features.
+        weight: The dtype of the stored weight. If the weight is quantized, it is the dtype of the
+            words that hold the codes.
+        gated: Whether there is an up weight.
+        k_major: Whether K is the contiguous dimension of the weights.
+        norm: The norm of x; None if x is not normalized.
+        activation: The name of the activation; "" for none.
+        scale: The factor of the product.
+        quantization: How the weights are quantized; None if they are not.
+        post_norm: The norm of the product; None if the product is not normalized. It is applied
+            before the scale and the residual.
     """
 
     n: int
@@ -37,13 +46,14 @@ class LinearProblem:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of one number of a weight in shared memory."""
+        """The number of bytes that one number of a weight takes in shared memory."""
         q = self.quantization
         return ELEMENT_BYTES[self.weight] if q is None else q.staged_bytes
 
 
 def codes_obstacle(q: Quantization, columns: int) -> str | None:
-    """Returns why `streamed_linear` cannot take weights with this many columns; None if it can."""
+    """Returns why `streamed_linear` cannot compute quantized weights of this many columns; None if
+    it can."""
     if q.differs:
         return q.differs
     if not q.known_order:
@@ -54,7 +64,8 @@ def codes_obstacle(q: Quantization, columns: int) -> str | None:
 
 
 def code_step(q: Quantization, columns: int, most: int = 128) -> int:
-    """Returns the columns of a step over codes, up to `most`; 0 if no step covers whole scales."""
+    """Returns how many columns a step over codes has, at most `most`. Returns 0 if no step would
+    cover whole scales."""
     longest = q.longest_step(columns)
     longer = (most,) if longest == 128 and columns >= most else ()
     return next((size for size in (*longer, longest, 64, 32) if q.step_fits(columns, size)), 0)

@@ -1,8 +1,8 @@
-"""Plans and kernels that multiply the experts of a few tokens without tensor cores.
+"""Plans and kernels that compute the experts of a few tokens without tensor cores.
 
-For one token, the tensor core's kernels wait for the sort of the routes, for the quantisation of
-rows and for tiles that pass through shared memory. With few routes, most weights are read only once
-anyway.
+For one token, the kernels with tensor cores wait for the sort of the routes, for the quantisation
+of rows, and for tiles that pass through shared memory. With few routes, most weights are read only
+once in any case.
 """
 
 from __future__ import annotations
@@ -43,44 +43,54 @@ DOWN_DOTTED = Kernel(
     num_stages=1,
 )
 
-# Most tokens of each format; formats without an entry never use these kernels. Times on an H100 in
-# us for 1, 2, 4 and 8 tokens; in parentheses, those of the tensor core's kernels. Experts of
-# Qwen3-30B-A3B: bfloat16 31, 53 and 101 (39, 63, 108); float8 16, 30, 57 and 107 (33, 43, 68, 107);
-# int4 13, 20, 35 and 66 (17, 29, 45, 70); NVFP4 16, 27, 48 and 90 (19, 34, 51, 81). Experts of
-# gpt-oss-20b: MXFP4 34, 63, 115 and 222 (81, 110, 172, 272).
+# The largest number of tokens for each format. Formats without an entry never use these kernels.
+# The times below were measured on an H100, in us, for 1, 2, 4 and 8 tokens; in parentheses are the
+# times of the kernels that use tensor cores. Experts of Qwen3-30B-A3B: bfloat16 31, 53 and 101 (39,
+# 63, 108); float8 16, 30, 57 and 107 (33, 43, 68, 107); int4 13, 20, 35 and 66 (17, 29, 45, 70);
+# NVFP4 16, 27, 48 and 90 (19, 34, 51, 81). Experts of gpt-oss-20b: MXFP4 34, 63, 115 and 222 (81,
+# 110, 172, 272).
 MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
-# How often the kernels may read a weight, on average over the weights that they read, if tokens
-# choose experts at random: a program takes one token, so it reads what another token has read. A
-# step of Mixtral with four tokens, each of two of eight experts (1.46 reads), took as long as one
-# of 64 tokens, which reads each weight once. With codes of MXFP4, 1.53 reads were faster than the
-# tensor core's kernels.
+# How often the kernels may read a weight, averaged over the weights that they read. A program
+# computes one token, so it reads a weight again that another token has read. The average assumes
+# that tokens choose experts at random. A step of Mixtral with four tokens, each with two of eight
+# experts (1.46 reads), took as long as a step of 64 tokens that reads each weight once. With MXFP4,
+# 1.53 reads were still faster than the kernels that use tensor cores.
 MOST_READS, MOST_READS_OF = 1.3, {"mxfp4": 1.6}
-# Bytes of a row that a thread loads at once, and bytes of a line of memory.
+# How many bytes of a row a thread loads at once, and how many bytes a line of memory has.
 LOAD_BYTES, LINE_BYTES = 16, 128
-# Possible numbers of bytes of a row in a step. STEP_COST: the fixed cost of a step, as a fraction
-# of the time of a row.
+# The possible numbers of bytes of a row in a step. STEP_COST: the fixed cost of a step, as a
+# fraction of the time of a row.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
 STEP_COST = 0.08
-# Most columns of x that a program holds, over all slots. The second bound applies to codes that are
-# multiplied as floats, except in short steps.
+# The largest number of columns of x that a program holds, over all slots. The second limit applies
+# to codes that are multiplied as floats, except in short steps.
 MOST_COLUMNS, MOST_FLOAT_COLUMNS = 2048, 1024
-# Rows of gate and of up in a tile, and warps: the fastest measured. UP_TILE is for other formats.
+# How many rows of gate and of up a tile has, and how many warps. These are the fastest that were
+# measured. UP_TILE is for all other formats.
 UP_TILE = (8, 4)
 UP_TILES = {"fp8": (4, 4), "int4": (8, 2)}
-# Rows of down in a tile, and whether its programs prefetch weights. DOWN_TILE is for other formats.
+# How many rows of down a tile has, and whether its programs prefetch weights. DOWN_TILE is for all
+# other formats.
 DOWN_TILE = (8, True)
 DOWN_TILES = {"int4": (4, False), "nvfp4": (4, False)}
-# Most columns of a step over float8 codes for which eight warps share a program.
+# The largest number of columns of a step over float8 codes for which a program has eight warps.
 SHORT_STEP = 256
-# Most slots that the second kernel takes at once.
+# The largest number of slots that the second kernel multiplies at the same time.
 MOST_SLOTS = 8
 
 
 @dataclass(frozen=True)
 class DotTiles:
-    """Tiles of block_n rows of a weight, in steps of block_s slots by block_k columns. early: the
-    first kernel lets the second one start early; the second kernel prefetches its weights before it
-    waits for the first."""
+    """The tile sizes of a kernel of dot products.
+
+    Attributes:
+        block_n: The number of rows of a weight in a tile.
+        block_k: The number of columns of a step.
+        num_warps: The number of warps of a program.
+        block_s: The number of slots of a step.
+        early: Whether the first kernel allows the second kernel to start early. The second kernel
+            then prefetches its weights before it waits for the first kernel.
+    """
 
     block_n: int
     block_k: int
@@ -95,7 +105,7 @@ class DotTiles:
 
 @dataclass(frozen=True)
 class DotsPlan:
-    """The tiles of the two kernels, and the reason in words."""
+    """The tiles of the two kernels, and a reason for reports."""
 
     up: DotTiles
     down: DotTiles
@@ -103,7 +113,7 @@ class DotsPlan:
 
 
 def codes_a_word(weight: WeightOperands) -> int:
-    """Returns the columns per word, for the words that the kernels read."""
+    """Returns the number of columns in a word of the weight, as the kernels read it."""
     form = WEIGHT_FORMATS.get(weight.format)
     return 1 if form is None else 8 * WORD_BYTES // form.bits
 
@@ -114,12 +124,13 @@ def multiplies_integers(weight: WeightOperands) -> bool:
 
 
 def word_bytes(weight: WeightOperands) -> int:
-    """Returns the bytes of a word that the kernels read."""
+    """Returns the number of bytes of a word, as the kernels read it."""
     return WORD_BYTES if codes_a_word(weight) > 1 else int(ELEMENT_BYTES[weight.data.dtype])
 
 
 def run_of(weight: WeightOperands) -> int:
-    """Returns how many words share a sum: 16 bytes of them, or fewer if a scale covers fewer."""
+    """Returns how many words share a sum. They take 16 bytes, or fewer bytes if a scale covers
+    fewer."""
     whole = LOAD_BYTES // word_bytes(weight)
     if weight.scale is None:
         return whole
@@ -127,7 +138,8 @@ def run_of(weight: WeightOperands) -> int:
 
 
 def dots_obstacle(problem: MoeProblem, num_tokens: int) -> str | None:
-    """Returns why the kernels do not take a call; None if they can and are faster."""
+    """Returns why the kernels are not used for a call; None if they can compute it and are
+    faster."""
     most = MOST_TOKENS.get(problem.format, 0)
     if num_tokens > most:
         return f"more than {most} tokens"
@@ -146,8 +158,8 @@ def dots_obstacle(problem: MoeProblem, num_tokens: int) -> str | None:
 
 
 def _reads(problem: MoeProblem, num_tokens: int) -> float:
-    """Returns how often the kernels read an expert, on average over those that a token chose, if
-    each token chooses its experts at random."""
+    """Returns how often the kernels read an expert, averaged over the experts that at least one
+    token chose. This assumes that each token chooses its experts at random."""
     chosen = problem.num_slots / problem.num_experts
     return num_tokens * chosen / (1 - (1 - chosen) ** num_tokens)
 
@@ -156,11 +168,11 @@ def _weight_obstacle(weight: WeightOperands, rows: int, columns: int) -> str | N
     per, run = codes_a_word(weight), run_of(weight)
     expert, row, _ = weight.data.strides
     if weight.n_major:
-        return "rows lie next to each other"
+        return "the rows of the weight are contiguous, not its columns"
     if rows * row > INT32_MAX:
-        return "rows of an expert that 32 bits do not count"
+        return "the rows of an expert are too many for 32-bit offsets"
     if columns % per or (per > 1 and (expert % WORD_BYTES or row % WORD_BYTES)):
-        return "rows are no whole words"
+        return "rows do not fill whole words"
     width = weight.scale_block[1]
     if weight.scale is not None and width < columns and width % (per * run):
         return f"scales of {width} columns"
@@ -170,7 +182,7 @@ def _weight_obstacle(weight: WeightOperands, rows: int, columns: int) -> str | N
 
 
 def plan_dots(problem: MoeProblem, num_tokens: int) -> DotsPlan | None:
-    """Returns the tiles for a call; None if other kernels take it."""
+    """Returns the tiles for a call; None if other kernels compute it."""
     if dots_obstacle(problem, num_tokens) is not None:
         return None
     up, down = up_tiles(problem), down_tiles(problem)
@@ -178,14 +190,15 @@ def plan_dots(problem: MoeProblem, num_tokens: int) -> DotsPlan | None:
 
 
 def up_tiles(problem: MoeProblem) -> DotTiles:
-    """Returns the tiles of gate and up. Steps take whole rows if those are short, so that all loads
-    of a program are in flight at once."""
+    """Returns the tiles of gate and up. If rows are short, a step covers whole rows, so that all
+    loads of a program are in flight at once."""
     rows, warps = UP_TILES.get(problem.format, UP_TILE)
     return DotTiles(rows, step_of(problem.gate, problem.hidden), warps)
 
 
 def down_tiles(problem: MoeProblem) -> DotTiles:
-    """Returns the tiles of down. Each row of a tile has a part for every slot of a step."""
+    """Returns the tiles of down. Each row of a tile has a part of the sum for every slot of a
+    step."""
     rows, early = DOWN_TILES.get(problem.format, DOWN_TILE)
     block_k = step_of(problem.down, problem.inner)
     short = problem.format == "fp8" and block_k <= SHORT_STEP
@@ -196,8 +209,8 @@ def down_tiles(problem: MoeProblem) -> DotTiles:
 
 
 def step_of(weight: WeightOperands, columns: int) -> int:
-    """Returns the columns of a step: a compromise between few steps and few columns past the
-    end."""
+    """Returns the number of columns of a step. It is a compromise between few steps and few columns
+    past the end of the rows."""
     per, size = codes_a_word(weight), word_bytes(weight)
     steps = [per * taken // size for taken in STEP_BYTES]
     return min(steps, key=lambda step: cdiv(columns, step) * (step / columns + STEP_COST))

@@ -26,8 +26,8 @@ def _up_kernel(template: str, name: str) -> Kernel:
 COUNT = Kernel("moe.order", "moe_count")
 SCAN = Kernel("moe.order", "moe_scan", ranges=("num_chunks",))
 ORDER = Kernel("moe.order", "moe_order")
-# The first GEMM by kind of tiles. If gate and up are in one tensor, the kernel gets the one at the
-# lower address as its weight.
+# The kernel of the first GEMM for each kind of tiles. If gate and up are in one tensor, the
+# kernel's weight is the half at the lower address.
 UP = {
     GemmConfig: _up_kernel("moe.gemm", "moe_up"),
     CodesConfig: _up_kernel("grouped.codes", "moe_up_codes"),
@@ -35,17 +35,24 @@ UP = {
 }
 COMBINE = Kernel("moe.combine", "moe_combine", {"WEIGHT_STRIDES": all_strides("weights", 2)})
 
-# Most routes for which every program of the sort counts all routes itself.
+# The largest number of routes for which every program of the sort counts all routes itself.
 COUNTED_BY_ALL = 2048
 
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """Tiles of the counting sort.
+    """The tile sizes of the counting sort.
 
-    chunk: routes of a program. counted: `moe_count` and `moe_scan` count the routes beforehand.
-    row_block: if not 0, rows are also counted in blocks of row_block, and the sort returns the
-    number of the first block of each expert.
+    Attributes:
+        chunk: The number of routes for which a program finds the sorted places.
+        counted: Whether `moe_count` and `moe_scan` count the routes beforehand.
+        num_warps: The number of warps of a program.
+        routes_per_load: The number of routes that a program counts at a time.
+        routes_per_step: The number of routes that a program places at a time.
+        chunks_per_load: The number of chunks that `moe_scan` adds at a time.
+        experts_per_scan: The number of experts of a program of `moe_scan`.
+        row_block: If it is not 0, rows are also counted in blocks of row_block rows, and the sort
+            returns the number of the first block of each expert.
     """
 
     chunk: int
@@ -60,7 +67,7 @@ class OrderConfig:
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """Tiles of `moe_combine`. block_t: tokens of a program. block_h: columns of a program."""
+    """The tile sizes of `moe_combine`: block_t tokens and block_h columns for each program."""
 
     block_t: int
     block_h: int
@@ -68,8 +75,8 @@ class CombineConfig:
 
 
 def order_config(problem: MoeProblem, num_routes: int) -> OrderConfig:
-    """Returns the tiles of the sort. Chunks are short, because the work of a program grows with the
-    square of its routes."""
+    """Returns the tile sizes of the sort. Chunks are short, because the work of a program grows
+    with the square of its number of routes."""
     covered = max(next_power_of_2(num_routes), 16)
     if num_routes <= COUNTED_BY_ALL:
         chunk = min(32 if covered <= 128 else 64, covered)
@@ -80,8 +87,8 @@ def order_config(problem: MoeProblem, num_routes: int) -> OrderConfig:
 
 
 def sort_kernels(problem: MoeProblem, config: OrderConfig) -> dict[str, tuple[Kernel, Statics]]:
-    """Returns the kernels of the sort with their constants, by step. The steps are "order" and, if
-    there are many routes, "count" and "scan" before it."""
+    """Returns the kernels of the sort and their constants, by the name of the step. The steps are
+    "order" and, if there are many routes, "count" and "scan" before it."""
     statics = Statics(
         config,
         experts=problem.experts,
@@ -104,9 +111,12 @@ def sort_grids(
 def up_kernel(
     problem: MoeProblem, config: GemmConfig, order: tuple[int, int] = (0, 0)
 ) -> tuple[Kernel, Statics]:
-    """Returns the first GEMM with its constants. order: the order of the result's columns, see
-    `order_of`. The constant "distance" is the distance from gate to up, in elements as the kernel
-    reads them; None if it is known only at the launch."""
+    """Returns the first GEMM and its constants.
+
+    order: the order of the columns of the result, as `order_of` returns it. The constant "distance"
+    is the distance from gate to up, in elements as the kernel reads them; None if it is known only
+    at the launch.
+    """
     weight, distance, own = problem.gate_up, problem.distance, {}
     if isinstance(config, CodesConfig):
         own = codes_constants(weight, config)

@@ -1,9 +1,10 @@
 """Plans of a mixture of experts: the kernels for the average number of rows of an expert.
 
-With few rows per expert, reading the weights of the experts in use takes all the time, and operands
-are swapped so that token tiles can be small. With many rows, tensor cores are the bound, and tiles
-are as large as registers and shared memory allow. The bounds between few and many rows lie where
-both ways took equal time.
+The plan depends on the average number of rows of an expert. With few rows, the GEMMs take as long
+as reading the weights of the chosen experts takes, and operands are swapped, so that tiles of
+tokens can be small. With many rows, the tensor cores limit the GEMMs, and tiles are as large as
+registers and shared memory allow. The limits below are the numbers of rows at which both ways took
+equal time.
 """
 
 from __future__ import annotations
@@ -31,34 +32,44 @@ from tilewright.codegen.moe.problem import (
 )
 from tilewright.codegen.targets import Target
 
-# Most rows per expert for which weights are on the tensor core's M side.
+# With at most this many rows per expert, weights are on the tensor core's M side.
 SWAPPED_ROWS = 16
-# On chips with tensor memory: the most rows per expert for which operands are swapped, and the
-# fewest rows for tiles of 128 rows.
+# For chips with tensor memory: the largest number of rows per expert for which operands are
+# swapped, and the smallest number of rows for tiles of 128 rows.
 STREAMED_BY_TENSOR_MEMORY = 48
 WIDE_BY_TENSOR_MEMORY = 192
-# Fewest rows per expert for which weights are dequantised before the GEMMs. At these bounds, both
-# ways took equal time on an H200.
+# With at least this many rows per expert, weights are dequantised before the GEMMs. At these
+# numbers, both ways took equal time on an H200.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 256, "mxfp4": 256}
-# Fewest rows per expert for tiles of 128 rows.
+# The smallest number of rows per expert for tiles of 128 rows.
 WIDE_ROWS = 96
-# Number of tiles of 64 columns that keep a GPU's memory busy.
+# The number of tiles of 64 columns that keep a GPU's memory busy.
 STREAMING_TILES = 128
-# Most inner columns for which the down kernel has so few steps that it prefers shorter tiles.
+# The largest number of inner columns for which the down kernel has so few steps that shorter tiles
+# are faster.
 SHORT_INNER = 768
-# Most rows per expert for which each warp takes its own columns, in tiles of eight tokens.
+# The largest number of rows per expert for which each warp multiplies its own columns, in tiles of
+# eight tokens.
 SPLIT_ROWS = 4
-# Rows of a tile with specialised warps.
+# The number of rows of a tile if warps are specialised.
 SPECIALISED_ROWS = 128
-# Tiles by which `_fit` checks whether both GEMMs can read their weights by words.
+# The tiles with which `_fit` checks whether both GEMMs can read their weights as words.
 WORDS = CodesConfig(16, 64, STREAMED_K, 4, 4)
 _swapped = partial(GemmConfig, swapped=True)
 
 
 @dataclass(frozen=True)
 class MoePlan:
-    """The tiles of all kernels of one call, and the reason in words. decode: tiles of the kernel
-    that dequantises all weights before dense GEMMs; None if the GEMMs dequantise them."""
+    """The tiles of all kernels of one call.
+
+    Attributes:
+        order: The tiles of the sort.
+        up, down: The tiles of the two GEMMs.
+        combine: The tiles of the kernel that adds the rows of each token.
+        reason: A description for reports.
+        decode: The tiles of the kernel that dequantises all weights before dense GEMMs; None if the
+            GEMMs dequantise them.
+    """
 
     order: OrderConfig
     up: GemmConfig
@@ -69,8 +80,8 @@ class MoePlan:
 
     @property
     def by_route(self) -> bool:
-        """Whether both GEMMs take every route as a row block of its own, so that nothing is
-        sorted."""
+        """Whether both GEMMs use every route as a row block of its own. Nothing is sorted in this
+        case."""
         return all(isinstance(c, CodesConfig) and c.by_route for c in (self.up, self.down))
 
 
@@ -98,9 +109,12 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
 
 
 def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Returns the tiles of GEMMs that load weights by TMA. For few rows, two or three programs per
-    SM have enough bytes in flight and hide each other's epilogues. For many rows, tiles are as
-    large as possible; with codes, they are smaller, which leaves registers to unpack the codes."""
+    """Returns the tiles of GEMMs that load weights by TMA.
+
+    For few rows, two or three programs on an SM have enough bytes in flight, and each hides the
+    epilogues of the others. For many rows, tiles are as large as possible. If weights are
+    quantised, tiles are smaller, so that there are registers left to unpack the codes.
+    """
     dense = problem.format == "dense"
     if rows <= SWAPPED_ROWS:
         block_m = token_tile(rows)
@@ -124,8 +138,8 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
 
 
 def _by_words(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Returns the tiles of GEMMs that read 4-bit codes by words. Unpacking codes takes longer than
-    reading them."""
+    """Returns the tiles of GEMMs that read 4-bit codes as words. Here, unpacking the codes takes
+    longer than reading them."""
     block_m = token_tile(rows)
     if rows <= SPLIT_ROWS and problem.format != "mxfp4":
         up, down = _split_codes(problem, routes)
@@ -143,9 +157,9 @@ def _by_words(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, 
 
 
 def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesConfig]:
-    """Returns tiles for the older tensor-core instruction (mma.sync), in which each warp takes its
-    own columns. Registers limit how many weights are in flight, and small programs use them best.
-    With one token, every route is a row block of its own."""
+    """Returns tiles for the older tensor-core instruction (mma.sync), in which each warp multiplies
+    its own columns. The registers limit how many weights are in flight, and small programs use
+    registers best. With one token, every route is a row block of its own."""
     up = CodesConfig(8, 32, 256, 2, 3, 6, split=2)
     if routes == problem.num_slots:
         if problem.inner <= 2 * SHORT_INNER:
@@ -159,9 +173,9 @@ def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesCo
 
 
 def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Returns the tiles of codes for few rows. With `ordered`, the first GEMM stores the columns of
-    hidden rows in the order in which the second one needs them. With longer tiles, such a store
-    takes longer than permuting the columns later."""
+    """Returns the tiles of quantised weights for few rows. With `ordered`, the first GEMM stores
+    the columns of hidden rows in the order in which the second GEMM needs them. For longer tiles,
+    this takes more time than permuting the columns later."""
     ordered = problem.inner % STREAMED_K == 0
     few = CodesConfig(16, 32, 256, 4, 4, 2, part_k=256)
     few_down = CodesConfig(16, 64, 256, 4, 4, 2, part_k=256, ordered=True)
@@ -179,7 +193,7 @@ def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmCon
 
 
 def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
-    """Whether GEMMs in these tiles can read the codes as they are stored."""
+    """Whether GEMMs with these tiles can read the codes as they are stored."""
     if problem.format == "int4" and up.part_k != STREAMED_K:
         return False  # a part of int4 is a group of scales, whatever the tiles
     gate_up = [problem.gate, problem.up] if problem.up else [problem.gate]
@@ -190,7 +204,7 @@ def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
 
 
 def _few_tiles(problem: MoeProblem, routes: int) -> bool:
-    """Whether a part of the GPU would have no work if tiles had 64 columns."""
+    """Whether some multiprocessors would have no work if tiles had 64 columns."""
     return routes * cdiv(problem.inner, 64) < 2 * STREAMING_TILES
 
 
@@ -200,7 +214,8 @@ def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfi
     if rows <= SWAPPED_ROWS:
         return ScaledConfig(16, 128, SCALED_K, 4, 3, 2, swapped=True), down
     if target.tmem_columns:
-        # Wider tiles spill: a product has to leave tensor memory before it is scaled.
+        # Wider tiles spill registers, because a product has to be copied from tensor memory before
+        # it is scaled.
         wide = rows >= WIDE_ROWS
         return ScaledConfig(128 if wide else 64, 64, SCALED_K, 8 if wide else 4, 4), down
     if rows < WIDE_ROWS:
@@ -209,24 +224,25 @@ def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfi
 
 
 def _in_tensor_memory(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Returns the largest tiles whose machine code does not spill, and fits tensor memory, with
-    every release of the compiler.
+    """Returns the largest tiles for which every release of the compiler makes code that does not
+    spill registers and fits tensor memory.
 
-    Warps are not specialised if one operand is loaded by pointers and another by TMA, as in the up
-    kernel (Triton issue 8311: wrong results), or if codes are unpacked (spills).
+    Warps are not specialised in two cases: if one operand is loaded by pointers and another by TMA,
+    as in the up kernel (Triton issue 8311: the results are wrong), and if codes are unpacked
+    (registers are spilled).
     """
     if rows <= STREAMED_BY_TENSOR_MEMORY:
-        # A tile covers the rows of an expert, within the limits of a token tile.
+        # A tile covers all rows of an expert, within the limits of a tile of tokens.
         block_m = min(max(next_power_of_2(rows), 16), 64)
         few = _few_tiles(problem, routes)
-        # Two programs on a multiprocessor hide each other's epilogues. If few experts are in use,
+        # Two programs on a multiprocessor hide each other's epilogues. If few experts are chosen,
         # tiles are narrower, so that all multiprocessors read weights.
         up = _swapped(block_m, 32 if few else 64, 128, 4, 4 if few else 3, 2)
         if few:
             return up, _swapped(block_m, 64, 128, 4, 3, 2)
         if problem.format == "dense":
             return up, _swapped(block_m, 128, 128, 8, 4)
-        # Codes take fewer bytes, so more stages are in flight, in tiles of which two fit an SM.
+        # Codes take fewer bytes, so more stages are in flight. Two of these tiles fit an SM.
         return up, _swapped(block_m, 128, 128, 4, 6)
     if rows < WIDE_BY_TENSOR_MEMORY:
         return GemmConfig(64, 64, 64, 4, 4), GemmConfig(64, 128, 64, 4, 4)

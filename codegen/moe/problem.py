@@ -13,24 +13,29 @@ from tilewright.codegen.grouped.problem import (
     weight_obstacle,
 )
 
-# The most bytes of scratch memory for dequantised weights. The dequantised weights of a layer take
-# as much memory as dense weights.
+# The largest size of the scratch memory for dequantised weights, in bytes. The dequantised weights
+# of a layer take as much memory as dense weights.
 DECODED_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
 class MoeProblem:
-    """The static part of a `fused_moe` call.
+    """The static part of a `fused_moe` call. All weights have one format, and all biases have one
+    dtype.
 
     Attributes:
-        dtype: dtype of x, of the hidden rows and of the result.
-        gate, up: weights [E, inner, hidden]; up is None if the activation is not gated.
-        down: weight [E, hidden, inner]. All weights have one format, and biases one dtype.
-        interleaved: whether rows of gate and rows of up alternate in one tensor.
-        distance: stored elements from gate to up, if not interleaved; None if it is known only at
-            the launch, because gate and up are two tensors.
-        up_first: whether up lies before gate.
-        coded_rows: whether x and the hidden rows are quantised to e4m3 before they are multiplied.
+        num_experts: The number of experts, E.
+        num_slots: The number of experts that each token chooses.
+        hidden, inner: The widths of x and of the hidden rows.
+        dtype: The dtype of x, of the hidden rows and of the result.
+        gate, up: The weights [E, inner, hidden]. up is None if the activation is not gated.
+        down: The weight [E, hidden, inner].
+        interleaved: Whether rows of gate and rows of up alternate in one tensor.
+        distance: If they do not alternate, the number of stored elements from gate to up. It is
+            None if it is known only at the launch, because gate and up are two tensors.
+        up_first: Whether up is before gate in memory.
+        activation, alpha, limit: The activation and its parameters.
+        coded_rows: Whether x and the hidden rows are quantised to e4m3 before they are multiplied.
     """
 
     num_experts: int
@@ -56,8 +61,9 @@ class MoeProblem:
 
     @property
     def gate_up(self) -> WeightOperands:
-        """gate's weight. If the rows of gate and up alternate, its row stride is that of single
-        rows, because the first GEMM steps over the rows of both."""
+        """The weight of gate. If the rows of gate and up alternate, its row stride is the stride
+        between a row of gate and a row of up, because the first GEMM steps over the rows of
+        both."""
         expert, row, column = self.gate.data.strides
         if not self.interleaved or self.gate.n_major:
             return self.gate
@@ -70,13 +76,13 @@ class MoeProblem:
 
 
 def up_problem(problem: MoeProblem, weight: WeightOperands) -> GroupedProblem:
-    """Returns the problem of the first GEMM with one weight: gate's or up's."""
+    """Returns the problem of the first GEMM with one weight, which is gate or up."""
     return replace(down_problem(problem), rows=problem.inner, inner=problem.hidden, weight=weight)
 
 
 def down_problem(problem: MoeProblem) -> GroupedProblem:
-    """Returns the problem of the second GEMM. Its rows are the sorted routes, which it stores in
-    the order of routes."""
+    """Returns the problem of the second GEMM. Its rows are the sorted routes. It stores them in the
+    order of the unsorted routes."""
     return GroupedProblem(
         num_groups=problem.num_experts,
         num_experts=problem.num_experts,
@@ -89,8 +95,7 @@ def down_problem(problem: MoeProblem) -> GroupedProblem:
 
 
 def gemms(problem: MoeProblem) -> dict[str, GroupedProblem]:
-    """Returns the problem of the GEMM with each weight, keyed by the weight's name: "gate", "up",
-    "down"."""
+    """Returns the problems of the GEMMs, by the name of the weight: "gate", "up" and "down"."""
     made = {"gate": up_problem(problem, problem.gate)}
     if problem.up:
         made["up"] = up_problem(problem, problem.up)
@@ -101,8 +106,8 @@ def gemms(problem: MoeProblem) -> dict[str, GroupedProblem]:
 
 
 def decodable(problem: MoeProblem) -> bool:
-    """Whether the weights can be dequantised before the GEMMs: they are codes, the scratch memory
-    suffices, and TMA can load the dequantised rows."""
+    """Whether the weights can be dequantised before the GEMMs: they are quantised, the scratch
+    memory is large enough, and TMA can load the dequantised rows."""
     elements = (3 if problem.up else 2) * decoded_elements(problem)
     size = ELEMENT_BYTES[problem.dtype]
     fits = size * elements <= DECODED_BYTES and problem.hidden * size % TMA_BYTES == 0
@@ -110,12 +115,13 @@ def decodable(problem: MoeProblem) -> bool:
 
 
 def decoded_elements(problem: MoeProblem) -> int:
-    """Returns the elements of one dequantised weight. gate, up and down are contiguous."""
+    """Returns the number of elements of one dequantised weight. gate, up and down are
+    contiguous."""
     return problem.num_experts * problem.hidden * problem.inner
 
 
 def decoded_problem(problem: MoeProblem) -> MoeProblem:
-    """Returns the problem after its weights were dequantised."""
+    """Returns the problem after its weights have been dequantised."""
     weights: dict[str, Any] = {n: gemm.dequantized().weight for n, gemm in gemms(problem).items()}
     distance = decoded_elements(problem) if problem.up else 0
     return replace(problem, **weights, interleaved=False, distance=distance, up_first=False)
@@ -125,25 +131,29 @@ def decoded_problem(problem: MoeProblem) -> MoeProblem:
 
 
 def gemm_obstacle(problem: MoeProblem) -> str | None:
-    """Returns why TMA cannot load the operands; None if it can. Uses only metadata."""
+    """Returns why TMA cannot load the operands; None if it can. This needs only metadata."""
     obstacle = weight_obstacle("gate_weight", problem.gate_up)
     obstacle = obstacle or weight_obstacle("down_weight", problem.down)
     if obstacle is not None:
         return obstacle
     distance = problem.distance or 0
     if distance * ELEMENT_BYTES[problem.gate.data.dtype] % TMA_BYTES:
-        return f"up_weight: {distance} elements from gate_weight are not whole {TMA_BYTES} bytes"
+        return (
+            f"up_weight: {distance} elements from gate_weight are not a multiple of "
+            f"{TMA_BYTES} bytes"
+        )
     if not problem.coded_rows and problem.inner * ELEMENT_BYTES[problem.dtype] % TMA_BYTES:
-        return f"{problem.inner} inner columns are not whole {TMA_BYTES} bytes"
+        return f"{problem.inner} inner columns are not a multiple of {TMA_BYTES} bytes"
     return None
 
 
 def address_obstacle(problem: MoeProblem, *, decoded: bool) -> str | None:
-    """Returns why the GEMMs cannot load a weight by TMA or by 32-bit words; None if they can.
+    """Returns why the GEMMs cannot load a weight by TMA or as 32-bit words; None if they can.
 
-    Callers check this at each call, because calls with equal metadata may differ in addresses and
-    in the distance from gate to up. decoded: weights are dequantised first, by a kernel that loads
-    them from any address, and the GEMMs read the call's own memory.
+    Callers check this at each call. Calls with equal metadata may differ in their addresses, and
+    therefore in the distance from gate to up. decoded: whether weights are dequantised first. The
+    kernel that dequantises them can load them from any address, and the GEMMs then read memory that
+    the call allocated itself.
     """
     obstacle = gemm_obstacle(problem)
     if obstacle is not None or decoded:
@@ -156,5 +166,5 @@ def address_obstacle(problem: MoeProblem, *, decoded: bool) -> str | None:
         read["up_weight"] = problem.up
     for name, weight in read.items():
         if weight is not None and not weight.data.aligned:
-            return f"{name}: its address is not a whole number of {TMA_BYTES} bytes"
+            return f"{name}: its address is not a multiple of {TMA_BYTES} bytes"
     return None

@@ -1,4 +1,5 @@
-"""The kernels of a router: the product followed by the choice, and the choice alone."""
+"""The kernels of a router. One computes the product and then the choice, and the other only the
+choice."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ ROUTER = Kernel(
     "moe_router",
     {"WEIGHT_STRIDES": (("weight", 0), ("weight", 1))},
     ranges=("num_tokens",),
-    unaligned=("counters",),  # a part of a larger allocation, at any address
+    unaligned=("counters",),  # counters are a part of a larger allocation, at any address
 )
-# Chooses from logits in the product's workspace, or from given logits.
+# Chooses experts from logits that the product stored in its workspace, or from given logits.
 CHOOSE = Kernel("moe.router", "moe_choose", ranges=("num_tokens",))
 
 
@@ -22,8 +23,11 @@ CHOOSE = Kernel("moe.router", "moe_choose", ranges=("num_tokens",))
 class RouterProblem:
     """The static part of a router with E experts, K columns and S slots.
 
-    x, weight: dtypes; weight is "" if x contains the logits. corrected: whether scores are
-    corrected before the choice. The other fields are arguments of the op.
+    The fields that are not listed here are the arguments of the op.
+
+    Attributes:
+        x, weight: The dtypes of x and of the weight. weight is "" if x contains the logits.
+        corrected: Whether a correction is added to the scores before the choice.
     """
 
     num_experts: int
@@ -43,13 +47,13 @@ class RouterProblem:
 
     @property
     def widened(self) -> bool:
-        """Whether the product is computed in fp32, for which tensor cores are not used."""
+        """Whether the product is computed in fp32. It then does not use tensor cores."""
         return self.weight != "" and (self.x != self.weight or self.x == "fp32")
 
     @property
     def by_logits(self) -> bool:
-        """Whether the kernel may choose by the logits themselves, because scores have the same
-        order as logits."""
+        """Whether the kernel may choose experts by their logits, because scores have the same order
+        as logits."""
         of_one = self.group_top == 1 or self.top_groups == self.num_groups
         return not self.corrected and of_one
 
@@ -59,7 +63,7 @@ class RouterProblem:
 
     @property
     def group(self) -> int:
-        """Columns of a group, rounded up to a power of two."""
+        """The number of columns of a group, rounded up to a power of two."""
         return next_power_of_2(self.num_experts // self.num_groups)
 
     @property
@@ -68,13 +72,14 @@ class RouterProblem:
 
     @property
     def columns(self) -> int:
-        """Columns of a row of logits, including those that pad groups."""
+        """The number of columns of a row of logits, including columns that pad the groups."""
         return self.groups * self.group
 
 
 @dataclass(frozen=True)
 class ChoiceConfig:
-    """Tiles of `moe_choose`. rows: tokens that a program chooses for at once."""
+    """The tile sizes of `moe_choose`. rows: the number of tokens that a program chooses for at the
+    same time."""
 
     rows: int
     num_warps: int
@@ -82,12 +87,17 @@ class ChoiceConfig:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Tiles of a router.
+    """The tile sizes of a router.
 
-    A program of the product multiplies block_t tokens with block_e experts over one of `splits`
-    parts of the columns, block_k at a time. rows: tokens that a program chooses for at once.
-    chooses: the last program of a token tile chooses; if not, a separate launch with choose_warps
-    warps does.
+    Attributes:
+        block_t: The number of tokens that a program of the product multiplies.
+        block_e: The number of experts that a program of the product multiplies.
+        block_k: The number of columns of a step.
+        splits: The number of parts that the columns are split into. A program multiplies one part.
+        rows: The number of tokens that a program chooses for at the same time.
+        num_warps, num_stages: Triton's options.
+        chooses: Whether the last program of a tile of tokens chooses. If not, a separate launch
+            with choose_warps warps chooses.
     """
 
     block_t: int
@@ -106,7 +116,7 @@ class RouterConfig:
 
     @property
     def choice(self) -> ChoiceConfig:
-        """The tiles of the separate launch that chooses."""
+        """The tile sizes of the separate launch that chooses."""
         return ChoiceConfig(self.rows, self.choose_warps)
 
     def __str__(self) -> str:

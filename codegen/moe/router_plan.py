@@ -1,9 +1,9 @@
 """Plans of a router, by the number of tokens.
 
-For few tokens, the weight is read once, by as many programs as a chip has multiprocessors, each of
-which reads a part of the rows and columns. For many tokens, token tiles are as large as possible
-while all multiprocessors have work. The choice is then a separate launch, because a program that
-also chooses would end later than the others.
+For few tokens, the weight is read once. There are as many programs as multiprocessors, and each
+program reads a part of the rows and columns. For many tokens, tiles of tokens are as large as
+possible while all multiprocessors still have work. The choice is then a separate launch, because
+programs that also choose would end later than other programs.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.moe.router_kernels import RouterConfig, RouterProblem
 from tilewright.codegen.targets import Target
 
-# The tensor core's smallest tile.
+# The smallest tile of a tensor core.
 LEAST_TILE = 16
-# Most tokens for which token tiles have LEAST_TILE tokens and the last program of a tile chooses.
+# The largest number of tokens for which tiles have LEAST_TILE tokens and the last program of a tile
+# chooses.
 FEW_TOKENS = 128
-# Fewest tokens for the largest token tiles.
+# The smallest number of tokens for the largest tiles of tokens.
 MANY_TOKENS = 1024
-# Most tokens for which our kernel multiplies fp32 numbers; with more, the library does.
+# The largest number of tokens for which tilewright's kernel multiplies fp32 numbers. With more
+# tokens, the library does.
 LIBRARY_TOKENS = 64
-# Most experts of a program if there are many tokens.
+# The largest number of experts of a program if there are many tokens.
 WIDE_EXPERTS = 128
-# Most parts of the sum over columns.
+# The largest number of parts that the sum over columns is split into.
 MOST_SPLITS = 32
-# The number of fp32 logits that one warp chooses from.
+# The number of fp32 logits from which one warp chooses.
 CHOSEN_BY_WARP = 256
-# Fewest bytes of a weight for which two programs share a multiprocessor.
+# The smallest weight, in bytes, for which two programs share a multiprocessor.
 LARGE_WEIGHT = 1 << 20
 
 
 @cache
 def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> RouterConfig:
-    """Returns the tiles for up to `num_tokens` tokens."""
+    """Returns the tile sizes for up to `num_tokens` tokens."""
     if not problem.weight or uses_library(problem, num_tokens):
         rows, warps = _choice(problem, num_tokens)
         return RouterConfig(1, 1, 1, 1, rows, 1, 1, chooses=False, choose_warps=warps)
@@ -56,7 +58,7 @@ def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> Ro
 
 
 def uses_library(problem: RouterProblem, num_tokens: int) -> bool:
-    """Whether the library computes the product. It does for many tokens in fp32."""
+    """Whether the library computes the product. It computes fp32 products of many tokens."""
     return problem.widened and num_tokens > LIBRARY_TOKENS
 
 
@@ -68,7 +70,8 @@ def _expert_tile(problem: RouterProblem, num_tokens: int) -> int:
 
 
 def _choice(problem: RouterProblem, num_tokens: int) -> tuple[int, int]:
-    """Returns (tokens that a program chooses for at once, its warps)."""
+    """Returns (number of tokens that a program chooses for at the same time, number of its
+    warps)."""
     rows = min(next_power_of_2(num_tokens), 4)
     warps = next_power_of_2(cdiv(rows * problem.columns, CHOSEN_BY_WARP))
     return rows, min(max(warps, 1), 8)

@@ -1,4 +1,4 @@
-"""Candidate tiles of the fused kernels."""
+"""Candidate tile sizes of the fused kernels."""
 
 from __future__ import annotations
 
@@ -24,39 +24,43 @@ from tilewright.codegen.qkv.problem import (
 from tilewright.codegen.qkv.time import shared_bytes
 from tilewright.codegen.targets import Target
 
-# The most tokens of a tile if the tensor core takes codes and x from registers. With more tokens,
-# registers spill (sm120).
+# The largest number of tokens in a tile if the tensor core reads codes and x from registers. With
+# more tokens, registers spill (sm120).
 MOST_TOKENS_IN_REGISTERS = 32
-# The most sums of a warp if the codes are floats of four bits. With more sums, registers spill
-# (sm90).
+# The largest number of sums of a warp if the codes are 4-bit floats. With more sums, registers
+# spill (sm90).
 MOST_SUMS_OF_FLOATS = 1024
 
-# The formats of weights that are multiplied without tensor cores, and the most tokens for which
-# they are. Times of the projection of Llama-3-8B on an H100 in us; in parentheses, those of the
-# tensor core's kernel: int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1), float8 in blocks 10.0
-# (14.6), NVFP4 8.9 (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
+# The formats of weights that are multiplied without tensor cores, and the largest number of tokens
+# for which they are. Times of the projection of Llama-3-8B on an H100, in us, with the times of the
+# kernel that uses tensor cores in parentheses: int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1),
+# float8 in blocks 10.0 (14.6), NVFP4 8.9 (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
 DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
 MOST_DOTTED_TOKENS = 1
-# Pairs of a head that a program without tensor cores takes, unless a norm needs whole heads.
+# The number of pairs of a head that a program without tensor cores computes, unless a norm needs
+# whole heads.
 DOT_PAIRS = 8
-# DOT_WORDS: 32-bit words (rows times columns) that four warps take in a step. LEAST_DOT_WORDS: the
-# fewest words of a row in a step. Each has one value for bytes and one for nibbles.
+# DOT_WORDS: the number of 32-bit words (rows times columns) that four warps read in a step.
+# LEAST_DOT_WORDS: the fewest words of a row in a step. For each, there is one value for 8-bit codes
+# and one for 4-bit codes.
 DOT_WORDS, DOT_WORDS_OF_NIBBLES = 4096, 2048
 LEAST_DOT_WORDS, LEAST_DOT_WORDS_OF_NIBBLES = 32, 16
-# Programs per multiprocessor. If there are fewer tiles, K is split until there are as many.
+# The number of programs on a multiprocessor. If there are fewer tiles, K is split until there are
+# this many programs.
 DOT_PROGRAMS = 3
-# The most words in a thread's registers. With more words, registers spill.
+# The largest number of words that a thread holds in registers. With more words, registers spill.
 MOST_THREAD_WORDS = 64
 
 
 def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Config]:
-    """Returns the configs worth trying that fit this problem and target."""
+    """Returns the configs worth measuring that fit this problem and target."""
     tried = _configs(problem, num_tokens, target)
     return [config for config in tried if fits(problem, config, target)]
 
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
-    """Yields the configs that were worth trying on an H200 in at least one measured problem."""
+    """Yields the configs that were among the fastest on an H200 in at least one measured
+    problem."""
     dots = dots_config(problem, num_tokens, target)
     if dots is not None:
         yield dots
@@ -76,8 +80,8 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
 
 
 def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsConfig | None:
-    """Returns the tiles without tensor cores; None if that kernel cannot take the call or is no
-    faster."""
+    """Returns the tile sizes of the kernel without tensor cores; None if this kernel cannot compute
+    the call or is not faster."""
     q, heads = problem.quantization, problem.epilogue
     if q is None or num_tokens > MOST_DOTTED_TOKENS or q.weight_format not in DOTTED_FORMATS:
         return None
@@ -101,8 +105,8 @@ def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsCon
 def _tiled_configs(
     heads: int, width: int, num_tokens: int, target: Target
 ) -> Iterator[TiledConfig]:
-    """Yields tiles of `heads` heads with `width` columns. All chips get tiles with persistent
-    loops; warps are specialised if the chip keeps the accumulator in tensor memory."""
+    """Yields tile sizes for `heads` heads with `width` columns. For all chips, it yields tiles with
+    persistent loops. If the chip keeps the accumulator in tensor memory, warps are specialised."""
     walk = {"persistent": True, "flatten": True, "warp_specialize": target.has("tcgen05")}
     if 32 < num_tokens <= 1024 and width <= 128:
         yield TiledConfig(64, heads, 128, 4, 4)
@@ -120,7 +124,8 @@ def _tiled_configs(
             yield TiledConfig(128, heads, 64, 8, 4, **walk)
             yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=2, pairs_first=True, **walk)
     if num_tokens > 64 and not target.has("tcgen05"):
-        # With two programs per SM, the epilogue of one overlaps with the products of the other.
+        # With two programs on an SM, the epilogue of one program overlaps with the products of the
+        # other program.
         if width == 128:
             for parts in (2, 4):
                 pair = TiledConfig(128, heads, 64, 4, 3, epilogue_parts=parts, **walk)
@@ -133,11 +138,11 @@ def _tiled_configs(
 
 
 def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfig]:
-    """Yields the configs of codes that were worth trying on an H200 in at least one measured
-    format.
+    """Yields the configs for quantized weights that were among the fastest on an H200 in at least
+    one measured format.
 
-    Few tokens get small tiles, with K in many parts. For more tokens, one kernel puts x in order,
-    so that not every program has to do it.
+    For few tokens, tiles are small, and K is split into many parts. For more tokens, one earlier
+    kernel permutes x, so that the programs need not do it.
     """
     q = problem.codes
     whole = next_power_of_2(problem.epilogue.pairs_per_head)
@@ -167,7 +172,7 @@ def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfi
 
 
 def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
-    """Whether a config is legal for the problem and within the target's limits."""
+    """Whether a config is valid for the problem and within the limits of the target."""
     if isinstance(config, TiledConfig):
         legal = tiled_obstacle(problem) is None and _tiled_fits(problem, config)
     elif isinstance(config, DotsConfig):
@@ -211,10 +216,11 @@ def _tiled_fits(problem: QkvProblem, config: TiledConfig) -> bool:
     heads = problem.epilogue
     width = config.heads_per_tile * heads.head_dim
     accumulator = config.block_m * width
-    # Threads of twelve warps have 168 registers: too few for 256 columns and a heavy epilogue.
+    # With twelve warps, a thread has 168 registers. These are too few for 256 columns and a heavy
+    # epilogue.
     crowded = config.warp_specialize and width == 256 and (heads.has_norm or heads.interleaved)
-    # Interleaved pairs take more registers if they are separated after the rotation, or if weights
-    # are n-major.
+    # Interleaved pairs take more registers if they are separated after the rotation, or if N is the
+    # contiguous dimension of the weights.
     if width == 256 and heads.interleaved and (heads.halves or not problem.k_major):
         crowded = crowded or config.epilogue_parts < 4
     if heads.norm_after != "none" and config.pair_parts > 1:

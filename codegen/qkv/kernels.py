@@ -1,4 +1,4 @@
-"""The kernels that project q, k and v, with their tiles, constants and launch grids."""
+"""The kernels that project q, k and v, with their tile sizes, constants and launch grids."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tilewright.codegen.row_norm import squares_a_row
 from tilewright.codegen.rows import ColumnOrder, column_order
 from tilewright.codegen.spec import Constant
 
-# Strides of the tensors that the epilogue of all kernels reads and writes.
+# The strides of the tensors that the epilogue of all kernels reads and writes.
 _STRIDES: Strides = {
     "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
 }
 _OMITTED = ("GATE_RUN", "V_NORMED", "NORM_BIAS_STRIDES", "SATURATES")
-# Counts for which kernels rely on a value of at least 1.
+# Numbers for which kernels rely on a value of at least 1.
 _COUNTS = ("sequence_tokens", "rope_tokens")
 
 EPILOGUE = Kernel(
@@ -41,7 +41,7 @@ SWAPPED = Kernel(
     omitted=_OMITTED,
     unaligned=("factors",),
 )
-# The kernel for weights of codes.
+# The kernel for quantized weights.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
 DEQUANTIZE = Kernel(
     "qkv.dequantize",
@@ -52,21 +52,30 @@ DEQUANTIZE = Kernel(
 )
 KERNELS = (EPILOGUE, TILED, SWAPPED, DEQUANTIZE)
 
-# Columns of a weight row that are prefetched while the previous kernel ends, if this kernel norms
-# x.
+# If the kernel normalizes x, it prefetches this many columns of each weight row while the previous
+# kernel ends.
 PREFETCHED = 256
 
 
 @dataclass(frozen=True)
 class TiledConfig:
-    """Tiles of `qkv_projection`, with tokens on the M side.
+    """The tile sizes of `qkv_projection`, in which tokens are on the M side.
 
-    epilogue_parts: number of parts in which the epilogue takes a tile; 2 parts take half the
-    registers. A tile is divided into heads first, and then the pairs of each head into slices. With
-    pairs_first, the pairs of all heads are divided into slices, so that each part of the rope table
-    is read once. persistent: programs_per_sm programs per SM loop over all tiles; if not, there is
-    a program for each tile. flatten: the loads of a tile start before the epilogue of the previous
-    tile.
+    Attributes:
+        block_m: The number of tokens in a tile.
+        heads_per_tile: The number of heads in a tile.
+        block_k: The number of columns of a step.
+        num_warps, num_stages: Triton's options.
+        group_m: The number of row tiles that run one after another for the same heads.
+        epilogue_parts: The number of parts in which the epilogue computes a tile. With 2 parts, it
+            takes half the registers. A tile is divided into heads first, and then the pairs of each
+            head are divided into slices.
+        persistent: Whether programs loop over all tiles, programs_per_sm programs on each SM. If
+            not, there is a program for each tile.
+        flatten: Whether the loads of a tile start before the epilogue of the previous tile.
+        warp_specialize: Whether the warps of a program are specialised.
+        pairs_first: Whether the pairs of all heads are divided into slices, so that each part of
+            the rope table is read once.
     """
 
     block_m: int
@@ -88,7 +97,7 @@ class TiledConfig:
 
     @property
     def pair_parts(self) -> int:
-        """Number of slices of the pairs of a head."""
+        """The number of slices that the pairs of a head are divided into."""
         heads = 1 if self.pairs_first else min(self.epilogue_parts, self.heads_per_tile)
         return self.epilogue_parts // heads
 
@@ -108,10 +117,10 @@ class TiledConfig:
 
 @dataclass(frozen=True)
 class SwappedConfig:
-    """Tiles of `qkv_projection_swapped`: 2 * block_p weight rows on the M side, block_t tokens on
-    the N side.
+    """The tile sizes of `qkv_projection_swapped`: 2 * block_p weight rows on the M side, and
+    block_t tokens on the N side.
 
-    ordered_x: an earlier kernel permutes x to the order of the weight's codes.
+    ordered_x: whether an earlier kernel permutes x to the order of the weight's codes.
     """
 
     block_p: int
@@ -135,8 +144,8 @@ class SwappedConfig:
 
 @dataclass(frozen=True)
 class DotsConfig:
-    """Tiles of `qkv_projection_swapped` without tensor cores: 2 * block_p rows of codes by one
-    token, in steps of block_k columns. split_k programs share a tile's K."""
+    """The tile sizes of `qkv_projection_swapped` without tensor cores: 2 * block_p rows of codes
+    and one token, in steps of block_k columns. split_k programs share the K of a tile."""
 
     block_p: int
     block_k: int
@@ -156,9 +165,9 @@ class DotsConfig:
         return f"dots {2 * self.block_p}x{self.block_k} /{self.split_k} w{self.num_warps}"
 
 
-#: The tiles of `qkv_projection_swapped`.
+#: The tile sizes of `qkv_projection_swapped`.
 RowsConfig = SwappedConfig | DotsConfig
-#: The tiles of a fused kernel; `kind` is its name in plans.
+#: The tile sizes of a fused kernel. Plans refer to the kernel by the name `kind`.
 Config = RowsConfig | TiledConfig
 CONFIGS: dict[str, type[Config]] = {
     "swapped": SwappedConfig,
@@ -169,9 +178,10 @@ CONFIGS: dict[str, type[Config]] = {
 
 @dataclass(frozen=True)
 class EpilogueConfig:
-    """Tiles of `qkv_epilogue`: block_t tokens by heads_per_tile heads per program.
+    """The tile sizes of `qkv_epilogue`: block_t tokens and heads_per_tile heads for each program.
 
-    If a norm spans a row, a program takes all heads of q, k or v, and heads_per_tile covers them.
+    If a norm covers a whole row, a program computes all heads of q, k or v, and heads_per_tile is
+    at least their number.
     """
 
     block_t: int
@@ -183,8 +193,8 @@ class EpilogueConfig:
 
 
 def tiled_statics(problem: QkvProblem, config: TiledConfig) -> Statics:
-    """Returns the constants of `qkv_projection`. Raises ValueError if a tile splits the heads of a
-    norm."""
+    """Returns the constants of `qkv_projection`. Raises ValueError if a norm needs whole heads and
+    a tile splits them."""
     heads = problem.epilogue
     if heads.norm_after != "none" and config.pair_parts != 1:
         raise ValueError(
@@ -206,8 +216,8 @@ def tiles_per_head(problem: QkvProblem, config: RowsConfig) -> int:
 
 
 def swapped_statics(problem: QkvProblem, config: RowsConfig) -> Statics:
-    """Returns the constants of `qkv_projection_swapped`. Raises ValueError if a tile splits the
-    heads of a norm."""
+    """Returns the constants of `qkv_projection_swapped`. Raises ValueError if a norm needs whole
+    heads and a tile splits them."""
     heads, slices = problem.epilogue, tiles_per_head(problem, config)
     if heads.has_norm and slices != 1:
         raise ValueError(
@@ -231,8 +241,8 @@ def swapped_statics(problem: QkvProblem, config: RowsConfig) -> Statics:
 
 
 def words_of(problem: QkvProblem, config: RowsConfig) -> int:
-    """Returns how many stored elements of a weight make a word that the kernel reads: 4 for bytes
-    in dot products, else 1."""
+    """Returns how many stored elements of a weight make a word that the kernel reads. This is 4 for
+    bytes in dot products, else 1."""
     return 4 if isinstance(config, DotsConfig) and problem.codes.per_int32 == 4 else 1
 
 
@@ -273,7 +283,7 @@ def _code_constants(problem: QkvProblem, config: RowsConfig) -> dict[str, Consta
 
 
 def workspace_elements(problem: QkvProblem, config: RowsConfig) -> int:
-    """Returns how many fp32 numbers the workspace needs for the parts of one tile."""
+    """Returns how many fp32 numbers the workspace has for one tile, whose parts it stores."""
     sums = 2 * config.block_p + squares_a_row(problem.input_norm)
     return config.split_k * sums * config.block_t
 
@@ -284,7 +294,7 @@ def swapped_grid(problem: QkvProblem, config: RowsConfig, num_tokens: int) -> tu
 
 
 def epilogue_statics(heads: HeadEpilogue, config: EpilogueConfig) -> Statics:
-    """Returns the constants of `qkv_epilogue`, except for the strides of q, k and v."""
+    """Returns the constants of `qkv_epilogue`, except the strides of q, k and v."""
     pairs = next_power_of_2(heads.pairs_per_head)
     return Statics(config, heads, BLOCK_P=pairs, WHOLE_ROWS=heads.row_norm)
 
@@ -295,18 +305,18 @@ def epilogue_grid(heads: HeadEpilogue, config: EpilogueConfig, num_tokens: int) 
 
 
 def order_of(problem: QkvProblem, config: SwappedConfig) -> ColumnOrder:
-    """Returns the order of the columns of x for a config with ordered_x."""
+    """Returns the order of the columns of x for a config that has ordered_x."""
     q = problem.codes
     unit = config.block_k // q.groups_in(problem.hidden, config.block_k)
     return column_order(q, problem.hidden, config.block_k, unit)
 
 
 def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
-    """Returns the constants of `dequantize_weight` for the index-th weight of q, k and v."""
+    """Returns the constants of `dequantize_weight` for the weight of q, k or v with this index."""
     q, heads, weight = problem.codes, problem.epilogue, problem.weights[index]
     assert weight is not None
     columns, number = min(q.block[1], next_power_of_2(problem.hidden)), q.format.number
-    # The tiles read words and write numbers contiguously.
+    # The tiles are shaped so that both the reads of words and the writes of numbers are contiguous.
     block_r, block_k = (16, 256) if weight.strides[-1] == 1 else (64, 64)
     if q.packed_rows:
         block_r, block_k = 128, 64

@@ -1,7 +1,8 @@
-"""Shipped tables of measured times of QKV lowerings, with rows for dims, formats and token counts.
+"""The shipped tables of measured times of QKV lowerings. A row is for given dims, a format and a
+number of tokens.
 
-`benchmarks/tune_qkv.py` writes `measured_qkv.json`, and `benchmarks/tune_quantized.py` writes
-`measured_quantized.json`, for weights of codes.
+`benchmarks/tune_qkv.py` writes `measured_qkv.json`. `benchmarks/tune_quantized.py` writes
+`measured_quantized.json`, which is for quantized weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def measured_table(file: Path) -> tuple[dict, ...]:
 
 
 def row_key(problem: QkvProblem, target: Target) -> dict[str, Any]:
-    """Returns the facts that identify a row, except for the token count."""
+    """Returns the facts that identify a row, except the number of tokens."""
     q, heads = problem.quantization, problem.epilogue
     key = {
         "target": target.name,
@@ -52,8 +53,9 @@ def row_key(problem: QkvProblem, target: Target) -> dict[str, Any]:
 
 
 def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
-    """Returns the row for the problem's dims (and its format, if weights are codes) at the smallest
-    measured token count of at least `num_tokens`. Returns None if there is no such row."""
+    """Returns the row for the problem's dims and, if weights are quantized, its format. Its number
+    of tokens is the smallest measured number that is at least `num_tokens`. Returns None if there
+    is no such row."""
     coded, heads = problem.quantization is not None, problem.epilogue
     if heads.dtype not in ("bf16", "fp16") or not heads.writes_v:
         return None
@@ -69,7 +71,7 @@ def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict |
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    """Returns a config in the form of a table."""
+    """Returns a config in the form in which tables store it."""
     return {"kind": config.kind, **asdict(config)}
 
 
@@ -80,6 +82,7 @@ def read_config(values: Mapping[str, Any]) -> Config:
 
 
 def table_text(facts: Mapping[str, object], rows: Iterable[Mapping[str, object]]) -> str:
-    """Returns the text of a measured table: facts about the measurement, then one row per line."""
+    """Returns the text of a measured table: facts about the measurement, then one row on each
+    line."""
     head = json.dumps({**facts, "rows": []}, indent=1).removesuffix("]\n}")
     return head + "\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]\n}\n"

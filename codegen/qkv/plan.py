@@ -1,19 +1,20 @@
-"""Plans of a QKV problem: its lowering, with the reason, decided from data without a GPU.
+"""Plans of a QKV problem: the chosen lowering and the reason. A plan is made from data, without a
+GPU.
 
 Four lowerings compute `fused_qkv_paged`:
 
-    dots       one kernel without tensor cores, weights of codes: one token
-    swapped    one kernel, weight rows on the M side: few tokens
-    tiled      one kernel, tokens on the M side, TMA: many tokens
-    library    library GEMMs (one if the three weights are rows of one tensor), then
-               `qkv_epilogue` over their results
+    dots       one kernel without tensor cores, for quantized weights and one token
+    swapped    one kernel with weight rows on the M side, for few tokens
+    tiled      one kernel with tokens on the M side and TMA, for many tokens
+    library    library GEMMs (one GEMM if the three weights are rows of one tensor), then
+               `qkv_epilogue` on their results
 
-`dots` can include a norm of x, and so can `swapped` if weights are not codes. Before the other
-lowerings, a separate kernel norms x.
+`dots` can include a norm of x, and so can `swapped` if weights are not quantized. For the other
+lowerings, a separate kernel normalizes x first.
 
-Times come from the measured tables if they have the problem's dims, else from the cost model in
-`codegen.qkv.time`. If `dots_config` has tiles, `dots` takes precedence over `swapped`, whatever
-their times.
+Times come from the measured tables if these have the problem's dims. If not, they come from the
+cost model in `codegen.qkv.time`. If `dots_config` returns tiles, `dots` takes precedence over
+`swapped`, whatever their times are.
 """
 
 from __future__ import annotations
@@ -40,39 +41,40 @@ from tilewright.codegen.qkv.time import estimate, library_estimate
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
 
-# Most tokens for which the few-token kernel norms x itself. On an H200, compared with a norm that
-# Inductor compiled, a layer of Llama-3-8B takes 1.5 us less for one token, and 0.9, 0.6 and 4.5 us
-# more for 4, 8 and 16 tokens. The bound also holds for a layer norm, which was modelled, not
-# measured.
+# The largest number of tokens for which the kernel for few tokens normalizes x itself. Compared
+# with a norm that Inductor compiled, a layer of Llama-3-8B on an H200 takes 1.5 us less for one
+# token, and 0.9, 0.6 and 4.5 us more for 4, 8 and 16 tokens. The same limit holds for a layer norm,
+# for which it was modelled, not measured.
 MOST_NORMED_TOKENS = 1
 
-# The library's products of codes are chosen only if they are modelled to be faster than a measured
-# kernel by this factor.
+# The library's products of quantized operands are chosen only if they are modelled to be faster
+# than a measured kernel by this factor.
 MARGIN = 1.25
 
-# The largest token counts of the buckets. All counts of a bucket share a kernel if the count is
-# known only at run time.
+# The largest numbers of tokens of the buckets. All numbers of tokens in a bucket share a kernel if
+# the number is known only at run time.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-# Sources of the time of a choice, in the order of precedence.
+# Where the time of a choice may come from. The first source that has a time is used.
 HERE, TABLE, MODEL = ("measured here", "shipped table", "model")
 _WORDS = {HERE: "measured here", TABLE: "measured (shipped table)", MODEL: "modelled"}
 
 
 @dataclass(frozen=True)
 class LoweringChoice:
-    """One lowering for up to `max_tokens` tokens (None: any number).
+    """One lowering for up to `max_tokens` tokens. If max_tokens is None, it is for any number of
+    tokens.
 
     Attributes:
         name: "dots", "swapped", "tiled" or "library".
-        reason: a sentence for reports.
-        config: the tiles of the fused kernel; None for the library.
-        epilogue: the tiles of the epilogue of "library"; None for the others.
-        seconds: the expected time.
-        source: the source of the time: HERE, TABLE or MODEL.
-        norms_x: whether the kernel includes the problem's norm of x.
-        statics: the constants of the fused kernel; for the library, the constants of the epilogue,
-            and then the constants of `dequantize_weight` for each weight of codes.
+        reason: A sentence for reports.
+        config: The tiles of the fused kernel; None for the library.
+        epilogue: For "library", the tiles of the epilogue; None for the other lowerings.
+        seconds: The expected time.
+        source: Where the time comes from: HERE, TABLE or MODEL.
+        norms_x: Whether the kernel includes the problem's norm of x.
+        statics: The constants of the fused kernel. For the library, the constants of the epilogue,
+            and then the constants of `dequantize_weight` for each quantized weight.
     """
 
     name: str
@@ -92,14 +94,16 @@ class LoweringChoice:
 
 @dataclass(frozen=True)
 class LoweringPlan:
-    """Choices in rising order of `max_tokens`. A static problem has one choice."""
+    """The choices for a problem, in ascending order of `max_tokens`. A static problem has one
+    choice."""
 
     problem: QkvProblem
     target: str
     choices: tuple[LoweringChoice, ...]
 
     def choice(self, num_tokens: int) -> LoweringChoice:
-        """Returns the choice for a run-time token count. Raises ValueError if the plan has none."""
+        """Returns the choice for a number of tokens at run time. Raises ValueError if the plan has
+        no such choice."""
         for choice in self.choices:
             if choice.max_tokens is None or num_tokens <= choice.max_tokens:
                 return choice
@@ -113,7 +117,8 @@ class LoweringPlan:
 
 
 def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) -> LoweringPlan:
-    """Returns the lowerings of a problem on a target. On a chip without TMA, this is the library.
+    """Returns the lowerings of a problem on a target. On a chip without TMA, the lowering is the
+    library.
 
     packed: whether the weights are rows of one tensor.
     """
@@ -132,11 +137,14 @@ def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) ->
 def choose(
     problem: QkvProblem, num_tokens: int, target: Target, packed: bool = False
 ) -> LoweringChoice:
-    """Returns the fastest lowering for one token count. With a norm of x, this is the lowering that
-    is the fastest without the norm; it includes the norm if it can."""
+    """Returns the fastest lowering for a number of tokens.
+
+    If the problem has a norm of x, this is the lowering that is the fastest without the norm. It
+    includes the norm if it can.
+    """
     if problem.input_norm is not None:
         chosen = choose(problem.after_norm, num_tokens, target, packed)
-        apart = replace(chosen, reason=f"x is normed, then {chosen.reason}")
+        apart = replace(chosen, reason=f"x is normalized first, then {chosen.reason}")
         return _with_norm(problem, num_tokens, target, chosen) or apart
     if not target.has("tma"):
         return library_choice(problem, num_tokens, target, packed, None)
@@ -154,15 +162,16 @@ def choose(
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
-    """Whether the few-token kernel itself norms x. kind: as in `RowNorm`."""
+    """Whether the kernel for few tokens normalizes x itself. kind: the kind of norm, as in
+    `RowNorm`."""
     return 0 < num_tokens <= MOST_NORMED_TOKENS and takes_columns(kind, columns)
 
 
 def _with_norm(
     problem: QkvProblem, num_tokens: int, target: Target, chosen: LoweringChoice
 ) -> LoweringChoice | None:
-    """Returns the fused choice that includes the norm of x; None if there is none. chosen: the
-    choice for x that was already normed."""
+    """Returns the fused choice that includes the norm of x; None if there is no such choice.
+    chosen: the choice for an x that has already been normalized."""
     norm = problem.input_norm
     assert norm is not None
     if chosen.name not in ("dots", "swapped") or not takes_norm(
@@ -173,7 +182,7 @@ def _with_norm(
     fused = _fused_choice(problem, num_tokens, target, row)
     if fused is None or fused.config is None or norm.follows:
         return fused
-    # The measured kernel did not have to compute statistics of x first.
+    # The measured kernel did not have to compute statistics of x first, so its time does not apply.
     seconds = estimate(problem, fused.config, num_tokens, target)
     return fused_choice(problem, fused.config, seconds)
 
@@ -194,7 +203,8 @@ def _fused_choice(
 
 
 def ranked(problem: QkvProblem, num_tokens: int, target: Target) -> list[tuple[float, Config]]:
-    """Returns the candidates with their modelled seconds, the fastest first."""
+    """Returns the candidates with their modelled times in seconds. The fastest candidate is
+    first."""
     timed = [
         (estimate(problem, config, num_tokens, target), config)
         for config in candidates(problem, num_tokens, target)
@@ -211,7 +221,7 @@ def fused_choice(
 ) -> LoweringChoice:
     source = TABLE if measured else MODEL
     norms_x = problem.input_norm is not None
-    kernel = "one fused kernel that norms x" if norms_x else "one fused kernel"
+    kernel = "one fused kernel that normalizes x" if norms_x else "one fused kernel"
     reason = f"{kernel}, {config}: {_us(seconds)} {_WORDS[source]}"
     statics = _fused_statics(problem, config)
     return LoweringChoice(
@@ -231,7 +241,7 @@ def library_choice(
     config = epilogue_config(problem.epilogue, num_tokens, target)
     statics = [epilogue_statics(problem.epilogue, config)]
     codes = problem.multiplies_codes(target)
-    # The measured library call includes the dequantisation of the weights.
+    # The measured time of the library includes the time to dequantise the weights.
     measured = None
     if row is not None and not codes:
         measured = row["packed_library_us" if packed else "library_us"]
@@ -257,7 +267,8 @@ def library_choice(
 
 
 def epilogue_config(epilogue: HeadEpilogue, num_tokens: int, target: Target) -> EpilogueConfig:
-    """Returns tiles of about 4096 elements, or fewer if that would leave SMs idle."""
+    """Returns tiles of about 4096 elements, or of fewer if such tiles would leave SMs without
+    work."""
     width = 2 * next_power_of_2(epilogue.pairs_per_head)
     if epilogue.row_norm:
         heads = next_power_of_2(max(epilogue.num_heads, epilogue.num_kv_heads))

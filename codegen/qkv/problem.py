@@ -1,7 +1,8 @@
-"""The static part of QKV problems, and the conditions of the fused kernels.
+"""The static part of QKV problems, and the conditions under which the fused kernels can compute
+them.
 
-A problem has the static facts about one call site: dims, dtypes, cache geometry and strides in
-elements. This module does not use torch or a GPU.
+A problem has the static facts about one call: sizes, dtypes, the geometry of the cache, and strides
+in elements. This module needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -18,36 +19,48 @@ from tilewright.codegen.targets import Target
 
 @dataclass(frozen=True)
 class HeadEpilogue:
-    """The epilogue of projected heads: bias, delta, clip, norm and RoPE; then q is stored to the
-    result, and k and v to the slots of a cache. Kernels use the fields and properties as constants.
+    """The epilogue of projected heads: bias, delta, clip, norm and RoPE. After these steps, q is
+    stored to the result, and k and v are stored to the slots of a cache. Kernels use the fields and
+    properties as constants.
 
     Attributes:
-        dtype: dtype of q, or of k if there is no q (num_heads is 0 then).
-        num_kv_heads: k heads of the projection; each is stored to kv_repeat heads of the cache.
-        page_size: slots in a page.
-        k_strides, v_strides: strides of the cache's windows [page, slot, head, dim] of cache_dtype.
-        writes_v: whether there is a v; if not, v_strides are k's.
-        addressing, wrap_negative, search_steps: as in `cache_places`.
+        dtype: The dtype of q. If there is no q (num_heads is 0), the dtype of k.
+        num_heads, num_kv_heads: The number of heads of q, and of k, in the projection.
+        head_dim: The width of a head.
+        page_size: The number of slots in a page.
+        cache_dtype: The dtype of the cache.
+        k_strides, v_strides: The strides of the cache's windows [page, slot, head, dim].
+        writes_v: Whether there is a v. If not, v_strides are the strides of k.
+        addressing, wrap_negative, search_steps: As in `cache_places`.
         rope_style: "none", "half", "interleaved" or "interleaved_to_half".
-        rope_full_width: whether the tables have `rotary_dim` columns; if not, half as many.
-        wide_tables: whether the tables are fp32.
-        bias_strides: (q's group, q's head, k's head, v's head).
-        has_delta: whether a delta (LoRA) is added.
-        normed: whether (q, k) are normed. v_normed: whether v is normed, without a weight.
+        rotary_dim: The number of columns of a head that are rotated.
+        rope_full_width: Whether the tables have `rotary_dim` columns. If not, they have half as
+            many.
+        wide_tables: Whether the tables are fp32.
+        bias_strides: The strides of (q's groups, q's heads, k's heads, v's heads) in the biases.
+        has_delta: Whether a delta (LoRA) is added.
+        normed: Whether (q, k) have a norm.
+        v_normed: Whether v has a norm, which has no weight.
         norm_kind: "rms" or "layer".
         norm_width: "head", or "row" for a norm over all heads of a projection.
-        norm_offset: added to the norm's weights.
-        norm_strides, norm_bias_strides: from head to head, 0 if the heads share a vector;
-            norm_bias_strides is None without a bias.
-        scale_strides: from head to head, of the fp32 scales of k and v in the cache; 0 if the heads
-            share a scale.
-        group: q heads in a group, if q's weight, its bias and the product of a GEMM have an axis
-            for groups; else 0.
-        gate_run: if not 0, q's heads alternate between this many queries and this many gates, which
-            are neither normed nor rotated.
-        clip: bound of absolute values; 0 for none.
-        saturates: whether 8-bit floats of the cache saturate; if not, they overflow.
-        num_tokens: T if it is a constant of the graph; None if it is known only at the launch.
+        norm_after_rope: Whether the norm comes after the rotation.
+        norm_eps: The epsilon of the norm.
+        norm_offset: A number that is added to the norm's weights.
+        norm_strides, norm_bias_strides: The strides between heads; 0 if all heads share a vector.
+            norm_bias_strides is None if there is no bias.
+        kv_repeat: The number of heads of the cache to which each head of k and v is stored.
+        group: The number of q heads in a group, if q's weight, its bias and the product have an
+            axis for groups; else 0.
+        gate_run: If it is not 0, q's heads alternate between this many queries and this many gates.
+            Gates have neither a norm nor a rotation.
+        clip: The largest absolute value; 0 for no limit.
+        scale_strides: The strides between heads of the fp32 scales of k and v in the cache; 0 if
+            all heads share a scale.
+        scale_multiplies: Whether values are multiplied by the scale. If not, they are divided by
+            it.
+        saturates: Whether 8-bit floats of the cache saturate. If not, they overflow.
+        num_tokens: The number of tokens, if it is a constant of the graph; None if it is known only
+            at the launch.
     """
 
     dtype: str
@@ -88,28 +101,30 @@ class HeadEpilogue:
 
     @property
     def interleaved(self) -> bool:
-        """Whether the partners of a pair are adjacent before the rotation."""
+        """Whether the two members of a pair are adjacent before the rotation."""
         return self.rope_style.startswith("interleaved")
 
     @property
     def halves(self) -> int:
-        """Distance between partners after the rotation, if the rotation changes it; else 0."""
+        """The distance between the members of a pair after the rotation, if the rotation changes
+        it; else 0."""
         return self.rotary_dim // 2 if self.rope_style == "interleaved_to_half" else 0
 
     @property
     def pair_half(self) -> int:
-        """Distance between the partners of a pair that are not adjacent."""
+        """The distance between the members of a pair, if they are not adjacent."""
         return self.rotary_dim // 2 if self.rope_style == "half" else (self.head_dim + 1) // 2
 
     @property
     def pairs_per_head(self) -> int:
-        """Number of pairs that cover a head; the last pairs may extend past it."""
+        """The number of pairs that cover a head. The last pairs may extend past the head."""
         return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
 
     @property
     def row_unit(self) -> int:
-        """Number of elements that divides every row's offset; 1 if all strides are 0."""
-        # A q of another dtype has a separate target.
+        """A number that divides the offset of every row, in elements; 1 if all strides are 0."""
+        # If q has another dtype than the cache, another operand describes where q is written, so
+        # the length of q's rows does not matter here.
         q_row = self.num_heads * self.head_dim if self.dtype == self.cache_dtype else 0
         return math.gcd(q_row, *self.k_strides[:2], *self.v_strides[:2]) or 1
 
@@ -119,7 +134,7 @@ class HeadEpilogue:
 
     @property
     def row_norm(self) -> bool:
-        """Whether a norm spans all heads of a projection."""
+        """Whether a norm covers all heads of a projection."""
         return self.has_norm and self.norm_width == "row"
 
     @property
@@ -135,13 +150,13 @@ class HeadEpilogue:
 
     @property
     def norm_halves(self) -> int:
-        """`halves` for the norm's weights: the value of `halves` if the norm comes after the
-        rotation, else 0."""
+        """The value of `halves` for the norm's weights. It equals `halves` if the norm comes after
+        the rotation, else it is 0."""
         return 0 if self.norm_after == "none" else self.halves
 
     @property
     def kinds(self) -> int:
-        """Number of projections among q, k and v."""
+        """The number of projections among q, k and v."""
         return 1 + (self.num_heads > 0) + self.writes_v
 
     @property
@@ -151,19 +166,22 @@ class HeadEpilogue:
 
 @dataclass(frozen=True)
 class QkvProblem:
-    """One `fused_qkv_paged` call site.
+    """One call of `fused_qkv_paged`.
 
     Attributes:
-        x: operand [T, hidden], strides (token,).
-        weights: operands of q, k and v (None without v), strides (group, head, row, column); group
-            is 0 if heads are not grouped. With column 1, K is the contiguous dim (k-major); if not,
-            row is 1 (n-major).
-        one_descriptor: whether the three weights are near enough for one TMA descriptor (strides
-            below 2**40 bytes).
-        quantization: the codes of weights, whose strides then count stored words; None for numbers.
-        input_norm: the norm of x before the projection, or None.
-        scaled_by: granularity of the scales of x's codes and the weights' codes, if a library can
-            multiply codes with codes: "tensors", "rows" or "blocks"; "" if it cannot.
+        hidden: The number of columns of x.
+        x: The operand x [T, hidden], with strides (token,).
+        weights: The operands of q, k and v (None if there is no v), with strides (group, head, row,
+            column). The stride of groups is 0 if heads are not grouped. If the stride of columns is
+            1, K is the contiguous dimension (k-major). If not, the stride of rows is 1 (n-major).
+        epilogue: The epilogue.
+        one_descriptor: Whether one TMA descriptor can cover the three weights, because they are
+            near enough (strides below 2**40 bytes).
+        quantization: How the weights are quantized; None if they are not. If they are, their
+            strides count stored words.
+        input_norm: The norm of x before the projection, or None.
+        scaled_by: If a library can multiply the codes of x with the codes of the weights, what
+            shares a scale: "tensors", "rows" or "blocks". "" if it cannot.
     """
 
     hidden: int
@@ -177,19 +195,19 @@ class QkvProblem:
 
     @property
     def k_major(self) -> bool:
-        """Whether K is the contiguous dim of q's weight."""
+        """Whether K is the contiguous dimension of q's weight."""
         return self.weights[0].strides[-1] == 1
 
     @property
     def codes(self) -> Quantization:
-        """The quantization, for a problem whose weights are codes."""
+        """The quantization of a problem whose weights are quantized."""
         assert self.quantization is not None
         return self.quantization
 
     @property
     def number_dtype(self) -> str:
-        """Dtype to which the library lowering decodes codes: q's dtype, or fp32 if x has codes too,
-        because rounding the numbers would lose accuracy."""
+        """The dtype to which the library lowering decodes codes. It is q's dtype. If x has codes
+        too, it is fp32, because rounding the numbers would lose accuracy."""
         return "fp32" if self.coded_x else self.epilogue.dtype
 
     @property
@@ -198,25 +216,26 @@ class QkvProblem:
         return self.x.dtype == "fp8e4nv"
 
     def multiplies_codes(self, target: Target) -> bool:
-        """Whether a library multiplies x's codes with the weights' codes on this chip."""
+        """Whether a library multiplies the codes of x with the codes of the weights on this
+        chip."""
         return bool(self.scaled_by) and (self.scaled_by != "blocks" or target.scales_blocks)
 
     @property
     def num_rows(self) -> int:
-        """Number of weight rows of q, k and v together."""
+        """The number of weight rows of q, k and v together."""
         return self.epilogue.heads_in_all * self.epilogue.head_dim
 
     def bytes_moved(self, num_tokens: int) -> int:
-        """Returns the least bytes of global memory traffic: weights and x are read once, q and the
-        slots are written once."""
+        """Returns a lower bound of the global memory traffic in bytes: weights and x are read once,
+        and q and the slots are written once."""
         size = ELEMENT_BYTES[self.epilogue.dtype]
         per_token = self.hidden + self.num_rows
         return size * (self.hidden * self.num_rows + num_tokens * per_token)
 
     @property
     def after_norm(self) -> QkvProblem:
-        """The problem as it is after a separate kernel normed x; the problem itself without a
-        norm."""
+        """The problem that remains after a separate kernel has normalized x. If there is no norm of
+        x, this is the problem itself."""
         if self.input_norm is None:
             return self
         x = Operand(self.x.dtype, (self.hidden,))
@@ -225,12 +244,15 @@ class QkvProblem:
 
 @dataclass(frozen=True)
 class TiledWeights:
-    """The layout by which one TMA descriptor loads the heads of all three weights.
+    """How one TMA descriptor loads the heads of all three weights.
 
-    weight_strides: (unit, row) if heads lie at multiples of unit, or (column,) for n-major weights,
-    whose heads may begin at any element. head_steps: steps (q's group, q's head, k's head, v's
-    head) in units, or in elements if n-major. weight_extent: the extent of all heads, in the same
-    measure as head_steps. adjacent: whether several heads can be loaded together.
+    Attributes:
+        weight_strides: (unit, row) if heads begin at multiples of `unit`. For n-major weights,
+            whose heads may begin at any element, (column,).
+        head_steps: The steps between (q's groups, q's heads, k's heads, v's heads). They count
+            units, or elements if the weights are n-major.
+        weight_extent: The extent of all heads. It counts the same as head_steps.
+        adjacent: Whether several heads can be loaded together.
     """
 
     weight_strides: tuple[int, ...]
@@ -240,14 +262,15 @@ class TiledWeights:
 
 
 def tiled_weights(problem: QkvProblem) -> TiledWeights:
-    """Returns the layout of a problem whose weights have equal row and column strides."""
+    """Returns how to load the weights of a problem. The weights have equal row and column
+    strides."""
     heads = problem.epilogue
     q, k, v = problem.weights
     q_group, q_head, q_row, q_column = q.strides
     k_head, v_head = k.strides[1], (v or k).strides[1]
     n_major, in_group = not problem.k_major, heads.group or heads.num_heads
     groups, kv_heads = heads.num_heads // in_group, heads.num_kv_heads
-    # The step along an axis of one element has no meaning, so any step may replace it.
+    # The step along an axis that has one element has no meaning, so any step may replace it.
     whole = 1 if n_major else q_row * heads.head_dim
     q_head = q_head if in_group > 1 else k_head if kv_heads > 1 else whole
     if kv_heads == 1:
@@ -266,34 +289,35 @@ def tiled_weights(problem: QkvProblem) -> TiledWeights:
 
 
 def tiled_obstacle(problem: QkvProblem) -> str | None:
-    """Returns why `qkv_projection` cannot take the problem; None if it can."""
+    """Returns why `qkv_projection` cannot compute the problem; None if it can."""
     heads = problem.epilogue
     size = ELEMENT_BYTES[problem.x.dtype]
     if (obstacle := fused_obstacle(heads)) is not None:
         return obstacle
     if problem.quantization is not None:
-        return "codes become numbers in registers"
+        return "the kernel cannot convert codes, because TMA does not load through registers"
     if problem.input_norm is not None:
-        return "what TMA loads goes to the tensor cores as it is"
+        return "the kernel cannot normalize x, because TMA does not load through registers"
     weights = [weight for weight in problem.weights if weight is not None]
     if len({weight.strides[2:] for weight in weights}) != 1:
-        return "the three weights differ in strides"
+        return "the three weights have different strides"
     strides = (*problem.x.strides, *tiled_weights(problem).weight_strides)
     aligned = all(operand.aligned for operand in (problem.x, *weights))
     if not aligned or any(stride * size % 16 for stride in strides):
-        return "TMA wants addresses and strides in multiples of 16 bytes"
+        return "TMA requires addresses and strides that are multiples of 16 bytes"
     if not problem.one_descriptor:
-        return "the weights lie too far apart for one TMA descriptor"
+        return "the weights are too far apart for one TMA descriptor"
     if heads.head_dim != next_power_of_2(heads.head_dim):
-        return f"head_dim {heads.head_dim} is no power of two"
+        return f"head_dim {heads.head_dim} is not a power of two"
     pair_half = heads.pair_half
     if not heads.interleaved and pair_half != next_power_of_2(pair_half):
-        return f"half of rotary_dim, {pair_half}, is no power of two"
+        return f"half of rotary_dim, {pair_half}, is not a power of two"
     return None
 
 
 def heads_fit(problem: QkvProblem, heads_per_tile: int) -> bool:
-    """Whether tiles of this many heads lie wholly in q, k or v and can be loaded at once."""
+    """Whether each tile of this many heads belongs to only one of q, k and v, and can be loaded at
+    once."""
     heads = problem.epilogue
     counts = (heads.num_heads, heads.num_kv_heads, heads.gate_run)
     if any(count % heads_per_tile for count in counts):
@@ -306,7 +330,7 @@ def heads_fit(problem: QkvProblem, heads_per_tile: int) -> bool:
 
 
 def swapped_obstacle(problem: QkvProblem) -> str | None:
-    """Returns why `qkv_projection_swapped` cannot take the problem; None if it can."""
+    """Returns why `qkv_projection_swapped` cannot compute the problem; None if it can."""
     if (obstacle := fused_obstacle(problem.epilogue)) is not None:
         return obstacle
     if problem.quantization is not None:
@@ -318,14 +342,16 @@ def swapped_obstacle(problem: QkvProblem) -> str | None:
 
 def _range_obstacle(problem: QkvProblem) -> str | None:
     if squares_a_row(problem.input_norm) and problem.x.dtype != "bf16":
-        return f"{problem.x.dtype} has no range for sums that are normed afterwards"
+        return (
+            f"the range of {problem.x.dtype} is too small for sums that are normalized afterwards"
+        )
     return None
 
 
 def _codes_obstacle(problem: QkvProblem) -> str | None:
     q, heads = problem.codes, problem.epilogue
     if problem.input_norm is not None:
-        return "x meets codes in their order, not normed"
+        return "a norm of x, because x is read in the order of the codes"
     if q.differs:
         return q.differs
     if not problem.coded_x and problem.x.dtype != heads.dtype:
@@ -335,21 +361,22 @@ def _codes_obstacle(problem: QkvProblem) -> str | None:
     if not q.known_order:
         return f"nibbles in the order {list(q.order)}"
     if q.packed_rows and not heads.interleaved and heads.pair_half % q.per_word:
-        return "words that hold both partners of a pair"
+        return "words that have codes of both partners of a pair"
     if q.packed_rows and heads.head_dim % q.per_word:
-        return "words that reach from head to head"
+        return "words that have codes of two heads"
     if not any(steps_fit(problem, block_k) for block_k in (32, 64, 128)):
         return f"scales of {q.block[1]} columns"
     return None
 
 
 def dots_obstacle(problem: QkvProblem) -> str | None:
-    """Returns why `qkv_projection_swapped` cannot multiply without tensor cores; None if it can."""
+    """Returns why `qkv_projection_swapped` cannot compute the problem without tensor cores; None if
+    it can."""
     if (obstacle := fused_obstacle(problem.epilogue)) is not None:
         return obstacle
     q, norm = problem.quantization, problem.input_norm
     if q is None:
-        return "weights are no codes"
+        return "the weights are not quantized"
     if q.differs:
         return q.differs
     if norm is not None and not norm.follows:
@@ -360,25 +387,26 @@ def dots_obstacle(problem: QkvProblem) -> str | None:
         return f"x of {problem.x.dtype} where q is {problem.epilogue.dtype}"
     weights = [weight for weight in problem.weights if weight is not None]
     if any(weight.strides[-1] != 1 for weight in weights):
-        return "columns that lie apart"
+        return "columns that are not contiguous"
     whole = all(one.aligned and not any(s % 4 for s in one.strides[:-1]) for one in weights)
-    return None if q.per_int32 != 4 or whole else "bytes that are no words"
+    return None if q.per_int32 != 4 or whole else "codes that do not form whole 32-bit words"
 
 
 def steps_fit(problem: QkvProblem, block_k: int) -> bool:
-    """Whether steps of block_k columns of codes cover whole scales."""
+    """Whether steps of block_k columns cover whole scales."""
     q = problem.codes
     if not problem.coded_x:
         return q.step_fits(problem.hidden, block_k)
-    # The tensor core's own sums are limited to 128 products, for accuracy.
+    # For accuracy, the tensor core itself sums at most 128 products.
     most = 256 if q.scales_whole_rows(problem.hidden) else 128
     return q.groups_in(problem.hidden, block_k) == 1 and 32 <= block_k <= most
 
 
 def fused_obstacle(heads: HeadEpilogue) -> str | None:
-    """Returns why no kernel that multiplies tiles can have this epilogue; None if kernels can."""
+    """Returns why no kernel that multiplies tiles can have this epilogue; None if such kernels
+    can."""
     if heads.dtype not in ("bf16", "fp16"):
-        return f"tensor cores take bf16 and fp16 here, not {heads.dtype}"
+        return f"tensor cores multiply bf16 and fp16 here, not {heads.dtype}"
     if heads.row_norm:
-        return "a norm over all heads of a projection needs more than a tile"
+        return "a norm over all heads of a projection needs more than one tile"
     return None

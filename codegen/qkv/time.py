@@ -1,6 +1,6 @@
 """A cost model of QKV lowerings: waves of tiles, memory traffic and launches.
 
-The model ranks lowerings that were not measured. Its times are not accurate predictions.
+The cost model ranks lowerings that were not measured. Its times are not accurate predictions.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from tilewright.codegen.qkv.kernels import (
 from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.targets import Target
 
-# Fraction of the chip's GEMM rate by number of active warp groups on an SM. Like all constants
-# below, it was fitted to the table measured on an H200. The model is within a quarter of the table,
-# except for few tiles with long columns.
+# The fraction of the chip's GEMM rate that is reached with this number of active warp groups on an
+# SM. This and all constants below were fitted to the table measured on an H200. The estimates are
+# within a quarter of the measured times, except for a few tiles with long columns.
 _WARP_GROUP_SHARE = {1: 0.62, 2: 0.93, 3: 0.94}
-# The time of an epilogue that overlaps with nothing, for a tile of 128 x 256.
+# The time of an epilogue of a tile of 128 x 256, if it overlaps with nothing.
 _EPILOGUE_S = 1.6e-6
-# The time of the first loads and the last stores, besides the launch. With it, 50 MB of weights
-# take 15 us in all, and 168 MB take 41 us.
+# The time of the first loads and the last stores, in addition to the launch. With it, 50 MB of
+# weights take 15 us in total, and 168 MB take 41 us.
 _FILL_S = 1.0e-6
 _DESCRIPTOR_S = 1.0e-6
 _SPLIT_S = 1.2e-6
 _LIBRARY_FILL_S = 2.5e-6
-# Bytes per second that one SM loads: by TMA, and by loads of its threads.
+# How many bytes an SM loads in a second: by TMA, and by loads of its threads.
 _TMA_BYTES_PER_SM_S = 115e9
 _LOAD_BYTES_PER_SM_S = 85e9
 
-# For weights of codes: codes that an SM unpacks per second; the fraction of the tensor cores' rate
-# that tiles of few tokens reach, and the fraction for more tokens (tiles of fewer than 64 tokens
-# take as long as tiles of 64); and the time of the kernel that puts x in order.
+# For quantized weights: how many codes an SM unpacks in a second; the fraction of the tensor cores'
+# rate that tiles of few tokens reach, and the fraction that tiles of more tokens reach (tiles of
+# fewer than 64 tokens take as long as tiles of 64); and the time of the kernel that permutes x.
 _CODES_PER_SM_S = 9.0e10
 _CODES_MMA_SHARES = (0.75, 0.55)
 _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
-# For the kernel without tensor cores: its time besides the launch (7.4 us in all for 13 MB of int4
-# on an H100), and the numbers of integers (True) and floats (False) that an SM multiplies per
-# second. These numbers are modelled: 8 integers take 6 instructions at half rate, and a float takes
-# 3 instructions.
+# For the kernel without tensor cores: its time in addition to the launch (7.4 us in total for 13 MB
+# of int4 on an H100), and how many integers (True) and floats (False) an SM multiplies in a second.
+# The second is modelled: 8 integers take 6 instructions at half rate, and a float takes 3
+# instructions.
 _DOTS_FILL_S = 1.0e-6
 _DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 
 
 def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
-    """Returns the bytes of shared memory of the pipelined operands."""
+    """Returns how many bytes of shared memory the pipelined operands take."""
     if isinstance(config, DotsConfig):
-        # x is exchanged between the threads that load it and those that hold the words.
+        # Threads exchange x: a thread that loads a part of x is not the thread that holds the words
+        # for it.
         return 4 * config.block_k
     if problem.quantization is not None:
         assert isinstance(config, SwappedConfig)
@@ -59,42 +60,44 @@ def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
     size = ELEMENT_BYTES[problem.epilogue.dtype]
     if isinstance(config, SwappedConfig):
         rows = 2 * config.block_p + config.block_t
-        # A norm takes its vectors for each token, and one tile of normed x.
+        # A norm takes shared memory for its vectors, which are repeated for each token, and for one
+        # tile of normalized x.
         norm = problem.input_norm
         vectors, normed = (norm.tiles * config.block_t, config.block_t) if norm else (0, 0)
         staged = (rows + vectors) * config.num_stages + normed
         return staged * config.block_k * size
     width = config.heads_per_tile * problem.epilogue.head_dim
     tiles = (config.block_m + width) * config.block_k * size * config.num_stages
-    # A flattened loop keeps the epilogue's staging memory beside the pipeline: a part of the
+    # A flattened loop keeps the memory of the epilogue in addition to the pipeline: a part of the
     # accumulator, or all of it if a norm reads it from tensor memory.
     staging = config.block_m * width * 4 if config.flatten else 0
     if not (problem.epilogue.has_norm and config.warp_specialize):
         staging //= 4 * config.epilogue_parts
-    # A wide tile that is finished in one part is rotated by fp32 tables through shared memory.
+    # If the epilogue processes a wide tile in one part, fp32 tables rotate it through shared
+    # memory.
     if problem.epilogue.wide_tables and width == 256 and config.epilogue_parts == 1:
         staging *= 2
     return tiles + staging
 
 
 def _codes_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Target) -> int:
-    """Returns the bytes of shared memory of staged words and activations and of the operands made
-    of them."""
+    """Returns how many bytes of shared memory take the staged words and activations, and the
+    operands that are computed from them."""
     q = problem.codes
     rows, x_bytes = 2 * config.block_p, ELEMENT_BYTES[problem.x.dtype]
     words = rows * config.block_k * q.staged_bytes
     x = config.block_t * config.block_k * x_bytes
     made = 0 if problem.coded_x else x
     # Codes pass through shared memory to the tensor core if they are packed along the rows, or if
-    # the tile is smaller than wgmma's. With mma.sync, so do words of eight codes of a row, because
-    # its threads hold fewer adjacent codes.
+    # the tile is smaller than a tile of wgmma. With mma.sync, so do words with eight codes of a
+    # row, because its threads hold fewer adjacent codes.
     if q.packed_rows or rows < 64 or (target.multiplies_registers and q.per_word == 8):
         made += rows * config.block_k * 2
     return int((words + x) * config.num_stages + made)
 
 
 def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Target) -> float:
-    """Estimates the seconds of one fused kernel."""
+    """Estimates the time of one fused kernel, in seconds."""
     if isinstance(config, DotsConfig):
         return _dots_estimate(problem, config, num_tokens, target)
     if problem.quantization is not None:
@@ -120,7 +123,7 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     resident = _resident(problem, config, target)
     together = min(per_sm, resident)
     if per_sm > resident:
-        # A last wave with fewer tiles than fit takes as long as a full one.
+        # If the last wave has fewer tiles than fit, it takes as long as a full wave.
         per_sm = cdiv(tiles, target.num_sms * resident) * resident
     if (norm := problem.input_norm) is not None and not norm.follows:
         # Each program reads whole rows before its first product.
@@ -142,8 +145,8 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
 
 
 def _codes_bytes(problem: QkvProblem, num_tokens: int) -> float:
-    """Returns the least bytes of global memory traffic: codes, scales and x are read once, q and
-    the slots are written once."""
+    """Returns a lower bound of the global memory traffic in bytes: codes, scales and x are read
+    once, and q and the slots are written once."""
     q, size = problem.codes, ELEMENT_BYTES[problem.epilogue.dtype]
     blocks = cdiv(problem.num_rows, q.block[0]) * cdiv(problem.hidden, q.block[1])
     per_token = ELEMENT_BYTES[problem.x.dtype] * problem.hidden + size * problem.num_rows
@@ -156,8 +159,8 @@ def _codes_bytes(problem: QkvProblem, num_tokens: int) -> float:
 def _dots_estimate(
     problem: QkvProblem, config: DotsConfig, num_tokens: int, target: Target
 ) -> float:
-    """Estimates the seconds of the kernel without tensor cores: the launch, plus the longer of
-    reading memory and multiplying."""
+    """Estimates the time of the kernel without tensor cores, in seconds. It is the time of the
+    launch, plus the longer of two times: reading memory, and multiplying."""
     overhead = target.launch_s + _DOTS_FILL_S + (_CODES_SPLIT_S if config.split_k > 1 else 0.0)
     tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config) * config.split_k
     busy = min(tiles * num_tokens / target.num_sms, 1.0)
@@ -169,8 +172,8 @@ def _dots_estimate(
 def _codes_estimate(
     problem: QkvProblem, config: SwappedConfig, num_tokens: int, target: Target
 ) -> float:
-    """Estimates the seconds of the kernel for weights of codes: the launch, plus the longest of
-    reading memory, unpacking words, and multiplying."""
+    """Estimates the time of the kernel for quantized weights, in seconds. It is the time of the
+    launch, plus the longest of three times: reading memory, unpacking words, and multiplying."""
     q = problem.codes
     rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
     row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)
@@ -182,13 +185,13 @@ def _codes_estimate(
     depth = problem.hidden / split
     together = max(min(per_sm, _resident(problem, config, target)), 1)
     unpacked = 0.0 if problem.coded_x else per_sm * rows * depth / _CODES_PER_SM_S
-    # One program alone hides little of its latency.
+    # A program that is alone on an SM hides little of its latency.
     unpacked *= 1.6 if together == 1 and config.num_warps == 4 else 1.0
     if config.ordered_x:
         overhead += _ORDER_S
     elif not (problem.coded_x or q.packed_rows):
         unpacked += per_sm * columns * depth / (2 * _CODES_PER_SM_S)
-    # Words along the rows pass through shared memory to the tensor core.
+    # Words that are packed along the rows pass through shared memory to the tensor core.
     unpacked *= 2.0 if q.packed_rows else 1.0
     share = _CODES_MMA_SHARES[columns > 32]
     rate = target.flops_per_s(problem.x.dtype) / target.num_sms * share
@@ -206,7 +209,8 @@ def _codes_estimate(
 
 
 def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
-    """Returns how many programs of a config one SM holds, by shared memory and by registers."""
+    """Returns how many programs of a config fit an SM, limited by shared memory and by
+    registers."""
     by_shared = target.max_shared_bytes // (shared_bytes(problem, config, target) + 1024)
     if isinstance(config, TiledConfig):
         rows, columns = config.block_m, config.heads_per_tile * problem.epilogue.head_dim
@@ -216,7 +220,7 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
         limit = 4 if problem.quantization is None else by_shared
     elements = rows * columns // (32 * config.num_warps)
     # Registers hold the accumulator, and half as many numbers for the epilogue and addresses.
-    # Kernels of codes need more registers.
+    # Kernels of quantized weights need more registers.
     wanted = 40 + elements * 3 // 2 if problem.quantization is None else 80 + 2 * elements
     registers = min(wanted, target.max_registers)
     by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)
@@ -224,7 +228,7 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
 
 
 def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packed: bool) -> float:
-    """Estimates the seconds of the library GEMMs and the epilogue."""
+    """Estimates the time of the library GEMMs and the epilogue, in seconds."""
     heads = problem.epilogue
     size = ELEMENT_BYTES[heads.dtype]
     codes = problem.multiplies_codes(target)
@@ -246,14 +250,15 @@ def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packe
         seconds += target.launch_s + _LIBRARY_FILL_S + max(compute, moved / target.hbm_bytes_per_s)
     outputs = 2 * size * num_tokens * problem.num_rows
     if problem.quantization is not None and not codes:
-        # GEMMs of fp32 do not use tensor cores.
+        # GEMMs in fp32 do not use tensor cores.
         seconds *= 10 if problem.coded_x else 1
         seconds += _numbers_estimate(problem, target)
     return seconds + target.launch_s + 0.5e-6 + outputs / target.hbm_bytes_per_s
 
 
 def _numbers_estimate(problem: QkvProblem, target: Target) -> float:
-    """Estimates the seconds to dequantise the weights: codes are read and numbers written."""
+    """Estimates the time to dequantise the weights, in seconds: codes are read, and numbers are
+    written."""
     size = problem.codes.code_bytes + ELEMENT_BYTES[problem.number_dtype]
     kinds = problem.epilogue.kinds
     moved = problem.hidden * problem.num_rows * size

@@ -1,9 +1,10 @@
-"""Chooses a lowering by measuring: the candidates to try, and the times kept on disk.
+"""Chooses a lowering by measuring. This module determines which candidates to measure, and stores
+the measured times on disk.
 
-This module does not use a GPU: a caller that has a GPU passes a `Timer`. The times of all
-candidates are kept beside the kernels, under a key of everything that affects them: the machine,
-the problem, and all sources that the candidates' kernels are emitted from. Times measured here take
-precedence over the shipped table, and the table over the cost model.
+It does not use a GPU: a caller that has a GPU passes a `Timer`. The times of all candidates are
+stored in the kernel cache, under a key of everything that affects them: the machine, the problem,
+and all sources that the candidates' kernels are emitted from. Times that were measured on this
+machine take precedence over the shipped table, and the table takes precedence over the cost model.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.spec import module_of
 from tilewright.codegen.targets import Target
 
-#: The most fused kernels that are tried: those that the cost model ranks best. Compiling them takes
-#: most of the time.
+#: The largest number of fused kernels that are measured. These are the kernels that the cost model
+#: ranks best. Compiling them takes most of the time.
 MAX_FUSED = 8
 
 _FORMAT = "1"
 _FILE = "times.json"
 
-#: Returns the seconds of each choice, in order; infinity for a choice that fails or is wrong.
+#: Returns the seconds of each choice, in order. For a choice that fails or gives wrong results, it
+#: returns infinity.
 Timer = Callable[[Sequence[LoweringChoice]], Sequence[float]]
 
 
@@ -50,7 +52,7 @@ class NothingMeasuredError(RuntimeError):
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that times depend on: the GPU's name, and versions by library."""
+    """The machine that times depend on: the name of the GPU, and the versions of libraries."""
 
     gpu: str
     versions: tuple[tuple[str, str], ...]
@@ -58,7 +60,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem at one token count. packed: whether the weights are rows of one tensor."""
+    """One problem with one number of tokens. packed: whether the weights are rows of one tensor."""
 
     problem: QkvProblem
     num_tokens: int
@@ -67,14 +69,14 @@ class Case:
 
 
 def bucket(num_tokens: int) -> int:
-    """Returns the largest token count that shares a kernel with `num_tokens`."""
+    """Returns the largest number of tokens that shares a kernel with `num_tokens`."""
     return next((b for b in TOKEN_BUCKETS if num_tokens <= b), 2 * TOKEN_BUCKETS[-1])
 
 
 @lru_cache(maxsize=256)
 def trials(case: Case) -> Mapping[str, LoweringChoice]:
-    """Returns the choices worth measuring, by name: the choice that a plan makes without measuring
-    here, the configs that the cost model ranks best, and the library.
+    """Returns the choices that are worth measuring, by name: the choice that a plan makes without
+    measuring on this machine, the configs that the cost model ranks best, and the library.
 
     Each has the form of a plan's choice for up to `case.num_tokens` tokens.
     """
@@ -96,19 +98,22 @@ def trials(case: Case) -> Mapping[str, LoweringChoice]:
 
 
 def name_of(choice: LoweringChoice) -> str:
-    """Returns the name of a choice among the trials of one case."""
+    """Returns the name of a choice. The name is unique among the trials of a case."""
     return choice.name if choice.config is None else f"{choice.name} {choice.config}"
 
 
 def tuned(
     case: Case, machine: Machine, timer: Timer | None, store: KernelCache | None = None
 ) -> LoweringChoice | None:
-    """Returns the fastest trial of a case on this machine. Measures the trials if no times are
-    kept. If there is only one trial, returns it unmeasured. Without a timer, returns the fastest by
-    the kept times, or None if no valid times are kept.
+    """Returns the fastest trial of a case on this machine.
 
-    If several processes ask at once, one measures and the others wait. Raises NothingMeasuredError
-    if no trial could be timed, and passes on the timer's errors; nothing is kept then.
+    If no times are stored, this function measures the trials. If there is only one trial, it
+    returns it without measuring. Without a timer, it returns the fastest trial according to the
+    stored times, or None if no valid times are stored.
+
+    If several processes call this function at the same time, one of them measures and the others
+    wait. Raises NothingMeasuredError if no trial could be timed. Errors of the timer propagate. In
+    both cases, nothing is stored.
     """
     tried = trials(case)
     if len(tried) == 1:
@@ -136,7 +141,9 @@ def _measured(
 
 def _only(tried: Mapping[str, LoweringChoice]) -> LoweringChoice:
     (choice,) = tried.values()
-    return replace(choice, reason=f"{choice.reason}; there is no other to measure it with")
+    return replace(
+        choice, reason=(f"{choice.reason}; there is no other lowering to compare it with")
+    )
 
 
 def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> str:
@@ -145,8 +152,8 @@ def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> s
 
 
 def _sources() -> Iterator[str]:
-    """Yields fingerprints of the sources of kernels: templates, emitter, and the modules of this
-    folder and of `codegen/`, which turn a problem into constants."""
+    """Yields fingerprints of the sources of kernels: the templates, the emitter, and the modules of
+    this folder and of `codegen/` that convert a problem to constants."""
     yield emit.emitter_fingerprint()
     for kernel in KERNELS:
         yield source.fingerprint(module_of(kernel.template))
@@ -161,7 +168,8 @@ def _constants_fingerprint() -> str:
 
 
 def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float]:
-    """Returns the times of an entry; empty if they are not times of these trials."""
+    """Returns the times of an entry. If they are not times of these trials, returns an empty
+    dict."""
     try:
         seconds = json.loads(entry.files[_FILE])["seconds"]
     except (ValueError, KeyError, TypeError):

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def sigmoid(x):
-    """Returns 1 / (1 + exp(-x)) without a division, which takes several instructions."""
+    """Returns 1 / (1 + exp(-x)) without a division, which would take several instructions."""
     root = tl.rsqrt(1.0 + tl.exp(-x))
     return root * root
 
@@ -16,8 +16,8 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
              GATED: tl.constexpr):  # fmt: skip
     """Returns activation(gate) * up in fp32, or activation(gate) if not GATED. NaN stays NaN.
 
-    With a LIMIT above 0, gate is clamped above and up on both sides. The last branch is the
-    activation of gpt-oss, which takes up + 1.
+    If LIMIT is greater than 0, gate is clamped to at most LIMIT, and up to the range from -LIMIT to
+    LIMIT. The last branch is the activation of gpt-oss, which uses up + 1.
     """
     if LIMIT > 0.0:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)

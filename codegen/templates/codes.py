@@ -1,4 +1,4 @@
-"""Decodes words of 4- and 8-bit codes to operands of the tensor cores, and applies their scales and
+"""Decodes words of 4- and 8-bit codes to operands of the tensor cores, and applies scales and
 zeros."""
 
 import triton
@@ -11,9 +11,9 @@ from tilewright.codegen.templates.tables import table_pair
 
 @triton.jit
 def nibble(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns the 4-bit code at `position` of each word minus OFFSET, exactly."""
+    """Returns (4-bit code at `position` of each word) - OFFSET, exactly."""
     code = ((words >> (4 * position)) & 0xF).to(tl.int16)
-    # Put the code into the last bits of the mantissa of 128 (bf16) or 1024 (fp16).
+    # Write the code to the last bits of the mantissa of 128 (bf16) or 1024 (fp16).
     if tl.bfloat16 == DTYPE:
         return (code | 0x4300).to(DTYPE, bitcast=True) - (128.0 + OFFSET)
     else:
@@ -22,24 +22,25 @@ def nibble(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def code_unit(DTYPE: tl.constexpr):
-    """Returns the factor by which the values of `nibble_pair` are too small."""
+    """Returns the factor by which the results of `nibble_pair` must be multiplied."""
     return 64.0 if tl.bfloat16 == DTYPE else 512.0
 
 
 @triton.jit
 def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns the codes at `position` and `position` + 4 of each word, along a new last axis of
-    two.
+    """Returns the codes at `position` and `position` + 4 of each word, along a new last axis of two
+    elements.
 
-    Values are codes minus OFFSET, divided by `code_unit`. One mask leaves both codes in one
-    register, as the tensor core needs them. Read as 16-bit floats, these low bits are subnormal
-    numbers, and one FMA turns them into the values.
+    The values are codes minus OFFSET, divided by `code_unit`. One mask leaves both codes in one
+    register, as the tensor core needs them. If these low bits are read as 16-bit floats, they are
+    subnormal numbers, and one fused multiply-add converts them to the values.
     """
     BIGGEST: tl.constexpr = 2.0**127 if tl.bfloat16 == DTYPE else 2.0**15
     UNIT: tl.constexpr = 1.0 / code_unit(DTYPE)
     both = (words >> (4 * position)) & 0x000F000F
     if position == 3:
-        # Without this, the compiler would simplify the mask of the last bits and use two registers.
+        # Without this bit, the compiler would simplify the mask of the last bits and use two
+        # registers.
         both |= 0x40004000
     low = both.to(tl.int16).to(DTYPE, bitcast=True)
     high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
@@ -53,8 +54,8 @@ def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.c
 def number_at(
     words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr, NUMBER: tl.constexpr
 ):  # fmt: skip
-    """Returns the number of the 4-bit code at `position` of each byte, divided by `number_unit`;
-    see `decoded`."""
+    """Returns the number that the 4-bit code at `position` of each byte stands for, divided by
+    `number_unit` (see `decoded`)."""
     if NUMBER == "":
         return nibble(words, position, OFFSET, DTYPE)
     elif NUMBER == "e2m1":
@@ -69,9 +70,9 @@ def number_pair(
     words, position: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
     DTYPE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Returns the numbers of two codes of each word along a new last axis, divided by
-    `number_unit`. The codes are at `position` and `position` + 4 or, with a table, in byte
-    `position`."""
+    """Returns the numbers that two codes of each word stand for, divided by `number_unit`, along a
+    new last axis. The codes are at `position` and `position` + 4. If the codes have a table, they
+    are in byte `position`."""
     if NUMBER == "":
         return nibble_pair(words, position, OFFSET, DTYPE)
     elif NUMBER == "e2m1":
@@ -87,8 +88,8 @@ def number_unit(
     DTYPE: tl.constexpr, PER: tl.constexpr, PACKED_ROWS: tl.constexpr, NUMBER: tl.constexpr,
     SCALED: tl.constexpr = False,
 ):  # fmt: skip
-    """Returns the factor by which the results of `decoded`, or with SCALED of `scaled_numbers`, are
-    too small."""
+    """Returns the factor by which the results of `decoded` must be multiplied. If SCALED, this is
+    the factor for the results of `scaled_numbers`."""
     if SCALED:
         return 128.0
     elif NUMBER == "e2m1":
@@ -105,7 +106,7 @@ def number_unit(
 def widened(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
     """Converts int8, uint8 or fp8 codes minus OFFSET to DTYPE, exactly."""
     if codes.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:
-        # The direct conversion takes four times as long on SM90.
+        # A direct conversion takes four times as long on SM90.
         return codes.to(tl.float16).to(tl.float32).to(DTYPE)
     elif OFFSET != 0:
         return codes.to(DTYPE) - OFFSET
@@ -120,13 +121,13 @@ def codes_in_order(
 ):  # fmt: skip
     """Decodes words [rows, columns] to [rows, PER * columns], with K in the order of `x_in_order`.
 
-    PER: codes per word along K: 1, 2 (uint8) or 8 (int32). REVERSED: the high nibble of a byte is
-    its first code.
+    PER: the number of codes of a word along K: 1, 2 (uint8) or 8 (int32). REVERSED: whether the
+    high nibble of a byte is its first code.
     """
     ROWS: tl.constexpr = words.shape[0]
     COLUMNS: tl.constexpr = words.shape[1]
     if PER == 8:
-        # Each call is a statement of its own, because the emitter requires that of inline
+        # Write each call as a separate statement, because the emitter requires that for inline
         # instructions.
         pair = number_pair(words, 0, REVERSED, OFFSET, DTYPE, NUMBER)
         second_pair = number_pair(words, 1, REVERSED, OFFSET, DTYPE, NUMBER)
@@ -148,8 +149,9 @@ def codes_in_order(
 
 @triton.jit
 def pairs_in_order(even, odd, GROUPS: tl.constexpr):
-    """Joins pairs [rows, words, 2, 2] to numbers in the order of `x_in_order`, eight per word.
-    even: the pairs at 0 and 4 and at 1 and 5 of each word. odd: those at 2 and 6 and at 3 and 7."""
+    """Joins pairs [rows, words, 2, 2] to numbers in the order of `x_in_order`, eight for each word.
+    even: the pairs at places 0 and 4 and at places 1 and 5 of each word. odd: the pairs at 2 and 6
+    and at 3 and 7."""
     ROWS: tl.constexpr = even.shape[0]
     WORDS: tl.constexpr = even.shape[1]
     pairs = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, 4, WORDS // (4 * GROUPS), 2, 2, 2))
@@ -159,11 +161,12 @@ def pairs_in_order(even, odd, GROUPS: tl.constexpr):
 @triton.jit
 def scaled_numbers(words, scale, DTYPE: tl.constexpr):
     """Returns E2M1 codes of int32 words [rows, words] times e4m3 scales [rows, groups], divided by
-    `number_unit`: [rows, 8 * words], with K in the order of `x_in_order` with one group.
+    `number_unit`. The result is [rows, 8 * words], with K in the order of `x_in_order` with one
+    group.
 
-    The products are exact: they have 2 + 4 significant bits. The numbers of `e2m1_pair` are too
-    small by 2 ** 126 (bf16) or 2 ** 14 (fp16). The scales are multiplied by this factor divided by
-    2 ** 7: the whole factor would exceed their range.
+    The products are exact, because they have 2 + 4 significant bits. The numbers of `e2m1_pair` are
+    too small by a factor of 2 ** 126 (bf16) or 2 ** 14 (fp16). The scales are multiplied by this
+    factor divided by 2 ** 7, because the whole factor would exceed their range.
     """
     LOST: tl.constexpr = 2.0**119 if tl.bfloat16 == DTYPE else 2.0**7
     ROWS: tl.constexpr = words.shape[0]
@@ -172,8 +175,8 @@ def scaled_numbers(words, scale, DTYPE: tl.constexpr):
     factor = (scale.to(tl.float16).to(tl.float32) * LOST).to(DTYPE)
     factor = tl.broadcast_to(factor[:, :, None], (ROWS, GROUPS, WORDS // GROUPS))
     factor = tl.reshape(factor, (ROWS, WORDS))[:, :, None]
-    # Because 0.0 is added, both numbers of a pair take one FMA. In plain products, ptxas would swap
-    # the two numbers, and swap them back.
+    # With the addition of 0.0, both numbers of a pair take one fused multiply-add. With plain
+    # products, ptxas would swap the two numbers and swap them back.
     first = halves_of(e2m1_pair(words, 0, DTYPE), DTYPE) * factor + 0.0
     second = halves_of(e2m1_pair(words, 1, DTYPE), DTYPE) * factor + 0.0
     third = halves_of(e2m1_pair(words, 2, DTYPE), DTYPE) * factor + 0.0
@@ -186,9 +189,9 @@ def scaled_numbers(words, scale, DTYPE: tl.constexpr):
 def x_in_order(x, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr):
     """Returns x [tokens, K] with K permuted to the order of `codes_in_order`.
 
-    INTERLEAVED_NIBBLES: neighbouring codes of a word of eight are decoded together (for tables, and
-    for AWQ, whose words have the even codes in the low half). If not, codes four apart are decoded
-    together.
+    INTERLEAVED_NIBBLES: whether neighbouring codes of a word of eight are decoded together. This is
+    so for tables, and for AWQ, whose words have the even codes in the low half. If not, codes whose
+    places differ by four are decoded together.
     """
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -219,7 +222,7 @@ def codes_of_rows(
         second = nibble(words, 0 if REVERSED else 1, OFFSET, DTYPE)
         codes = tl.permute(tl.join(first, second), (0, 2, 1))
     else:
-        # One join for each bit of the row's place in the word, the lowest first.
+        # Perform one join for each bit of the row's place in the word, the lowest bit first.
         STEP: tl.constexpr = 4 if INTERLEAVED_NIBBLES else 1
         NEXT: tl.constexpr = 1 if INTERLEAVED_NIBBLES else 2
         LAST: tl.constexpr = 2 if INTERLEAVED_NIBBLES else 4
@@ -244,8 +247,8 @@ def decoded(
     INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
     GROUPS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Decodes words to codes minus OFFSET or, if NUMBER is "e2m1" or a table, to their numbers. K
-    is in the order of `x_in_order`, except with PACKED_ROWS."""
+    """Decodes words to codes minus OFFSET. If NUMBER is "e2m1" or a table, decodes them to the
+    numbers that the codes stand for. K is in the order of `x_in_order`, unless PACKED_ROWS."""
     if PACKED_ROWS:
         return codes_of_rows(words, DTYPE, PER, INTERLEAVED_NIBBLES, REVERSED, OFFSET)
     else:
@@ -259,7 +262,7 @@ def load_blocks(
 ):  # fmt: skip
     """Loads scales or zeros [rows, columns] as fp32, with 0 from column BOUND on.
 
-    PACKED: a word holds the values of eight rows.
+    PACKED: whether a word holds the values of eight rows.
     """
     mask = row_mask[:, None] & (columns < BOUND)[None, :]
     offsets = columns[None, :] * column_stride
@@ -280,10 +283,11 @@ def load_scales(
     ZERO_TENSOR: tl.constexpr, PACKED_ZEROS: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr,
     BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Loads (scales, zeros) [rows, blocks] of a weight; without a zero tensor, the scales stand in
-    for zeros.
+    """Loads (scales, zeros) [rows, blocks] of a weight. If there is no zero tensor, returns the
+    scales in place of the zeros.
 
-    strides: (scale row, scale column, zero row, zero column). Scales that are bytes are e8m0.
+    strides: the strides of (scale row, scale column, zero row, zero column). Scales that are bytes
+    are e8m0.
     """
     if scale_ptr.dtype.element_ty == tl.uint8:
         mask = row_mask[:, None] & (blocks < BOUND)[None, :]
@@ -309,17 +313,21 @@ def add_scaled_groups(
     ZERO_OFFSET: tl.constexpr, X_SCALED: tl.constexpr, UNIT: tl.constexpr,
     ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Returns total [rows, tokens] plus (codes - zero) * scale times x [tokens, K], with the
-    columns in GROUPS groups.
+    """Returns total [rows, tokens] plus (codes - zero) * scale times x [tokens, K]. The columns are
+    in GROUPS groups.
 
-    scale, zero: fp32 [rows, GROUPS]; with ZERO_TENSOR, zero is added to ZERO_OFFSET. x_scale: [1,
-    tokens]. PER: codes of a word. UNIT: the factor by which codes are too small. ADDED_ZEROS (not
-    with x_scale): the weight is (codes - ZERO_OFFSET) * scale + zero.
+    Args:
+        scale, zero: fp32 [rows, GROUPS]. If ZERO_TENSOR, zero is added to ZERO_OFFSET.
+        x_scale: [1, tokens].
+        PER: The number of codes of a word.
+        UNIT: The factor by which the codes must be multiplied.
+        ADDED_ZEROS: The weight is (codes - ZERO_OFFSET) * scale + zero. This excludes x_scale.
     """
-    # In an operand joined from bytes, Triton gives each of the four threads that share a row 8
-    # columns (kWidth 8, mma.sync). If a product has only 16 columns, two of the threads repeat the
-    # columns of the other two: half of the columns count twice, and the rest not at all (Triton 3.6
-    # to 3.9). For this reason groups of 16 are multiplied in pairs, with x zero in the other group.
+    # In an operand that is joined from bytes, Triton gives 8 columns (kWidth 8, mma.sync) to each
+    # of the four threads that share a row. If a product has only 16 columns, two of the threads
+    # repeat the columns of the other two: half of the columns are counted twice, and the other half
+    # is not counted (Triton 3.6 to 3.9). Therefore groups of 16 columns are multiplied in pairs,
+    # and x is zero in the other group.
     PAIRED: tl.constexpr = PER == 2 and codes.shape[1] == 16 * GROUPS
     PARTS: tl.constexpr = GROUPS // 2 if PAIRED else GROUPS
     ROWS: tl.constexpr = codes.shape[0]
@@ -355,8 +363,8 @@ def scaled_whole(
     ZERO_TENSOR: tl.constexpr, ZERO_OFFSET: tl.constexpr,
     X_SCALED: tl.constexpr, UNIT: tl.constexpr, ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (product - zero * sums) * scale, with scales and zeros [rows, 1] of whole rows. The
-    other arguments are those of `add_scaled_groups`."""
+    """Returns (product - zero * sums) * scale. Scales and zeros are [rows, 1], one for each row.
+    `add_scaled_groups` explains the other arguments."""
     if ZERO_OFFSET != 0 or (ZERO_TENSOR and not ADDED_ZEROS):
         zeros = ZERO_OFFSET
         if ZERO_TENSOR and not ADDED_ZEROS:

@@ -1,14 +1,14 @@
-"""Dot products of one row of x with rows of codes, without tensor cores: for few tokens.
+"""Dot products of one row of x with rows of codes, without tensor cores, for few tokens.
 
-A thread multiplies codes in the registers to which it loaded them, so nothing passes through shared
-memory, and many small programs keep the memory busy.
+A thread multiplies codes in the registers into which it loaded them. Nothing passes through shared
+memory, so many small programs keep the memory busy.
 
-4- and 8-bit integers are multiplied as integers, four per instruction. x is converted to integers
-of 23 bits, with a power of two for each RUN of words. The conversion is exact for bfloat16
+4- and 8-bit integers are multiplied as integers, four in each instruction. For this, x is converted
+to 23-bit integers, with a power of two for each RUN of words. The conversion is exact for bfloat16
 (float16) numbers of at least 2 ** -14 (2 ** -11) of the largest number of their run. Smaller
-numbers lose fewer bits than they lose in fp32 sums. Each integer has three bytes, and one
+numbers lose fewer bits than they would lose in fp32 sums. Each integer has three bytes, and one
 instruction (`dp4a`) multiplies four bytes by four codes. Codes of floats, and weights that are not
-codes, are multiplied as fp32 numbers.
+quantized, are multiplied as fp32 numbers.
 """
 
 import triton
@@ -19,8 +19,8 @@ from tilewright.codegen.templates.tables import chosen_bytes, four_bytes, table_
 
 @triton.jit
 def byte_dots(codes, x, sums, CODES_SIGNED: tl.constexpr, X_SIGNED: tl.constexpr):
-    """Returns sums plus the products of the four bytes of each word of codes and of x, all
-    int32."""
+    """Returns sums plus the products of the four bytes of each word of `codes` with the four bytes
+    of `x`. All are int32."""
     OF_SIGNED: tl.constexpr = "dp4a.s32.s32 $0, $1, $2, $3;"
     OF_UNSIGNED: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;"
     SIGNED_X: tl.constexpr = OF_SIGNED if CODES_SIGNED else OF_UNSIGNED
@@ -34,7 +34,7 @@ def byte_dots(codes, x, sums, CODES_SIGNED: tl.constexpr, X_SIGNED: tl.constexpr
 
 @triton.jit
 def byte_of_four(first, second, third, fourth, BYTE: tl.constexpr):
-    """Returns byte BYTE of each of four int32 words, in one word."""
+    """Returns one word with byte number BYTE of each of four int32 words."""
     low = chosen_bytes(first, second, 0x3340 + 0x11 * BYTE)
     high = chosen_bytes(third, fourth, 0x3340 + 0x11 * BYTE)
     return chosen_bytes(low, high, 0x5410)
@@ -42,7 +42,7 @@ def byte_of_four(first, second, third, fourth, BYTE: tl.constexpr):
 
 @triton.jit
 def three_bytes(first, second, third, fourth):
-    """Returns bytes 0, 1 and 2 of each of four int32 words, in one word for each byte."""
+    """Returns three words: byte 0, byte 1 and byte 2 of each of four int32 words."""
     byte0 = byte_of_four(first, second, third, fourth, 0)
     byte1 = byte_of_four(first, second, third, fourth, 1)
     byte2 = byte_of_four(first, second, third, fourth, 2)
@@ -51,22 +51,24 @@ def three_bytes(first, second, third, fourth):
 
 @triton.jit
 def integers_of_x(x, RUN: tl.constexpr):
-    """Converts fp32 x [words, columns]. Returns (int32 numbers of at most 2 ** 22, the powers of
-    two [words / RUN] by which they are to be multiplied).
+    """Converts fp32 x [words, columns] to integers. Returns (int32 numbers of at most 2 ** 22, the
+    powers of two [words / RUN] by which they have to be multiplied).
 
-    If a number of a run is infinite or NaN, the power is NaN."""
+    If a number of a run is infinite or NaN, the power of the run is NaN.
+    """
     WORDS: tl.constexpr = x.shape[0]
     RUNS: tl.constexpr = WORDS // RUN
-    # Compare as integers: a maximum of floats ignores NaN.
+    # Compare the bits as integers, because a maximum of floats ignores NaN.
     sizes = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (RUNS, RUN, x.shape[1]))
-    # |x| < 2 ** (exponent - 126). Below 2 ** -104, numbers lose their last bits, not their range.
+    # |x| < 2 ** (exponent - 126). Numbers below 2 ** -104 lose their last bits, but not their
+    # range.
     exponent = tl.max(tl.max(sizes, axis=2), axis=1) >> 23
     bounded = tl.maximum(exponent, 22)
     up = ((275 - bounded) << 23).to(tl.float32, bitcast=True)
     power = ((bounded - 21) << 23).to(tl.float32, bitcast=True)
     power = tl.where(exponent == 255, float("nan"), power)
     up = tl.reshape(tl.broadcast_to(up[:, None], (RUNS, RUN)), (WORDS,))[:, None]
-    # Adding 1.5 * 2 ** 23 rounds to integers: fp32 has no fractional bits there.
+    # Adding 1.5 * 2 ** 23 rounds a number to an integer, because fp32 has no fractional bits there.
     wide = x * up + 12582912.0
     return wide.to(tl.int32, bitcast=True) - 0x4B400000, power
 
@@ -90,13 +92,15 @@ def parts_of_x(
     x, RUN: tl.constexpr, REVERSED: tl.constexpr, INTERLEAVED: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
     """Converts fp32 x [words, PER] to the factors by which `code_sums` multiplies codes. A word of
-    nibbles takes 8 numbers of x, and a word of bytes 4.
+    nibbles uses 8 numbers of x, and a word of bytes uses 4.
 
     Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word; the same bytes for the
     odd nibbles; the sum of the integers of each run; and the power of two of each run. The bytes
-    are [words] each. With BYTES, they belong to the first four and the last four nibbles instead.
-    For words of bytes, both groups of three bytes are equal. REVERSED: the high nibble of a byte is
-    its first code. INTERLEAVED: words of eight are in AWQ's order.
+    are [words] each. If BYTES, they belong to the first four and to the last four nibbles instead.
+    For words of bytes, both groups of three bytes are equal.
+
+    REVERSED: whether the high nibble of a byte is its first code. INTERLEAVED: whether words of
+    eight codes are in AWQ's order.
     """
     WORDS: tl.constexpr = x.shape[0]
     PER: tl.constexpr = x.shape[1]
@@ -129,7 +133,7 @@ def parts_of_x(
 
 @triton.jit
 def run_sums(dots, RUN: tl.constexpr):
-    """Returns the sums [rows, words / RUN] of dots [rows, words] over runs of RUN words."""
+    """Returns the sums of dots [rows, words] over runs of RUN words, as [rows, words / RUN]."""
     if RUN == 1:
         return dots
     else:
@@ -143,11 +147,15 @@ def code_sums(
     PER: tl.constexpr, SIGNED: tl.constexpr, ZERO: tl.constexpr, BYTES: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sums over runs, fp32 [rows, words / RUN], of (code - ZERO) times x's integers.
+    """Returns the sums of (code - ZERO) times x's integers over runs, as fp32 [rows, words / RUN].
 
-    words: int32 [rows, words] of PER nibbles (8) or bytes (4). The next arguments are results of
-    `parts_of_x`. BYTES: the numbers of nibbles, 16 bytes in four words; empty: nibbles are numbers
-    themselves. SIGNED: bytes are signed. A run of nibbles has at most four words.
+    Args:
+        words: int32 [rows, words] of PER nibbles (8) or bytes (4).
+        low0, low1, low2, high0, high1, high2, total: Results of `parts_of_x`.
+        BYTES: The numbers that nibbles stand for, 16 bytes in four words. If it is empty, nibbles
+            stand for themselves.
+        SIGNED: Whether bytes are signed.
+        RUN: A run of nibbles has at most four words.
     """
     if len(BYTES) > 0:
         first = four_bytes(words, False, BYTES, 0)
@@ -171,7 +179,7 @@ def code_sums(
     dots1 = run_sums(dots1, RUN)
     dots2 = run_sums(dots2, RUN)
     if PER == 8:
-        # The sum of 32 products of at most 15 * 2 ** 22 is less than 2 ** 31.
+        # The sum of 32 products, each at most 15 * 2 ** 22, is less than 2 ** 31.
         sums = (dots2 << 16) + (dots1 << 8) + dots0
         if ZERO != 0:
             sums -= ZERO * total[None, :]
@@ -186,9 +194,9 @@ def code_sums(
 
 @triton.jit
 def half_pair(words, position: tl.constexpr, REVERSED: tl.constexpr, NUMBER: tl.constexpr):
-    """Returns the numbers of two codes of each word, divided by `sums_unit`, as the two float16
-    halves of a word. With a table, these are the codes in byte `position`; for float8 (e4m3), the
-    first two or the last two codes."""
+    """Returns the numbers that two codes of each word stand for, divided by `sums_unit`, as the two
+    float16 halves of a word. If the codes have a table, these are the codes in byte `position`. For
+    float8 (e4m3), these are the first two or the last two codes."""
     if NUMBER == "":
         FIRST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a;}"
         LAST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, b;}"
@@ -201,7 +209,7 @@ def half_pair(words, position: tl.constexpr, REVERSED: tl.constexpr, NUMBER: tl.
 
 @triton.jit
 def wide_halves(pair):
-    """Returns the two float16 halves of int32 words as fp32, with one instruction each."""
+    """Converts the two float16 halves of int32 words to fp32, with one instruction for each."""
     return tl.inline_asm_elementwise(
         "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}",
         "=f,=f,r", [pair], (tl.float32, tl.float32), True, 1,
@@ -210,8 +218,8 @@ def wide_halves(pair):
 
 @triton.jit
 def sums_unit(NUMBER: tl.constexpr, BYTES: tl.constexpr):
-    """Returns the factor that corrects `code_sums` and `number_sums`. BYTES hold the numbers of
-    E2M1 times two."""
+    """Returns the factor by which the results of `code_sums` and `number_sums` must be multiplied.
+    For E2M1, BYTES holds the numbers times two."""
     if len(BYTES) > 0:
         return 0.5
     elif NUMBER == "":
@@ -225,7 +233,7 @@ def add_half_pair(
     dots, words, first, second, position: tl.constexpr, REVERSED: tl.constexpr,
     NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Returns dots [rows, words] plus the products of a `half_pair` with two columns of x, fp32."""
+    """Returns dots [rows, words] plus the products of a `half_pair` with two fp32 columns of x."""
     pair = half_pair(words, position, REVERSED, NUMBER)
     low, high = wide_halves(pair)
     dots += low * first[None, :]
@@ -235,11 +243,11 @@ def add_half_pair(
 
 @triton.jit
 def number_sums(words, x, REVERSED: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.constexpr):
-    """Returns the sums over runs, fp32 [rows, words / RUN], of the numbers of codes times fp32 x,
+    """Returns the sums of codes' numbers times fp32 x over runs, as fp32 [rows, words / RUN],
     divided by `sums_unit`.
 
-    With NUMBER, words are int32 [rows, words] of eight nibbles, and x is [words, 8]. Without, they
-    are of four float8 (e4m3), and x is [words, 4].
+    If NUMBER is given, words are int32 [rows, words] of eight nibbles, and x is [words, 8]. If not,
+    a word has four float8 (e4m3) codes, and x is [words, 4].
     """
     dots = tl.zeros(words.shape, tl.float32)
     if NUMBER == "":
@@ -259,7 +267,7 @@ def number_sums(words, x, REVERSED: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.
 
 @triton.jit
 def dense_sums(weights, x, RUN: tl.constexpr):
-    """Returns the sums over runs, fp32 [rows, columns / RUN], of weights [rows, columns] of any
-    float dtype times fp32 x [columns, 1]."""
+    """Returns the sums of weights [rows, columns] times fp32 x [columns, 1] over runs, as fp32
+    [rows, columns / RUN]. The weights may have any float dtype."""
     row = tl.reshape(x, (x.shape[0],))
     return run_sums(weights.to(tl.float32) * row[None, :], RUN)

@@ -12,9 +12,10 @@ def words_of_row(x_ptr, x_scale_ptr, norm_weight_ptr, first, K: tl.constexpr, WO
                  PER: tl.constexpr, X_SCALE_BLOCK: tl.constexpr, X_SCALE_STRIDE: tl.constexpr,
                  NORM: tl.constexpr, NORM_STRIDE: tl.constexpr,
                  NORM_OFFSET: tl.constexpr):  # fmt: skip
-    """Returns (x of a row from column `first` on, fp32 [WORDS, PER]; x's squares). With NORM, x is
-    multiplied by an RMS norm's weight and rounded to x's dtype. With x_scale_ptr, x has codes, and
-    X_SCALE_BLOCK columns, a multiple of PER, share a scale."""
+    """Returns (x of a row, starting at column `first`, as fp32 [WORDS, PER]; the squares of x). If
+    NORM, x is multiplied by the weight of an RMS norm and rounded to x's dtype. If x_scale_ptr is
+    given, x has codes, and X_SCALE_BLOCK columns share a scale. X_SCALE_BLOCK is a multiple of
+    PER."""
     columns = first + tl.arange(0, WORDS)[:, None] * PER + tl.arange(0, PER)[None, :]
     mask = columns < K
     x = tl.load(x_ptr + columns, mask=mask, other=0.0)
@@ -34,8 +35,8 @@ def words_of_row(x_ptr, x_scale_ptr, norm_weight_ptr, first, K: tl.constexpr, WO
 
 @triton.jit
 def words_of_step(lines, columns, first, end, STRIDE: tl.constexpr, EVEN: tl.constexpr):
-    """Loads words [rows, columns] of each row from `first` on, with zeros from `end` on. EVEN: all
-    words lie before `end`."""
+    """Loads words [rows, columns] of each row, starting at `first`, with zeros from `end` on. EVEN:
+    whether all words are before `end`."""
     places = (columns + first)[None, :]
     ptrs = lines[:, None] + places * STRIDE
     if EVEN:
@@ -50,9 +51,9 @@ def add_scaled_sums(
     total, sums, scale, zero, power, x_sums, UNIT: tl.constexpr, ZERO_TENSOR: tl.constexpr,
     ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Returns total plus, for each run of columns [rows, runs], scale * (sums - zero * x_sums), or
-    with ADDED_ZEROS scale * sums + zero * x_sums. power: power of two by which sums and x_sums are
-    multiplied. UNIT: another factor of the sums."""
+    """Returns total plus scale * (sums - zero * x_sums) for each run of columns [rows, runs]. If
+    ADDED_ZEROS, it adds scale * sums + zero * x_sums instead. power: a power of two by which sums
+    and x_sums are multiplied. UNIT: one more factor of the sums."""
     if ZERO_TENSOR and ADDED_ZEROS:
         part = scale * (sums * UNIT) + zero * x_sums[None, :]
     elif ZERO_TENSOR:
@@ -75,18 +76,26 @@ def dotted_rows(
     SIGNED: tl.constexpr, ADDED_ZEROS: tl.constexpr,
     X_SCALE_BLOCK: tl.constexpr = 1, X_SCALE_STRIDE: tl.constexpr = 0,
 ):  # fmt: skip
-    """Returns, over PART columns from `first` on: (products of rows with x, products of the rows of
-    an up weight, both fp32 [rows, 1]; x's squares [1, words], not yet summed).
+    """Multiplies rows by one row of x over PART columns, starting at column `first`. Returns
+    (products of the rows, products of the rows of an up weight, squares of x). The products are
+    fp32 [rows, 1]. The squares are [1, words], and are not summed.
 
-    x_row: a pointer to K numbers; with NORM, they are multiplied by the weight of an RMS norm
-    before the product. x_scale_row: a pointer to the scales of x if x has codes, one for
-    X_SCALE_BLOCK columns; else None. lines, up_lines: pointers [rows] to int32 words of PER codes,
-    STRIDE apart; up_lines None: there is no up weight, and its products are zero. scale_rows: the
-    row of scales of each row. strides, up_strides: as in `load_scales`. A step takes BLOCK_K
-    columns, and RUN words share a sum and a scale. FLOATS: codes are float8 (e4m3), or NUMBER, a
-    table (`formats.table_words`), has their numbers; if not, they are integers minus ZERO, or BYTES
-    has their numbers (`code_sums`). SIGNED: bytes are signed. ADDED_ZEROS: zeros are added after
-    scaling.
+    Args:
+        x_row: A pointer to K numbers. If NORM, they are multiplied by the weight of an RMS norm
+            before the product.
+        x_scale_row: If x has codes, a pointer to their scales, one for X_SCALE_BLOCK columns; else
+            None.
+        lines, up_lines: Pointers [rows] to int32 words of PER codes, STRIDE apart. If up_lines is
+            None, there is no up weight, and its products are zero.
+        scale_rows: The row of scales for each row.
+        strides, up_strides: As in `load_scales`.
+        BLOCK_K: The number of columns of a step.
+        RUN: The number of words that share a sum and a scale.
+        FLOATS: Whether codes stand for floats, which are float8 (e4m3), or the numbers of the table
+            NUMBER (`formats.table_words`). If not, codes stand for integers minus ZERO, or for the
+            numbers in BYTES (`code_sums`).
+        SIGNED: Whether bytes are signed.
+        ADDED_ZEROS: Whether zeros are added after the multiplication by the scale.
     """
     WORDS: tl.constexpr = BLOCK_K // PER
     RUNS: tl.constexpr = WORDS // RUN

@@ -18,10 +18,11 @@ def block_scales(
     scale_ptr, rows, row_mask, first_k, K: tl.constexpr, COLUMNS: tl.constexpr,
     STRIDES: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of weight rows from k = first_k on, fp32 [rows, COLUMNS / BLOCK[1]].
+    """Loads the scales of weight rows, starting at column first_k, as fp32 [rows, COLUMNS /
+    BLOCK[1]].
 
-    BLOCK: (rows, columns) that share a scale. COLUMNS is a multiple of BLOCK[1] or divides it. e8m0
-    scales are converted to powers of two.
+    BLOCK: how many (rows, columns) share a scale. COLUMNS is a multiple of BLOCK[1] or divides it.
+    e8m0 scales are converted to powers of two.
     """
     WIDTH: tl.constexpr = max(COLUMNS // BLOCK[1], 1)
     columns = first_k // BLOCK[1] + tl.arange(0, WIDTH)
@@ -38,9 +39,9 @@ def dequantize_tile(
     stored, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Decodes stored codes with their scales to weights [ROWS, COLUMNS] of DTYPE.
+    """Decodes stored codes, with their scales, to weights [ROWS, COLUMNS] of DTYPE.
 
-    NVFP4 and MXFP4 are exact. int4 and fp8 are rounded once, after the product with the scale.
+    This is exact for NVFP4 and MXFP4. For int4 and fp8, the product with the scale is rounded once.
     """
     if FORMAT == "fp8":
         values = stored.to(tl.float32)
@@ -55,8 +56,9 @@ def dequantize_tile(
 
 @triton.jit
 def times(pair, factor):
-    """Multiplies words that hold two bf16 numbers each. The compiler also pairs products of single
-    numbers, but in another order, and needs two more instructions to exchange the halves."""
+    """Multiplies words that hold two bf16 numbers each. If the numbers were multiplied one by one,
+    the compiler would combine two products in one instruction too, but in another order, and it
+    would need two more instructions to exchange the halves."""
     return tl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
     )
@@ -64,8 +66,8 @@ def times(pair, factor):
 
 @triton.jit
 def scale_codes(scales, COUNT: tl.constexpr):
-    """Returns integers [rows, 4, COUNT] whose low bytes are the COUNT low bytes of integers [rows,
-    4]. Their other bits are not cleared."""
+    """Returns integers [rows, 4, COUNT]. Their low bytes are the COUNT low bytes of integers [rows,
+    4]. The other bits are not cleared."""
     codes = scales.to(tl.int32)
     if COUNT == 4:
         pair = tl.join(codes, codes >> 16)
@@ -77,13 +79,14 @@ def scale_codes(scales, COUNT: tl.constexpr):
 
 @triton.jit
 def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns the scale of each word, fp32 [rows, 4, WORDS], from integers [rows, 4] of one-byte
-    scales."""
+    """Returns the scale of each word, as fp32 [rows, 4, WORDS]. scales: integers [rows, 4] that
+    hold one-byte scales."""
     ROWS: tl.constexpr = scales.shape[0]
     COUNT: tl.constexpr = WORDS // 2 if FORMAT == "nvfp4" else WORDS // 4
     codes = scale_codes(scales, COUNT)
     if FORMAT == "nvfp4":
-        # These are the bits of an fp32 that is too small by 2 ** 120; the sign is moved separately.
+        # These are the bits of an fp32 number that is too small by a factor of 2 ** 120. The sign
+        # is moved separately.
         magnitude = codes & 0x7F
         bits = (magnitude << 20) + ((codes & 0x80) << 24)
         bits = tl.where(magnitude == 0x7F, 0x7FFFFFFF, bits)
@@ -98,7 +101,7 @@ def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def joined_in_order(pairs, ROWS: tl.constexpr, WORDS: tl.constexpr, RUN: tl.constexpr,
                     SWAPPED: tl.constexpr):  # fmt: skip
-    """Reshapes codes [ROWS, 4, WORDS, 2, 2, 2] to [ROWS, K], or to [K, ROWS] if not SWAPPED, with K
+    """Reshapes codes [ROWS, 4, WORDS, 2, 2, 2] to [ROWS, K], or to [K, ROWS] if not SWAPPED. K is
     in the order of `rows_in_order`.
 
     The last three axes are the half of the word, and the low and the high bit of the place in that
@@ -122,9 +125,11 @@ def joined_in_order(pairs, ROWS: tl.constexpr, WORDS: tl.constexpr, RUN: tl.cons
 
 @triton.jit
 def rows_in_order(x, RUN: tl.constexpr):
-    """Returns x [tokens, K] with K permuted to the order in which the tensor core's threads hold
-    words of eight codes. RUN: neighbouring columns of an operand in a thread, 2, 4 or 8. Each of
-    four threads has a quarter of a row's words.
+    """Returns x [tokens, K], with K permuted to the order in which the tensor core's threads hold
+    words of eight codes.
+
+    RUN: how many neighbouring columns of an operand a thread holds: 2, 4 or 8. Each of four threads
+    has a quarter of a row's words.
     """
     TOKENS: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
@@ -138,8 +143,8 @@ def rows_in_order(x, RUN: tl.constexpr):
 
 @triton.jit
 def place_in_order(columns, STEP: tl.constexpr, RUN: tl.constexpr):
-    """Returns where `rows_in_order` moves the given columns, if it permutes steps of STEP
-    columns."""
+    """Returns the columns to which `rows_in_order` moves the given columns, if it permutes steps of
+    STEP columns."""
     column = columns % STEP
     quarter = column // (STEP // 4)
     word = column // 8 % (STEP // 32)
@@ -157,7 +162,7 @@ def place_in_order(columns, STEP: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def e2m1_unit(DTYPE: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns the factor by which the values of `e2m1_codes` are too small."""
+    """Returns the factor by which the results of `e2m1_codes` must be multiplied."""
     return 256.0 if FORMAT == "nvfp4" and tl.bfloat16 == DTYPE else 1.0
 
 
@@ -166,13 +171,13 @@ def e4m3_pairs(scales, WORDS: tl.constexpr):
     """Returns the e4m3 scale of each word, as two equal bf16 numbers in an integer, [rows, 4 *
     WORDS].
 
-    scales: see `word_scales`. The results are multiplied by 2 ** 118. Together with the factor 2 **
-    -126 of `e2m1_pair`, products are the weights divided by `e2m1_unit`.
+    scales: as in `word_scales`. The results are multiplied by 2 ** 118. Together with the factor 2
+    ** -126 of `e2m1_pair`, the products are the weights divided by `e2m1_unit`.
     """
     ROWS: tl.constexpr = scales.shape[0]
     COUNT: tl.constexpr = WORDS // 2
-    # These are the bits of a bf16 number that is too small by 2 ** 120; the sign is moved
-    # separately.
+    # These are the bits of a bf16 number that is too small by a factor of 2 ** 120. The sign is
+    # moved separately.
     codes = scale_codes(scales, COUNT)
     magnitude = codes & 0x7F
     pairs = magnitude * 0x00100010 + (codes & 0x80) * 0x01000100
@@ -187,10 +192,10 @@ def e4m3_pairs(scales, WORDS: tl.constexpr):
 @triton.jit
 def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr,
                SWAPPED: tl.constexpr):  # fmt: skip
-    """Decodes words [rows, K / 8] of E2M1 codes times their scales, divided by `e2m1_unit`, in the
-    shape and order of `joined_in_order`.
+    """Decodes words [rows, K / 8] of E2M1 codes and multiplies them by their scales, divided by
+    `e2m1_unit`. The result has the shape and order of `joined_in_order`.
 
-    scales: see `word_scales`. The result is exact, unless a scale is out of DTYPE's range.
+    scales: as in `word_scales`. The result is exact, unless a scale is outside of DTYPE's range.
     """
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1] // 4
@@ -208,8 +213,8 @@ def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl
     odd = tl.join(halves_of(third, DTYPE), halves_of(fourth, DTYPE))
     codes = tl.reshape(tl.join(even, odd), (ROWS, 4, WORDS, 2, 2, 2))
     if not (FORMAT == "nvfp4" and tl.bfloat16 == DTYPE):
-        # Multiply by the factor and the scale one after the other: then both halves of a register
-        # stay in it.
+        # Multiply by the factor first and then by the scale, so that both halves of a register stay
+        # in it.
         codes *= tl.full((1,), 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14, DTYPE)
         factor = word_scales(scales, WORDS, FORMAT).to(DTYPE)
         codes *= tl.reshape(factor, (ROWS, 4, WORDS, 1, 1, 1))
@@ -218,8 +223,8 @@ def e2m1_codes(words, scales, DTYPE: tl.constexpr, FORMAT: tl.constexpr, RUN: tl
 
 @triton.jit
 def int4_codes(words, DTYPE: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr):
-    """Decodes words [rows, K / 8] of int4 codes minus 8, divided by `code_unit`, in the shape and
-    order of `joined_in_order`."""
+    """Decodes words [rows, K / 8] of int4 codes to codes minus 8, divided by `code_unit`. The
+    result has the shape and order of `joined_in_order`."""
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1] // 4
     even = tl.join(nibble_pair(words, 0, 8.0, DTYPE), nibble_pair(words, 1, 8.0, DTYPE))

@@ -9,7 +9,7 @@ def e2m1_value(codes):
     """Converts E2M1 codes (any integer type) to bf16, exactly.
 
     Exponent and mantissa are moved to their places in bf16. The factor 2 ** 126 corrects the
-    difference in bias, also for the one subnormal.
+    difference between the exponent biases, and is also right for the only subnormal number.
     """
     codes = codes.to(tl.int16)
     bits = ((codes & 7) << 6) | ((codes & 8) << 12)
@@ -30,15 +30,15 @@ def e2m1_number(codes, DTYPE: tl.constexpr):
 @triton.jit
 def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
     """Returns the E2M1 codes at `position` and `position` + 4 of each word, as 16-bit floats in the
-    halves of a word.
+    two halves of a word.
 
-    The results are exact, times a factor of 2 ** -126 in bf16 or 2 ** -14 in fp16. Exponent and
-    mantissa are moved to their places in DTYPE, for both codes at once. This works for the one
-    subnormal too.
+    The results are exact, except for a factor of 2 ** -126 in bf16 or 2 ** -14 in fp16. Exponent
+    and mantissa are moved to their places in DTYPE, for both codes at once. This is also right for
+    the only subnormal number.
     """
     if tl.bfloat16 == DTYPE:
-        # One multiplication moves the sign and the rest to their places, and a mask removes the
-        # bits beside them. This takes one instruction less than shifts, on a unit that is less
+        # A multiplication moves the sign and the other bits to their places, and a mask removes the
+        # bits next to them. This takes one instruction less than shifts, on a unit that is less
         # busy.
         if position >= 2:
             words = words >> 8
@@ -64,7 +64,8 @@ def halves_of(pair, DTYPE: tl.constexpr):
 @triton.jit
 def e8m0_value(codes):
     """Converts e8m0 codes in integers to fp32: 2 ** (code - 127), and NaN for 255."""
-    # Code 0, 2 ** -127, is a subnormal number. The exponent 255 alone would be infinity.
+    # Code 0 stands for 2 ** -127, which is a subnormal number. Code 255 would be infinity without
+    # further bits.
     bits = tl.where(codes == 0, 0x00400000, codes << 23)
     bits = tl.where(codes == 255, 0x7FFFFFFF, bits)
     return bits.to(tl.float32, bitcast=True)
@@ -81,8 +82,8 @@ def dequantize_nvfp4(packed, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Decodes bytes [ROWS, COLUMNS / 2] with e4m3 scales [ROWS, COLUMNS / 16] to bf16 [ROWS,
     COLUMNS].
 
-    The result is exact: it has 2 + 4 significant bits. The sign of a scale is ignored, as in the
-    tensor core.
+    The result is exact, because it has 2 + 4 significant bits. The sign of a scale is ignored,
+    because the tensor core ignores it too.
     """
     values = e2m1_value(unpack_codes(packed, ROWS, COLUMNS))
     factor = tl.abs(scales.to(tl.float32)).to(tl.bfloat16)
@@ -95,8 +96,9 @@ def scale_tile(scale_desc, batch, row_block, column_block, ROW_BLOCKS: tl.conste
                COLUMN_BLOCKS: tl.constexpr):  # fmt: skip
     """Loads scales [128 * ROW_BLOCKS, 4 * COLUMN_BLOCKS] from the 128x4 layout.
 
-    scale_desc: [batch, row blocks, column blocks, 2, 256], with a block of the layout as two rows
-    of 256 bytes. In this form, scales reach tensor memory without passing through registers.
+    scale_desc: a descriptor of [batch, row blocks, column blocks, 2, 256], in which a block of the
+    layout is two rows of 256 bytes. In this form, scales are copied to tensor memory without
+    passing through registers.
     """
     raw = scale_desc.load([batch, row_block, column_block, 0, 0])
     atoms = tl.reshape(raw, (ROW_BLOCKS, COLUMN_BLOCKS, 32, 4, 4))
@@ -107,7 +109,7 @@ def scale_tile(scale_desc, batch, row_block, column_block, ROW_BLOCKS: tl.conste
 @triton.jit
 def scale_rows(scales_ptr, rows, row_mask, first_column, COLUMN_BLOCKS_IN_ALL: tl.constexpr,
                COLUMNS: tl.constexpr):  # fmt: skip
-    """Loads scales [len(rows), COLUMNS] of any rows of the 128x4 layout, by pointers."""
+    """Loads scales [len(rows), COLUMNS] of any rows from the 128x4 layout, by pointers."""
     columns = first_column + tl.arange(0, COLUMNS)
     within = rows % 128
     blocks = (rows // 128)[:, None] * COLUMN_BLOCKS_IN_ALL + (columns // 4)[None, :]

@@ -1,4 +1,4 @@
-"""Quantisation to e4m3 codes with one fp32 scale per row and group of columns."""
+"""Quantisation to e4m3 codes, with one fp32 scale for each row and group of columns."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def quantized_groups(
     """Quantises values [rows, BLOCK_L]. Returns (e4m3 codes [rows, BLOCK_L], scales [rows, BLOCK_L
     / GROUP]).
 
-    CAP: the largest magnitude that a scale covers, 0 for no limit. Codes are zero if the inverse of
+    CAP: the largest magnitude that a scale covers; 0 for no limit. Codes are zero if the inverse of
     the scale is not finite.
     """
     ROWS: tl.constexpr = latent.shape[0]

@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def part_of(values, part: tl.constexpr, PARTS: tl.constexpr):
-    """Returns the columns of part number `part` of PARTS (1, 2 or 4) equal parts of [rows,
-    columns]."""
+    """Divides the columns of [rows, columns] into PARTS (1, 2 or 4) equal parts, and returns the
+    part with the number `part`."""
     if PARTS > 1:
         ROWS: tl.constexpr = values.shape[0]
         WIDTH: tl.constexpr = values.shape[1] // 2

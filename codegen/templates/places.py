@@ -1,5 +1,5 @@
-"""The places to which projected heads are stored: q to its result, k and v to their token's place
-in a cache."""
+"""Where projected heads are stored: q to its result, and k and v to their token's slot in a
+cache."""
 
 import triton
 import triton.language as tl
@@ -8,15 +8,17 @@ QUERY = tl.constexpr(0)
 KEY = tl.constexpr(1)
 VALUE = tl.constexpr(2)
 
-# Most (token, sequence) pairs that are compared at once. With more, a binary search is faster: it
-# takes more loads but fewer registers.
+# The largest number of (token, sequence) pairs that are compared at once. With more pairs, a binary
+# search is faster: it needs more loads but fewer registers.
 COMPARED_PAIRS = tl.constexpr(4096)
 
 
 @triton.jit
 def head_of_tile(tile_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
-    """Returns (kind, head within q, k or v) of a head counted over q, then k, then v."""
-    # Select instead of branching: Triton 3.6 cannot flatten a loop over tiles that branches here.
+    """Returns (kind, head within q, k or v) of a head. tile_head counts the heads of q, then k,
+    then v."""
+    # Select instead of branching: Triton 3.6 cannot flatten a loop over tiles that has a branch
+    # here.
     is_kv = (tile_head >= NUM_HEADS).to(tl.int32)
     is_value = (tile_head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
     kind = is_kv + is_value
@@ -26,10 +28,11 @@ def head_of_tile(tile_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr)
 
 @triton.jit
 def turned_kind(kind, head, GATE_RUN: tl.constexpr):
-    """Returns the `kind` by whose rules a head is normed and rotated. A gate among q's heads counts
-    as v, which is neither normed nor rotated.
+    """Returns the `kind` that determines whether a head has a norm and a rotation. A gate among q's
+    heads counts as v, which has neither.
 
-    GATE_RUN: q's heads alternate between this many queries and this many gates; 0: no gates.
+    GATE_RUN: q's heads alternate between this many queries and this many gates. 0: there are no
+    gates.
     """
     if GATE_RUN > 0:
         kind = tl.where((kind == QUERY) & (head // GATE_RUN % 2 == 1), VALUE, kind)
@@ -41,10 +44,10 @@ def sequence_of(
     tokens, row_offsets_ptr, num_sequences, OFFSETS_STRIDE: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns each token's sequence, by row_offsets [num_sequences + 1]; num_sequences for tokens
-    after the last sequence.
+    """Returns each token's sequence, according to row_offsets [num_sequences + 1]. For tokens after
+    the last sequence, returns num_sequences.
 
-    2 ** SEARCH_STEPS is more than num_sequences.
+    2 ** SEARCH_STEPS is greater than num_sequences.
     """
     if tokens.shape[0] * 2**SEARCH_STEPS <= COMPARED_PAIRS:
         ends = 1 + tl.arange(0, 2**SEARCH_STEPS)
@@ -72,7 +75,7 @@ def table_places(
     PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
     ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (page, slot in the page, mask) of tokens whose pages are looked up in a block
+    """Returns (page, slot in the page, mask) of tokens. Their pages are looked up in a block
     table."""
     if ADDRESSING == "ragged":
         sequence = sequence_of(
@@ -94,7 +97,8 @@ def table_places(
         ).to(tl.int64)
         if WRAP_NEGATIVE:
             sequence = tl.where(sequence < 0, sequence + num_sequences, sequence)
-            # Count the position from the front first, because the quotient rounds towards zero.
+            # Convert a negative position to a nonnegative one first, because the quotient rounds
+            # towards zero.
             positive = position + lookup_columns.to(tl.int64) * PAGE_SIZE
             position = tl.where(position < 0, positive, position)
         valid = token_mask & (sequence >= 0) & (sequence < num_sequences)
@@ -112,15 +116,18 @@ def cache_places(
     PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
     ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (page, slot in the page, mask) of each token, 64-bit. Tokens out of range are masked.
+    """Returns (page, slot in the page, mask) of each token, 64-bit. Tokens that are out of range
+    are masked.
 
-    ADDRESSING determines the meaning of the three pointers.
-    "flat", "per_sequence": slots_ptr has a slot for each token (of a sequence); the others are not
-    used.
-    "block_table": slots_ptr is a table [sequence, column] of pages; sequences_ptr and positions_ptr
-    have a sequence and a position for each token.
-    "ragged": slots_ptr is such a table; sequences_ptr has the offsets [num_sequences + 1] of the
-    sequences' first tokens; positions_ptr has the number of tokens of each sequence in the cache.
+    ADDRESSING determines the meaning of the three pointers:
+
+    - "flat": slots_ptr has a slot for each token. The other pointers are not used.
+    - "per_sequence": slots_ptr has a slot for each token of a sequence. The other pointers are not
+      used.
+    - "block_table": slots_ptr is a table [sequence, column] of pages. sequences_ptr and
+      positions_ptr have a sequence and a position for each token.
+    - "ragged": slots_ptr is such a table. sequences_ptr has the offsets [num_sequences + 1] of the
+      sequences' first tokens. positions_ptr has the number of tokens of each sequence in the cache.
     """
     if ADDRESSING == "block_table" or ADDRESSING == "ragged":
         page, slot, valid = table_places(
@@ -163,9 +170,10 @@ def store_target(
 ):  # fmt: skip
     """Returns (pointer, row offsets, row mask, head stride, dim stride) of tokens of one `kind`.
 
-    Selects give one target for q, k and v: Triton 3.6 cannot flatten a loop over tiles that
-    branches, and three stores are three times the code. If q and the caches differ in dtype, one
-    pointer cannot serve both, and the target is the cache, masked for q.
+    Selects combine the targets of q, k and v into one target. Branches would not do: Triton 3.6
+    cannot flatten a loop over tiles that has branches, and three stores would be three times the
+    code. If q and the caches differ in dtype, one pointer cannot serve both. The target is then the
+    cache, and it is masked for q.
     """
     page, slot, row_mask = cache_places(
         tokens, token_mask & (kind != QUERY), slots_ptr, sequences_ptr, positions_ptr,
@@ -173,8 +181,8 @@ def store_target(
         PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES, SEARCH_STEPS,
     )  # fmt: skip
     pointer = k_cache_ptr
-    # Select units of ROW_UNIT, which divides every stride of a row: a plain select would lose the
-    # divisibility of offsets, and stores would shrink to single elements.
+    # Select multiples of ROW_UNIT, which divides every stride of a row. A plain select would lose
+    # the divisibility of the offsets, and each store would write only one element.
     units = page * (K_STRIDES[0] // ROW_UNIT) + slot * (K_STRIDES[1] // ROW_UNIT)
     head_stride = tl.where(kind == VALUE, V_STRIDES[2], K_STRIDES[2])
     if v_cache_ptr is not None:

@@ -7,8 +7,11 @@ import triton.language as tl
 
 @triton.jit
 def rounded(values, DTYPE: tl.constexpr, SATURATES: tl.constexpr = True):
-    """Rounds fp32 values to DTYPE. Values out of the range of an 8-bit float become its largest
-    number if SATURATES, else infinity, or NaN for a type without infinity. NaN stays NaN."""
+    """Rounds fp32 values to DTYPE.
+
+    If DTYPE is an 8-bit float, values outside of its range become its largest number if SATURATES.
+    If not, they become infinity, or NaN for a type without infinity. NaN stays NaN.
+    """
     if not SATURATES:
         magnitude = tl.abs(values)
     if tl.float8e4nv == DTYPE:
@@ -18,8 +21,9 @@ def rounded(values, DTYPE: tl.constexpr, SATURATES: tl.constexpr = True):
     if SATURATES:
         return values.to(DTYPE)
     else:
-        # Values overflow from half a step above the largest number on; at the tie, its last bit
-        # decides. The hardware's cast saturates, so it gives neither infinity nor NaN.
+        # A value overflows if it is more than half a step above the largest number. At exactly half
+        # a step, the last bit of the largest number decides. The hardware's cast saturates, so it
+        # gives neither infinity nor NaN.
         codes = values.to(DTYPE).to(tl.int8, bitcast=True)
         if tl.float8e4nv == DTYPE:
             codes = tl.where(magnitude > 464.0, codes | 0x7F, codes)

@@ -1,5 +1,5 @@
-"""Kernels that prepare the rows of x for a product: one norms them, and one puts their columns into
-the order in which codes of weights are decoded along K."""
+"""Kernels that prepare the rows of x for a product. One kernel normalizes them, and one permutes
+their columns to the order in which quantized weights are decoded along K."""
 
 import triton
 import triton.language as tl
@@ -14,11 +14,11 @@ def order_x(
     PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Permutes the columns of x [tokens, K] to the order in which words of codes are decoded:
-    ordered [tokens, WIDTH], padded with zeros.
+    """Permutes the columns of x [tokens, K] to the order in which words of codes are decoded.
+    Writes ordered [tokens, WIDTH], padded with zeros.
 
-    Grid (cdiv(WIDTH, BLOCK_K), cdiv(tokens, BLOCK_T)). Each run of UNIT columns, a divisor of
-    BLOCK_K, is permuted by itself, as in `x_in_order`.
+    Grid (cdiv(WIDTH, BLOCK_K), cdiv(tokens, BLOCK_T)). Each run of UNIT columns is permuted
+    separately, as in `x_in_order`. UNIT divides BLOCK_K.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -40,7 +40,7 @@ def order_x(
 def load_factors(
     norm_weight_ptr, columns, K: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Loads the factors of a norm as fp32; 1.0 without a pointer."""
+    """Loads the factors of a norm as fp32. Returns 1.0 if norm_weight_ptr is None."""
     factors = 1.0
     if norm_weight_ptr is not None:
         weight = tl.load(norm_weight_ptr + columns * STRIDE, mask=columns < K, other=0.0)
@@ -58,11 +58,11 @@ def norm_x(
     BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes (x - mean) / sqrt(mean((x - mean)²) + NORM_EPS) * (NORM_OFFSET + norm_weight) +
-    norm_bias of each row of x [tokens, K] in fp32, rounded once: normed [tokens, WIDTH], padded
-    with zeros.
+    norm_bias for each row of x [tokens, K], in fp32, rounded once. Writes normed [tokens, WIDTH],
+    padded with zeros.
 
-    Grid (tokens,). BLOCK_K: a power of two of at least WIDTH. Without SUBTRACTS_MEAN, the mean of x
-    is replaced by 0. With UNIT > 0, columns are permuted as by `order_x`.
+    Grid (tokens,). BLOCK_K: a power of two that is at least WIDTH. If not SUBTRACTS_MEAN, the mean
+    is 0. If UNIT > 0, columns are permuted as in `order_x`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -72,7 +72,8 @@ def norm_x(
     there = columns < K
     x = tl.load(x_ptr + row * X_STRIDE + columns, mask=there, other=0.0).to(tl.float32)
     if SUBTRACTS_MEAN:
-        # From squares of numbers far from zero, the variance would have no accurate digits.
+        # If the numbers are far from zero, a variance computed from their squares would have no
+        # accurate digits.
         x = tl.where(there, x - tl.sum(x, axis=0) / K, 0.0)
     x *= tl.rsqrt(tl.sum(x * x, axis=0) / K + NORM_EPS)
     x *= load_factors(norm_weight_ptr, columns, K, NORM_STRIDE, NORM_OFFSET)

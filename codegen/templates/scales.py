@@ -1,4 +1,4 @@
-"""Writes scales of a weight in float32."""
+"""Writes the scales of a weight in float32."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ def widen_scales(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, BLOCK: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes scales [cdiv(ROWS, GROUP), COLUMNS], each of which GROUP rows share, to fp32
-    out [ROWS, WIDTH], padded with zeros.
+    """Writes scales [cdiv(ROWS, GROUP), COLUMNS] to fp32 out [ROWS, WIDTH], padded with zeros.
+    GROUP rows of out share a row of scales.
 
     Grid (cdiv(ROWS * WIDTH, BLOCK),).
     """

@@ -1,12 +1,13 @@
-"""Helpers of kernels that stream weights for few tokens: prefetching of rows, and a norm of x
+"""Functions for kernels that stream weights for few tokens: prefetching of rows, and a norm of x
 before the product.
 
-An RMS norm is a factor of each row of the result. x times the norm's weight is rounded before the
-product, and the sum of x's squares is computed in the same pass over K.
+An RMS norm multiplies each row of the result by a factor. x times the norm's weight is rounded
+before the product, and the sum of x's squares is computed in the same pass over K.
 
-A layer norm is not such a factor: its mean and bias may add much more to a sum than the rest. For a
-layer norm, the statistics of whole rows are computed first. Then the x of each step is normed as a
-separate norm would norm it: rounded once, before the product.
+A layer norm cannot be applied in this way, because its mean and bias may be much larger than the
+other terms of a sum. For a layer norm, the statistics of whole rows are computed first. Then x is
+normalized in each step, and rounded once before the product, as if a separate kernel had computed
+the norm.
 """
 
 import triton
@@ -17,9 +18,9 @@ import triton.language as tl
 def prefetch_rows(
     rows_ptr, first, K: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """Prefetches LINES lines of LINE elements (128 bytes) of each row of K to the L2 cache, from
-    column `first` on. A prefetch is a hint that reads nothing, so another kernel may still be
-    writing these rows."""
+    """Prefetches LINES lines of LINE elements (128 bytes) of each row of K to the L2 cache,
+    starting at column `first`. A prefetch is only a hint and returns no data, so another kernel may
+    still be writing these rows."""
     columns = tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)
     lines = rows_ptr[:, None] + columns[None, :]
     tl.inline_asm_elementwise(
@@ -29,12 +30,12 @@ def prefetch_rows(
 
 @triton.jit
 def places_of_norm(norm_weight_ptr, tokens, columns, STRIDE: tl.constexpr):
-    """Returns pointers [tokens, columns] to the weight or bias of a norm; None for a norm without
-    it."""
+    """Returns pointers [tokens, columns] to the weight or the bias of a norm. Returns None if the
+    norm has no such vector."""
     norm_ptrs = None
     if norm_weight_ptr is not None:
-        # The pointers repeat for each token: Triton can pipeline a load of this size, but not one
-        # of a single row.
+        # Repeat the pointers for each token: Triton can pipeline a load of this size, but not a
+        # load of a single row.
         norm_ptrs = tl.broadcast_to(
             norm_weight_ptr + columns[None, :] * STRIDE, (tokens.shape[0], columns.shape[0])
         )
@@ -47,11 +48,13 @@ def row_statistics(
     TOKENS: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, EPS: tl.constexpr,
     ROW: tl.constexpr,
 ):  # fmt: skip
-    """Returns (mean, 1 / sqrt(variance + EPS)) of x's TOKENS rows from `first` on, fp32 [TOKENS,
-    1]; zero for absent tokens. ROW: a power of two of at least K.
+    """Returns (mean, 1 / sqrt(variance + EPS)) of TOKENS rows of x, starting at row `first`, as
+    fp32 [TOKENS, 1]. Both are zero for tokens that do not exist. ROW: a power of two that is at
+    least K.
 
-    Each row is loaded once. The variance is computed from differences from the mean: from squares
-    of numbers far from zero, it would have no accurate digits."""
+    Each row is loaded once. The variance is computed from the differences to the mean: if the
+    numbers are far from zero, a variance computed from their squares would have no accurate digits.
+    """
     mean = tl.zeros((TOKENS,), tl.float32)
     inverse = tl.zeros((TOKENS,), tl.float32)
     columns = tl.arange(0, ROW)
@@ -72,8 +75,11 @@ def layer_step_of_x(
     x_ptrs, norm_ptrs, shift_ptrs, mean, inverse, step, mask,
     NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Returns x [tokens, columns] of a step, layer-normed and rounded; zero outside the mask. mean,
-    inverse: results of `row_statistics`. shift_ptrs: pointers to the norm's bias."""
+    """Returns x [tokens, columns] of a step, layer-normalized and rounded. It is zero outside of
+    the mask.
+
+    mean, inverse: the results of `row_statistics`. shift_ptrs: pointers to the norm's bias.
+    """
     x = tl.load(x_ptrs + step, mask=mask, other=0.0)
     wide = (x.to(tl.float32) - mean) * inverse
     if norm_ptrs is not None:
@@ -90,7 +96,7 @@ def step_of_x(
     x_ptrs, norm_ptrs, squares, step, mask,
     NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Returns (x [tokens, columns] of a step, times an RMS norm's weight; `squares` plus the
+    """Returns (x [tokens, columns] of a step times the weight of an RMS norm, `squares` plus the
     squares of x)."""
     x = tl.load(x_ptrs + step, mask=mask, other=0.0)
     if NORM:

@@ -6,9 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def chosen_bytes(low, high, selectors):
-    """Returns four bytes for each pair of words. Each of the low four nibbles of `selectors` names
-    one of the eight bytes of a pair by its number, 0 to 7. With 8 added to a number, the result is
-    the byte's top bit, repeated eight times."""
+    """Returns four bytes for each pair of words.
+
+    Each of the low four nibbles of `selectors` has the number, 0 to 7, of one of the eight bytes of
+    a pair. If 8 is added to the number, the result is the top bit of that byte, repeated eight
+    times.
+    """
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selectors], tl.int32, True, 1
     )
@@ -16,9 +19,8 @@ def chosen_bytes(low, high, selectors):
 
 @triton.jit
 def four_bytes(words, SECOND: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr):
-    """Returns one byte of each of four numbers: those of the four codes in the low half of int32
-    words, or in the high half if SECOND. The bytes of the 16 numbers begin at word FIRST of
-    TABLE."""
+    """Returns one byte of the numbers of four codes. The codes are in the low half of int32 words,
+    or in the high half if SECOND. The bytes of the 16 numbers begin at word FIRST of TABLE."""
     selectors = ((words >> 16) if SECOND else words) & 0x7777
     is_high = chosen_bytes(words, words << 4, 0xBFAE if SECOND else 0x9D8C)
     low = chosen_bytes(TABLE[FIRST], TABLE[FIRST + 1], selectors)
@@ -30,11 +32,12 @@ def four_bytes(words, SECOND: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.const
 def table_pair(
     words, byte: tl.constexpr, REVERSED: tl.constexpr, DTYPE: tl.constexpr, TABLE: tl.constexpr
 ):  # fmt: skip
-    """Returns the numbers of the two codes in a byte of int32 words, as 16-bit floats in the halves
-    of a word. The first number belongs to the low code or, with REVERSED, to the high code.
+    """Returns the numbers that the two codes in a byte of int32 words stand for, as 16-bit floats
+    in the two halves of a word. The first number belongs to the low code or, if REVERSED, to the
+    high code.
 
-    TABLE: the result of `tilewright.codegen.formats.table_words`, whose last numbers are the
-    factors by which these numbers are too small.
+    TABLE: the result of `tilewright.codegen.formats.table_words`. Its last numbers are the factors
+    by which the results must be multiplied.
     """
     FIRST: tl.constexpr = 0 if tl.bfloat16 == DTYPE else 8
     low = four_bytes(words, byte >= 2, TABLE, FIRST)
@@ -45,7 +48,7 @@ def table_pair(
 
 @triton.jit
 def table_number(codes, TABLE: tl.constexpr):
-    """Returns the fp32 numbers of codes of any type. TABLE: the 16 numbers."""
+    """Returns the fp32 numbers that codes of any integer type stand for. TABLE: the 16 numbers."""
     values = codes.to(tl.float32) * 0.0
     for code in tl.static_range(16):
         values = tl.where(codes == code, TABLE[code], values)

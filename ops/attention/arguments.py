@@ -1,4 +1,4 @@
-"""The arguments of `cache_attention`, and the parts that other ops share with it."""
+"""The arguments of `cache_attention`, and the arguments that it shares with other ops."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tilewright.ops.schema import SymInt
 
 @dataclass(frozen=True, kw_only=True)
 class BatchArguments:
-    """Arguments of `cache_attention` and `mla_decode` that describe the sequences of a batch: where
-    the keys of each sequence lie, and which of these keys its queries see. AttentionArguments
-    explains each field."""
+    """The arguments of `cache_attention` and `mla_decode` that describe the sequences of a batch:
+    where the keys of each sequence are, and which of these keys its queries attend to.
+    AttentionArguments explains each field."""
 
     scale: float
     num_sequences: SymInt = 1
@@ -35,38 +35,44 @@ BATCH_NAMES = tuple(field.name for field in fields(BatchArguments))
 
 @dataclass(frozen=True)
 class AttentionArguments(BatchArguments):
-    """The arguments of `cache_attention`: T queries of B sequences; Hq heads, which share the Hkv
-    heads of keys and values; D and V are the widths of a key and a value.
+    """The arguments of `cache_attention`, for T queries of B sequences. There are Hq heads of
+    queries, which share Hkv heads of keys and values. D and V are the widths of a key and a value.
 
-    q [T, Hq, D]: bf16, fp16, fp32 or fp64, last dimension contiguous. row_offsets [B + 1] gives the
-    queries of each sequence; without it, sequences have num_sequences equal runs of queries.
+    - `q` [T, Hq, D]: the queries. Their dtype is bf16, fp16, fp32 or fp64, and their last dimension
+      is contiguous.
+    - `row_offsets` [B + 1]: the first query of each sequence, then the end of the last one. Without
+      it, each of num_sequences sequences has the same number of queries.
+    - `k` [N, P, Hkv, D], `v` [N, P, Hkv, V]: the cache. It may have any strides, but the last
+      dimension is contiguous. It has q's dtype or an 8-bit float dtype.
+    - `k_scale`, `v_scale`: fp32, one number or [Hkv]. An 8-bit cache is multiplied by them.
+    - `block_table` [B, columns]: key j of sequence b is k[block_table[b, j // P], j % P]. Without
+      it, N = B, and key j of sequence b is k[b, j].
+    - `positions` [T] or [T / B] (the same for every sequence): the position of each query. Without
+      it, query i of sequence b has the position cache_lengths[b] + i, or i if cache_lengths is None
+      too.
 
-    k [N, P, Hkv, D], v [N, P, Hkv, V]: the cache, any strides, last dimension contiguous. It has
-    q's dtype, or is an 8-bit float with k_scale and v_scale (fp32, one number or [Hkv]) that its
-    numbers are multiplied by. block_table [B, columns]: key j of sequence b is k[block_table[b, j
-    // P], j % P]. None: it is k[b, j], with N = B.
+    A query attends to a key if all of these conditions hold:
 
-    A query sees a key if all of the following conditions hold. The key's index j is below
-    key_lengths [B], if given. For the query's position p, `mask` allows it: "causal" (j <= p),
-    "sliding_window" (p - window < j <= p), "chunked" (j <= p and j // window == p // window) or
-    "none". attn_mask [B or 1, Hq or 1, S or 1, K or more] allows it, for equal runs of S queries
-    only: bool, True is seen; or numbers (of q's dtype or fp32) that are added to the scaled and
-    capped logits, where -inf hides. A query that sees no key gives zeros.
+    - The index j of the key is less than `key_lengths` [B], if that is given.
+    - `mask` allows the key for the query's position p: "causal" (j <= p), "sliding_window" (p -
+      window < j <= p), "chunked" (j <= p and j // window == p // window) or "none".
+    - `attn_mask` [B or 1, Hq or 1, S or 1, K or more] allows it. This requires that each sequence
+      has the same number S of queries. A bool mask has True for a visible key. A mask of numbers
+      (q's dtype or fp32) is added to the logits after scale and cap, and -inf hides a key.
 
-    mask_blocks: the result of `mask_blocks` for this attn_mask; None: the call computes it. A
-    result made with hide_lowest is allowed only with mask "none", without key_lengths, with as many
-    columns in attn_mask as keys, and with logits bounded by softcap or by a scale of at most 1 / 4.
-    The bound by scale suffices because products q @ k^T are finite in q's dtype.
+    If a query attends to no key, its result is zeros.
 
-    The position of a query is `positions` [T] or [T / B] (the same for every sequence) if given,
-    else cache_lengths[b] + i for the i-th query of sequence b, else i.
+    - `mask_blocks`: the result of `mask_blocks` for this attn_mask. If it is None, the call
+      computes it. A result that was computed with hide_lowest is allowed only if mask is "none",
+      key_lengths is None, attn_mask has one column for each key, and the logits are bounded, by
+      softcap or by a scale of at most 1 / 4. (A scale bounds them because the products q @ k^T are
+      finite in q's dtype.)
+    - `softcap`: if c is not 0, logits become c * tanh(logits / c) before they are masked.
+    - `sinks` [Hq]: one more logit for each head. It takes part in the softmax and has no value.
 
-    softcap c: logits become c * tanh(logits / c) before masking; 0: no cap. sinks [Hq]: an extra
-    logit of each head, which takes part in the softmax and has no value.
-
-    Keys that no query sees may hold anything, also NaN. Bad values (offsets, lengths, pages) raise
-    ArgumentError if they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a key on
-    a page outside the pool is not seen.
+    Keys that no query attends to may have any values, even NaN. Bad offsets, lengths and pages
+    raise ArgumentError if they are on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1.
+    Otherwise, queries do not attend to a key on a page that does not exist.
     """
 
     q: torch.Tensor
@@ -81,13 +87,13 @@ class AttentionArguments(BatchArguments):
 
 def as_attention(a: Any, q: torch.Tensor, keys: torch.Tensor) -> AttentionArguments:
     """Returns the attention of queries q [T, H, ..] to keys [P, S, ..]. All heads share the keys,
-    and the keys are also the values."""
+    which are also the values."""
     k = keys.unsqueeze(2)
     return AttentionArguments(q, k, k, **{name: getattr(a, name) for name in BATCH_NAMES})
 
 
 def cache_read(a: AttentionArguments) -> CacheRead:
-    """Returns the reads of a call's keys and values. The queries of a sequence share one read of
+    """Returns what a call reads of keys and values. All queries of a sequence share one read of
     each key."""
     token_bytes = sum(t.shape[2] * t.shape[3] * t.element_size() for t in (a.k, a.v))
     sequences, capacity = present_of(a, a.k)
@@ -103,13 +109,13 @@ def cache_read(a: AttentionArguments) -> CacheRead:
 
 
 def work(a: AttentionArguments) -> Work:
-    """Returns the reads of caches of a call."""
+    """Returns which caches a call reads."""
     return Work(cache_read(a))
 
 
 def present_of(a: BatchArguments, keys: torch.Tensor) -> tuple[int, int]:
-    """Returns (number of sequences, largest number of tokens read for one sequence) for a cache [N,
-    P, ..]."""
+    """Returns (number of sequences, largest number of tokens that are read for one sequence) for a
+    cache [N, P, ..]."""
     pages, page_size = keys.shape[:2]
     if a.block_table is None:
         sequences, capacity = pages, page_size

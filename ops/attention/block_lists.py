@@ -1,6 +1,6 @@
-"""The lists of blocks that `mask_blocks` returns: the blocks of keys that at least one query of a
-tile sees. This module has the arguments, the meaning and the kernel of the op, and the checks of a
-list that a caller gives to attention."""
+"""The lists of blocks that the op `mask_blocks` returns: for each tile of queries, the blocks of
+keys that at least one query attends to. This module has the op's arguments, reference and kernel,
+and the checks of a list that a caller passes to attention."""
 
 from __future__ import annotations
 
@@ -40,28 +40,29 @@ from tilewright.ops.runtime.operands import mask_bytes
 from tilewright.ops.runtime.program import Buffer, Outcome, SplitK, Step, Steps
 
 NAME = "mask_blocks"
-# A list holds 2 * block + whole, and kernels count keys in 32 bits.
+# A list has 2 * block + whole, and kernels count keys in 32 bits.
 MOST_KEYS = 2**30
 
 
 @dataclass(frozen=True)
 class MaskBlocksArguments:
-    """The arguments of `mask_blocks`: B sequences, H heads, S queries, K keys.
+    """The arguments of `mask_blocks`, for B sequences, H heads, S queries and K keys.
 
-    attn_mask [B or 1, H or 1, S or 1, K], any strides: bool, True is seen; or numbers that are
-    added to logits, where -inf hides.
+    - `attn_mask` [B or 1, H or 1, S or 1, K], with any strides: a bool mask has True for a visible
+      key. A mask of numbers is added to the logits, and -inf hides a key.
+    - `hide_lowest`: whether numbers of at most -1.75 E also hide keys, in each tile of 128 queries
+      where every query has a number of at least -E / 8. E is the largest power of two of the mask's
+      dtype; `torch.finfo(dtype).min` is almost -2 E. Boolean masks are not affected.
 
-    hide_lowest: in a tile of 128 queries, numbers of at most -1.75 E also hide, if each of the
-    queries has a number of at least -E / 8. E is the largest power of two of the mask's dtype;
-    `torch.finfo(dtype).min` is almost -2 E. Set it only if a key with such a number gets no weight
-    beside keys with ordinary numbers: logits must be at most E / 2, the mask alone must decide
-    which keys are seen, and it must have as many columns as there are keys. It does not affect
-    boolean masks.
+    Set `hide_lowest` only if a key with such a number has no weight beside keys with ordinary
+    numbers. This requires that logits are at most E / 2, that the mask alone determines which keys
+    are visible, and that it has one column for each key.
 
-    Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries, the number
-    of blocks of 64 keys that some query of it sees, then those blocks in ascending order, then
-    zeros. A block is 2 * its number, plus 1 if it is whole: it has 64 keys, every query of the tile
-    sees all of them, and a mask of numbers adds zero.
+    The result is int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]. For each tile of 128 queries, it
+    has the number of blocks of 64 keys that at least one query attends to, then these blocks in
+    ascending order, then zeros. A block is given as 2 * its number, plus 1 if the block is whole. A
+    block is whole if it has 64 keys, every query of the tile attends to all of them, and a mask of
+    numbers adds zero.
     """
 
     attn_mask: torch.Tensor
@@ -82,7 +83,7 @@ def validate_values(a: MaskBlocksArguments) -> None:
 
 
 def blocks_shape(mask: torch.Tensor) -> tuple[Any, Any, Any, Any]:
-    """Returns the shape of a mask's list of blocks."""
+    """Returns the shape of the list of blocks of a mask."""
     batch, heads, queries, keys = mask.shape
     return batch, heads, (queries + QUERIES - 1) // QUERIES, 1 + (keys + KEYS - 1) // KEYS
 
@@ -98,8 +99,8 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
         whole[t, b] = all(mask[128 t:, 64 b:] == 0)            and there are 64 keys
         out[t] = n, then 2 b + whole[t, b] of the n blocks that are seen, then zeros
 
-    In a boolean mask, True is seen, and a block is whole if all of it is True. With hide_lowest, if
-    all(any(mask[128 t:] >= -E / 8, keys)):
+    In a boolean mask, a key is seen where the mask is True, and a block is whole if the mask is
+    True in all of it. With hide_lowest, if all(any(mask[128 t:] >= -E / 8, keys)):
 
         seen[t, b] = any(mask[128 t:, 64 b:] > -1.75 E)
     """
@@ -114,7 +115,7 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
         higher = _tiled(~(mask <= LOWEST * unit), spare_query=False).any(3).any(-1)
         ordinary = _tiled(mask >= ORDINARY * unit, spare_query=True).flatten(-2).any(-1).all(-1)
         seen = torch.where(ordinary[..., None], higher, seen)
-    # Seen blocks in order, then the others.
+    # Put the visible blocks first, in their order, and then the other blocks.
     order = (~seen).int().argsort(dim=-1, stable=True)
     entries = torch.where(seen, 2 * torch.arange(seen.shape[-1], device=mask.device) + whole, 0)
     made[..., 0] = seen.sum(-1)
@@ -123,8 +124,8 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
 
 
 def _tiled(pairs: torch.Tensor, *, spare_query: bool) -> torch.Tensor:
-    """Splits [B, H, S, K] into [B, H, tiles, QUERIES, blocks, KEYS]. Padding queries get
-    `spare_query`, padding keys False."""
+    """Splits [B, H, S, K] into [B, H, tiles, QUERIES, blocks, KEYS]. Queries that are padding are
+    `spare_query`, and keys that are padding are False."""
     *outer, queries, keys = pairs.shape
     rows, columns = cdiv(queries, QUERIES) * QUERIES, cdiv(keys, KEYS) * KEYS
     full = pairs.new_zeros((*outer, rows, columns))
@@ -144,13 +145,13 @@ def _unit(a: MaskBlocksArguments) -> float:
 
 
 def unsupported(a: MaskBlocksArguments) -> str | None:
-    """Returns why the emitted kernel cannot take a call; None if it can. Reads metadata only."""
+    """Returns why the emitted kernel cannot compute a call; None if it can. Reads only metadata."""
     dtype = a.attn_mask.dtype
     return f"no kernel for {dtype}" if dtype == torch.float64 else None
 
 
 def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
-    """Runs the steps of a call."""
+    """Performs the steps of a call."""
     mask = mask_bytes(a.attn_mask)
     batch, heads, query_tiles, columns = shape = blocks_shape(mask)
     tiles, key_blocks = batch * heads * query_tiles, columns - 1
@@ -182,7 +183,7 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
 
 @cache
 def _mask_kernel(problem: MaskProblem, tiles: int, target: Target) -> tuple[MaskConfig, Statics]:
-    """Returns the tiling of a mask, and the constants of the kernel."""
+    """Returns the tiles for a mask, and the constants of the kernel."""
     config = mask_config(problem, tiles, target)
     return config, Statics(problem, config, keys=KEYS, queries=QUERIES, **problem.bounds)
 
@@ -190,8 +191,8 @@ def _mask_kernel(problem: MaskProblem, tiles: int, target: Target) -> tuple[Mask
 def list_steps(
     mask: torch.Tensor, target: Target, *, hide_lowest: bool
 ) -> Generator[Step, Any, torch.Tensor]:
-    """Runs the steps that make the list of blocks of a mask, for a call that has no list. If the
-    mask is expanded along a dimension, the list has length one there."""
+    """Performs the steps that compute the list of blocks of a mask, for a call that has no list. If
+    the mask is expanded along a dimension, the list has length one there."""
     for dim in range(3):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
@@ -201,7 +202,7 @@ def list_steps(
 
 
 def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None) -> None:
-    """Checks a given list of blocks against its mask. Reads metadata only; raises ArgumentError."""
+    """Checks a given list of blocks against its mask. Reads only metadata. Raises ArgumentError."""
     if blocks is None:
         return
     if mask is None:
@@ -213,9 +214,9 @@ def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor |
 def check_mask_blocks_values(
     op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None, *, hide_lowest: bool
 ) -> None:
-    """Checks that a list belongs to its mask, if values may be read: on the CPU, or under
-    TILEWRIGHT_DEBUG=1. hide_lowest: the list made with hide_lowest is accepted too. Raises
-    ArgumentError."""
+    """Checks that a list of blocks belongs to its mask, if the values may be read: they are on the
+    CPU, or TILEWRIGHT_DEBUG=1 is set. hide_lowest: whether a list that was computed with
+    hide_lowest is accepted too. Raises ArgumentError."""
     if mask is None or blocks is None or not readable((blocks,)):
         return
     own = [MaskBlocksArguments(mask, hide_lowest=hides) for hides in {False, hide_lowest}]

@@ -1,7 +1,8 @@
-"""`cache_attention`: attention of queries to the keys and values of a cache, read in place.
+"""`cache_attention`: attention of queries to the keys and values of a cache, which are read in
+place.
 
-Heads that share keys (GQA, MQA) read them once; no key or value is copied or repeated. A block of
-keys that no query sees is not read.
+Heads that share keys (GQA, MQA) read them once. No key or value is copied or repeated. A block of
+keys that no query attends to is not read.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def reference(a: AttentionArguments) -> torch.Tensor:
         logits = logits + attn_mask              -inf where a key is hidden
         out = softmax(logits | sink) @ v         times v_scale, rounded to q's dtype
 
-    A query that sees no key gives zeros.
+    If a query attends to no key, its result is zeros.
     """
     return attention_reference(a)
 

@@ -1,4 +1,4 @@
-"""Settings and sample inputs of `cache_attention`: small, random, and together reaching every
+"""Sample inputs of `cache_attention`. The cases are small and random, and together they use every
 option."""
 
 from __future__ import annotations
@@ -15,17 +15,29 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One setting of `cache_attention`.
+    """One case of `cache_attention`.
 
-    new_tokens: number of queries of each sequence. key_lengths: number of keys of each sequence;
-    its last keys belong to its queries. room: the number of keys of a sequence that the caches have
-    room for. pool: "static" (B rows of `room` keys, head-major, as in StaticCache), "tokens" (B
-    rows, token-major), "paged" (a block table over pages of page_size). positions: how positions
-    are given: "lengths" (cache_lengths), "each" (one for every token), "shared" (the same for all
-    sequences), "none". lengths: whether key_lengths are passed. scales: the scales of an 8-bit
-    cache: "none", "number", "heads" or "mixed" (k a number, v by head). attn_mask: "none", "bool",
-    "heads" (bool, different for each head), "padding" (bool [B, 1, 1, K]), "float", "lowest"
-    (float, hidden keys at the least finite number). ragged: row_offsets are passed.
+    Attributes:
+        name: The name of the case.
+        new_tokens: The number of queries of each sequence.
+        key_lengths: The number of keys of each sequence. Its last keys belong to its queries.
+        room: The number of keys of a sequence that the caches have room for.
+        num_heads, num_kv_heads, head_dim, v_dim: The numbers and widths of heads.
+        dtype, cache_dtype: The dtype of the queries and of the caches.
+        scales: The scales of an 8-bit cache: "none", "number", "heads" or "mixed" (one number for
+            k, and one for each head for v).
+        pool: The form of the caches: "static" (B rows of `room` keys, head-major, as in
+            StaticCache), "tokens" (B rows, token-major) or "paged" (a block table over pages of
+            page_size).
+        page_size: The number of keys in a page.
+        positions: How positions are given: "lengths" (cache_lengths), "each" (one for every token),
+            "shared" (the same for all sequences) or "none".
+        lengths: Whether key_lengths are passed.
+        mask, window, softcap, sinks: As in the op.
+        attn_mask: "none", "bool", "heads" (bool, different for each head), "padding" (bool [B, 1,
+            1, K]), "float" or "lowest" (float, where hidden keys have the lowest finite number).
+        ragged: Whether row_offsets are passed.
+        index_dtype: The dtype of indices.
     """
 
     name: str
@@ -112,8 +124,8 @@ CASES = (
 
 
 def sample_attention(case: AttentionCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Returns arguments of `cache_attention` by name. Hidden keys are large, so that a mistake
-    shows."""
+    """Returns arguments of `cache_attention` by name. Hidden keys have large values, so that a
+    mistake changes the result visibly."""
     sampler = Sampler(device, seed)
     batch = len(case.new_tokens)
     made: dict[str, Any] = {
@@ -184,8 +196,8 @@ def _pool(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _mask(case: AttentionCase, sampler: Sampler) -> torch.Tensor:
-    """Returns a causal mask with some more keys hidden. The second sequence sees from its third key
-    on, as after left padding."""
+    """Returns a causal mask in which some more keys are hidden. The second sequence attends only to
+    its third key and later keys, as after left padding."""
     shape = (len(case.new_tokens), 1, case.new_tokens[0], case.room)
     if case.attn_mask == "heads":
         shape = (shape[0], case.num_heads, *shape[2:])

@@ -1,4 +1,5 @@
-"""Checks of the arguments of `cache_attention`, and the reasons why no kernel takes a call."""
+"""Checks of the arguments of `cache_attention`, and the reasons why no kernel can compute a
+call."""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 
-# The widest head that the kernels take.
+# The widest head that the kernels support.
 MAX_WIDTH = 512
 
 
 def check_attention(op: str, a: AttentionArguments) -> None:
-    """Checks an AttentionArguments. Reads metadata only; raises ArgumentError."""
+    """Checks an AttentionArguments. Reads only metadata. Raises ArgumentError."""
     check_operand(op, "q", a.q, "[T, Hq, D]", (None, None, None), FLOAT_DTYPES, dense=True)
     _check_cache(op, a)
     check_batch(op, a)
@@ -71,9 +72,9 @@ def _check_cache(op: str, a: AttentionArguments) -> None:
 
 
 def check_batch(op: str, a: AttentionArguments) -> None:
-    """Checks the arguments that say where each sequence's keys are and which of them a query sees.
-    Uses only the shapes of q [T, Hq, ...] and k [N, P, ...]. Reads metadata only; raises
-    ArgumentError."""
+    """Checks the arguments that say where the keys of each sequence are and which keys a query
+    attends to. Uses only the shapes of q [T, Hq, ...] and k [N, P, ...]. Reads only metadata.
+    Raises ArgumentError."""
     _check_places(op, a, check_runs(op, a))
     check_sight(op, a, room)
 
@@ -81,10 +82,13 @@ def check_batch(op: str, a: AttentionArguments) -> None:
 def check_sight(
     op: str, a: Any, keys: Callable[[Any], Any], ragged: Sequence[str] = ("row_offsets",)
 ) -> None:
-    """Checks the arguments that say which keys a query sees. keys: a function that returns the
-    number of keys of each sequence; it is called only if sequences are equal runs. ragged: the
-    arguments that are given only if sequences are not equal runs. Reads metadata only; raises
-    ArgumentError."""
+    """Checks the arguments that say which keys a query attends to. Reads only metadata. Raises
+    ArgumentError.
+
+    keys: a function that returns the number of keys of each sequence. It is called only if all
+    sequences have the same number of queries. ragged: the arguments that are given only if
+    sequences have different numbers of queries.
+    """
     check_mask(op, a)
     check_number(op, "scale", a.scale)
     if a.attn_mask is not None:
@@ -101,13 +105,13 @@ def _check_places(op: str, a: AttentionArguments, batch: Any) -> None:
         check_operand(op, "block_table", table, *form, dense=True)
     elif not holds(a.k.shape[0] == batch):
         expected = f"keys of B = {batch} sequences, since block_table is None"
-        raise ArgumentError(op, "k", expected, f"those of {a.k.shape[0]}")
+        raise ArgumentError(op, "k", expected, f"a cache of {a.k.shape[0]} sequences")
     if a.key_lengths is not None:
         check_operand(op, "key_lengths", a.key_lengths, "[B]", (batch,), INDEX_DTYPES, device)
 
 
 def check_attention_values(op: str, a: AttentionArguments) -> None:
-    """Checks offsets, lengths and pages, which need real memory. Raises ArgumentError."""
+    """Checks offsets, lengths and pages. This needs real memory. Raises ArgumentError."""
     hides = lowest_hides(a, room(a))
     check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
     index = a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths
@@ -130,7 +134,7 @@ def check_attention_values(op: str, a: AttentionArguments) -> None:
 
 
 def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
-    """Checks that every key that a query may see by position lies on a page of the pool."""
+    """Checks that every key that a query may attend to by its position is on a page of the pool."""
     batch, device = sequences(a), a.q.device
     used = torch.full((batch,), keys, device=device)
     if a.key_lengths is not None:
@@ -146,14 +150,14 @@ def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
     where = first(bad)
     if where is not None:
         b, column = divmod(where, table.shape[1])
-        expected = f"pages from 0 to {a.k.shape[0] - 1} where a key may be seen"
+        expected = f"pages from 0 to {a.k.shape[0] - 1} where a key may be visible"
         actual = f"{int(table[b, column])} for sequence {b}, column {column}"
         raise ArgumentError(op, "block_table", expected, actual)
 
 
 def attention_obstacle(a: AttentionArguments) -> str | None:
-    """Returns why no kernel takes a call; None if one does. Reads metadata only."""
-    if not a.scale > 0:  # kernels take the largest product as the largest logit
+    """Returns why no kernel can compute a call; None if a kernel can. Reads only metadata."""
+    if not a.scale > 0:  # kernels assume that the largest product gives the largest logit
         return f"no kernel for a scale of {a.scale}"
     width = max(a.q.shape[2], a.v.shape[3])
     return None if width <= MAX_WIDTH else f"no kernel for heads of {width} columns"

@@ -1,4 +1,5 @@
-"""PyTorch's own attention as a way to compute `cache_attention`, for many queries without masks."""
+"""PyTorch's own attention as a way to compute `cache_attention`, for calls with many queries and no
+masks."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Steps
 
-# The least number of queries for which the library's kernel is faster than ours.
+# The smallest number of queries for which the library's kernel is faster than tilewright's.
 LIBRARY_QUERIES = 512
 
 
 def library_wanted(a: AttentionArguments) -> bool:
-    """Whether the library computes the same result, judged by shapes alone, and is faster."""
+    """Whether the library computes the same result and is faster. This is decided from shapes
+    alone."""
     places = (a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths)
     others = (*places, a.attn_mask, a.sinks, a.k_scale, a.v_scale)
     if any(tensor is not None for tensor in others) or a.softcap or a.k.dtype != a.q.dtype:
         return False
     queries = a.q.shape[0] // a.num_sequences
-    # is_causal aligns at the top left, which matches positions that start at 0.
+    # is_causal aligns the mask at the top left, which is correct for positions that start at 0.
     return queries >= LIBRARY_QUERIES and (
         a.mask == "none" or (a.mask == "causal" and queries == room(a))
     )
@@ -31,7 +33,9 @@ def library_steps(a: AttentionArguments) -> Steps:
     function = partial(_attention, a.num_sequences, a.mask == "causal", a.scale)
     made = Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
     out = yield Library(function, (a.q, a.k, a.v), makes=made)
-    return Outcome(out, "library attention", "all queries see keys by shapes alone")
+    return Outcome(
+        out, "library attention", "the keys that each query attends to follow from the shapes"
+    )
 
 
 def _attention(

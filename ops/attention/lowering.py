@@ -47,10 +47,10 @@ from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
-# Tensors with an element for each sequence, which kernels read with stride 1.
+# Tensors that have an element for each sequence. Kernels read them with stride 1.
 BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
 
-#: A record of arguments, some of whose vectors may be replaced by copies.
+#: A record of arguments in which some vectors may be replaced by copies.
 Record = TypeVar("Record")
 
 
@@ -60,9 +60,12 @@ def attention_steps(
     config: DecodeConfig | PrefillConfig | None = None,
     rope: RopePart | None = None,
 ) -> Steps:
-    """Runs the steps of a call. config: the tiles, whose type selects the kernel; None: the plan
-    chooses. rope: the second part of queries and keys, for few queries; the first part of the keys
-    is then the values."""
+    """Performs the steps of a call.
+
+    config: the tiles, whose type selects the kernel. If it is None, the plan chooses them. rope:
+    the second part of queries and keys, for few queries. If it is given, the first part of the keys
+    is also the values.
+    """
     if a.q.numel() == 0 or a.v.shape[3] == 0:
         out = yield Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
@@ -71,13 +74,13 @@ def attention_steps(
     out = yield Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
     if room(a) == 0:
         yield Library(torch.Tensor.zero_, (out,))
-        return Outcome(out, "nothing", "there are no keys, so zeros")
+        return Outcome(out, "nothing", "there are no keys, so the result is zeros")
     a = yield from with_dense(a, BY_SEQUENCE)
     sizes, problem = cache_sizes(a), cache_problem(a, rope)
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
     if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
-        # A tile holds all heads that share keys, but a list describes only one head of the mask.
+        # A tile has all heads that share keys, but this list describes only one head of the mask.
         a = replace(a, mask_blocks=None)
     else:
         a = yield from _with_list(a, target)
@@ -96,7 +99,7 @@ def _decode(
     if config.splits > 1:
         shape = tiles, workspace_elements(problem, config)
         values["workspace"] = yield Buffer(shape, torch.float32)
-    # Ragged sequences differ in their number of tiles.
+    # Ragged sequences have different numbers of tiles.
     row_tiles = None if problem.ragged else cdiv(sizes.num_queries, config.tokens)
     values["row_tiles"] = row_tiles
     values["num_sequences"] = sizes.num_sequences if problem.ragged else None
@@ -113,8 +116,8 @@ def _decode(
 def _decode_kernel(
     problem: CacheProblem, sizes: AttentionSizes, target: Target, config: DecodeConfig | None
 ) -> tuple[DecodeConfig, Statics, Statics]:
-    """Returns the tiles (`config`, if given), the constants of the attention kernel, and those of
-    the kernel that merges its parts."""
+    """Returns the tiles (`config`, if it is given), the constants of the attention kernel, and the
+    constants of the kernel that merges its parts."""
     config = config or decode_config(problem, sizes, target)
     shared = Statics(
         problem,
@@ -122,8 +125,8 @@ def _decode_kernel(
         tokens=config.tokens,
         splits=config.splits,
         real=config.real_rows,
-        # Before Triton 3.9, an accumulator in tensor memory that two products share is computed
-        # wrongly.
+        # Before Triton 3.9, an accumulator in tensor memory that two products share has a wrong
+        # value.
         chained=not target.tmem_columns,
         stages=config.num_stages,
         split_block=next_power_of_2(config.splits),
@@ -163,13 +166,13 @@ def _prefill(
 def _prefill_kernel(
     problem: CacheProblem, target: Target, config: PrefillConfig | None
 ) -> tuple[PrefillConfig, Statics]:
-    """Returns the tiles (`config`, if given) and the constants of the kernel."""
+    """Returns the tiles (`config`, if it is given) and the constants of the kernel."""
     config = config or prefill_config(problem, target)
     return config, Statics(config, problem, keys=KEYS, queries=QUERIES)
 
 
 def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:
-    """Returns the call with contiguous copies of its vectors whose stride is not 1."""
+    """Returns the call with contiguous copies of the vectors whose stride is not 1."""
     made = {}
     for name in names:
         vector = getattr(a, name)
@@ -180,7 +183,7 @@ def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:
 
 
 def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, Any]:
-    """Returns the call with the list of blocks of its mask."""
+    """Returns the call with the list of blocks of its mask, which it computes."""
     if a.attn_mask is None or a.mask_blocks is not None:
         return a
     hides = lowest_hides(a, room(a))
@@ -189,6 +192,6 @@ def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, An
 
 
 def _bucket(sizes: AttentionSizes) -> AttentionSizes:
-    """Rounds up the sizes that a call is planned for, so that dynamic sizes have few plans."""
+    """Rounds up the sizes of a call for its plan, so that dynamic sizes need few plans."""
     counts = (sizes.num_sequences, sizes.num_queries, sizes.num_keys)
     return AttentionSizes(*map(next_power_of_2, counts))

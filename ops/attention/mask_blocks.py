@@ -1,7 +1,8 @@
-"""`mask_blocks`: lists the blocks of keys that a mask lets at least one query of a tile see.
+"""`mask_blocks`: lists, for each tile of queries, the blocks of keys that the mask shows to at
+least one query.
 
-Attention that gets the list reads no other blocks. If a tile sees all keys of a block, attention
-does not read the mask there. All layers of a model share one list.
+Attention that gets the list reads no other blocks. If all queries of a tile attend to all keys of a
+block, attention does not read the mask there. All layers of a model can share one list.
 """
 
 from __future__ import annotations
@@ -25,9 +26,17 @@ from tilewright.ops.contract import EXACT, FusedOp, emitted_kernel, register
 
 @dataclass(frozen=True)
 class MaskCase:
-    """A mask [batch, heads, queries, keys]. cached: number of keys before the first query's own
-    key. Keys after a query's own key are hidden. padding: number of keys hidden at the left of
-    every second sequence. transposed: queries, not keys, are contiguous in memory."""
+    """One case of `mask_blocks`: a mask [batch, heads, queries, keys].
+
+    Attributes:
+        name: The name of the case.
+        queries, keys, batch, heads: The sizes of the mask.
+        cached: The number of keys before the first query's own key. Keys after a query's own key
+            are hidden.
+        padding: The number of keys that are hidden at the left of every second sequence.
+        transposed: Whether queries, and not keys, are contiguous in memory.
+        dtype, hide_lowest: As in the op.
+    """
 
     name: str
     queries: int
@@ -62,8 +71,8 @@ CASES = (
 def sample_inputs(
     case: MaskCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> MaskBlocksArguments:
-    """Returns a mask of positions and padding. In a mask of numbers, some visible keys have a
-    number other than zero."""
+    """Returns a mask made of positions and padding. In a mask of numbers, some visible keys have a
+    number that is not zero."""
     generator = torch.Generator().manual_seed(seed)
     positions = case.cached + torch.arange(case.queries)
     keys = torch.arange(case.keys)

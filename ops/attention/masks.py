@@ -1,4 +1,4 @@
-"""The keys that a query sees, by position and by a mask tensor."""
+"""Which keys a query attends to, according to positions and a mask tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WINDOWED = ("sliding_window", "chunked")
 
 
 def check_mask(op: str, a: Any) -> None:
-    """Checks mask and window. Reads metadata only; raises ArgumentError."""
+    """Checks mask and window. Reads only metadata. Raises ArgumentError."""
     check_choice(op, "mask", a.mask, MASKS)
     windowed = a.mask in WINDOWED
     if windowed and not 1 <= a.window <= INT32_MAX:
@@ -35,8 +35,8 @@ def check_mask(op: str, a: Any) -> None:
 
 
 def check_attn_mask(op: str, mask: torch.Tensor, q: torch.Tensor, batch: Any, keys: Any) -> None:
-    """Checks a mask tensor [B or 1, H or 1, S or 1, K or more] for `batch` equal runs of the
-    queries q [T, H, ...]. Reads metadata only; raises ArgumentError."""
+    """Checks a mask tensor [B or 1, H or 1, S or 1, K or more]. The queries q [T, H, ...] belong to
+    `batch` sequences with the same number of queries. Reads only metadata. Raises ArgumentError."""
     check_dtype(op, "attn_mask", mask, (torch.bool, q.dtype, torch.float32))
     check_device(op, "attn_mask", mask, q.device)
     heads, queries = q.shape[1], q.shape[0] // batch
@@ -50,22 +50,23 @@ def check_attn_mask(op: str, mask: torch.Tensor, q: torch.Tensor, batch: Any, ke
 
 
 def largest_power(dtype: torch.dtype) -> float:
-    """Returns E, the largest power of two of a float dtype; all its numbers are below 2 E."""
+    """Returns E, the largest power of two of a float dtype. All numbers of the dtype are less than
+    2 E."""
     return 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)
 
 
 def bounds_logits(scale: float, softcap: float, dtype: torch.dtype) -> bool:
-    """Whether no logit exceeds LOGIT * E, where E is the mask's `largest_power`. Logits are bounded
-    by softcap or, without softcap, by `scale`: products of queries and keys are finite in the
-    mask's dtype or a smaller dtype, and are therefore below 2 E."""
+    """Whether no logit exceeds LOGIT * E, where E is the `largest_power` of the mask's dtype.
+    softcap bounds the logits. Without softcap, `scale` bounds them, because products of queries and
+    keys are finite in the mask's dtype or a smaller dtype, and therefore less than 2 E."""
     if softcap:
         return abs(softcap) <= LOGIT * largest_power(dtype)
     return abs(scale) <= LOGIT / 2
 
 
 def lowest_hides(a: Any, keys: Any) -> bool:
-    """Whether the lowest numbers of a call's mask may hide its keys (see hide_lowest of
-    `mask_blocks`). They may if attn_mask alone decides which of the `keys` are seen, has one column
+    """Whether the lowest numbers of a call's mask may hide keys (see hide_lowest of `mask_blocks`).
+    They may if attn_mask alone determines which of the `keys` are visible, attn_mask has one column
     for each key, and the logits are bounded."""
     mask = a.attn_mask
     if mask is None or mask.dtype == torch.bool or a.mask != "none" or a.key_lengths is not None:
@@ -77,7 +78,8 @@ def lowest_hides(a: Any, keys: Any) -> bool:
 def visible(
     a: Any, queries: torch.Tensor, keys: torch.Tensor, limit: torch.Tensor | None
 ) -> torch.Tensor:
-    """Returns whether the query at each position [S] sees the key at each position [K]: [S, K]."""
+    """Returns whether the query at each position [S] attends to the key at each position [K], as
+    [S, K]."""
     p, j = queries[:, None], keys[None, :]
     seen = torch.ones_like(p - j, dtype=torch.bool) if a.mask == "none" else j <= p
     if a.mask == "sliding_window":
@@ -90,7 +92,7 @@ def visible(
 def mask_numbers(
     mask: torch.Tensor, sequence: int, keys: int, compute: torch.dtype
 ) -> torch.Tensor:
-    """Returns a sequence's attn_mask as numbers to add, [H or 1, S or 1, keys]."""
+    """Returns a sequence's attn_mask as numbers that are added, [H or 1, S or 1, keys]."""
     own = mask[sequence if mask.shape[0] > 1 else 0, :, :, :keys]
     if own.dtype != torch.bool:
         return own.to(compute)
@@ -99,7 +101,8 @@ def mask_numbers(
 
 
 def known_strides(mask: torch.Tensor | None) -> dict[str, Constant]:
-    """Returns the strides of a launch that are constants: the keys of most masks are contiguous."""
+    """Returns the strides that are known when the kernel is compiled. In most masks, the dimension
+    of the keys has stride 1."""
     if mask is None or mask.shape[3] <= 1 or mask.stride(3) != 1:
         return {}
     return {"mask_column_stride": 1}

@@ -1,4 +1,4 @@
-"""Converts the arguments of `cache_attention` to the problem and the run-time values of its
+"""Converts the arguments of `cache_attention` to a problem, and to the run-time values of its
 kernels."""
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
 
-# Tensors and numbers by kernel parameter name.
+# Tensors and numbers, by the names of the kernel's parameters.
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RopePart:
-    """Additional columns of queries and keys, for keys that all heads share: q [T, Hq, R], k [N, P,
-    R], in the same places as the other columns. Any strides, last dimension contiguous. The other
-    columns of a key are then also its value. rounding: the rounding of these other columns before
-    they are used; None without one."""
+    """More columns of queries and keys, for keys that all heads share: q [T, Hq, R] and k [N, P,
+    R], at the same indices as the other columns. They may have any strides, but the last dimension
+    is contiguous. The other columns of a key are then also its value.
+
+    rounding: the rounding of these other columns before they are used; None if they are not
+    rounded.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -33,14 +36,14 @@ class RopePart:
 
 
 def cache_sizes(a: AttentionArguments) -> AttentionSizes:
-    """Returns the extents of a call. A ragged sequence may have all the queries."""
+    """Returns the sizes of a call. A ragged sequence may have up to all queries."""
     num_queries = a.q.shape[0] // (1 if a.row_offsets is not None else a.num_sequences)
     return AttentionSizes(sequences(a), num_queries, room(a))
 
 
 def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheProblem:
-    """Returns the problem of a call, without a list of its mask's blocks. rope: the second part of
-    the keys. With it, v is ignored."""
+    """Returns the problem of a call, without the list of blocks of its mask. rope: the second part
+    of the keys. If it is given, v is ignored."""
     mask = None if a.attn_mask is None else mask_bytes(a.attn_mask)
     ragged, paged = a.row_offsets is not None, a.block_table is not None
     return CacheProblem(
@@ -67,7 +70,7 @@ def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheP
 
 def cache_values(a: AttentionArguments, sizes: AttentionSizes, rope: RopePart | None) -> Values:
     """Returns the tensors and numbers of a call, except the result and the tiles."""
-    # tanh(y) with y = scale * q @ k^T / softcap is computed from exp2(2 y log2(e)).
+    # tanh(y), for y = scale * q @ k^T / softcap, is computed from exp2(2 y log2(e)).
     factor = 2 * a.scale / a.softcap * LOG2E if a.softcap else a.scale * LOG2E
     return {
         **vars(a),  # kernel parameters with the same names as arguments
@@ -86,15 +89,15 @@ def cache_values(a: AttentionArguments, sizes: AttentionSizes, rope: RopePart | 
 
 
 def _descriptors_reach(a: AttentionArguments) -> bool:
-    """Whether TMA descriptors can read the queries, keys and values of one head of a sequence."""
+    """Whether TMA descriptors can load the queries, keys and values of one head of a sequence."""
     if a.block_table is not None or a.k.dtype != a.q.dtype:
         return False
     return all(tma_reaches(tensor, *tensor.stride()[:-1]) for tensor in (a.q, a.k, a.v))
 
 
 def _by_sequence(a: AttentionArguments) -> torch.Tensor | None:
-    """Returns positions as [B, S] if each token of equal runs has its own position; else
-    unchanged."""
+    """Returns positions as [B, S] if each token has its own position and all sequences have the
+    same number of tokens. Otherwise, returns them unchanged."""
     positions, tokens = a.positions, a.q.shape[0]
     if positions is None or a.row_offsets is not None or positions.shape[0] != tokens:
         return positions

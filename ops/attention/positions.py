@@ -21,12 +21,12 @@ from tilewright.ops.checks import (
 
 
 def sequences(a: Any) -> Any:
-    """B, the number of sequences."""
+    """Returns B, the number of sequences."""
     return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
 
 
 def room(a: Any) -> Any:
-    """K, the number of keys that a sequence has room for."""
+    """Returns K, the number of keys that a sequence has room for."""
     return a.k.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
 
 
@@ -36,8 +36,8 @@ def token_sequences(
     num_sequences: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sequence of each token and its index in the sequence, as `ragged_sequences` does.
-    Without row_offsets, all sequences have equally many tokens."""
+    """Returns the sequence of each token, and the token's index in the sequence, like
+    `ragged_sequences`. If row_offsets is None, all sequences have the same number of tokens."""
     if row_offsets is not None:
         return ragged_sequences(row_offsets, num_tokens)
     token = torch.arange(num_tokens, device=device)
@@ -53,9 +53,11 @@ def token_positions(
     cache_lengths: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """Returns the position of each token, int64 [T]: `positions` [T], or [T / B] if all sequences
-    share them; without `positions`, cache_lengths[b] + i for the i-th token of sequence b; without
-    cache_lengths, i."""
+    """Returns the position of each token, int64 [T].
+
+    This is `positions` [T], or [T / B] if all sequences share them. If positions is None, token i
+    of sequence b has the position cache_lengths[b] + i, or i if cache_lengths is None too.
+    """
     if positions is not None:
         repeats = num_tokens // max(positions.shape[0], 1)
         return positions.to(torch.int64).repeat(max(repeats, 1))[:num_tokens]
@@ -74,8 +76,10 @@ def positions_of(a: Any) -> torch.Tensor:
 
 def check_runs(op: str, a: Any, *, each: bool = False) -> Any:
     """Checks the arguments that say which sequence each query of q [T, ..] belongs to, and its
-    position. each: `positions` must have one position for every token. Reads metadata only. Returns
-    B; raises ArgumentError."""
+    position. Returns B. Reads only metadata. Raises ArgumentError.
+
+    each: whether `positions` must have a position for every token.
+    """
     num_tokens = a.q.shape[0]
     if a.row_offsets is not None:
         form = "[B + 1]", (None,), INDEX_DTYPES, a.q.device

@@ -1,4 +1,4 @@
-"""The meaning of `cache_attention` in plain PyTorch, in fp32, or in float64 if q is float64."""
+"""The reference of `cache_attention` in plain PyTorch, in fp32, or in float64 if q is float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.masks import mask_numbers, visible
 from tilewright.ops.attention.positions import positions_of, room, sequences, token_sequences
 
-# The number of logits computed at once.
+# The number of logits that are computed at the same time.
 LOGITS = 1 << 26
 
 
@@ -38,9 +38,12 @@ def attend_by_sequence(
 ) -> torch.Tensor:
     """Writes the attention of q [T, Hq, D], computed in q's dtype, to `out` [T, Hq, V].
 
-    a: says which keys a query sees, with the fields of BatchArguments. rooms: the number of keys
-    that each sequence has room for. keys: returns keys and values [K, Hkv, ..] of a sequence at
-    given indices. logits: options of `attend`.
+    Args:
+        a: Which keys a query attends to, in the fields of BatchArguments.
+        rooms: The number of keys that each sequence has room for.
+        keys: A function that returns the keys and values [K, Hkv, ..] of a sequence at given
+            indices.
+        logits: The options of `attend`.
     """
     if out.numel() == 0:
         return out
@@ -54,7 +57,7 @@ def attend_by_sequence(
         if a.attn_mask is not None:
             added = mask_numbers(a.attn_mask, b, num_places, q.dtype)
             seen = seen & (added != float("-inf"))
-        # Keys that no query may see are not read, since they may hold anything.
+        # Do not read keys that no query may attend to, because they may have any values.
         used = seen.flatten(0, 1).any(0).nonzero().flatten()
         k, v = keys(b, used)
         added = None if added is None else added[..., used]
@@ -66,7 +69,7 @@ def attend_by_sequence(
 def _keys(
     a: AttentionArguments, tensor: torch.Tensor, b: int, used: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
-    """Returns the keys (or values) of a sequence at the indices `used`, [K, Hkv, width]."""
+    """Returns the keys or the values of a sequence at the indices `used`, [K, Hkv, width]."""
     if a.block_table is None:
         return tensor[b, used].to(compute)
     size = tensor.shape[1]
@@ -89,7 +92,11 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the attention [S, Hq, V] of q [S, Hq, D], k [K, Hkv, D] and v [K, Hkv, V], in q's
-    dtype. seen and added (numbers for the logits): [Hq or 1, S or 1, K]."""
+    dtype.
+
+    seen, added: [Hq or 1, S or 1, K], which keys are visible, and numbers that are added to the
+    logits.
+    """
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     out = q.new_zeros((*q.shape[:2], v.shape[2]))
     step = max(LOGITS // max(q.shape[0] * k.shape[0], 1), 1)

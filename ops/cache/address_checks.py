@@ -1,7 +1,7 @@
 """Checks of a cache write that need real memory: aliases and slots.
 
-Each check raises ArgumentError; the checks of slots name the token. They run on the device of the
-tensors: on a GPU a check computes there and reads one number back.
+Each check raises ArgumentError. The errors of slots give the index of the token. The checks run on
+the device of the tensors: on a GPU, a check computes there and reads one number back.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def check_values(op: str, a: KvCache, num_tokens: int, *, writes_v: bool = True)
     """Checks that no source shares memory with a cache, that K and V share no memory, and that
     every token has a valid place.
 
-    Scales may be any numbers; the results follow IEEE 754. `a`: the op's arguments. All of their
-    tensors are sources except for the caches. Values on a GPU are read only under
-    TILEWRIGHT_DEBUG=1, because reading them waits for the GPU.
+    a: the op's arguments. All of its tensors except the caches are sources. Scales may be any
+    numbers; the results follow IEEE 754. Values on a GPU are read only if TILEWRIGHT_DEBUG=1 is
+    set, because reading them waits for the GPU.
     """
     if a.v_cache is a.k_cache:
-        # If two mutated arguments were one tensor, functionalisation would update two copies of it.
+        # If the same tensor were passed as two mutated arguments, functionalisation would update
+        # two copies of it.
         raise ArgumentError(
             op, "v_cache", "None where V lives in k_cache too", "k_cache itself, a second time"
         )
@@ -65,8 +66,8 @@ def check_address_values(
     window: CacheWindow,
     num_tokens: int,
 ) -> None:
-    """Checks that every token's place is in the cache. Where negative slots are skipped, also
-    checks that no two tokens have the same place."""
+    """Checks that every token's place is in the cache. If negative slots are skipped, also checks
+    that no two tokens have the same place."""
     if "slot_mapping" in SLOT_FORMS[place.slots]:
         _check_slots(op, place, window)
         return
@@ -125,8 +126,9 @@ def _check_sequences(op: str, place: CachePlace, sequence: torch.Tensor) -> None
 
 
 def _outside(place: CachePlace, index: torch.Tensor, count: int) -> tuple[torch.Tensor, str]:
-    """Returns (a mask of the values that do not index `count` things, the allowed range in words).
-    With indexing="paged" a negative value means a token without a place and is allowed."""
+    """Returns (mask of the values that are not an index into `count` things, the allowed range in
+    words). With indexing="paged", a negative value means that a token has no place, and is
+    allowed."""
     if place.indexing == "paged":
         return index >= count, f"below {count}"
     lowest = -count if place.indexing == "torch" else 0
@@ -140,7 +142,7 @@ def _check_positions(
     position: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Checks that no position lies past the columns of its sequence in the table."""
+    """Checks that no position is past the columns of its sequence in the table."""
     columns = given(place.lookup_table).shape[1]
     bad, inside = _outside(place, position, columns * page_size)
     if place.indexing == "paged":
@@ -160,7 +162,7 @@ def _check_entries(
     position: torch.Tensor,
     window: CacheWindow,
 ) -> None:
-    """Checks the pages that tokens need; other entries of the table may hold anything."""
+    """Checks the pages that the tokens need. Other entries of the table may have any values."""
     pages, size = window.num_pages, window.page_size
     slot, named = table_slots(place, sequence, position, size)
     entry = slot.div(size, rounding_mode="floor")
@@ -186,7 +188,7 @@ def _check_once(
 ) -> None:
     page, offset, written = places
     token = torch.arange(page.numel(), device=page.device)
-    # A token that is not written gets a number of its own.
+    # Give each token that is not written a unique number.
     slot = torch.where(written, page * window.page_size + offset, -1 - token)
     order = slot.argsort(stable=True)
     ordered = slot[order]

@@ -1,4 +1,4 @@
-"""The four ways to say where a token's K and V go, and their meaning.
+"""The four forms in which the places of the tokens' K and V are given:
 
     flat           slot_mapping[t]
     per_sequence   page b, offset slot_mapping[s], for token b * S + s
@@ -6,10 +6,10 @@
     ragged         like block_table; token t of sequence b has the position
                    cache_lengths[b] + t - row_offsets[b]
 
-A token whose place lies outside the cache is never written. Negative numbers depend on `indexing`.
-With "paged", a negative slot, page, position or sequence means a token without a place, such as
-padding. With "torch", a negative index counts from the end, as PyTorch's does. With "exact", it is
-an error.
+A token whose place is outside the cache is never written. The meaning of negative numbers depends
+on `indexing`. With "paged", a negative slot, page, position or sequence means that the token has no
+place, as for padding. With "torch", a negative index counts from the end, as in PyTorch. With
+"exact", it is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 
 INDEXINGS = ("paged", "torch", "exact")
 
-#: The tensors that each form reads, in the order of the kernels' parameters; the others are None.
+#: The tensors that each form reads, in the order of the kernels' parameters. All other tensors are
+#: None.
 SLOT_FORMS: dict[str, tuple[str, ...]] = {
     "flat": ("slot_mapping",),
     "per_sequence": ("slot_mapping",),
@@ -45,12 +46,18 @@ Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class CachePlace(Protocol):
-    """Arguments that say where T tokens of B sequences go in a paged cache.
+    """The arguments that say where T tokens of B sequences are stored in a paged cache. Every op
+    uses these names.
 
-    slots: one of SLOT_FORMS; it names the tensors that are read: slot_mapping [T] or [T /
-    num_pages], lookup_table [B, columns], sequence_ids and positions [T], row_offsets [B + 1],
-    cache_lengths [B]. They are int32 or int64; with "ragged" also uint32. indexing: one of
-    INDEXINGS. Every op uses these names.
+    Attributes:
+        slots: One of SLOT_FORMS. It determines which of the tensors below are read. They are int32
+            or int64; with "ragged", they may also be uint32.
+        indexing: One of INDEXINGS.
+        slot_mapping: [T] or [T / num_pages].
+        lookup_table: [B, columns].
+        sequence_ids, positions: [T].
+        row_offsets: [B + 1].
+        cache_lengths: [B].
     """
 
     @property
@@ -82,7 +89,7 @@ def named_tensors(place: CachePlace) -> tuple[torch.Tensor, ...]:
 
 
 def address_values(place: CachePlace) -> dict[str, Any]:
-    """Returns the addressing tensors and counts that kernels take, by parameter name."""
+    """Returns the tensors and numbers that kernels need to address a cache, by parameter name."""
     slots, *table = named_tensors(place)
     sequences, positions = table or (None, None)
     values: dict[str, Any] = {
@@ -107,8 +114,8 @@ def check_addressing(
     *,
     others: bool = False,
 ) -> None:
-    """Checks the shapes, dtypes and device of the tensors that the form reads, and that tensors of
-    other forms are None unless the op has another use for them (`others`)."""
+    """Checks the shapes, dtypes and device of the tensors that the form reads. Also checks that the
+    tensors of other forms are None, unless the op has another use for them (`others`)."""
     check_choice(op, "slots", place.slots, tuple(SLOT_FORMS))
     check_choice(op, "indexing", place.indexing, INDEXINGS)
     dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
@@ -164,8 +171,8 @@ def _check_table(op: str, place: CachePlace, num_tokens: Any) -> None:
 
 
 def resolve_places(place: CachePlace, window: CacheWindow, num_tokens: int) -> Places:
-    """Returns three tensors [T] for the tokens: the page, int64; the offset in the page, int64; and
-    whether the token is written, bool."""
+    """Returns three tensors [T] for the tokens: the page (int64), the offset in the page (int64),
+    and whether the token is written (bool)."""
     if "slot_mapping" in SLOT_FORMS[place.slots]:
         return resolve_slots(given(place.slot_mapping), window, place.slots, place.indexing)
     sequence, position, known = token_positions(place, num_tokens)
@@ -177,7 +184,7 @@ def resolve_places(place: CachePlace, window: CacheWindow, num_tokens: int) -> P
 def resolve_slots(
     slot_mapping: torch.Tensor, window: CacheWindow, slots: str, indexing: str
 ) -> Places:
-    """Returns the places of tokens whose slots are given, flat or per sequence."""
+    """Returns the places of tokens whose slots are given in the form "flat" or "per_sequence"."""
     limit = slot_limit(window, slots)
     slot = slot_mapping.to(torch.int64)
     if indexing == "torch":
@@ -190,7 +197,7 @@ def resolve_slots(
 
 
 def token_positions(place: CachePlace, num_tokens: int) -> Places:
-    """Returns three tensors [T] for the tokens: the sequence; the position in the sequence; and
+    """Returns three tensors [T] for the tokens: the sequence, the position in the sequence, and
     whether the token belongs to a sequence."""
     if place.slots == "block_table":
         sequence, position = given(place.sequence_ids), given(place.positions)
@@ -206,11 +213,13 @@ def token_positions(place: CachePlace, num_tokens: int) -> Places:
 def ragged_sequences(
     row_offsets: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sequence and the index within it for each token, int64 [T], from row_offsets [B +
-    1]. A token outside the offsets gets a sequence outside [0, B)."""
+    """Returns two tensors int64 [T] for the tokens: the sequence, and the index in the sequence.
+    They follow from row_offsets [B + 1]. For a token outside of the offsets, the sequence is
+    outside of [0, B)."""
     offsets = row_offsets.to(torch.int64).contiguous()
     token = torch.arange(num_tokens, device=offsets.device)
-    # The last sequence that starts at or before the token; sequences of length zero are skipped.
+    # Find the last sequence that starts at or before the token. This skips sequences of length
+    # zero.
     sequence = torch.searchsorted(offsets, token, right=True) - 1
     return sequence, token - offsets[sequence.clamp(0, max(offsets.shape[0] - 2, 0))]
 
@@ -218,7 +227,7 @@ def ragged_sequences(
 def table_slots(
     place: CachePlace, sequence: torch.Tensor, position: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the flat slot that a block table gives each position, and whether the table has an
+    """Returns the flat slot that a block table has for each position, and whether the table has an
     entry for the position."""
     table = given(place.lookup_table)
     rows, columns = table.shape

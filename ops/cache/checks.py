@@ -1,8 +1,8 @@
-"""Checks shared by the ops that write a K and V cache. Each raises ArgumentError.
+"""Checks shared by the ops that write a K and V cache. Each check raises ArgumentError.
 
-Everything is checked before anything is written. Checks of metadata also run on fake tensors while
-a graph is traced. Checks that need real memory are separate: the check of aliases is here, the
-checks of slots are in `address_checks`.
+Everything is checked before anything is written. The checks of metadata also run on fake tensors
+while a graph is traced. Checks that need real memory are separate: aliases are checked here, and
+slots in `address_checks`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CACHE_SCALES = ("k_cache_scale", "v_cache_scale")
 
 @dataclass(frozen=True)
 class HeadValues:
-    """The K or V that an op writes, before each head is repeated `kv_repeat` times."""
+    """The K or V that an op writes, described before each head is repeated `kv_repeat` times."""
 
     num_tokens: Any
     num_kv_heads: Any
@@ -42,14 +42,16 @@ class HeadValues:
 
 
 class KvCache(CachePlace, Protocol):
-    """The arguments of an op that writes K and V to a cache.
+    """The arguments of an op that writes K and V to a cache. Every op uses these names.
 
-    k_cache, v_cache: base tensors; with v_cache None, V (if it is written) lives in k_cache too.
-    k_window, v_window: the nine integers of a CacheWindow on the base. k_cache_scale,
-    v_cache_scale: float32 [], [1] or [Hkv]; the stored number is value / scale, or value * scale
-    with cache_scale_multiplies. With cache_saturates, a number beyond the range of an 8-bit float
-    is stored as the float's largest number; without it, as infinity, or as NaN in float8_e4m3fn.
-    Every op uses these names.
+    Attributes:
+        k_cache, v_cache: The base tensors. If v_cache is None, V (if it is written) is in k_cache
+            too.
+        k_window, v_window: The nine integers of a CacheWindow on the base.
+        k_cache_scale, v_cache_scale: float32 [], [1] or [Hkv]. The stored number is value / scale.
+        cache_scale_multiplies: If True, the stored number is value * scale instead.
+        cache_saturates: If True, a number outside the range of an 8-bit float is stored as the
+            float's largest number. If False, it is stored as infinity, or as NaN in float8_e4m3fn.
     """
 
     @property
@@ -71,12 +73,12 @@ class KvCache(CachePlace, Protocol):
 
 
 def v_base(a: KvCache) -> tuple[str, torch.Tensor]:
-    """Returns the name and the base tensor of the argument that holds V."""
+    """Returns the name of the argument that holds V, and its base tensor."""
     return ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
 
 
 def kv_views(a: KvCache, *, writes_v: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the K and V windows as tensors on their bases; V is None where none is written."""
+    """Returns the K and V windows as tensors on their bases. V is None if no V is written."""
     k_view = CacheWindow.from_ints(a.k_window).view(a.k_cache)
     if not writes_v:
         return k_view, None
@@ -84,8 +86,8 @@ def kv_views(a: KvCache, *, writes_v: bool) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def check_caches(op: str, a: KvCache, values: HeadValues, *, writes_v: bool = True) -> None:
-    """Checks caches, windows, scales and addressing against the values to write. Reads metadata
-    only."""
+    """Checks that caches, windows, scales and addresses fit the values to write. Reads only
+    metadata."""
     k_window = _check_cache(op, "k", a.k_cache, a.k_window, "k_cache", values)
     if writes_v:
         name, base = v_base(a)
@@ -109,7 +111,7 @@ def _check_cache(
     values: HeadValues,
 ) -> CacheWindow:
     check_device(op, base_argument, base, values.device)
-    # float64 values would be rounded twice on their way to 8 bits.
+    # Values in float64 would be rounded twice on their way to 8 bits.
     narrow = () if values.dtype == torch.float64 else FP8_DTYPES
     check_dtype(op, base_argument, base, (values.dtype, *narrow))
     sizes = values.num_kv_heads * values.kv_repeat, values.head_dim
@@ -119,7 +121,7 @@ def _check_cache(
 def check_cache_scale(
     op: str, name: str, scale: torch.Tensor | None, heads: Any, device: torch.device
 ) -> None:
-    """Checks the scale of a cache, if it is given: one for all heads, or one for each."""
+    """Checks the scale of a cache if it is given: one scale for all heads, or one for each head."""
     if scale is None:
         return
     check_dtype(op, name, scale, (torch.float32,))
@@ -130,8 +132,8 @@ def check_cache_scale(
 
 
 def check_pair(op: str, windows: Mapping[str, CacheWindow], *, one_base: bool) -> None:
-    """Checks that two windows have the same numbers of pages and slots and, on one base, share no
-    element."""
+    """Checks that two windows have the same number of pages and of slots. If they are on one base,
+    also checks that they share no element."""
     (name, one), (second, other) = windows.items()
     for axis in ("num_pages", "page_size"):
         want, have = getattr(one, axis), getattr(other, axis)
@@ -146,7 +148,7 @@ def check_pair(op: str, windows: Mapping[str, CacheWindow], *, one_base: bool) -
 def window_integers(
     op: str, argument: str, window: CacheWindow | None, cache: torch.Tensor | None
 ) -> list[Any]:
-    """Returns the nine integers of a window. With None, the window is the whole cache [num_pages,
+    """Returns the nine integers of a window. If `window` is None, it is the whole cache [num_pages,
     page_size, num_kv_heads, head_dim]. Raises ArgumentError."""
     expected = "a CacheWindow, or a cache [num_pages, page_size, num_kv_heads, head_dim]"
     if isinstance(window, CacheWindow):
@@ -164,7 +166,7 @@ def check_aliases(
     op: str, a: object, written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]]
 ) -> None:
     """Checks that no other tensor among an op's arguments shares memory with a written window.
-    written: (name, base, window) for each."""
+    written: a (name, base, window) for each written window."""
     storages = {storage_address(base) for _, base, _ in written}
     names = {name for name, _, _ in written}
     for name, source in vars(a).items():
@@ -191,7 +193,7 @@ def shares_memory(tensor: torch.Tensor, base: torch.Tensor, window: CacheWindow)
         return False
     itemsize = base.element_size()
     distance = tensor.data_ptr() - base.data_ptr() - window.offset * itemsize
-    # Elements of different sizes are compared byte by byte, along an added last axis.
+    # Compare elements of different sizes byte by byte, along an added last axis.
     return not strided_disjoint(
         *in_bytes(window.shape, window.strides, itemsize),
         *in_bytes(tensor.shape, tensor.stride(), tensor.element_size()),
@@ -208,8 +210,8 @@ def check_window(
     num_kv_heads: Any,
     head_dim: Any,
 ) -> CacheWindow:
-    """Returns the window after checking that it has these heads, lies inside the base and does not
-    overlap itself. Raises ArgumentError naming `argument`."""
+    """Returns the window, after checking that it has these heads, is inside the base and does not
+    overlap itself. Raises ArgumentError for `argument`."""
     if len(values) != 9:
         names = ", ".join(CacheWindow.__dataclass_fields__)
         raise ArgumentError(op, argument, f"9 integers ({names})", f"{len(values)} integers")

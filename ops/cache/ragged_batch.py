@@ -1,5 +1,5 @@
-"""Checks of a ragged batch over a paged cache, for the ops with Modular MAX's arguments. Each
-raises ArgumentError."""
+"""Checks of a ragged batch over a paged cache, for the ops that have Modular MAX's arguments. Each
+check raises ArgumentError."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX_DTYPES = (torch.uint32, torch.int32, torch.int64)
 
 
 def check_layer(op: str, a: Any) -> None:
-    """Checks that layer_idx is one of the layers of blocks [P, 1 or 2, layers, ...]."""
+    """Checks that layer_idx is a layer of blocks [P, 1 or 2, layers, ...]."""
     layers = a.blocks.shape[2]
     if not (a.layer_idx >= 0 and holds(a.layer_idx < layers)):
         raise ArgumentError(op, "layer_idx", f"a layer from 0 to {layers - 1}", a.layer_idx)
@@ -29,7 +29,7 @@ def check_layer(op: str, a: Any) -> None:
 
 def check_batch(op: str, a: Any, device: torch.device, more: Iterable[str] = ()) -> None:
     """Checks the shapes of lookup_table [B, columns], input_row_offsets [B + 1] and cache_lengths
-    [B], and the dtype and device of these and of the arguments in `more`."""
+    [B]. Checks the dtype and device of these arguments and of the arguments in `more`."""
     check_shape(op, "lookup_table", a.lookup_table, "[B, columns]", (None, None))
     check_last_dim_dense(op, "lookup_table", a.lookup_table)
     batch = a.lookup_table.shape[0]
@@ -41,8 +41,8 @@ def check_batch(op: str, a: Any, device: torch.device, more: Iterable[str] = ())
 
 
 def check_row_offsets(op: str, argument: str, offsets: torch.Tensor, total: int, what: str) -> None:
-    """Checks that offsets start at 0, never decrease and end at `total`. what: describes `total` in
-    the message."""
+    """Checks that offsets start at 0, never decrease and end at `total`. what: a description of
+    `total` for the message."""
     values = offsets.to(torch.int64)
     start, end = int(values[0]), int(values[-1])
     if start != 0:

@@ -1,6 +1,6 @@
-"""The work of a call: the bytes that attention reads of a cache, and the products that it computes.
+"""The work of a call: the bytes of a cache that attention reads, and the products that it computes.
 
-Both depend on the tokens that are present, not on the cache's size.
+Both depend on the number of tokens that are present, and not on the size of the cache.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from dataclasses import dataclass
 class CacheRead:
     """The caches that a call reads.
 
-    names: the arguments that are caches. token_bytes: bytes of one token of one sequence, in all
-    caches together. sequences: the number of sequences. capacity: the most tokens that are read of
-    a sequence: the tokens that it has room for, or the tokens of a sliding window. whole: whether
-    the call always reads `capacity` tokens, however many are present. queries: number of new tokens
-    of a sequence, which are among those present. pair_flops: FLOPs of one query, in all heads, with
-    one token that it sees.
+    Attributes:
+        names: The names of the arguments that are caches.
+        token_bytes: The bytes of one token of one sequence, in all caches together.
+        sequences: The number of sequences.
+        capacity: The largest number of tokens that are read for a sequence: the tokens that it has
+            room for, or the tokens of a sliding window.
+        whole: Whether the call always reads `capacity` tokens, however many are present.
+        queries: The number of new tokens of a sequence. They are included in the tokens that are
+            present.
+        pair_flops: The FLOPs of one query with one token that it attends to, in all heads.
     """
 
     names: tuple[str, ...]
@@ -34,8 +38,8 @@ class CacheRead:
         return self.token_bytes * self.sequences * read
 
     def flops_of(self, present: int) -> int:
-        """Returns the FLOPs of attention if each sequence has `present` tokens. The new tokens come
-        last, and a query sees no token after its own."""
+        """Returns the FLOPs of attention if each sequence has `present` tokens. The new tokens are
+        the last tokens, and a query attends to no token after its own."""
         seen = min(present, self.capacity)
         hidden = min(self.queries - 1, seen) / 2
         return int(self.pair_flops * self.sequences * self.queries * (seen - hidden))
@@ -43,11 +47,13 @@ class CacheRead:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a call, where it differs from the work of the nodes that the call replaces.
+    """The work of a call, where it differs from the work of the graph nodes that the call replaces.
 
-    cache: the reads of caches; None: there are none. flops: FLOPs of products with weights; None:
-    the FLOPs of those nodes. scratch: bytes of buffers that the call makes for itself, writes and
-    reads.
+    Attributes:
+        cache: The caches that the call reads; None if there are none.
+        flops: The FLOPs of products with weights. If it is None, they are the FLOPs of the replaced
+            nodes.
+        scratch: The bytes of buffers that the call allocates, writes and reads.
     """
 
     cache: CacheRead | None = None

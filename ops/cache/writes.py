@@ -11,8 +11,8 @@ from tilewright.ops.formats.paged_cache import CacheWindow
 
 
 def write_kv(a: KvCache, k: torch.Tensor, v: torch.Tensor | None, kv_repeat: int = 1) -> None:
-    """Writes k and v [T, Hkv, D], in compute precision, to their slots: scales them, repeats each
-    head `kv_repeat` times, and rounds once."""
+    """Writes k and v [T, Hkv, D], given in the precision of the computation, to their slots. Scales
+    them, repeats each head `kv_repeat` times, and rounds once."""
     k_window = CacheWindow.from_ints(a.k_window)
     places = resolve_places(a, k_window, k.shape[0])
     k = _scaled(k, a.k_cache_scale, a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
@@ -39,7 +39,7 @@ def write_rows(
     places: Places,
     saturates: bool = True,
 ) -> None:
-    """Writes values [T, H, D] to their places in a window, rounded to its dtype."""
+    """Writes values [T, H, D] to their places in a window, rounded to the window's dtype."""
     page, offset, written = places
     cast = saturating_cast if saturates else overflowing_cast
     rows, cache = cast(values[written], base.dtype), window.view(base)

@@ -1,8 +1,8 @@
 """`all_reduce_residual_norm`: sums the ranks' parts of a linear, adds the residual, and computes
-the norm of the sum, which the next layer's linears read.
+the norm of the sum for the linears of the next layer.
 
 Every rank gets the same bits. If the ranks share memory, the op uses it. Otherwise, the op calls
-the collective of the original graph, and a kernel for the rest.
+the collective of the original graph, and one kernel that computes the other steps.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ ERROR_MODEL = (
 
 @dataclass(frozen=True)
 class AllReduceResidualNormArguments:
-    """The arguments of `all_reduce_residual_norm`: T tokens, N columns.
+    """The arguments of `all_reduce_residual_norm`, for T tokens and N columns.
 
-    x [T, N]: this rank's part of a sum over ranks. residual [T, N] of x's dtype, the same on all
-    ranks. norm_weight [N], of x's dtype or float32; if given, the norm multiplies by norm_offset +
-    norm_weight. group: the name of the process group, as functional collectives take it; "" if
-    num_ranks, its size, is 1. Result: the sum including the residual, and its RMS norm, both [T, N]
-    of x's dtype, new memory. All ranks must make the same calls in the same order, each rank on one
+    - `x` [T, N]: this rank's part of a sum over ranks.
+    - `residual` [T, N] of x's dtype. It is the same on all ranks.
+    - `norm_weight` [N] of x's dtype or float32. If it is given, the norm multiplies by norm_offset
+      + norm_weight.
+    - `group`: the name of the process group, as functional collectives expect it; "" if num_ranks
+      is 1.
+    - `num_ranks`: the size of the group.
+
+    The result is the sum including the residual, and its RMS norm. Both are new tensors [T, N] of
+    x's dtype. All ranks must make the same calls in the same order, and each rank must use one
     stream.
     """
 
@@ -70,7 +75,7 @@ def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Te
         summed = residual + all_reduce(x)
         normed = summed / sqrt(mean(summed²) + norm_eps) * (norm_offset + norm_weight)
 
-    normed is computed from summed before it is rounded.
+    `normed` is computed from `summed` before `summed` is rounded.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     total = a.x.to(compute)
@@ -83,8 +88,8 @@ def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Te
 
 
 def unsupported(a: AllReduceResidualNormArguments) -> str | None:
-    """Returns why no kernel takes a call; None if one does. Reads metadata only. The answer is the
-    same on all ranks."""
+    """Returns why no kernel can compute a call; None if a kernel can. Reads only metadata. The
+    answer is the same on all ranks."""
     columns = a.x.shape[1]
     if columns > MOST_COLUMNS or columns % COLUMN_STEP or columns == 0:
         return f"{columns} columns: expected a multiple of {COLUMN_STEP} up to {MOST_COLUMNS}"
@@ -96,7 +101,7 @@ def slower(*, tokens: Any, columns: int, ranks: int) -> str | None:
     most = most_tokens(columns, ranks)
     if most is None or not isinstance(tokens, int) or tokens <= most:
         return None
-    return f"more than {most} tokens of {ranks} ranks: a ring sends less"
+    return f"more than {most} tokens of {ranks} ranks: a ring sends less data"
 
 
 sample_inputs = sampler_of(AllReduceResidualNormArguments, sample_reduce)

@@ -1,10 +1,10 @@
-"""The CUDA lowering of `all_reduce_residual_norm`: one kernel that uses the ranks' shared memory,
+"""The CUDA lowering of `all_reduce_residual_norm`: one kernel that uses memory shared by the ranks,
 or the library's collective followed by a kernel.
 
-If the kernel fails on a rank, the op's reference cannot replace it: the reference would sum again,
-or wait for ranks that run the kernel. If the kernel after the library's collective fails, the rank
-continues with torch's own addition and norm. If the kernel in shared memory fails, the rank raises
-RankFailedError.
+If a kernel fails on a rank, the op's reference cannot replace it: the reference would sum again, or
+wait for ranks that run the kernel. If the kernel after the library's collective fails, the rank
+continues with torch's own addition and norm. If the kernel that uses shared memory fails, the rank
+raises RankFailedError.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from tilewright.ops.runtime.program import (
 
 log = logging.getLogger("tilewright")
 
-# Kernels of one rank that failed in this process, so that later calls do not try them.
+# Kernels of one rank that failed in this process. Later calls do not try them again.
 _failed: set[KernelSpec] = set()
-# Operands that stand for the ranks' shared memory until it exists.
+# Operands in place of the ranks' shared memory, before that memory exists.
 _SHARED = {"peers": Operand("i64"), "steps": Operand("i32"), "rank": 0}
 _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 
@@ -58,7 +58,7 @@ _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 def all_reduce_residual_norm_steps(
     a: Any, target: Target, config: ReduceConfig | None = None
 ) -> Steps:
-    """Runs the steps of a call. config: tiles to use instead of the plan's."""
+    """Performs the steps of a call. config: tiles to use instead of the tiles of the plan."""
     tokens, most = a.x.shape[0], most_tokens(a.x.shape[1], a.num_ranks)
     results = ((yield Buffer.like(a.x)), (yield Buffer.like(a.x)))
     if tokens == 0:
@@ -90,7 +90,7 @@ def _reduce(
     config: ReduceConfig,
 ) -> Launch:
     """Returns the launch of the kernel. summed: x, and the number of ranks whose parts the kernel
-    sums. shared: the ranks' shared memory."""
+    adds. shared: the memory that the ranks share."""
     x, num_ranks = summed
     tokens, columns = x.shape
     values = {
@@ -119,8 +119,8 @@ def _reduce(
 
 
 def _launched(step: Launch, summed: bool) -> Any:
-    """Runs a launch and returns whether it succeeded. summed: the ranks have already summed x, so a
-    failure must not lose the sum."""
+    """Performs a launch and returns whether it succeeded. summed: whether the ranks have already
+    summed x. If they have, a failure must not lose the sum."""
     if step.spec in _failed:
         return False
     try:
@@ -131,7 +131,7 @@ def _launched(step: Launch, summed: bool) -> Any:
         if not summed:
             raise
         _failed.add(step.spec)
-        log.exception("%s failed; torch adds the residual and takes the norm", step.spec.kernel)
+        log.exception("%s failed; torch adds the residual and computes the norm", step.spec.kernel)
         return False
     return True
 
@@ -139,21 +139,21 @@ def _launched(step: Launch, summed: bool) -> Any:
 def _through_peers(
     a: Any, results: tuple[torch.Tensor, ...], target: Target, config: ReduceConfig | None
 ) -> Any:
-    """Runs the kernel through shared memory and returns its tiles, or None if the ranks share no
-    memory."""
+    """Runs the kernel that uses shared memory and returns its tiles. Returns None if the ranks
+    share no memory."""
     columns, ranks = a.x.shape[1], a.num_ranks
     config = config or reduce_config(columns, ranks)
     step = _reduce(a, (a.x, ranks), results, _SHARED, target, config)
-    # Properties shared by all kernels that use the same memory. Addresses of tensors are not among
-    # them.
+    # The properties that all kernels with the same shared memory have in common. Addresses of
+    # tensors are not included.
     form = f"{ranks} x {TRITON_TYPES[a.x.dtype]}[{columns}] x{config.blocks}"
     nbytes = shared_bytes(config, ranks, a.x.element_size() * columns)
     flags = flags_shape(config, ranks)
     peers = Peers(a.group, form, _kind(a), nbytes, config.blocks, step.spec, flags)
     shared: PeerMemory | None = yield from _together(a.group, peers)
     if shared is None:
-        # During a capture the ranks share no memory. A later call may share some, and then all
-        # ranks must ask for it.
+        # During a capture, the ranks share no memory. A later call may share memory, and then all
+        # ranks must request it.
         yield NotRepeatable("the ranks share no memory")
         return None
     memory = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}
@@ -162,7 +162,7 @@ def _through_peers(
 
 
 def _together(group: str, step: Step) -> Any:
-    """Returns the answer of a step that all ranks perform, or that follows such a step. Raises
+    """Returns the result of a step that all ranks perform, or that follows such a step. Raises
     RankFailedError if the step fails on this rank."""
     try:
         return (yield step)
@@ -173,15 +173,15 @@ def _together(group: str, step: Step) -> Any:
 
 
 def _kind(a: Any) -> str:
-    """Returns the properties by which kernels of one form differ. They are the same on all ranks.
-    Addresses of tensors are not among them."""
+    """Returns the properties in which kernels of one form differ. They are the same on all ranks.
+    Addresses of tensors are not included."""
     weight = "none" if a.norm_weight is None else str(a.norm_weight.dtype)
     return f"norm {weight} {a.norm_eps} {a.norm_offset}"
 
 
 def _all_reduce(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    """Sums x over ranks into `out` with the functional collective, which keeps PyTorch's stream
-    order."""
+    """Sums x over ranks and writes the result to `out`. Uses the functional collective, which keeps
+    PyTorch's order of streams."""
     out.copy_(x)
     torch.ops._c10d_functional.all_reduce_(out, "sum", group)
     torch.ops._c10d_functional.wait_tensor(out)
@@ -197,7 +197,7 @@ def _residual_norm(
     eps: float,
     offset: float,
 ) -> None:
-    """Computes with PyTorch's own functions what the kernel of a single rank computes."""
+    """Computes the results of the kernel of a single rank with PyTorch's own functions."""
     total = x.float() + residual.float()
     summed.copy_(total)
     normed.copy_(apply_norm(total, weight, eps, offset=offset))

@@ -1,8 +1,9 @@
-"""Activations [T, K] stored as e4m3 codes, and the numbers they stand for.
+"""Activations [T, K] that are stored as e4m3 codes. They stand for these numbers:
 
     x[t, k] * x_scale[t, k // 128]
 
-x_scale is [T or 1, 1 or ceil(K / 128)]: an axis of length one is shared; None means 1.
+x_scale is [T or 1, 1 or ceil(K / 128)], and an axis of length one is shared. If it is None, all
+scales are 1.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ ACTIVATION_BLOCK = BLOCK
 
 @dataclass(frozen=True)
 class RowRounding(ArgumentGroup):
-    """A rounding of rows [.., K] to e4m3 codes with scales computed from the rows.
+    """The rounding of rows [.., K] to e4m3 codes. The scales are computed from the rows.
 
-    group: columns that share a scale, a power of two that divides K; 0 for all. rounded: scales and
-    quotients are rounded to the rows' dtype. zero_scale: takes the place of a computed scale of 0,
-    if positive. least: the smallest magnitude that a scale is computed from. least_divisor: the
-    smallest number by which numbers are divided.
+    - `group`: the number of columns that share a scale, a power of two that divides K; 0 if all
+      columns share one.
+    - `rounded`: whether scales and quotients are rounded to the dtype of the rows.
+    - `zero_scale`: if it is positive, it replaces a computed scale of 0.
+    - `least`: the smallest magnitude from which a scale is computed.
+    - `least_divisor`: the smallest number by which numbers are divided.
     """
 
     group: int = 0
@@ -48,7 +51,8 @@ class RowRounding(ArgumentGroup):
     least_divisor: float = 0.0
 
     def check(self, op: str, rows: str, columns: int) -> None:
-        """Raises ArgumentError for bad fields. rows: the argument name of the rows."""
+        """Raises ArgumentError if a field is invalid. rows: the name of the argument that has the
+        rows."""
         for field in ("zero_scale", "least", "least_divisor"):
             check_number(op, self.named(field), getattr(self, field), 0)
         if columns == 0:
@@ -59,7 +63,7 @@ class RowRounding(ArgumentGroup):
             raise ArgumentError(op, self.named("group"), expected, self.group)
 
     def in_groups(self, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-        """Returns x [.., K] as [.., K / group, group], in the dtype in which it is divided."""
+        """Returns x [.., K] as [.., K / group, group], in the dtype in which it will be divided."""
         inner = x.dtype if self.rounded else compute
         return x.to(inner).unflatten(-1, (-1, self.group or x.shape[-1]))
 
@@ -75,7 +79,7 @@ class RowRounding(ArgumentGroup):
         return (groups / divisor).clamp(-E4M3_MAX, E4M3_MAX).to(ACTIVATION_CODES)
 
     def decoded(self, x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-        """Returns the numbers that the codes of x [.., K] stand for, in `compute`."""
+        """Returns x [.., K] after rounding to codes and decoding, in the dtype `compute`."""
         groups = self.in_groups(x, compute)
         scale = self.scales(groups)
         codes = self.codes(groups, scale)
@@ -83,7 +87,7 @@ class RowRounding(ArgumentGroup):
 
 
 def check_x_scale(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> None:
-    """Raises ArgumentError unless the scale fits the codes x [T, K]. Reads metadata only."""
+    """Raises ArgumentError unless the scale fits the codes x [T, K]. Reads only metadata."""
     if x_scale is None:
         return
     check_dtype(op, "x_scale", x_scale, FLOAT_DTYPES)
@@ -98,8 +102,8 @@ def check_x_scale(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> Non
 
 
 def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
-    """Raises ArgumentError unless out_dtype is given for codes, and is None or x's own dtype
-    otherwise."""
+    """Raises ArgumentError unless out_dtype is correct for x. If x has codes, out_dtype must be
+    given. If not, it must be None or x's own dtype."""
     allowed = FLOAT_DTYPES[:3] if x_dtype == ACTIVATION_CODES else (None, x_dtype)
     if out_dtype not in allowed:
         expected = " or ".join(map(str, allowed))

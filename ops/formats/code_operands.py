@@ -1,7 +1,7 @@
 """Static data and operands of kernels that read quantised weights.
 
-Kernels read the stored words in place. Bytes of two nibbles are viewed as 32-bit words if they fill
-whole words.
+Kernels read the stored words in place. If bytes of two nibbles fill whole 32-bit words, they are
+viewed as 32-bit words.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tilewright.ops.formats.weight import Weight
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand
 
-# The fewest columns that must share a scale before kernels read bytes as 32-bit words, unless
-# scales are multiplied in registers.
+# Kernels read bytes as 32-bit words only if at least this many columns share a scale, or if scales
+# are multiplied in registers.
 _WORD_COLUMNS = 32
 
 
 def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
-    """Returns the data of an op's quantised weights in the dtype that its kernels read."""
+    """Returns the data of an op's quantised weights, in the dtype that its kernels read."""
     given = [None if weight is None else weight.data for weight in weights]
     pairs = [weight is None or _packs_columns(weight) for weight in weights]
     if (
@@ -35,14 +35,14 @@ def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
 
 
 def dot_words(data: torch.Tensor | None, per: int) -> torch.Tensor | None:
-    """Returns words of `code_words` as dot products read them. per: codes in a word. Words of four
-    codes are bytes, which are viewed as 32-bit words."""
+    """Returns words of `code_words` in the dtype that dot products read. per: the number of codes
+    in a word. Words of four codes are stored as bytes, and are viewed as 32-bit words."""
     return data.view(torch.int32) if data is not None and per == 4 else data
 
 
 def scales_fill_words(weights: Sequence[Weight | None]) -> bool:
-    """Whether kernels may read bytes as 32-bit words: each scale covers enough columns, or it can
-    be multiplied with the numbers in registers."""
+    """Whether kernels may read bytes as 32-bit words. They may if each scale covers enough columns,
+    or if scales can be multiplied with the numbers in registers."""
     return all(weight is None or _scale_fills_words(weight) for weight in weights)
 
 
@@ -56,7 +56,8 @@ def _scale_fills_words(weight: Weight) -> bool:
 
 
 def _packs_columns(weight: Weight) -> bool:
-    """Whether nibbles lie along K, in an order that kernels also support for 32-bit words."""
+    """Whether the nibbles of a byte belong to adjacent columns, in an order that kernels also
+    support for 32-bit words."""
     form = weight.format
     if form is None or form.packed_axis != -1:
         return False
@@ -77,7 +78,7 @@ def fills_words(data: torch.Tensor) -> bool:
 
 def quantization_of(weights: Sequence[Weight | None], words: torch.dtype) -> Quantization:
     """Returns the static data of an op's quantised weights. The first weight must be given. words:
-    the dtype that kernels read. If the weights do not share a property, `differs` names it."""
+    the dtype that kernels read. If the weights differ in a property, `differs` describes it."""
     first, form = weights[0], weights[0].format if weights[0] else None
     assert first is not None
     assert form is not None
@@ -97,7 +98,8 @@ def quantization_of(weights: Sequence[Weight | None], words: torch.dtype) -> Qua
 
 
 def _order(weight: Weight, words: torch.dtype) -> tuple[int, ...]:
-    """Returns the order of the nibbles in the words that kernels read; empty means ascending."""
+    """Returns the order of the nibbles in the words that kernels read. An empty order means
+    ascending."""
     order = tuple(weight.nibble_order)
     if words == weight.data.dtype:
         return order
@@ -105,14 +107,13 @@ def _order(weight: Weight, words: torch.dtype) -> tuple[int, ...]:
 
 
 def differences(weights: Sequence[Weight | None]) -> str:
-    """Returns which property of scales or zeros the weights do not share; empty if they share
-    all."""
+    """Returns in which property of scales or zeros the weights differ; "" if they do not differ."""
     packed = [weight is not None and weight.has_packed_zeros for weight in weights]
     return _differences(weights, packed)
 
 
 def _differences(weights: Sequence[Weight | None], packed: Sequence[bool]) -> str:
-    """Implements `differences`. packed: whether each weight has packed zeros."""
+    """Implements `differences`. packed: whether the zeros of each weight are packed."""
     pairs = [(one, words) for one, words in zip(weights, packed, strict=True) if one is not None]
     kinds = {one.zero if one.zero is None else (one.zero.dtype, words) for one, words in pairs}
     if len(kinds) > 1:
@@ -122,8 +123,8 @@ def _differences(weights: Sequence[Weight | None], packed: Sequence[bool]) -> st
 
 
 def blocks_operand(blocks: torch.Tensor | None) -> Operand | None:
-    """Returns scales or zeros as an operand. An axis of length one gets stride 0, so that kernels
-    may read it at any block."""
+    """Returns scales or zeros as an operand. An axis of length one has the stride 0, so that
+    kernels may read it for any block."""
     if blocks is None:
         return None
     sizes = zip(blocks.shape, blocks.stride(), strict=True)

@@ -9,8 +9,8 @@ mxfp4    [E, N, K/2] uint8                   e8m0 as uint8 [E, N, K/32]
 
 A byte of two codes has the code of the even k in its low nibble.
 
-Strides are free, so weights stored [E, K, N] arrive as transposed views. Quantised weights may have
-one more factor per expert, fp32 [E] (NVFP4's second level).
+Strides may have any values, so weights stored as [E, K, N] are passed as transposed views.
+Quantised weights may have one more factor for each expert, fp32 [E] (the second level of NVFP4).
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ from tilewright.ops.runtime.dtypes import torch_types
 
 @dataclass(frozen=True)
 class ExpertWeight(StoredWeight):
-    """The weight [E, N, K] of a mixture's experts with its scales and bias; see the module.
+    """The weight [E, N, K] of a mixture's experts, with its scales and bias.
 
-    data: numbers, or codes as `weight_format` stores them. bias: [E, N].
+    Attributes:
+        data: The numbers, or the codes as `weight_format` stores them.
+        expert_scale: fp32 [E], one more factor for each expert.
+        bias: [E, N].
     """
 
     expert_scale: torch.Tensor | None = None
@@ -49,14 +52,15 @@ class ExpertWeight(StoredWeight):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; (1, 1) for a weight without scales."""
+        """How many rows and columns share a scale; (1, 1) if the weight has no scales."""
         if self.scale is None:
             return 1, 1
         fixed = WEIGHT_FORMATS[self.weight_format].expert_block
         return fixed or (self.scale_block[0], self.scale_block[1])
 
     def expert(self, index: int, dtype: torch.dtype) -> Weight:
-        """Returns the weight [N, K] of one expert, with all its factors in one scale of `dtype`."""
+        """Returns the weight [N, K] of one expert. All its factors are multiplied into one scale of
+        `dtype`."""
         bias = None if self.bias is None else self.bias[index]
         if self.scale is None or self.format is None:
             return Weight(self.data[index], bias=bias)
@@ -70,8 +74,10 @@ class ExpertWeight(StoredWeight):
     def check(
         self, op: str, x: torch.Tensor, sizes: Sequence[Any], bias_dtypes: Sequence[torch.dtype]
     ) -> None:
-        """Checks that storage, scales and blocks fit each other and x's device. sizes: E, N and K,
-        None for any. A dense weight must have x's dtype. Reads metadata only; raises ArgumentError.
+        """Checks that storage, scales and blocks fit each other and x's device. A dense weight must
+        have x's dtype. Reads only metadata. Raises ArgumentError.
+
+        sizes: the expected E, N and K; None for any size.
         """
         check_choice(op, "weight_format", self.weight_format, expert_formats())
         name, device, dtypes = self.named("data"), x.device, self.dtypes or (x.dtype,)

@@ -1,8 +1,9 @@
 """E2M1, the 4-bit float of NVFP4 and MXFP4: codes, packing, rounding.
 
-A code is sign (1 bit), exponent (2), mantissa (1): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
-Two codes share a byte, the element of even index in the low nibble: the order of
-`torch.float4_e2m1fn_x2`, cuBLAS and the OCP formats.
+A code has a sign (1 bit), an exponent (2 bits) and a mantissa (1 bit). It stands for 0, 0.5, 1,
+1.5, 2, 3, 4 or 6, or the negative of one of them. Two codes share a byte, and the element of even
+index is in the low nibble. `torch.float4_e2m1fn_x2`, cuBLAS and the OCP formats have the same
+order.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from tilewright.ops.formats.quantized_weight import pack_nibbles, unpack_nibbles
 MAX = 6.0
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-# Midpoints of neighbouring magnitudes. A tie goes to the even code, which is the higher one at
-# every second midpoint.
+# The midpoints of neighbouring magnitudes. A tie is rounded to the even code. At every second
+# midpoint, this is the higher code.
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
-    """Returns the nearest E2M1 code of each element, ties to even, saturating: uint8 of x's shape.
+    """Returns the nearest E2M1 code of each element, as uint8 of x's shape. Ties are rounded to
+    even, and large numbers saturate.
 
-    NaN becomes +6, since the format has no NaN. x is of any float dtype; -0 keeps its sign.
+    A NaN becomes +6, because the format has no NaN. x may have any float dtype. -0 keeps its sign.
     """
     magnitude = x.abs().nan_to_num(nan=MAX, posinf=MAX)
     code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
@@ -33,8 +35,8 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns the value of each code (uint8 0..15), exact in every float dtype of 4 bits or
-    more."""
+    """Returns the value of each code (uint8 0..15). Every float dtype of 4 or more bits represents
+    it exactly."""
     table = torch.tensor((*MAGNITUDES, *(-m for m in MAGNITUDES)), dtype=dtype, device=codes.device)
     return table[codes.long()]
 
@@ -50,5 +52,5 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Unpacks bytes [..., K/2] into codes [..., K]; the inverse of `pack`."""
+    """Unpacks bytes [..., K/2] into codes [..., K]. This is the inverse of `pack`."""
     return unpack_nibbles(packed, -1).to(torch.uint8)

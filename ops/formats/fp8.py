@@ -1,4 +1,4 @@
-"""8-bit floats, and casts of numbers outside their range."""
+"""8-bit floats, and casts of numbers that are outside of their range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: The dtypes whose cast saturates in this release of torch, on every device. The cast to
 #: float8_e4m3fn saturates in newer releases and gives NaN in older ones. The cast to float8_e5m2
-#: saturates in no release: it gives infinity.
+#: saturates in no release; it gives infinity.
 SATURATED_BY_TORCH = frozenset(
     dtype
     for dtype in FP8_DTYPES
@@ -16,8 +16,9 @@ SATURATED_BY_TORCH = frozenset(
 
 
 def saturating_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds `values` to `dtype`. A number outside an 8-bit float's range, or an infinity, becomes
-    the largest finite number (448 or 57344). NaN stays NaN; wider dtypes keep their infinities."""
+    """Rounds `values` to `dtype`. A number outside the range of an 8-bit float, or an infinity,
+    becomes the largest finite number (448 or 57344). NaN stays NaN. Wider dtypes keep their
+    infinities."""
     if dtype in FP8_DTYPES:
         limit = torch.finfo(dtype).max
         values = values.clamp(-limit, limit)
@@ -25,8 +26,8 @@ def saturating_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def overflowing_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds `values` to `dtype`. A number outside an 8-bit float's range becomes infinity, or NaN
-    in float8_e4m3fn, which has no infinity."""
+    """Rounds `values` to `dtype`. A number outside the range of an 8-bit float becomes infinity, or
+    NaN in float8_e4m3fn, which has no infinity."""
     rounded = saturating_cast(values, dtype)
     if dtype not in FP8_DTYPES:
         return rounded
@@ -36,8 +37,9 @@ def overflowing_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whether numbers, rounded to nearest even, are in an 8-bit float's range. The range ends half
-    a step beyond the largest number, whose last bit decides a tie. True for NaN."""
+    """Whether numbers are in the range of an 8-bit float after they are rounded to nearest even.
+    The range ends half a step above the largest number, and the last bit of the largest number
+    decides a tie. The result is True for NaN."""
     if dtype == torch.float8_e4m3fn:
         return ~(values.abs() > 464.0)
     return ~(values.abs() >= 61440.0)

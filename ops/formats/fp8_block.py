@@ -1,12 +1,12 @@
-"""Block-scaled float8_e4m3fn as in DeepSeek-V3: one fp32 scale for 128 columns of an activation's
-row, and one for 128 rows and 128 columns of a weight.
+"""Block-scaled float8_e4m3fn as in DeepSeek-V3. There is one fp32 scale for 128 columns of an
+activation's row, and one for 128 rows and 128 columns of a weight.
 
     scale = min(amax, cap) / 448        cap: optional, infinite by default
-    code  = e4m3(clamp(x / scale, ±448))        all zeros where 1 / scale is zero or not finite
+    code  = e4m3(clamp(x / scale, ±448))        all zeros if 1 / scale is zero or not finite
 
-Zero blocks, and blocks below fp32's normal range, therefore become zeros, and no number becomes
-NaN. The quotient x / scale is computed as x * (1 / scale) in fp32, and each of the two operations
-rounds once.
+Therefore blocks of zeros, and blocks below the normal range of fp32, become zeros, and no number
+becomes NaN. The quotient x / scale is computed as x * (1 / scale) in fp32, and each of these two
+operations rounds once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def dequantize(
     block: tuple[int, int] = (BLOCK, BLOCK),
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Returns codes [..., N, K] times the scale of each block; use block (1, 128) for
-    activations."""
+    """Returns codes [..., N, K] times the scale of each block. For activations, use the block (1,
+    128)."""
     wide = torch.promote_types(dtype, torch.float32)
     rows, columns = codes.shape[-2:]
     # A block may be larger than the tensor.
@@ -67,8 +67,8 @@ def _quantize(
 
 
 def _pad(x: torch.Tensor, row_block: int, column_block: int) -> torch.Tensor:
-    """Pads the last two dimensions of x with zeros to whole blocks. With row_block 1, pads the last
-    one only."""
+    """Pads the last two dimensions of x with zeros to whole blocks. If row_block is 1, pads only
+    the last dimension."""
     columns = -x.shape[-1] % column_block
     rows = -x.shape[-2] % row_block if row_block > 1 else 0
     return torch.nn.functional.pad(x, (0, columns, 0, rows) if rows else (0, columns))

@@ -5,8 +5,8 @@
     zeros    uint32 [K / g, N / 8], optional: nibble i of word (j, m) is the zero point of row
              8 m + i; without zeros, the zero point is 8
 
-The sections follow each other. R is the smallest number of rows of N bytes that holds the sections.
-Without zeros, R is exactly K / g * (2 + g / 2).
+The sections are stored one after another. R is the smallest number of rows of N bytes that holds
+all sections. Without zeros, R is exactly K / g * (2 + g / 2).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SYMMETRIC_ZERO = 8
 
 @dataclass(frozen=True)
 class GptqSections:
-    """Views of a buffer, rows first: words [N, K / 8] int32, scales [N, K / g] fp16, and zeros [N /
-    8, K / g] int32 or None."""
+    """Views of the sections of a buffer, with rows as the first dimension: words int32 [N, K / 8],
+    scales fp16 [N, K / g], and zeros int32 [N / 8, K / g] or None."""
 
     words: torch.Tensor
     scales: torch.Tensor
@@ -32,14 +32,14 @@ class GptqSections:
 
 
 def buffer_rows(hidden: int, group_size: int, has_zp: bool) -> int:
-    """Returns R for K = hidden."""
+    """Returns R for a buffer with K = hidden."""
     halves = hidden + 4 * (hidden // group_size) + (hidden // group_size if has_zp else 0)
     return -(-halves // 2)
 
 
 def sections(buffer: torch.Tensor, hidden: int, group_size: int, has_zp: bool) -> GptqSections:
-    """Returns the sections of a contiguous buffer [R, N]. N must be a multiple of 8, K of 8 and of
-    the group size."""
+    """Returns the sections of a contiguous buffer [R, N]. N must be a multiple of 8, and K a
+    multiple of 8 and of the group size."""
     rows, flat, groups = buffer.shape[1], buffer.view(-1), hidden // group_size
     ends = [rows * hidden // 2]
     ends.append(ends[0] + 2 * groups * rows)

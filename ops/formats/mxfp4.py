@@ -1,10 +1,10 @@
-"""MXFP4 of the OCP Microscaling specification: E2M1 elements, one power of two for 32 elements
+"""MXFP4 of the OCP Microscaling specification: E2M1 elements, with one power of two for 32 elements
 along K.
 
     value = e2m1(code) * 2 ** (scale - 127)          scale: e8m0 as uint8; 255 is NaN
 
-Quantisation: the scale is 2 ** (floor(log2(amax)) - 2), clamped to e8m0's range; elements round to
-nearest even and saturate. A block of zeros has scale 0 (2 ** -127).
+To quantise a block, the scale is set to 2 ** (floor(log2(amax)) - 2), clamped to e8m0's range.
+Elements are rounded to nearest even and saturate. A block of zeros has scale 0 (2 ** -127).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _ELEMENT_EXPONENT = 2
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (packed uint8 [..., K/2], e8m0 scales uint8 [..., K/32]) of x [..., K].
 
-    A block that holds a NaN or an infinity gets the NaN scale. Raises ValueError unless 32 divides
-    K.
+    A block that has a NaN or an infinity gets the NaN scale. Raises ValueError unless 32 divides K.
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"x: expected a last dimension that 32 divides, got {list(x.shape)}")
@@ -42,8 +41,8 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(
     packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Returns x [..., K] from packed [..., K/2] and e8m0 scales [..., K/32]. Exact in bfloat16 and
-    wider, except where the smallest scales push a number below the dtype's range."""
+    """Returns x [..., K] from packed [..., K/2] and e8m0 scales [..., K/32]. The result is exact in
+    bfloat16 and wider dtypes, unless a very small scale moves a number below the dtype's range."""
     values = fp4.decode(fp4.unpack(packed), torch.float64).unflatten(-1, (-1, BLOCK))
     exponent = (scales.to(torch.int32) - BIAS)[..., None]
     out = torch.where(scales[..., None] == NAN_SCALE, torch.nan, torch.ldexp(values, exponent))

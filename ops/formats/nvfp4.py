@@ -1,16 +1,18 @@
-"""NVFP4: E2M1 elements with one e4m3 scale for 16 elements along K, and one fp32 factor per tensor.
+"""NVFP4: E2M1 elements, with one e4m3 scale for 16 elements along K and one fp32 factor for each
+tensor.
 
     value = e2m1(code) * scale[k // 16] / tensor_scale
 
-Quantisation follows exactly this order, in fp32 with IEEE division (not the hardware's approximate
-reciprocal), so that the results are the same on every device:
+Quantisation computes these steps in this order, in fp32 with IEEE division (not the hardware's
+approximate reciprocal). Therefore the results are the same on every device:
 
     amax  = max |x| over the block
     scale = e4m3((tensor_scale * amax) / 6)         nearest even, saturating at 448; stored
     code  = e2m1(x * (tensor_scale / scale))        0 where the stored scale is 0
 
-A block whose scale rounds to zero is all zeros: its elements are below the format's resolution. NaN
-and infinities in x saturate. In the 128x4 layout, rows and K-scales past the data are zero.
+If the scale of a block rounds to zero, the whole block is zeros, because its elements are below the
+format's resolution. NaN and infinities in x saturate. In the 128x4 layout, rows and scales past the
+data are zero.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ E4M3_MAX = 448.0
 def quantize(
     x: torch.Tensor, tensor_scale: float | torch.Tensor = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (packed uint8 [..., K/2], scales float8_e4m3fn [..., K/16], row-major) of x [..., K].
+    """Returns (packed uint8 [..., K/2], row-major scales float8_e4m3fn [..., K/16]) of x [..., K].
 
-    tensor_scale: a number, or fp32 that broadcasts to x.shape[:-1]. Raises ValueError unless 16
-    divides K and a given number is positive and finite.
+    tensor_scale: a number, or an fp32 tensor that broadcasts to x.shape[:-1]. Raises ValueError
+    unless 16 divides K, and unless a given number is positive and finite.
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"x: expected a last dimension that 16 divides, got {list(x.shape)}")
@@ -65,8 +67,8 @@ def dequantize(
 ) -> torch.Tensor:
     """Returns x [..., K] from packed [..., K/2] and row-major scales [..., K/16].
 
-    With tensor_scale 1 the result is exact in bfloat16 and wider: 2 + 4 significant bits. The sign
-    of a scale is ignored, as the tensor core ignores it.
+    If tensor_scale is 1, the result is exact in bfloat16 and wider dtypes, because it has 2 + 4
+    significant bits. The sign of a scale is ignored, because the tensor core ignores it too.
     """
     wide = torch.promote_types(dtype, torch.float32)
     values = fp4.decode(fp4.unpack(packed), wide).unflatten(-1, (-1, BLOCK))
@@ -79,12 +81,13 @@ def dequantize(
 def quantize_grouped(
     x: torch.Tensor, group_offsets: torch.Tensor, tensor_scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (packed [T, K/2], 5-D scales [S, ceil(K/64), 32, 4, 4]) of the rows of a grouped
+    """Returns (packed [T, K/2], 5-D scales [S, ceil(K/64), 32, 4, 4]) for the rows of a grouped
     GEMM.
 
-    x [T, K] has rows sorted by group; group_offsets int [G + 1]; tensor_scales fp32 [G], None for
-    1. S = ceil(T/128) + G blocks, which suffices for any split. Rows that belong to no group become
-    zeros.
+    x [T, K] has rows sorted by group. S is ceil(T/128) + G blocks, which suffices for any sizes of
+    the groups. Rows that belong to no group become zeros.
+
+    group_offsets: int [G + 1]. tensor_scales: fp32 [G]; None for scales of 1.
     """
     group = group_of_rows(group_offsets[1:], x.shape[0])
     num_groups = group_offsets.shape[0] - 1
@@ -97,18 +100,19 @@ def quantize_grouped(
 
 
 def layout_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Returns row-major scales [..., R, C] of weights in the 128x4 layout, zero padded."""
+    """Returns the row-major scales [..., R, C] of weights in the 128x4 layout, padded with
+    zeros."""
     return swizzle(scales.view(torch.uint8)).view(scales.dtype)
 
 
 def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
-    """Returns row-major scales [T, C] of sorted rows in the 5-D layout, each group in its own
-    blocks."""
+    """Returns the row-major scales [T, C] of sorted rows in the 5-D layout, in which each group has
+    its own blocks."""
     num_tokens, columns = scales.shape
     num_blocks = max_scale_blocks(num_tokens, group_offsets.shape[0] - 1)
     rows = scale_rows(group_offsets, group_scale_offsets(group_offsets), num_tokens)
-    # Scales are copied as bytes, since not every device indexes fp8. Rows that belong to no group
-    # go to an extra row, which is cut off below.
+    # Copy scales as bytes, because not every device can index fp8. Rows that belong to no group are
+    # copied to an additional row, which is removed below.
     last = num_blocks * BLOCK_ROWS
     space = torch.zeros(last + 1, columns, dtype=torch.uint8, device=scales.device)
     space[torch.where(rows < 0, last, rows)] = scales.view(torch.uint8)
@@ -118,7 +122,7 @@ def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Ten
 def read_scales(
     layout: torch.Tensor, group_offsets: torch.Tensor, deltas: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Returns row-major scales [T, C] from the 5-D layout; rows that belong to no group are zero.
+    """Returns row-major scales [T, C] from the 5-D layout. Rows that belong to no group are zero.
     shape: (T, C)."""
     num_tokens, columns = shape
     rows = scale_rows(group_offsets, deltas, num_tokens)

@@ -1,10 +1,10 @@
 """The geometry of a K or V cache: a 4-D strided window on the caller's tensor.
 
 All layouts in use differ only in strides and offset: `[P, S, H, D]` (vLLM, flat slots), `[P, H, S,
-D]`, a StaticCache `[B, H, L, D]` (a page per sequence), one tensor for both K and V (`[2, P, S, H,
-D]`, `[P, 2, L, S, H, D]`). A fused op takes the caller's own tensor, the *base*, together with the
-nine integers of a window. It never takes a view of the base: under functionalisation a mutated view
-costs a copy of the whole cache, and a mutated graph input costs nothing.
+D]`, a StaticCache `[B, H, L, D]` (a page for each sequence), and one tensor for both K and V (`[2,
+P, S, H, D]`, `[P, 2, L, S, H, D]`). A fused op takes the caller's own tensor, the *base*, together
+with the nine integers of a window. It never takes a view of the base: under functionalisation, a
+mutated view costs a copy of the whole cache, and a mutated graph input costs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewright.ops.checks import holds, proven
 class CacheWindow:
     """A window with axes [num_pages, page_size, num_kv_heads, head_dim] on a base tensor.
 
-    Strides and `offset` count elements; `offset` is relative to the base's own first element. The
+    Strides and `offset` count elements. `offset` is relative to the first element of the base. The
     fields may be symbolic integers while a graph is traced.
     """
 
@@ -39,8 +39,8 @@ class CacheWindow:
 
     @classmethod
     def from_ints(cls, values: Sequence[Any]) -> CacheWindow:
-        """Makes a window from nine integers; the inverse of `to_ints`. Raises ValueError unless
-        there are nine."""
+        """Makes a window from nine integers. This is the inverse of `to_ints`. Raises ValueError
+        for another number of integers."""
         if len(values) != 9:
             raise ValueError(
                 "a cache window is 9 integers (num_pages, page_size, num_kv_heads, head_dim, "
@@ -53,8 +53,8 @@ class CacheWindow:
         """Returns the window of a 4-D view [num_pages, page_size, num_kv_heads, head_dim] of
         `base`.
 
-        Permute and slice `base` until its axes are in this order. Raises ValueError for another
-        rank.
+        Permute and slice `base` until its axes have this order. Raises ValueError if the view has
+        another rank.
         """
         if view.dim() != 4:
             raise ValueError(f"view: expected 4 axes [P, S, H, D], got shape {list(view.shape)}")
@@ -86,7 +86,7 @@ class CacheWindow:
     @classmethod
     def max_pair(cls, base: torch.Tensor, layer: int) -> tuple[CacheWindow, CacheWindow]:
         """Returns the windows of K and V of one layer in a base [num_pages, 2, num_layers,
-        page_size, num_kv_heads, head_dim], the block pool of Modular MAX."""
+        page_size, num_kv_heads, head_dim]. This is the block pool of Modular MAX."""
         return cls.of(base[:, 0, layer], base), cls.of(base[:, 1, layer], base)
 
     def to_ints(self) -> list[Any]:
@@ -102,12 +102,12 @@ class CacheWindow:
 
     @property
     def capacity(self) -> Any:
-        """Tokens the window can hold."""
+        """The number of tokens that the window has room for."""
         return self.num_pages * self.page_size
 
     @property
     def extent(self) -> Any:
-        """Number of elements from the window's first element to its last, inclusive. The window
+        """The number of elements from the window's first element to its last, inclusive. The window
         must not be empty."""
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
@@ -116,10 +116,10 @@ class CacheWindow:
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
 
     def provably_disjoint(self, other: CacheWindow) -> bool:
-        """Whether two windows on the same base share no element.
+        """Whether two windows on the same base certainly share no element.
 
         The answer is exact for integer windows whose axes nest. With symbolic sizes, True means
-        that it is proven.
+        that this is proven.
         """
         apart = other.offset - self.offset
         return strided_disjoint(self.shape, self.strides, other.shape, other.strides, apart)
@@ -132,8 +132,8 @@ class CacheWindow:
 def in_bytes(
     shape: Sequence[Any], strides: Sequence[Any], itemsize: int
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the shape and strides of an array viewed as bytes: the last axis holds an element's
-    bytes."""
+    """Returns the shape and strides of an array that is viewed as bytes. The last axis has the
+    bytes of an element."""
     return (*shape, itemsize), (*(stride * itemsize for stride in strides), 1)
 
 
@@ -144,15 +144,15 @@ def strided_disjoint(
     strides_b: Sequence[Any],
     apart: Any,
 ) -> bool:
-    """Whether two strided arrays share no element; b starts `apart` elements after a."""
+    """Whether two strided arrays share no element. b starts `apart` elements after a."""
     if any(proven(size == 0) for size in (*shape_a, *shape_b)):
         return True
     reach_a = sum((n - 1) * s for n, s in zip(shape_a, strides_a, strict=True))
     reach_b = sum((n - 1) * s for n, s in zip(shape_b, strides_b, strict=True))
     if proven(apart > reach_a) or proven(-apart > reach_b):
         return True
-    # The strides of both arrays' axes, each with the range [low, high] that the difference of the
-    # two indices may have.
+    # Maps the strides of the axes of both arrays to the range [low, high] of the difference between
+    # two indices along the axis.
     bounds: dict[Any, tuple[Any, Any]] = {}
     for size, stride in zip(shape_a, strides_a, strict=True):
         low, high = bounds.get(stride, (0, 0))
@@ -167,8 +167,8 @@ _Term = tuple[Any, Any, Any]
 
 
 def _may_meet(terms: list[_Term], target: Any) -> bool:
-    """Whether some choice of steps sums to `target`. Solves a bounded linear equation, beginning
-    with the largest stride. For nested axes, each level leaves one or two candidates."""
+    """Whether some choice of steps sums to `target`. This solves a bounded linear equation,
+    beginning with the largest stride. For nested axes, each level has one or two candidates."""
     if not isinstance(target, int) or not all(isinstance(term[0], int) for term in terms):
         return True
     ordered = sorted((term for term in terms if term[0] > 0), reverse=True, key=lambda t: t[0])
@@ -198,8 +198,8 @@ def _reachable(terms: list[_Term], target: int, budget: list[int]) -> bool:
 
 
 def axes_nest(window: CacheWindow) -> bool:
-    """Whether different indices always reach different elements: each stride steps over all
-    elements of the axes inside it. False only if it is known that they do not."""
+    """Whether different indices always give different elements: each stride is larger than the
+    extent of all axes inside it. The result is False only if this is known not to hold."""
     axes = [
         (stride, size)
         for size, stride in zip(window.shape, window.strides, strict=True)
@@ -216,6 +216,6 @@ def axes_nest(window: CacheWindow) -> bool:
 
 
 def slot_limit(window: CacheWindow, slots: str) -> Any:
-    """Returns the end of the range of slots. Flat slots count through the whole cache; slots per
+    """Returns the end of the range of slots. Flat slots count through the whole cache. Slots per
     sequence count within a page."""
     return window.page_size if slots == "per_sequence" else window.capacity

@@ -1,8 +1,9 @@
 """Codes of 4 or 8 bits in stored elements, and values that blocks of a weight share.
 
-A nibble is an unsigned code 0..15. A word holds two (uint8) or eight (int32), and `order` says
-where: element `i * per + j`, with `per` nibbles in a word, is at bits `4 * order[j]` of word i.
-AWQ's int32 words have the order [0, 4, 1, 5, 2, 6, 3, 7]; all other formats count up.
+A nibble is an unsigned code 0..15. A word has two nibbles (uint8) or eight (int32). `order` gives
+their places: with `per` nibbles in a word, element `i * per + j` is at bits `4 * order[j]` of word
+i. AWQ's int32 words have the order [0, 4, 1, 5, 2, 6, 3, 7]. All other formats have ascending
+order.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def unpack_nibbles(words: torch.Tensor, axis: int, order: Sequence[int] = ()) ->
 def pack_nibbles(
     codes: torch.Tensor, dtype: torch.dtype, axis: int, order: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Packs codes 0..15 into words of `dtype`, contiguous; the inverse of `unpack_nibbles`.
+    """Packs codes 0..15 into words of `dtype`. The result is contiguous. This is the inverse of
+    `unpack_nibbles`.
 
-    Raises ValueError where the axis does not fill whole words.
+    Raises ValueError if the axis does not fill whole words.
     """
     per = nibbles_per_word(dtype)
     if codes.shape[axis] % per:
@@ -50,8 +52,8 @@ def _order(dtype: torch.dtype, order: Sequence[int]) -> list[int]:
 
 
 def expand_blocks(blocks: torch.Tensor, shape: Sequence[int], block: Sequence[int]) -> torch.Tensor:
-    """Expands values per block [ceil(rows / bn), ceil(columns / bk)] to values per element of
-    `shape`."""
+    """Expands one value for each block [ceil(rows / bn), ceil(columns / bk)] to one value for each
+    element of `shape`."""
     for axis in range(2):
         if blocks.shape[axis] == 1:
             continue
@@ -60,5 +62,5 @@ def expand_blocks(blocks: torch.Tensor, shape: Sequence[int], block: Sequence[in
 
 
 def zeros_are_packed(zero: torch.Tensor, rows: int, block: Sequence[int]) -> bool:
-    """Whether int32 zeros are words of eight rows each, judged by their shape."""
+    """Whether int32 zeros are words that hold the zeros of eight rows, according to their shape."""
     return zero.dtype == torch.int32 and zero.shape[0] * 8 * block[0] == rows

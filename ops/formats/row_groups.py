@@ -1,8 +1,8 @@
-"""Rows sorted by group, as grouped GEMMs take them: the group of each row, and checks.
+"""Rows that are sorted by group, as grouped GEMMs expect them: the group of each row, and checks.
 
-`group_ends` [G] are inclusive prefix sums of the group sizes (torch's `offs`): group g owns rows
+`group_ends` [G] are inclusive prefix sums of the group sizes (torch's `offs`). Group g has the rows
 [group_ends[g - 1], group_ends[g]). Rows from the last end on belong to no group. `expert_ids` [G]
-names each group's weight; -1 means no expert, and the group's rows become zeros.
+has the number of each group's weight. -1 means no expert, and the rows of the group become zeros.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def check_offsets(
     *,
     ends: bool = False,
 ) -> None:
-    """Checks the metadata of row offsets: exclusive starts [G + 1], or with `ends` the end of each
-    group [G]. Raises ArgumentError."""
+    """Checks the metadata of row offsets. They are exclusive starts [G + 1] or, with `ends`, the
+    end of each group [G]. Raises ArgumentError."""
     check_operand(op, name, offsets, "[G]" if ends else "[G + 1]", (None,), dtypes, device)
     if not ends and not holds(offsets.shape[0] >= 1):
         raise ArgumentError(op, name, "at least the first offset, 0", "no elements")
@@ -37,8 +37,8 @@ def check_offsets(
 def check_offset_values(
     op: str, name: str, offsets: torch.Tensor, num_rows: int, *, ends: bool = False
 ) -> None:
-    """Checks that row offsets (see check_offsets) begin at 0, do not decrease and do not exceed the
-    number of rows. Raises ArgumentError."""
+    """Checks that row offsets (see check_offsets) begin at 0, do not decrease, and do not exceed
+    the number of rows. Raises ArgumentError."""
     if not ends and int(offsets[0]) != 0:
         raise ArgumentError(op, name, "0 as the first", int(offsets[0]))
     stops = offsets.long() if ends else offsets.long()[1:]
@@ -52,7 +52,8 @@ def check_offset_values(
 
 
 def check_expert_values(op: str, name: str, ids: torch.Tensor | None, num_experts: int) -> None:
-    """Checks that expert numbers, if given, lie in [-1, num_experts). Raises ArgumentError."""
+    """Checks that expert numbers, if they are given, are in [-1, num_experts). Raises
+    ArgumentError."""
     if ids is None:
         return
     wrong = (ids < -1) | (ids >= num_experts)
@@ -63,26 +64,27 @@ def check_expert_values(op: str, name: str, ids: torch.Tensor | None, num_expert
 
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the tensor, contiguous. Kernels read tensors with one number per group or expert with
-    stride 1."""
+    """Returns the tensor as contiguous. Kernels read a tensor that has one number for each group or
+    expert with stride 1."""
     return None if tensor is None else tensor.contiguous()
 
 
 def group_of_rows(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns the group of each row, int64 [num_rows]; a row that belongs to no group gets G."""
+    """Returns the group of each row, int64 [num_rows]. For a row that belongs to no group, returns
+    G."""
     rows = torch.arange(num_rows, device=group_ends.device)
     return torch.searchsorted(group_ends.long().contiguous(), rows, right=True)
 
 
 def _from_the_front(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns group ends as Python takes the bounds of slices of `num_rows` rows: negative ends
-    count from the last row, and ends are clamped."""
+    """Returns group ends with the meaning of slice bounds in Python, for `num_rows` rows: negative
+    ends count from the last row, and ends are clamped."""
     ends = group_ends.long()
     return torch.where(ends < 0, ends + num_rows, ends).clamp(0, num_rows)
 
 
 def _last_group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Returns the last group that holds each row, int64; -1 for a row that belongs to no group.
+    """Returns the last group that contains each row, int64; -1 for a row that belongs to no group.
     `ends` may decrease."""
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))[: ends.shape[0], None]
     inside = (starts <= rows) & (rows < ends[:, None])
@@ -97,15 +99,16 @@ def last_expert_of_rows(
 ) -> torch.Tensor:
     """Returns the expert of each row, int64 [num_rows]. -1 means no expert.
 
-    The ends may have any order. They are used like the bounds of slices: negative ends count from
-    the last row, and a row of several groups belongs to the last of them.
+    The ends may have any order. They have the meaning of slice bounds in Python: negative ends
+    count from the last row. If several groups contain a row, the row belongs to the last of these
+    groups.
     """
     ends = _from_the_front(group_ends, num_rows)
     return _expert_of(_last_group_of(torch.arange(num_rows, device=ends.device), ends), expert_ids)
 
 
 def _expert_of(group: torch.Tensor, expert_ids: torch.Tensor | None) -> torch.Tensor:
-    """Returns the expert of each group number; -1 (no group) gives -1."""
+    """Returns the expert of each group number. The number -1 (no group) gives -1."""
     if expert_ids is None or expert_ids.shape[0] == 0:
         return group
     return torch.where(group < 0, -1, expert_ids.long()[group.clamp_min(0)])
@@ -115,7 +118,7 @@ def ends_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Returns the ends int32 [G], in ascending order, of new groups that cover the rows of
     `group_ends`.
 
-    `group_ends` may be in any order (see last_expert_of_rows). `experts_in_order` gives the expert
+    `group_ends` may have any order (see last_expert_of_rows). `experts_in_order` returns the expert
     of each new group.
     """
     return _from_the_front(group_ends, num_rows).sort().values.to(torch.int32)

@@ -1,4 +1,4 @@
-"""Sample quantised weights of linears, in every format."""
+"""Sample quantised weights of linears, in all formats."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ _FACTOR = 1 / 64
 
 @dataclass(frozen=True, kw_only=True)
 class CodedCase:
-    """The part of a case that says how its weights are stored.
+    """How the weights of a case are stored.
 
-    dtype: the dtype of the values. words: the dtype that nibbles are packed in; uint8 for unsigned
-    codes of 8 bits. zeros: "none", "float", "int" (an integer for each scale) or "packed" in words
-    of eight rows. scale_dtype: the dtype of the scales of nibbles; None: `dtype`, or the first that
-    the format allows. factor: whether each weight has a factor, of about `_FACTOR`.
+    Attributes:
+        dtype: The dtype of the values.
+        weight_format, scale_block, nibble_order, zero_point: As in `Weight`.
+        words: The dtype that nibbles are packed in; uint8 for unsigned 8-bit codes.
+        zeros: "none", "float", "int" (an integer for each scale) or "packed" (in words of eight
+            rows).
+        scale_dtype: The dtype of the scales of nibbles. If it is None, `dtype`, or the first dtype
+            that the format allows.
+        factor: Whether each weight has a factor of about `_FACTOR`.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -38,7 +43,7 @@ class CodedCase:
 
     @property
     def format_options(self) -> dict[str, Any]:
-        """Arguments that say how all weights are stored, by name."""
+        """The arguments that say how all weights are stored, by name."""
         return {
             "weight_format": self.weight_format,
             "scale_block": list(self.scale_block),
@@ -50,8 +55,8 @@ class CodedCase:
 def sample_codes(
     case: CodedCase, sampler: Sampler, rows: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the stored rows, scales and zeros of one weight. Zeros are returned even if the case
-    uses none; they are then integers."""
+    """Returns the stored rows, scales and zeros of one weight. If the case has no zeros, integer
+    zeros are returned nevertheless."""
     shape, form = (rows, columns), WEIGHT_FORMATS[case.weight_format]
     grid = tuple(-(-n // size) for n, size in zip(shape, case.scale_block, strict=True))
     dtype, *others = torch_types(form.stored)
@@ -88,7 +93,7 @@ def sample_factors(sampler: Sampler, number: int) -> torch.Tensor:
 def stored_scales(
     form: WeightFormat, scales: torch.Tensor, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Returns scales as a format stores them; for e8m0, rounded down to powers of two."""
+    """Returns scales as a format stores them. For e8m0, they are rounded down to powers of two."""
     dtype = dtype or torch_types(form.scales)[0]
     if dtype != torch.uint8:
         return scales.to(dtype)

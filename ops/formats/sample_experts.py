@@ -1,4 +1,4 @@
-"""Sample weights of experts, in every format."""
+"""Sample weights of experts, in all formats."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from tilewright.ops.formats.division import divided
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.runtime.dtypes import torch_types
 
-# Columns that share a scale of integer codes.
+# The number of columns that share a scale of integer codes.
 INTEGER_GROUP = 32
 
 
 def quantized_weight(name: str, dense: torch.Tensor, group: int = INTEGER_GROUP) -> ExpertWeight:
-    """Quantises a dense weight [E, N, K] to a format of ops.formats.expert_weight. group: columns
-    that share a scale of integer codes.
+    """Quantises a dense weight [E, N, K] to a format of ops.formats.expert_weight.
 
-    The codes are made on the CPU, so that they are the same for every device; on the meta device
-    nothing is computed.
+    group: the number of columns that share a scale of integer codes. The codes are computed on the
+    CPU, so that they are the same for every device. On the meta device, nothing is computed.
     """
     if name == "dense":
         return ExpertWeight(dense)
@@ -41,8 +40,8 @@ def quantized_weight(name: str, dense: torch.Tensor, group: int = INTEGER_GROUP)
 
 
 def _with_signs(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flips the signs of the scale and of the codes of every other block. This leaves the numbers
-    unchanged."""
+    """Flips the signs of the scale and of the codes in every other block. This does not change the
+    numbers that the codes stand for."""
     turned = torch.arange(scale.numel(), device=scale.device) % 2
     turned = turned.view(scale.shape).to(torch.uint8)
     signs = (turned * 0x88).repeat_interleave(nvfp4.BLOCK // 2, -1)

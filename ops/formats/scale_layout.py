@@ -1,16 +1,16 @@
 """The 128x4 layout in which tcgen05 reads block scales (NVFP4, MXFP4, MXFP8), and conversions.
 
-Rows come in blocks of 128 and scales along K in blocks of 4. Such a block is 512 contiguous bytes;
-its row r and scale c are at byte (r % 32) * 16 + (r // 32) * 4 + c. cuBLAS and
+The layout has blocks of 128 rows and 4 scales along K. A block is 512 contiguous bytes, in which
+the scale of row r and column c is at byte (r % 32) * 16 + (r // 32) * 4 + c. cuBLAS and
 `torch.nn.functional.scaled_mm` with SWIZZLE_32_4_4 use this order. As a tensor:
 
     A side  [blocks, ceil(C/4), 32, 4, 4]                5-D; C scales along K
     B side  [E, ceil(N/128), ceil(C/4), 32, 4, 4]        6-D; each expert padded to 128 rows
 
-On the A side of a grouped GEMM every group starts a new block, so the block of a row depends on the
-groups before it. One number per group, its *delta*, says how: the row's block is the block number
-that follows from the row's absolute position, plus the delta. `group_scale_offsets` returns the
-deltas.
+On the A side of a grouped GEMM, every group starts a new block, so the block of a row depends on
+the sizes of earlier groups. Each group has a number, its *delta*. The block of a row is the sum of
+the delta and the block that follows from the row's absolute position. `group_scale_offsets` returns
+the deltas.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ATOM = (32, 4, 4)
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """Converts row-major scales [..., R, C] to [..., ceil(R/128), ceil(C/4), 32, 4, 4], zero
-    padded."""
+    """Converts row-major scales [..., R, C] to [..., ceil(R/128), ceil(C/4), 32, 4, 4], padded with
+    zeros."""
     *batch, rows, columns = scales.shape
     row_blocks, column_blocks = cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_SCALES)
     padded = scales.new_zeros(*batch, row_blocks * BLOCK_ROWS, column_blocks * BLOCK_SCALES)
@@ -39,9 +39,10 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle(layout: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Converts [..., Rb, Cb, 32, 4, 4] to row-major [..., rows, columns]; the inverse of `swizzle`.
+    """Converts [..., Rb, Cb, 32, 4, 4] to row-major [..., rows, columns]. This is the inverse of
+    `swizzle`.
 
-    Raises ValueError where the layout does not hold that many rows and columns.
+    Raises ValueError if the layout has another number of blocks.
     """
     *batch, row_blocks, column_blocks = layout.shape[:-3]
     held = (row_blocks * BLOCK_ROWS, column_blocks * BLOCK_SCALES)
@@ -58,8 +59,8 @@ def group_scale_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
     """Returns the deltas [G] of a grouped GEMM's A-side scales, for `group_offsets` [G + 1]
     (exclusive sums).
 
-    delta[g] = sum over i < g of ceil(n_i / 128), minus group_offsets[g] // 128; never negative.
-    Computed on the device, without a synchronisation; int32.
+    delta[g] = (sum over i < g of ceil(n_i / 128)) - group_offsets[g] // 128. It is never negative.
+    The result is int32, and is computed on the device without a synchronisation.
     """
     starts = group_offsets[:-1].long()
     blocks = (group_offsets.long().diff() + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -68,10 +69,10 @@ def group_scale_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
 
 
 def scale_rows(group_offsets: torch.Tensor, deltas: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Returns each token's row in the A-side scale space, [T]: 128 * block + position in its group
-    % 128.
+    """Returns each token's row in the A-side layout, [T]: 128 * block + (index of the token in its
+    group) % 128.
 
-    Rows after the last group get -1.
+    For tokens after the last group, returns -1.
     """
     group = expert_of_rows(group_offsets[1:], None, num_tokens)
     if deltas.shape[0] == 0:
@@ -84,7 +85,8 @@ def scale_rows(group_offsets: torch.Tensor, deltas: torch.Tensor, num_tokens: in
 
 
 def max_scale_blocks(num_tokens: int, num_groups: int) -> int:
-    """Returns a number of blocks that suffices for any split of the tokens over the groups."""
+    """Returns a number of blocks that suffices for any distribution of the tokens over the
+    groups."""
     return cdiv(num_tokens, BLOCK_ROWS) + num_groups
 
 

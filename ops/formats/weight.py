@@ -2,9 +2,9 @@
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
-n counts the rows of one weight; in a weight of heads [H, D], row n is `h * D + d`.
-`codegen.formats.WEIGHT_FORMATS` describes how each format is stored;
-`ops.formats.quantized_weight` says how nibbles are packed.
+n counts the rows of one weight. In a weight of heads [H, D], row n is `h * D + d`.
+`codegen.formats.WEIGHT_FORMATS` describes how each format is stored, and
+`ops.formats.quantized_weight` describes how nibbles are packed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _ZERO_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.int8, torch.int32, torch.int64
 
 @dataclass(frozen=True)
 class StoredWeight(ArgumentGroup):
-    """The fields that weights of linears and of experts share: numbers, or codes as a
-    `weight_format` stores them, with a scale for each block of rows and columns, and a bias."""
+    """The fields that weights of linears and weights of experts share: dense numbers, or codes in a
+    `weight_format` with a scale for each block of rows and columns, and a bias."""
 
     data: torch.Tensor
     weight_format: str = "dense"
@@ -54,7 +54,7 @@ class StoredWeight(ArgumentGroup):
     scale_block: Sequence[int] = ()
     bias: torch.Tensor | None = None
 
-    # Fields that a dense weight does not have.
+    # The fields that a dense weight does not have.
     _of_codes: ClassVar[tuple[str, ...]] = ("scale",)
 
     @property
@@ -68,12 +68,12 @@ class StoredWeight(ArgumentGroup):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that may store the codes; empty for a dense weight."""
+        """The dtypes in which the codes may be stored; empty for a dense weight."""
         return () if self.format is None else torch_types(self.format.stored)
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The shape of the weight in numbers, that is, unpacked."""
+        """The shape of the weight in numbers, that is, after unpacking."""
         form = self.format
         if form is None or form.packed_axis is None:
             return self.data.shape
@@ -82,8 +82,8 @@ class StoredWeight(ArgumentGroup):
         return tuple(shape)
 
     def check_scale_given(self, op: str) -> bool:
-        """Checks that codes have a scale, and that a dense weight has no field that belongs to
-        codes. Returns whether the weight has codes. Raises ArgumentError."""
+        """Checks that a quantised weight has a scale, and that a dense weight has no field of
+        quantised weights. Returns whether the weight is quantised. Raises ArgumentError."""
         if self.format is None:
             for field in self._of_codes:
                 if getattr(self, field) is not None:
@@ -99,26 +99,32 @@ class StoredWeight(ArgumentGroup):
 class Weight(StoredWeight):
     """A weight [N, K], or [..., D, K] in heads, with its scales, zeros and bias.
 
-    data: numbers, or stored codes, by weight_format:
+    - `data`: the numbers of a dense weight, or the stored codes. weight_format determines its form:
+    - `"dense"`: numbers.
+    - `"int8"` (int8 or uint8), `"fp8"` (float8_e4m3fn): codes with any strides.
+    - `"int4_k"`: nibbles packed along K, [.., K / 2] uint8 or [.., K / 8] int32, with any strides.
+    - `"int4_k_offset"`: like int4_k, but the zero is a float that is added after the multiplication
+      by the scale.
+    - `"nvfp4"`, `"mxfp4"`: 4-bit E2M1 floats, [.., K / 2] uint8. The low nibble has the even
+      column.
+    - `"nf4"`, `"fp4"`: nibbles that stand for the 16 numbers of a table (`codegen.formats.TABLES`),
+      [.., K / 2] uint8.
+    - `"int4_n"`: nibbles packed along the rows of a head, [.., D / 2, K] uint8 or [.., D / 8, K]
+      int32, with any strides.
 
-      "dense"   numbers.
-      "int8" (int8 or uint8), "fp8" (float8_e4m3fn)   codes, any strides.
-      "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
-      "int4_k_offset"   like int4_k; the zero is a float that is added after scaling.
-      "nvfp4", "mxfp4"   E2M1 floats of 4 bits, [.., K / 2] uint8, even k in the low nibble.
-      "nf4", "fp4"   nibbles that stand for the 16 numbers of a table
-                (`codegen.formats.TABLES`), [.., K / 2] uint8.
-      "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
-                int32, any strides.
+    A code stands for (code - zero) * scale. In int4_k_offset, it stands for (code - zero_point) *
+    scale + zero.
 
-    A code stands for (code - zero) * scale; in int4_k_offset, for (code - zero_point) * scale +
-    zero. scale: float, for nvfp4 also float8_e4m3fn, for mxfp4 e8m0 as uint8; [ceil(N / bn), ceil(K
-    / bk)] with scale_block = [bn, bk]. A block as large as the weight is one scale per tensor. For
-    codes of 4 bits, bk divides K. The zero is zero_point, plus `zero` where given, which has the
-    shape of the scales or is int32 words of eight rows [N / (8 bn), K / bk]. nibble_order: the
-    position of each code in a word, as in `ops.formats.quantized_weight`; empty: ascending. bias:
-    [N] or [..., D]. factor: float32, one number of any shape that multiplies the whole weight;
-    None: 1.
+    - `scale` [ceil(N / bn), ceil(K / bk)] with scale_block = [bn, bk]: any float dtype; for nvfp4
+      also float8_e4m3fn, and for mxfp4 e8m0 as uint8. A block as large as the weight is one scale
+      for the whole tensor. For 4-bit codes, bk divides K.
+    - `zero`: the zero of a code is zero_point plus `zero`, if that is given. It has the shape of
+      the scales, or is int32 words of eight rows [N / (8 bn), K / bk].
+    - `nibble_order`: the place of each code in a word, as in `ops.formats.quantized_weight`; empty
+      for ascending order.
+    - `bias`: [N] or [..., D].
+    - `factor`: float32, one number of any shape that multiplies the whole weight. If it is None,
+      the factor is 1.
     """
 
     zero: torch.Tensor | None = None
@@ -130,18 +136,19 @@ class Weight(StoredWeight):
 
     @property
     def rows(self) -> Any:
-        """N, the rows of all heads together."""
+        """N, the number of rows of all heads together."""
         return prod(self.shape[:-1])
 
     @property
     def has_packed_zeros(self) -> bool:
-        """Whether one word holds the zeros of eight rows. The weight must have been checked:
-        unpacked zeros have the shape of the scales."""
+        """Whether one word holds the zeros of eight rows. Call this only for a weight that has been
+        checked: zeros that are not packed have the shape of the scales."""
         zero, scale = self.zero, self.scale
         return zero is not None and scale is not None and zero.shape != scale.shape
 
     def dequantize(self, compute: torch.dtype) -> torch.Tensor:
-        """Returns the weight [..., D, K] in `compute` precision, dequantised if it has codes."""
+        """Returns the weight [..., D, K] in `compute` precision. A quantised weight is
+        dequantised."""
         if self.format is None:
             return self.data.to(compute)
         assert self.scale is not None
@@ -164,7 +171,7 @@ class Weight(StoredWeight):
             values = values * self.factor.to(compute).reshape(())
         return values.view(codes.shape)
 
-    # --- checks: metadata only; each raises ArgumentError -------------------------------------
+    # --- checks: they read only metadata, and raise ArgumentError -----------------------------
 
     def check_format(self, op: str) -> None:
         """Checks the options of the format: block, zero point and nibble order."""
@@ -191,7 +198,7 @@ class Weight(StoredWeight):
             raise ArgumentError(op, "nibble_order", expected, order)
 
     def check_dtype(self, op: str, dtype: torch.dtype) -> None:
-        """Checks the dtype of the data; a dense weight must have `dtype`."""
+        """Checks the dtype of the data. A dense weight must have `dtype`."""
         check_dtype(op, self.named("data"), self.data, self.dtypes or (dtype,))
 
     def check_shape(self, op: str, letters: str, sizes: Sequence[Any]) -> None:
@@ -214,8 +221,11 @@ class Weight(StoredWeight):
         rows: Any = None,
         bias_dtypes: Sequence[torch.dtype] = (),
     ) -> None:
-        """Checks a weight [N, K] of x [T, K], of any strides, with its scales, zeros and bias.
-        bias_dtypes: allowed dtypes of the bias; by default x's and float32."""
+        """Checks a weight [N, K] of x [T, K], with its scales, zeros and bias. It may have any
+        strides.
+
+        bias_dtypes: the allowed dtypes of the bias; by default x's dtype and float32.
+        """
         self.check_format(op)
         argument = self.named("data")
         check_tensor(op, argument, self.data)
@@ -269,7 +279,8 @@ def code_numbers(
     stored: torch.Tensor, form: WeightFormat, dtype: torch.dtype, order: Sequence[int] = ()
 ) -> torch.Tensor:
     """Returns the numbers that stored codes stand for, unpacked and in `dtype`, before zeros and
-    scales. order: the order of the codes in an element (`ops.formats.quantized_weight`)."""
+    scales are applied. order: the order of the codes in an element
+    (`ops.formats.quantized_weight`)."""
     axis = form.packed_axis
     codes = stored if axis is None else unpack_nibbles(stored, axis, order)
     if form.number == "e2m1":
@@ -280,5 +291,5 @@ def code_numbers(
 
 
 def scale_numbers(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the numbers that stored scales stand for, in `dtype`; uint8 scales are e8m0."""
+    """Returns the numbers that stored scales stand for, in `dtype`. uint8 scales are e8m0."""
     return scale.to(dtype) if scale.is_floating_point() else e8m0.scale_numbers(scale, dtype)

@@ -1,4 +1,4 @@
-"""The memory layout of the weights of q, k and v: rows of one tensor, or separate."""
+"""The memory layout of the weights of q, k and v: rows of one tensor, or separate tensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import torch
 
 @dataclass(frozen=True)
 class WeightRows:
-    """Positions of the q, k and v weights as rows of one tensor, which a single GEMM multiplies.
+    """Where the weights of q, k and v are, if they are rows of one tensor. A single GEMM can then
+    multiply all of them.
 
-    total: rows of that tensor. firsts: the row of the tensor at which each of q, k and v begins
-    (without v if there is none). steps: for each weight, the number of rows from one group of heads
-    to the next, and from one head to the next.
+    Attributes:
+        total: The number of rows of the tensor.
+        firsts: The first row of each of q, k and v (without v if there is none).
+        steps: For each weight, the number of rows from one group of heads to the next, and from one
+            head to the next.
     """
 
     total: int
@@ -24,8 +27,8 @@ class WeightRows:
 
 
 def weight_rows(*weights: torch.Tensor | None) -> WeightRows | None:
-    """Returns how q, k and v weights tile the rows of one tensor without a gap; None if they do
-    not."""
+    """Returns how the weights of q, k and v cover the rows of one tensor without a gap; None if
+    they do not."""
     present = [weight for weight in weights if weight is not None]
     storages = {weight.untyped_storage().data_ptr() for weight in present}
     strides = {weight.stride()[-2:] for weight in present}

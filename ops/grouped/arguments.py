@@ -13,18 +13,25 @@ from tilewright.ops.groups import Group
 
 @dataclass(frozen=True)
 class GroupedMatmulArguments:
-    """The arguments of `grouped_matmul`: M rows, K inner, N outer, E experts, G groups.
+    """The arguments of `grouped_matmul`, for M rows, K inner columns, N outer columns, E experts
+    and G groups.
 
-    x [M, K], rows sorted by group. weight [E, N, K], any strides with N or K contiguous.
-    group_offsets int [G + 1], exclusive and starting at 0: group g has rows [offsets[g], offsets[g
-    + 1]). With end_offsets, it is int [G] instead: the end of each group (`offs` of torch's
-    grouped_mm). Ends may have any order: negative ones count from the last row, larger ones are
-    clamped to M, and a row in several groups belongs to the last one. On a GPU, for ends that torch
-    refuses, the result is undefined. expert_ids int [G], -1 for a group without an expert; None:
-    group g's expert is g, and G is at most E. bias [E, N]. weight_format, scale_block,
-    weight_scale, weight_expert_scale: see ops.formats.expert_weight. x_scale fp32 [M, ceil(K/128)]:
-    scales of float8_e4m3fn codes in x; weights must then have the format "fp8" with blocks of 128
-    columns. Result [M, N] of out_dtype (None: x's dtype; bfloat16 for codes).
+    - `x` [M, K]: the rows, sorted by group.
+    - `weight` [E, N, K]: any strides in which N or K is contiguous.
+    - `group_offsets` int [G + 1]: exclusive offsets that start at 0. Group g has the rows
+      [offsets[g], offsets[g + 1]). With end_offsets, it is int [G], the end of each group (`offs`
+      of torch's grouped_mm). The ends may have any order: negative ends count from the last row,
+      larger ends are clamped to M, and a row in several groups belongs to the last of them. On a
+      GPU, the result is undefined for ends that torch refuses.
+    - `expert_ids` int [G]: the expert of each group, -1 for a group without an expert. If it is
+      None, group g has expert g, and G is at most E.
+    - `bias` [E, N].
+    - `weight_format`, `scale_block`, `weight_scale`, `weight_expert_scale`: as in
+      ops.formats.expert_weight.
+    - `x_scale` fp32 [M, ceil(K/128)]: the scales of x, if x has float8_e4m3fn codes. The weights
+      must then have the format "fp8" with blocks of 128 columns.
+
+    The result is [M, N] of out_dtype. If that is None, it is x's dtype, or bfloat16 if x has codes.
     """
 
     x: torch.Tensor

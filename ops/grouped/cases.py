@@ -1,4 +1,5 @@
-"""Sample inputs of `grouped_matmul`: small, random, and together reaching every option."""
+"""Sample inputs of `grouped_matmul`. The cases are small and random, and together they use every
+option."""
 
 from __future__ import annotations
 
@@ -15,12 +16,20 @@ from tilewright.ops.sampling import Sampler
 
 @dataclass(frozen=True)
 class GroupedCase:
-    """One setting of `grouped_matmul`.
+    """One case of `grouped_matmul`.
 
-    sizes: rows of each group. ids: each group's expert; None: group g has expert g. spare: rows
-    that belong to no group. end_offsets: offsets are ends, as torch's are. transposed: weights are
-    stored [E, K, N]. out_dtype: None for dtype. index: dtype of offsets and ids. coded_rows: x is
-    float8_e4m3fn codes.
+    Attributes:
+        name: The name of the case.
+        sizes: The number of rows of each group.
+        ids: The expert of each group. If it is None, group g has expert g.
+        rows, inner, num_experts: N, K and E.
+        spare: The number of rows that belong to no group.
+        dtype, weight_format, bias: The dtype of x, and the form of the weights.
+        end_offsets: Whether offsets are ends, as in torch.
+        transposed: Whether weights are stored as [E, K, N].
+        out_dtype: As in the op.
+        index: The dtype of offsets and ids.
+        coded_rows: Whether x has float8_e4m3fn codes.
     """
 
     name: str

@@ -49,10 +49,10 @@ def _chosen(
 def grouped_matmul_steps(
     a: GroupedMatmulArguments, target: Target, plan: GroupedPlan | None = None
 ) -> Steps:
-    """Runs the steps of a call. plan: a plan to use instead of the planner's."""
+    """Performs the steps of a call. plan: a plan to use instead of the planner's."""
     result = Buffer((a.x.shape[0], a.weight.shape[1]), a.result_dtype)
-    # One weight may be copied. The two or three weights of a mixture are not copied, since they may
-    # fill the GPU's memory.
+    # One weight may be copied. The weights of a mixture are not copied, because two or three copies
+    # could fill the GPU's memory.
     if not (is_aligned(a.x) and is_aligned(a.weight)):
         a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
         obstacle = unsupported(a)  # a copy has other strides
@@ -88,13 +88,13 @@ def grouped_matmul_steps(
 
 
 def _for_tma(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, copied if TMA cannot start at its address."""
+    """Returns the tensor, or a copy if TMA cannot read from its address."""
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
 def reference_steps(reference: Callable[[], torch.Tensor], result: Buffer, reason: str) -> Steps:
-    """Runs a call by the op's reference because of the tensors' addresses. The call is not
-    recorded, since calls with the same metadata may have other addresses."""
+    """Computes a call with the op's reference, because of the addresses of its tensors. The call is
+    not recorded, because other calls with the same metadata may have other addresses."""
     yield NotRepeatable(reason)
     out = yield Library(reference, (), makes=result)
     return Outcome(out, "reference", reason)
@@ -104,7 +104,7 @@ def as_words(
     values: Mapping[str, Any], weight: WeightOperands, config: GemmConfig
 ) -> dict[str, Any]:
     """Returns a weight, its scales and the distance from gate to up in the form that a kernel with
-    these tiles reads: as 32-bit words if it streams codes."""
+    these tiles reads. If the kernel reads codes as they are stored, this form is 32-bit words."""
     made = dict(values)
     if not isinstance(config, CodesConfig):
         return made

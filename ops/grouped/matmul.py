@@ -1,7 +1,7 @@
-"""`grouped_matmul`: rows in groups, each group times the weight of its expert.
+"""`grouped_matmul`: multiplies groups of rows, each group by the weight of its expert.
 
-x may be float8_e4m3fn codes with a scale per row and 128 columns, for weights in fp8 blocks. Rows
-of expert -1, and rows that belong to no group, are zero.
+x may have float8_e4m3fn codes with a scale for each row and 128 columns, if weights have fp8
+blocks. Rows of expert -1, and rows that belong to no group, are set to zero.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def reference(a: GroupedMatmulArguments) -> torch.Tensor:
         out[m] = x[m] @ weight[e]^T + bias[e]
 
     Quantised x and weights are dequantised first. Rows of expert -1, and rows that belong to no
-    group, are zero.
+    group, are set to zero.
     """
     given = a.x.dtype if a.x_scale is None else a.x_scale.dtype
     compute = torch.promote_types(given, torch.float32)

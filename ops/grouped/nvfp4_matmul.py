@@ -1,9 +1,9 @@
-"""`grouped_matmul_dynamic_scaled_nvfp4`: NVFP4 activations times NVFP4 expert weights, with Modular
-MAX's signature.
+"""`grouped_matmul_dynamic_scaled_nvfp4`: multiplies NVFP4 activations by NVFP4 expert weights, with
+Modular MAX's signature.
 
-Accumulates in fp32, and applies the expert's factor in fp32 before the one rounding. Signs of block
-scales are ignored, as the tensor core ignores them. Rows of a group with id -1, which MAX leaves
-untouched, are zero here.
+Products are accumulated in fp32, and the expert's factor is applied in fp32 before the only
+rounding. The signs of block scales are ignored, because the tensor core ignores them too. Rows of a
+group with id -1 are set to zero; MAX leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -57,15 +57,21 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Nvfp4MatmulArguments:
-    """The arguments: T rows, K inner (32 divides K), N outer, E experts, G groups.
+    """The arguments of `grouped_matmul_dynamic_scaled_nvfp4`, for T rows, K inner columns (32
+    divides K), N outer columns, E experts and G groups.
 
-    a uint8 [T, K/2]; b uint8 [E, N, K/2], K contiguous. a_scales float8_e4m3fn [S, ceil(K/64), 32,
-    4, 4], b_scales [E, ceil(N/128), ceil(K/64), 32, 4, 4]: see ops.formats.scale_layout; their
-    signs are ignored. group_offsets int or uint32 [>= G + 1], exclusive. group_scale_offsets, of
-    the same dtypes [>= G]: deltas as ops.formats.scale_layout.group_scale_offsets makes them, for
-    empty groups too. expert_ids int [>= G], -1: none; expert_scales fp32 [E], by expert id.
-    num_active_experts: G; None: group_offsets has exactly G + 1 elements. Result [T, N] of
-    out_dtype (None: bfloat16).
+    - `a` uint8 [T, K/2], `b` uint8 [E, N, K/2]: the packed codes. K is contiguous.
+    - `a_scales` float8_e4m3fn [S, ceil(K/64), 32, 4, 4], `b_scales` [E, ceil(N/128), ceil(K/64),
+      32, 4, 4]: the scales in the layout of ops.formats.scale_layout. Their signs are ignored.
+    - `group_offsets` int or uint32 [>= G + 1]: the first row of each group, followed by the end of
+      the last group.
+    - `group_scale_offsets` of the same dtypes [>= G]: the deltas that
+      ops.formats.scale_layout.group_scale_offsets returns, for empty groups too.
+    - `expert_ids` int [>= G]: the expert of each group; -1 for none.
+    - `expert_scales` fp32 [E]: a factor for each expert.
+    - `num_active_experts`: G. If it is None, group_offsets has exactly G + 1 elements.
+
+    The result is [T, N] of out_dtype (bfloat16 if that is None).
     """
 
     a: torch.Tensor
@@ -154,7 +160,7 @@ def validate_values(a: Nvfp4MatmulArguments) -> None:
 
 
 def unsupported(a: Nvfp4MatmulArguments) -> str | None:
-    """Returns why the emitted kernel cannot take a call; None if it can. Reads metadata only."""
+    """Returns why the emitted kernel cannot compute a call; None if it can. Reads only metadata."""
     for name, steps in (("a", a.a.stride()[:-1]), ("b", a.b.stride()[:-1])):
         if any(step % TMA_BYTES for step in steps):
             return f"{name}: strides {list(steps)} are not whole {TMA_BYTES} bytes"
@@ -172,8 +178,8 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
         B[n, k] = e2m1(b[e, n, k]) * |b_scales[e, n, k // 16]| * expert_scales[e]
         out[t] = A[t] @ B^T
 
-    Rows of expert -1, and rows that belong to no group, are zero. With float64 expert_scales
-    everything is in float64.
+    Rows of expert -1, and rows that belong to no group, are set to zero. If expert_scales is
+    float64, everything is computed in float64.
     """
     compute = a.expert_scales.dtype
     num_rows, columns = a.a.shape[0], 2 * a.a.shape[1] // nvfp4.BLOCK
@@ -196,7 +202,7 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
 def _chosen(
     max_groups: int, num_rows: int, target: Target, config: GemmConfig | None, scaled: bool
 ) -> tuple[GemmConfig, Statics]:
-    """Returns the tiles (`config`, if given) and the constants for up to `num_rows` rows."""
+    """Returns the tiles (`config`, if it is given) and the constants, for up to `num_rows` rows."""
     config = config or nvfp4_config(max_groups, num_rows, target)
     return config, nvfp4_statics(max_groups, config, block_scaled=scaled)
 
@@ -208,11 +214,14 @@ def grouped_nvfp4_steps(
     *,
     block_scaled: bool | None = None,
 ) -> Steps:
-    """Runs the steps of a call. config: tiles to use instead of the planner's. block_scaled:
-    whether the tensor core multiplies NVFP4 directly; None: whether the target's does."""
+    """Performs the steps of a call.
+
+    config: tiles to use instead of the planner's. block_scaled: whether the tensor core multiplies
+    NVFP4 directly. If it is None, the target determines it.
+    """
     a = _aligned(a)
     out = yield Buffer.like(fake(a))
-    yield Library(torch.Tensor.zero_, (out,))  # tiles cover only rows of groups
+    yield Library(torch.Tensor.zero_, (out,))  # tiles do not cover rows that belong to no group
     scaled = target.has("block_scaled_mma") if block_scaled is None else block_scaled
     covered = next_power_of_2(a.a.shape[0])
     config, statics = _chosen(max(a.num_groups, 1), covered, target, config, scaled)
@@ -240,7 +249,8 @@ def grouped_nvfp4_steps(
 
 
 def _aligned(a: Nvfp4MatmulArguments) -> Nvfp4MatmulArguments:
-    """Returns the arguments with copies of tensors whose address TMA cannot use."""
+    """Returns the arguments, with copies of the tensors that TMA cannot read from their
+    addresses."""
     tensors = {name: getattr(a, name) for name in ("a", "b", "a_scales", "b_scales")}
     off = {name: t.clone() for name, t in tensors.items() if not is_aligned(t)}
     return replace(a, **off) if off else a
@@ -251,8 +261,16 @@ def _aligned(a: Nvfp4MatmulArguments) -> Nvfp4MatmulArguments:
 
 @dataclass(frozen=True)
 class Nvfp4Case:
-    """One setting of the op: the rows of each group and its expert; rows (N) and inner (K) of the
-    weights. spare: rows that belong to no group."""
+    """One case of the op.
+
+    Attributes:
+        name: The name of the case.
+        sizes, ids: The number of rows of each group, and its expert.
+        rows, inner: The number of rows and columns of the weights, N and K.
+        num_experts: The number of experts.
+        spare: The number of rows that belong to no group.
+        dtype: The dtype of the result.
+    """
 
     name: str
     sizes: tuple[int, ...]
@@ -276,7 +294,8 @@ CASES = (
 def sample_inputs(
     case: Nvfp4Case, device: str | torch.device = "cpu", seed: int = 0
 ) -> Nvfp4MatmulArguments:
-    """Returns random arguments of a case: quantised normal activations and weights."""
+    """Returns random arguments of a case: quantised activations and weights, which are normally
+    distributed."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.tensor([0, *case.sizes]).cumsum(0).to(torch.int32)
     x = torch.randn(int(offsets[-1]) + case.spare, case.inner, generator=generator)

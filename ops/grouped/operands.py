@@ -19,7 +19,7 @@ from tilewright.ops.runtime.operands import operand
 
 
 def unsupported(a: GroupedMatmulArguments) -> str | None:
-    """Returns why the emitted kernel cannot take a call; None if it can. Reads metadata only."""
+    """Returns why the emitted kernel cannot compute a call; None if it can. Reads only metadata."""
     if a.x_scale is None and a.x.dtype not in HALVES:
         return f"no kernel for {a.x.dtype}"
     if a.result_dtype == torch.float64:
@@ -30,30 +30,30 @@ def unsupported(a: GroupedMatmulArguments) -> str | None:
         return obstacle
     weight, stride = grouped_problem(a).weight, a.x.stride(0)
     if stride * a.x.element_size() % TMA_BYTES:
-        return f"x: rows {stride} elements apart are not whole {TMA_BYTES} bytes"
+        return f"x: rows {stride} elements apart are not multiples of {TMA_BYTES} bytes"
     obstacle = scattered("weight", a.weight) or weight_obstacle("weight", weight)
     return obstacle or block_k_obstacle(weight)
 
 
 def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
-    """Returns why a kernel cannot step through a weight [E, N, K]; None if it can. row_step: the
-    elements from one row to the next in a weight whose N dimension is contiguous."""
+    """Returns why a kernel cannot step through a weight [E, N, K]; None if it can. row_step: if N
+    is the contiguous dimension, the number of elements from one row to the next."""
     _, row, column = weight.stride()
     if column == 1 or row == row_step or weight.shape[1] <= 1:
         return None
-    return f"{name}: strides {weight.stride()} leave neither rows nor columns contiguous"
+    return f"{name}: with strides {weight.stride()}, neither rows nor columns are contiguous"
 
 
 def no_kernel_for(weight: ExpertWeight) -> str | None:
-    """Returns why no kernel decodes a weight; None if one does, or if the weight needs no
-    decoding."""
+    """Returns why no kernel can decode a weight. Returns None if a kernel can, or if the weight is
+    dense."""
     if weight.format is None or weight.format.expert_kernel:
         return None
     return f"no kernel for {weight.weight_format} weights"
 
 
 def grouped_problem(a: GroupedMatmulArguments) -> GroupedProblem:
-    """Returns the problem of a call. Reads metadata and addresses only."""
+    """Returns the problem of a call. Reads only metadata and addresses."""
     weight = a.experts
     num_experts, rows, inner = weight.shape
     return GroupedProblem(
@@ -69,8 +69,8 @@ def grouped_problem(a: GroupedMatmulArguments) -> GroupedProblem:
 
 
 def weight_operands(weight: ExpertWeight) -> WeightOperands:
-    """Returns a weight [E, N, K] as kernels see it. If both N and K could count as contiguous, K
-    does."""
+    """Returns the operands of a weight [E, N, K]. If both N and K are contiguous, the operands
+    describe K as the contiguous dimension."""
     data, scale = weight.data, weight.scale
     expert, row, column = data.stride()
     return WeightOperands(

@@ -1,8 +1,8 @@
 """`quantize_nvfp4`: quantises rows to NVFP4, with the scales in the layout that the tensor core
 reads.
 
-ops.formats.nvfp4 defines the order of operations, bit for bit. The results are the arguments `a`
-and `a_scales` of `grouped_matmul_dynamic_scaled_nvfp4`.
+ops.formats.nvfp4 defines the order of operations, so the results are the same to the bit. The
+results are the arguments `a` and `a_scales` of `grouped_matmul_dynamic_scaled_nvfp4`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class QuantizeNvfp4Arguments:
-    """The arguments of `quantize_nvfp4`: T rows, K inner (16 divides K), G groups.
+    """The arguments of `quantize_nvfp4`, for T rows, K inner columns (16 divides K) and G groups.
 
-    x [T, K]. group_offsets int [G + 1], exclusive, as the grouped GEMM takes them; None: all rows
-    are one group. tensor_scales fp32 [G] (one group: [1]), positive; None: 1.
+    - `x` [T, K]: the rows.
+    - `group_offsets` int [G + 1]: exclusive offsets, as the grouped GEMM expects them. If it is
+      None, all rows are one group.
+    - `tensor_scales` fp32 [G] (for one group, [1]): positive numbers. If it is None, all of them
+      are 1.
 
-    Result: packed uint8 [T, K/2], and scales float8_e4m3fn [S, ceil(K/64), 32, 4, 4], every group
-    in its own blocks (ops.formats.scale_layout; `group_scale_offsets` returns their deltas). S is
-    ceil(T/128) without group_offsets, and ceil(T/128) + G with them. Rows that belong to no group
-    have zero codes and no scales; scales past the data are zero.
+    The results are packed codes uint8 [T, K/2], and scales float8_e4m3fn [S, ceil(K/64), 32, 4, 4],
+    in which every group has its own blocks (ops.formats.scale_layout; `group_scale_offsets` returns
+    their deltas). S is ceil(T/128) without group_offsets, and ceil(T/128) + G with them. Rows that
+    belong to no group have zero codes and no scales. Scales past the data are zero.
     """
 
     x: torch.Tensor
@@ -54,7 +57,7 @@ class QuantizeNvfp4Arguments:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of 128 rows in the scale space."""
+        """The number of blocks of scales. A block has the scales of 128 rows."""
         return max_scale_blocks(
             self.x.shape[0], 0 if self.group_offsets is None else self.num_groups
         )
@@ -116,7 +119,7 @@ CONFIG = QuantizeConfig()
 def quantize_nvfp4_steps(
     a: QuantizeNvfp4Arguments, target: Target, config: QuantizeConfig = CONFIG
 ) -> Steps:
-    """Runs the steps of a call."""
+    """Performs the steps of a call."""
     packed, scales = fake(a)
     packed = yield Buffer.like(packed)
     scales = yield Buffer.like(scales)
@@ -140,8 +143,17 @@ def quantize_nvfp4_steps(
 
 @dataclass(frozen=True)
 class QuantizeCase:
-    """One setting of the op. sizes: the rows of each group; None: there are no groups, and x has
-    `spare` rows. inner: K. scales: tensor scales of the groups."""
+    """One case of the op.
+
+    Attributes:
+        name: The name of the case.
+        sizes: The number of rows of each group. If it is None, there are no groups, and x has
+            `spare` rows.
+        inner: The number of columns, K.
+        spare: The number of rows that belong to no group.
+        scales: The tensor scales of the groups.
+        dtype: The dtype of x.
+    """
 
     name: str
     sizes: tuple[int, ...] | None = None
@@ -165,7 +177,8 @@ CASES = (
 def sample_inputs(
     case: QuantizeCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> QuantizeNvfp4Arguments:
-    """Returns random rows; some of their blocks are zero, tiny, huge or infinite."""
+    """Returns random rows. Some of their blocks are zero, and others have tiny, huge or infinite
+    numbers."""
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(case.sizes or ()) + case.spare
     x = torch.randn(num_rows, case.inner, generator=generator) * 3
@@ -202,9 +215,10 @@ def quantize_nvfp4(
     group_offsets: torch.Tensor | None = None,
     tensor_scales: torch.Tensor | float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls the op: returns (packed, scales) of x [T, K]; see QuantizeNvfp4Arguments.
+    """Calls the op and returns (packed, scales) of x [T, K]; see QuantizeNvfp4Arguments.
 
-    A number for tensor_scales is used for every group. Raises ArgumentError. Not differentiable.
+    If tensor_scales is a number, it is used for every group. Raises ArgumentError. The op is not
+    differentiable.
     """
     if isinstance(tensor_scales, (int, float)):
         check_tensor(NAME, "x", x)

@@ -1,4 +1,5 @@
-"""Sample inputs of the LoRA ops: small, random, and together reaching every option."""
+"""Sample inputs of the LoRA ops. The cases are small and random, and together they use every
+option."""
 
 from __future__ import annotations
 
@@ -12,16 +13,29 @@ from tilewright.ops.sampling import Sampler
 
 @dataclass(frozen=True)
 class LoraCase:
-    """One setting of the LoRA ops.
+    """One case of the LoRA ops.
 
-    rows: how adapters are given: "single" (one adapter), "rows" (an id for each row, in any order),
-    "sequences" (an id for each of num_sequences), "groups" (offsets and ids), "ends" (inclusive
-    offsets; group g has adapter g). sizes, ids: rows and adapter of each group; for "groups" and
-    "ends", sizes also decide the number of rows. spare: rows that belong to no group. base_rows:
-    further rows of the batch, after the M that may have adapters. ranks: ranks of q, k and v, 0 for
-    none. layout: "stacked" (b [G, 3N, K]), "separate", "transposed" ([G, K, R] viewed as [G, R,
-    K]). bases: which of q, k, v have a base: "all", "none", "q", "packed" (parts of one tensor).
-    widths: columns of q, k, v. scale: how deltas are scaled: "none", "number", "each", "adapter".
+    Attributes:
+        name: The name of the case.
+        rows: How adapters are given: "single" (one adapter), "rows" (an id for each row, in any
+            order), "sequences" (an id for each of num_sequences), "groups" (offsets and ids) or
+            "ends" (inclusive offsets; group g has adapter g).
+        num_rows, num_sequences: The numbers of rows and sequences.
+        sizes, ids: The number of rows of each group, and its adapter. For "groups" and "ends",
+            sizes also determine the number of rows.
+        spare: The number of rows that belong to no group.
+        base_rows: The number of rows of the batch after the M rows that may have adapters.
+        num_adapters, hidden: G and K.
+        ranks: The ranks of q, k and v; 0 for a projection without an adapter.
+        widths: The numbers of columns of q, k and v.
+        layout: "stacked" (b [G, 3N, K]), "separate" or "transposed" ([G, K, R] viewed as [G, R,
+            K]).
+        bases: Which of q, k and v have a base: "all", "none", "q" or "packed" (they are parts of
+            one tensor).
+        scale: How deltas are scaled: "none", "number", "each" or "adapter".
+        packed: As in the op.
+        dtype, index_dtype: The dtypes of the values and of the indices.
+        none_every: If it is not 0, every row whose index it divides has no adapter.
     """
 
     name: str
@@ -46,12 +60,12 @@ class LoraCase:
 
     @property
     def total_rows(self) -> int:
-        """M, the rows that may have adapters."""
+        """M, the number of rows that may have adapters."""
         return sum(self.sizes) + self.spare if self.sizes else self.num_rows
 
 
 SHRINK_CASES = (
-    # Cases of Modular MAX's tests, then cases that those leave out.
+    # First the cases of Modular MAX's tests, then cases that these tests do not have.
     LoraCase("one_group", "groups", sizes=(16,), ids=(0,), num_adapters=1, layout="stacked"),
     LoraCase("same_adapter", "groups", sizes=(8, 12, 10), ids=(1, 1, 1), layout="stacked"),
     LoraCase("four_groups", "groups", sizes=(8, 107, 72, 14), ids=(0, 1, 2, 0), num_adapters=3,

@@ -1,4 +1,5 @@
-"""`lora_expand_add`: the second half of multi-LoRA, added to the projections q, k and v."""
+"""`lora_expand_add`: the second half of multi-LoRA, whose result is added to the projections q, k
+and v."""
 
 from __future__ import annotations
 
@@ -38,20 +39,24 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ExpandArguments:
-    """The arguments of `lora_expand_add`: T rows, of which the first M may have adapters; G
-    adapters; W columns of a projection.
+    """The arguments of `lora_expand_add`, for T rows, of which the first M may have adapters, and G
+    adapters. A projection has W columns.
 
-    s [P, M, N], last dimension contiguous: the result of `shrink_qkv_permute_3mn`, a plane for each
-    weight given. q_weight, k_weight, v_weight [G, W, R], R <= N: any strides; None if a projection
-    has no adapter. q, k, v [T, W], last dimension contiguous: the bases to add to, with T >= M;
-    rows from M on are copied. Without a base, the result is the delta alone (T = M). Weights and
-    bases have s's dtype. scales [G]: float, a factor for each adapter. scale: one number, or one
-    for each of q, k, v; empty: 1. a_offsets, expert_ids, inclusive_offsets, num_active_experts: see
-    ops.lora.rows.
+    - `s` [P, M, N], with a contiguous last dimension: the result of `shrink_qkv_permute_3mn`. It
+      has a plane for each weight that is given.
+    - `q_weight`, `k_weight`, `v_weight` [G, W, R] with R <= N, and with any strides; None for a
+      projection without an adapter. Weights and bases have s's dtype.
+    - `q`, `k`, `v` [T, W], with a contiguous last dimension: the bases, to which the deltas are
+      added. T >= M, and rows from M on are copied. If a base is None, the result is the delta
+      alone, and T = M.
+    - `scales` [G], any float dtype: a factor for each adapter.
+    - `scale`: one number, or one number for each of q, k and v. If it is empty, the scale is 1.
+    - `a_offsets`, `expert_ids`, `inclusive_offsets`, `num_active_experts`: as in ops.lora.rows.
+    - `packed`: whether the first result is [T, W_q + W_k + W_v], with the columns of q, k and v
+      side by side. The other results then have shape [0].
 
-    Results [T, W] for q, k and v. Without a weight, a result is a copy of the base; without both,
-    it has shape [0]. packed: the first result is [T, W_q + W_k + W_v], with the columns of q, k and
-    v side by side, and the others have shape [0]. Bad values raise as in ShrinkArguments.
+    The results are [T, W] for q, k and v. If there is no weight, a result is a copy of the base. If
+    there is no base either, it has shape [0]. Bad values raise errors as in ShrinkArguments.
     """
 
     s: torch.Tensor
@@ -80,13 +85,13 @@ class ExpandArguments:
 
     @property
     def factors(self) -> tuple[float, float, float]:
-        """The numbers that the deltas of q, k and v are multiplied by."""
+        """The numbers by which the deltas of q, k and v are multiplied."""
         given = tuple(self.scale) or (1.0,)
         return (given * 3)[:3] if len(given) == 1 else given  # type: ignore[return-value]
 
     @property
     def widths(self) -> tuple[Any, Any, Any]:
-        """Columns of q, k and v; 0 without a base and a weight."""
+        """The numbers of columns of q, k and v; 0 if there is neither a base nor a weight."""
         pairs = zip(self.weights, self.bases, strict=True)
         widths = [
             weight.shape[1] if weight is not None else 0 if base is None else base.shape[1]
@@ -96,7 +101,7 @@ class ExpandArguments:
 
     @property
     def num_tokens(self) -> Any:
-        """T, the rows of the results."""
+        """T, the number of rows of the results."""
         base = next((base for base in self.bases if base is not None), None)
         return self.s.shape[1] if base is None else base.shape[0]
 
@@ -164,7 +169,7 @@ def reference(a: ExpandArguments) -> Outputs:
 
         out_p[t] = base_p[t] + scale_p * scales[e] * (s[p, t, :R] @ weight_p[e]^T)
 
-    base_p is the argument `q`, `k` or `v` (0 if it is None), weight_p `q_weight`, `k_weight` or
+    base_p is the argument `q`, `k` or `v` (0 if it is None). weight_p is `q_weight`, `k_weight` or
     `v_weight`. A row without an adapter equals its base.
     """
     outputs = fake(a)
@@ -193,7 +198,8 @@ def _deltas(
     weight: torch.Tensor,
     factor: float,
 ) -> torch.Tensor:
-    """Returns the scaled deltas [M, W] of one projection, in the precision of `rows` [M, N]."""
+    """Returns the scaled deltas [M, W] of one projection. They have the precision of `rows` [M,
+    N]."""
     deltas = multiply_by_expert(rows[:, : weight.shape[2]], adapter, ExpertWeight(weight))
     if a.scales is None:
         return factor * deltas
@@ -202,7 +208,7 @@ def _deltas(
 
 
 def unsupported(a: ExpandArguments) -> str | None:
-    """Returns why the emitted kernel cannot take a call; None if it can. Reads metadata only."""
+    """Returns why the emitted kernel cannot compute a call; None if it can. Reads only metadata."""
     wide = a.scales is not None and a.scales.dtype == torch.float64
     return "no kernel for scales of torch.float64" if wide else None
 
@@ -240,9 +246,9 @@ def lora_expand_add(
     **options: Any,
 ) -> Outputs:
     """Calls the op: multiplies the result of `shrink_qkv_permute_3mn` by the B matrices of q, k and
-    v, and adds it to q, k and v.
+    v, and adds the products to q, k and v.
 
-    The arguments and options are those of ExpandArguments. Raises ArgumentError. Not
+    ExpandArguments explains the arguments and options. Raises ArgumentError. The op is not
     differentiable.
     """
     for name, three in (("bases", bases), ("weights", weights)):

@@ -1,5 +1,5 @@
-"""The CUDA lowerings of the LoRA ops: one kernel each. If many rows come in any order, another
-kernel sorts them first. If all rows have one adapter, a library's product may be faster."""
+"""The CUDA lowerings of the LoRA ops. Each op has one kernel. If there are many rows in any order,
+another kernel sorts them first. If all rows have one adapter, a library's product may be faster."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Ste
 
 NOTHING = ("nothing", "there are no rows, so nothing is launched")
 SORT = OrderConfig()
-# Tensors and numbers by kernel parameter name.
+# Tensors and numbers, by the names of the kernel's parameters.
 Values = dict[str, Any]
 
 
 def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None = None) -> Steps:
-    """Runs the steps of a `shrink_qkv_permute_3mn` call. config: the kernel's tiles; None: the plan
-    chooses the tiles, or a library's product."""
+    """Performs the steps of a `shrink_qkv_permute_3mn` call. config: the tiles of the kernel. If it
+    is None, the plan chooses the tiles, or a library's product."""
     out = yield Buffer(result_shape(a), a.a.dtype)
     if out.numel() == 0:
         return Outcome(out, *NOTHING)
@@ -76,8 +76,8 @@ def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None
 def _chosen(
     problem: ShrinkProblem, num_rows: int, target: Target, config: ShrinkConfig | None
 ) -> tuple[ShrinkConfig, Statics]:
-    """Returns the tiles for up to `num_rows` rows (`config`, if given) and the constants of the
-    kernel."""
+    """Returns the tiles for up to `num_rows` rows (`config`, if it is given), and the constants of
+    the kernel."""
     config = config or plan_shrink(problem, num_rows, target)
     constants = {**problem.constants, "COLUMNS": tile_columns(problem, config)}
     if isinstance(config, TiledShrink):
@@ -86,7 +86,7 @@ def _chosen(
 
 
 def _weight_values(a: ShrinkArguments) -> Values:
-    """Returns the first weight, and the others' distances from it in elements."""
+    """Returns the first weight, and the distances of the other weights from it, in elements."""
     first, *others = [weight for weight in a.weights if weight is not None]
     apart = [(w.data_ptr() - first.data_ptr()) // w.element_size() for w in others]
     second, third = (*apart, None, None)[:2]
@@ -94,8 +94,8 @@ def _weight_values(a: ShrinkArguments) -> Values:
 
 
 def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None = None) -> Steps:
-    """Runs the steps of a `lora_expand_add` call. config: the kernel's tiles; None: the plan
-    chooses."""
+    """Performs the steps of a `lora_expand_add` call. config: the tiles of the kernel. If it is
+    None, the plan chooses them."""
     outputs = []
     for shape in result_shapes(a):
         outputs.append((yield Buffer(shape, a.s.dtype)))
@@ -118,8 +118,8 @@ def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None
 def _projections(
     a: ExpandArguments, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[Values, dict[str, Any]]:
-    """Returns the tensors of q, k and v, and, for each projection, its width, rank, factor and
-    plane of s. A projection without a result has None for tensors and 0 for numbers."""
+    """Returns the tensors of q, k and v, and for each projection its width, rank, factor and plane
+    of s. For a projection without a result, the tensors are None and the numbers are 0."""
     targets = outputs[0].split(list(a.widths), dim=1) if a.packed else outputs
     values: Values = {}
     parts: list[tuple[int, int, float, int]] = []
@@ -143,7 +143,7 @@ def _projections(
 def _row_values(
     a: Any, counts: RowCounts, form: RowForm, target: Target
 ) -> Generator[Step, Any, Values]:
-    """Returns the tensors and counts of the rows; for a "sorted" form, sorts the rows first."""
+    """Returns the tensors and counts of the rows. If the form is "sorted", sorts the rows first."""
     values = row_values(a, counts, form)
     if form.addressing != "sorted":
         return values
@@ -160,8 +160,8 @@ def _row_values(
 def library_choice(
     a: ShrinkArguments, problem: ShrinkProblem, counts: RowCounts
 ) -> LibraryShrink | None:
-    """Returns how a library computes a call; None if kernels should. Reads metadata and addresses
-    only."""
+    """Returns how a library computes a call; None if the kernels should compute it. Reads only
+    metadata and addresses."""
     repeated = any(0 in weight.strides[1:] for weight in problem.weights)
     if problem.form.num_adapters != 1 or repeated:
         return None
@@ -179,7 +179,8 @@ def library_steps(
     out: torch.Tensor,
     target: Target,
 ) -> Generator[Step, Any, None]:
-    """Runs the steps by which a library computes a shrink. Writes the result to `out` [P, M, N]."""
+    """Performs the steps by which a library computes a shrink. Writes the result to `out` [P, M,
+    N]."""
     planes, num_rows, rank = out.shape
     x, columns = a.a[:num_rows], planes * rank
     matrices = _matrices(a)
@@ -205,7 +206,7 @@ def library_steps(
 
 
 def _matrices(a: ShrinkArguments) -> list[torch.Tensor]:
-    """Returns the given weights [R, K] of q, k and v of the only adapter."""
+    """Returns the weights [R, K] of q, k and v that are given. There is only one adapter."""
     return [weight[0] for weight in a.weights if weight is not None]
 
 

@@ -13,12 +13,12 @@ from tilewright.ops.lora.rows import num_groups
 from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.ops.runtime.operands import operand
 
-# The fewest rows of a sequence for which a partly empty last tile costs little.
+# If a sequence has at least this many rows, a last tile that is partly empty costs little.
 LONG_SEQUENCE = 64
 
 
 def row_counts(a: Any, num_rows: int, total_rows: int) -> RowCounts:
-    """Returns the counts of rows of a call of either op."""
+    """Returns the numbers of rows of a call. This works for both LoRA ops."""
     ids = a.expert_ids
     alone = ids is not None and a.a_offsets is None and num_rows
     return RowCounts(
@@ -30,8 +30,8 @@ def row_counts(a: Any, num_rows: int, total_rows: int) -> RowCounts:
 
 
 def row_form(a: Any, counts: RowCounts, num_adapters: int) -> RowForm:
-    """Returns how the kernels of a call find each row's adapter. Reads metadata and addresses
-    only."""
+    """Returns how the kernels of a call find the adapter of each row. Reads only metadata and
+    addresses."""
     ids, offsets = operand(contiguous(a.expert_ids)), operand(contiguous(a.a_offsets))
     one_each = counts.rows_per_id == 1
     if counts.num_rows == 0 or (ids is None and offsets is None):
@@ -50,7 +50,7 @@ def row_form(a: Any, counts: RowCounts, num_adapters: int) -> RowForm:
 
 
 def row_values(a: Any, counts: RowCounts, form: RowForm) -> dict[str, Any]:
-    """Returns the tensors and counts of the rows by kernel parameter name."""
+    """Returns the tensors and counts of the rows, by the names of the kernel's parameters."""
     return {
         "ids": contiguous(a.expert_ids) if form.ids else None,
         "offsets": contiguous(a.a_offsets) if form.offsets else None,

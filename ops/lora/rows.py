@@ -1,5 +1,5 @@
-"""Shared parts of both LoRA ops: dtypes, tolerances, and the adapter of each row of a batch, in the
-forms that engines and models use.
+"""The parts that both LoRA ops share: dtypes, tolerances, and the adapter of each row of a batch,
+in the forms that engines and models use.
 
     a_offsets   expert_ids
     none        none          all rows have one adapter
@@ -8,8 +8,8 @@ forms that engines and models use.
     [n + 1]     [>= n]        rows [a_offsets[g], a_offsets[g + 1]) have adapter expert_ids[g]
     [n + 1]     none          group g has adapter g
 
-With `inclusive_offsets`, a_offsets are the n ends alone (torch's `offs`). `num_active_experts` is
-the number of groups if the vectors are longer. A row has no adapter if its id is -1, or if it
+With `inclusive_offsets`, a_offsets has only the n ends (torch's `offs`). `num_active_experts` is
+the number of groups, if the vectors are longer. A row has no adapter if its id is -1, or if it
 belongs to no group.
 """
 
@@ -42,7 +42,7 @@ def num_groups(a: Any) -> Any:
 
 
 def check_rows(op: str, a: Any, num_rows: Any, num_adapters: Any, device: torch.device) -> None:
-    """Checks the metadata of a_offsets and expert_ids; raises ArgumentError."""
+    """Checks the metadata of a_offsets and expert_ids. Raises ArgumentError."""
     for name, dtypes in (("a_offsets", OFFSET_DTYPES), ("expert_ids", INDEX_DTYPES)):
         vector = getattr(a, name)
         if vector is not None:
@@ -82,8 +82,8 @@ def _check_groups(op: str, a: Any, num_adapters: Any) -> None:
 
 
 def check_row_values(op: str, a: Any, num_rows: int, num_adapters: int) -> None:
-    """Checks that offsets start at 0, do not decrease and do not exceed the rows, and that ids run
-    from -1 to the last adapter. Raises ArgumentError."""
+    """Checks that offsets start at 0, do not decrease and do not exceed the number of rows, and
+    that ids are from -1 to the last adapter. Raises ArgumentError."""
     if not readable([a.a_offsets, a.expert_ids]):
         return
     ids = a.expert_ids

@@ -1,7 +1,7 @@
 """`shrink_qkv_permute_3mn`: the first half of multi-LoRA on an attention layer's projections.
 
-All projections are computed in one pass over `a`, and stored as planes. This is Modular MAX's op of
-the same name; rows without an adapter, which MAX leaves unwritten, are zero here.
+All projections are computed in one pass over `a`, and stored as planes. Modular MAX has an op of
+the same name. It does not write rows without an adapter; here, they are set to zero.
 """
 
 from __future__ import annotations
@@ -34,18 +34,23 @@ NAME = "shrink_qkv_permute_3mn"
 
 @dataclass(frozen=True)
 class ShrinkArguments:
-    """The arguments of `shrink_qkv_permute_3mn`: M rows, K columns, G adapters of rank N.
+    """The arguments of `shrink_qkv_permute_3mn`, for M rows, K columns and G adapters of rank N.
 
-    a [M_a, K], last dimension contiguous, M_a >= M. b [G, 3N, K]: rows of q, then k, then v; or
-    instead any of q_weight, k_weight, v_weight [G, R, K], whose ranks may differ. Weights have a's
-    dtype and any strides, so that transposed weights and parts of one stack are views. An adapter
-    of lower rank has rows of zeros. a_offsets, expert_ids, inclusive_offsets, num_active_experts:
-    the rows of each adapter, see ops.lora.rows. num_rows: M; None: M_a.
+    - `a` [M_a, K] with M_a >= M, and with a contiguous last dimension.
+    - `b` [G, 3N, K]: the rows of q, then k, then v.
+    - `q_weight`, `k_weight`, `v_weight` [G, R, K]: some or all of the three weights, instead of
+      `b`. Their ranks may differ. Weights have a's dtype and any strides, so that transposed
+      weights and parts of one stack can be passed as views. An adapter of a lower rank has rows of
+      zeros.
+    - `a_offsets`, `expert_ids`, `inclusive_offsets`, `num_active_experts`: the rows of each
+      adapter, as in ops.lora.rows.
+    - `num_rows`: M. If it is None, M = M_a.
 
-    Result [P, M, N] of a's dtype: a plane for each weight given, in the order q, k, v. N is the
-    largest rank, and the columns past a smaller one are zero. Bad values (offsets that decrease or
-    exceed M, adapters that do not exist) raise ArgumentError if they are on the CPU, and under
-    TILEWRIGHT_DEBUG=1 on a GPU; otherwise their rows have no adapter.
+    The result is [P, M, N] of a's dtype. It has a plane for each weight that is given, in the order
+    q, k, v. N is the largest rank, and columns past a smaller rank are zero. Bad values are offsets
+    that decrease or exceed M, and adapters that do not exist. They raise ArgumentError if they are
+    on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1. Otherwise, their rows have no
+    adapter.
     """
 
     a: torch.Tensor
@@ -62,7 +67,7 @@ class ShrinkArguments:
 
     @cached_property
     def weights(self) -> tuple[torch.Tensor | None, ...]:
-        """The weights of q, k and v [G, R, K], or None."""
+        """The weights [G, R, K] of q, k and v. A weight that is not given is None."""
         if self.b is None:
             return self.q_weight, self.k_weight, self.v_weight
         rank = self.b.shape[1] // 3
@@ -114,7 +119,7 @@ def validate_values(a: ShrinkArguments) -> None:
 
 
 def result_shape(a: ShrinkArguments) -> tuple[Any, Any, Any]:
-    """Returns the result's shape [P, M, N]."""
+    """Returns the shape of the result, [P, M, N]."""
     return sum(weight is not None for weight in a.weights), a.rows, a.rank
 
 
@@ -141,9 +146,11 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
 
 
 def slower(*, rows: Any, columns: int, hidden: Any, dtype: torch.dtype) -> str | None:
-    """Returns why cuBLAS is faster than a kernel; None if a kernel is faster. The product has
-    `rows` rows of `hidden` numbers, and weights with `columns` columns in total. In float32, a
-    symbolic size counts as a large number of rows."""
+    """Returns why cuBLAS is faster than a kernel; None if a kernel is faster.
+
+    The product has `rows` rows of `hidden` numbers, and weights with `columns` columns in total. In
+    float32, a symbolic number of rows counts as a large number.
+    """
     known = isinstance(rows, int) and isinstance(hidden, int)
     if dtype != torch.float32 or (known and takes_row_kernel(rows, columns, hidden)):
         return None

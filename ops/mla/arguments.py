@@ -19,25 +19,27 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class LatentStoreArguments:
-    """The arguments of `mla_latent_store`: T tokens, L latent rank, R rope width.
+    """The arguments of `mla_latent_store`, for T tokens. L is the rank of latents, and R the width
+    of the rope part.
 
-    latent [T, L] and k_rope [T, R]: last dimension contiguous, any row stride, so that slices of
-    one projection can be passed; bf16, fp16, fp32 or fp64, the same as the caches. latent_cache,
-    rope_cache: base tensors, written; rope_cache None: both parts are in latent_cache.
-    latent_window, rope_window: the nine integers of a CacheWindow on the base, of one head and
-    head_dim L and R.
+    - `latent` [T, L], `k_rope` [T, R]: the last dimension is contiguous, and rows may have any
+      stride, so that slices of one projection can be passed. The dtype is bf16, fp16, fp32 or fp64,
+      the same as that of the caches.
+    - `latent_cache`, `rope_cache`: the base tensors, which are written. If rope_cache is None, both
+      parts are in latent_cache.
+    - `latent_window`, `rope_window`: the nine integers of a CacheWindow on the base, with one head,
+      and with head_dim L and R.
+    - `norm_weight` [L] of latent's dtype or float32. The normalized latent is norm_weight * latent
+      / sqrt(mean(latent²) + norm_eps). If norm_weight is None, there is no norm.
+    - `cos`, `sin`, `rope_style`, `rope_by_position`: a rotation, as in RopeTables.
+    - `slots`, `indexing`, `slot_mapping`, `lookup_table`, `sequence_ids`, `positions`,
+      `row_offsets`, `cache_lengths`: as in ops/cache/addressing.py. The position of a token is
+      `positions` [T] if that is given. Otherwise, token i of sequence b has the position
+      cache_lengths[b] + i.
 
-    norm_weight [L] (of latent's dtype or float32): the normed latent is norm_weight * latent /
-    sqrt(mean(latent²) + norm_eps); None: no norm. cos, sin, rope_style, rope_by_position: a
-    rotation, see RopeTables.
-
-    slots, indexing, slot_mapping, lookup_table, sequence_ids, positions, row_offsets,
-    cache_lengths: as in ops/cache/addressing.py. The position of a token is `positions` [T] if
-    given, else cache_lengths[b] + i for the i-th token of sequence b.
-
-    Bad values (slots, positions, pages; positions without a row of cos) raise ArgumentError before
-    anything is written if they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a
-    token without a place is not written.
+    Bad values are slots, positions and pages that do not exist, and positions without a row of cos.
+    They raise ArgumentError before anything is written if they are on the CPU, and if they are on a
+    GPU with TILEWRIGHT_DEBUG=1. Otherwise, a token without a place is not written.
     """
 
     latent: torch.Tensor
@@ -63,7 +65,7 @@ class LatentStoreArguments:
     cache_lengths: torch.Tensor | None = None
 
     rope = Group(RopeTables)
-    # The value of the argument `keys` of `mla_prefill` for a call without keys.
+    # The value of the argument `keys` of `mla_prefill`, for a call without keys.
     keys: ClassVar[str] = "none"
     num_sequences: ClassVar[int] = 1
     rope_on: ClassVar[str] = "k"
@@ -72,52 +74,69 @@ class LatentStoreArguments:
 
     @property
     def entry(self) -> tuple[Any, Any]:
-        """L and R, the widths of a cache entry's parts."""
+        """L and R, the widths of the two parts of a cache entry."""
         return self.latent.shape[1], self.k_rope.shape[1]
 
 
 @dataclass(frozen=True)
 class MlaPrefillArguments:
-    """The arguments of `mla_prefill`. T queries of B sequences, H heads; N, R and V are the widths
-    of a head's unrotated part, rotated part and values; L is the latent rank, K the number of keys.
+    """The arguments of `mla_prefill`, for T queries of B sequences and H heads. N, R and V are the
+    widths of a head's unrotated part, rotated part and values. L is the rank of latents, and K the
+    number of keys.
 
-    q [T, H, N + R]: unrotated columns first; bf16, fp16, fp32 or fp64, last dimension contiguous.
-    latent [Tk, L], k_rope [Tk, R]: of q's dtype, last dimension contiguous, any row stride; both
-    None: there are no new tokens, and keys are in the cache. Tk = T except with keys="given".
-    kv_b_weight [H * (N + V), L]: for each head N rows of keys and V = v_dim rows of values. It has
-    q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)], scale_block =
-    [bn, bk]. By default, a float8 weight is dequantised to q's dtype. With quantize_latent, latents
-    are quantised per 1 x bk instead (ops/formats/fp8_block.py, amax at most latent_scale_cap if
-    that is not 0). With latent_scale [Tk, ceil(L / bk)], latent already holds such codes, made of
-    normalised and rotated latents (for keys="given" and slots="none" only).
+    - `q` [T, H, N + R]: the unrotated columns come first. The dtype is bf16, fp16, fp32 or fp64,
+      and the last dimension is contiguous.
+    - `latent` [Tk, L], `k_rope` [Tk, R]: of q's dtype. The last dimension is contiguous, and rows
+      may have any stride. If both are None, there are no new tokens, and all keys are in the cache.
+      Tk = T unless keys="given".
+    - `kv_b_weight` [H * (N + V), L]: for each head, N rows of keys and V = v_dim rows of values. It
+      has q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)] and
+      scale_block = [bn, bk]. By default, a float8 weight is dequantised to q's dtype.
+    - `quantize_latent`: for a float8 weight, latents are quantised with a scale for each 1 x bk
+      block instead (ops/formats/fp8_block.py). If latent_scale_cap is not 0, it is the largest
+      amax.
+    - `latent_scale` [Tk, ceil(L / bk)]: if it is given, `latent` already has such codes, made of
+      normalized and rotated latents. This requires keys="given" and slots="none".
 
-    latent_cache, rope_cache, latent_window, rope_window: as for `mla_latent_store`; None and []
-    without a cache. The cache is written unless slots is "none": slots, indexing, slot_mapping,
-    lookup_table, sequence_ids, positions, row_offsets, cache_lengths as in ops/cache/addressing.py.
+    The cache:
 
-    row_offsets [B + 1] gives the queries of each sequence; without it, sequences have num_sequences
-    equal runs. keys, key_offsets [B + 1], key_slots [K], lookup_table [B, columns]: as in
-    ops/mla/keys.py, read after this call's tokens are written; num_keys = key_offsets[B] for
-    keys="table". With keys="table" and slots="ragged", a sequence with new tokens has rows for all
-    its keys, cached and new. key_lengths [B]: keys from this index on are not seen.
+    - `latent_cache`, `rope_cache`, `latent_window`, `rope_window`: as in `mla_latent_store`; None
+      and [] if there is no cache.
+    - `slots`, `indexing`, `slot_mapping`, `lookup_table`, `sequence_ids`, `positions`,
+      `row_offsets`, `cache_lengths`: as in ops/cache/addressing.py. The cache is written unless
+      slots is "none".
 
-    The position p of a query is `positions` [T] or [T / B] (the same for every sequence) if given,
-    else cache_lengths[b] + i, else i. The position of a key is its index j among its sequence's
-    keys. mask: "causal" (j <= p), "none", "sliding_window" (p - window < j <= p), "chunked" (j <=
-    p, and j // window == p // window). attn_mask [B or 1, H or 1, T / B or 1, K / B], for equal
-    runs only: bool, True is seen, or numbers (of q's dtype or float32) that are added to the scaled
-    logits, where -inf hides. mask_blocks: the result of `mask_blocks` for this attn_mask; None: the
-    call computes it. A query that sees no key gives zeros.
+    Queries and keys of each sequence:
 
-    norm_weight, norm_eps, cos, sin, rope_style, rope_by_position: as for `mla_latent_store`;
-    rope_on: "qk", "q" or "k", the tensors that are rotated.
+    - `row_offsets` [B + 1]: the queries of each sequence. Without it, each of num_sequences
+      sequences has the same number of queries.
+    - `keys`, `key_offsets` [B + 1], `key_slots` [K], `lookup_table` [B, columns]: as in
+      ops/mla/keys.py. Keys are read after the tokens of this call have been written. For
+      keys="table", num_keys = key_offsets[B]. With keys="table" and slots="ragged", a sequence with
+      new tokens has rows for all its keys, cached and new.
+    - `key_lengths` [B]: keys from this index on are not visible.
+    - `positions` [T] or [T / B] (the same for every sequence): the position p of each query.
+      Without it, query i of sequence b has the position cache_lengths[b] + i, or i if cache_lengths
+      is None too. The position of a key is its index j among the keys of its sequence.
+    - `mask`: "causal" (j <= p), "none", "sliding_window" (p - window < j <= p) or "chunked" (j <= p
+      and j // window == p // window).
+    - `attn_mask` [B or 1, H or 1, T / B or 1, K / B]: it requires that all sequences have the same
+      number of queries. A bool mask has True for a visible key. A mask of numbers (q's dtype or
+      float32) is added to the scaled logits, and -inf hides a key. If a query attends to no key,
+      its result is zeros.
+    - `mask_blocks`: the result of `mask_blocks` for this attn_mask. If it is None, the call
+      computes it.
 
-    attention_dtype: float8_e4m3fn, or None for q's dtype. With float8_e4m3fn, q, keys and values
-    are divided by q_scale, k_scale and v_scale and rounded to float8, saturating; the softmax
-    weights, times a power of two, are rounded to float8 as well.
+    Norm, rotation and dtype:
+
+    - `norm_weight`, `norm_eps`, `cos`, `sin`, `rope_style`, `rope_by_position`: as in
+      `mla_latent_store`. `rope_on` says which tensors are rotated: "qk", "q" or "k".
+    - `attention_dtype`: float8_e4m3fn, or None for q's dtype. With float8_e4m3fn, q, keys and
+      values are divided by q_scale, k_scale and v_scale and rounded to float8, saturating. The
+      softmax weights, times a power of two, are rounded to float8 as well.
 
     Bad values (offsets, slots, pages, positions) raise ArgumentError before anything is written if
-    they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU.
+    they are on the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1.
     """
 
     q: torch.Tensor
@@ -170,41 +189,46 @@ class MlaPrefillArguments:
 
     @property
     def entry(self) -> tuple[Any, Any]:
-        """L and R, the widths of a cache entry's parts."""
+        """L and R, the widths of the two parts of a cache entry."""
         return self.kv_b_weight.shape[1], widths(self)[1]
 
 
 @dataclass(frozen=True)
 class MlaBranchArguments:
-    """The arguments of `mla_prefill_branch_fp8`. T new tokens of B sequences, H heads; N, R and V
-    are the widths of a head's unrotated part, rotated part and values; L is the latent rank, C the
-    number of chunks.
+    """The arguments of `mla_prefill_branch_fp8`, for T new tokens of B sequences and H heads. N, R
+    and V are the widths of a head's unrotated part, rotated part and values. L is the rank of
+    latents, and C the number of chunks.
 
-    q [T, H, N + R]: unrotated columns first, not rotated yet; bf16, fp16, fp32 or fp64, last
-    dimension contiguous. latents [T, L + R]: the new tokens' entries straight from their
-    projection, of q's dtype. input_row_offsets [B + 1], cache_lengths [B] (tokens in the cache
-    before this call) and lookup_table [B, columns], uint32, int32 or int64, as in
-    `fused_qkv_matmul_kv_cache_paged_ragged`; a sequence without new tokens is skipped. freqs_cis
-    [positions, R], of q's dtype or float32: cos and sin of each pair, alternating. rope_style:
-    "interleaved", "half" or "interleaved_to_half", for q and the cache. kv_norm_gamma [L], of q's
-    dtype or float32. blocks [P, 1, layers, page_size, 1, L + R], any strides, of q's dtype, written
-    at layer_idx. scale: multiplies the logits. epsilon: the norm's.
+    - `q` [T, H, N + R]: the unrotated columns come first, and nothing has been rotated yet. The
+      dtype is bf16, fp16, fp32 or fp64, and the last dimension is contiguous.
+    - `latents` [T, L + R] of q's dtype: the entries of the new tokens, as their projection returns
+      them.
+    - `input_row_offsets` [B + 1], `cache_lengths` [B] (the number of tokens that were in the cache
+      before this call) and `lookup_table` [B, columns]: uint32, int32 or int64, as in
+      `fused_qkv_matmul_kv_cache_paged_ragged`. A sequence without new tokens is skipped.
+    - `freqs_cis` [positions, R] of q's dtype or float32: cos and sin of each pair, alternating.
+    - `rope_style`: "interleaved", "half" or "interleaved_to_half", for q and the cache.
+    - `kv_norm_gamma` [L] of q's dtype or float32.
+    - `blocks` [P, 1, layers, page_size, 1, L + R] of q's dtype, with any strides. It is written at
+      layer_idx.
+    - `scale`: multiplies the logits.
+    - `epsilon`: the epsilon of the norm.
+    - `buffer_row_offsets` [B + 1] or [C, B + 1]: the offsets of the rows that the keys of each
+      sequence take in a chunk.
+    - `cache_offsets` [B or B + 1] or [C, ..]: the position of the first key of each sequence in the
+      chunk.
+    - `buffer_length`: the number of rows of each chunk, as C integers; -1 for a chunk without keys.
+      `mla_prefill_plan` returns them. The chunks of a sequence are adjacent, begin at position 0
+      and have all its keys. Rows past the keys are not visible. If all lengths are less than 1,
+      nothing is written and the result is zeros.
+    - `kv_b_proj` [H * (N + V), L] float8_e4m3fn, `kv_b_proj_scale` [ceil(rows / g), ceil(L / g)]
+      float32, for blocks of granularity g = 128 or 64. V = v_dim.
+    - `mask`, `window`, `attention_dtype`, `q_scale`, `k_scale`, `v_scale`: as in `mla_prefill`.
 
-    buffer_row_offsets [B + 1] or [C, B + 1]: the offsets of the rows that each sequence's keys take
-    in a chunk. cache_offsets [B or B + 1] or [C, ..]: the position of each sequence's first key in
-    the chunk. buffer_length: the rows of each chunk, C integers, -1 for a chunk without keys (as
-    `mla_prefill_plan` returns them). A sequence's chunks follow each other without a gap from
-    position 0 and hold all its keys; rows past them are not seen. If all lengths are below 1,
-    nothing is written and the result is zeros.
-
-    kv_b_proj [H * (N + V), L] float8_e4m3fn, kv_b_proj_scale [ceil(rows / g), ceil(L / g)] float32
-    for blocks of granularity g = 128 or 64. V = v_dim. mask, window, attention_dtype, q_scale,
-    k_scale, v_scale: as for `mla_prefill`.
-
-    Raises ArgumentError before anything is written: for a layer, granularity, shape, dtype or
-    device that does not fit; and, on the CPU always and on a GPU under TILEWRIGHT_DEBUG=1, for
-    offsets that disagree, a buffer shorter than the keys, pages outside the pool, and positions
-    past freqs_cis or past the table.
+    Raises ArgumentError before anything is written if a layer, granularity, shape, dtype or device
+    is wrong. On the CPU, and on a GPU with TILEWRIGHT_DEBUG=1, also raises it for offsets that
+    contradict each other, a buffer that is shorter than the keys, pages outside the pool, and
+    positions past freqs_cis or past the table.
     """
 
     q: torch.Tensor
@@ -237,38 +261,40 @@ class MlaBranchArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class _Width:
-    """Base class that puts v_dim before the arguments of a batch in the schema."""
+    """A base class that puts v_dim before the arguments of a batch in the schema."""
 
     v_dim: SymInt
 
 
 @dataclass(frozen=True)
 class MlaDecodeArguments(BatchArguments, _Width):
-    """The arguments of `mla_decode`: T queries of B sequences; H heads; N, R and V are the widths
-    of a head's unrotated part, rotated part and values; L is the latent rank.
+    """The arguments of `mla_decode`, for T queries of B sequences and H heads. N, R and V are the
+    widths of a head's unrotated part, rotated part and values. L is the rank of latents.
 
-    q [T, H, N + R]: unrotated columns first, the others rotated; bf16, fp16, fp32 or fp64, last
-    dimension contiguous. row_offsets [B + 1] gives the queries of each sequence; without it,
-    sequences have num_sequences equal runs.
+    - `q` [T, H, N + R]: the unrotated columns come first, and the other columns are rotated. The
+      dtype is bf16, fp16, fp32 or fp64, and the last dimension is contiguous.
+    - `row_offsets` [B + 1]: the queries of each sequence. Without it, each of num_sequences
+      sequences has the same number of queries.
+    - `latent` [P, S, L], `rope_keys` [P, S, R]: the cache, normalized and rotated, of q's dtype. It
+      may have any strides, but the last dimension is contiguous.
+    - `block_table` [B, columns]: key j of sequence b is latent[block_table[b, j // S], j % S]. If
+      it is None, key j of sequence b is latent[b, j], and P = B.
+    - `kv_b_weight` [H * (N + V), L]: for each head, N rows of keys (W_UK) and V = v_dim rows of
+      values (W_UV). It has q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L
+      / bk)] and scale_block = [bn, bk]; it is then rounded to q's dtype.
+    - `v_weight` [H, V, L]: if it is given, it is W_UV, and kv_b_weight is W_UK alone, [H, N, L].
+      Both have q's dtype and any strides.
+    - `key_lengths`, `positions`, `cache_lengths`, `mask`, `window`, `attn_mask`, `mask_blocks`:
+      which keys a query attends to, as in `cache_attention`.
+    - `round_latents`: whether latents are rounded to the numbers that e4m3 codes stand for before
+      they are used. The cache is not changed.
+    - `latent_group`, `latent_rounded`, `latent_zero_scale`, `latent_least`,
+      `latent_least_divisor`: the RowRounding of a latent.
 
-    latent [P, S, L], rope_keys [P, S, R]: the cache, of q's dtype, any strides, last dimension
-    contiguous; normalised and rotated. block_table [B, columns]: key j of sequence b is
-    latent[block_table[b, j // S], j % S]. None: it is latent[b, j], P = B.
-
-    kv_b_weight [H * (N + V), L]: for each head N rows of keys, W_UK, and V = v_dim rows of values,
-    W_UV. It has q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)],
-    scale_block = [bn, bk], and is then rounded to q's dtype. With v_weight [H, V, L], which is
-    W_UV, kv_b_weight is W_UK alone, [H, N, L]; both have q's dtype and any strides.
-
-    round_latents: latents are rounded to the numbers that e4m3 codes stand for before they are
-    used; the cache is not changed. latent_group, latent_rounded, latent_zero_scale, latent_least,
-    latent_least_divisor: the RowRounding of a latent.
-
-    key_lengths, positions, cache_lengths, mask, window, attn_mask, mask_blocks: which keys a query
-    sees, as for `cache_attention`. A query that sees no key gives zeros. Keys that no query sees
-    may hold anything, also NaN. Bad values (offsets, lengths, pages) raise ArgumentError if they
-    are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a key on a page outside the
-    pool is not seen.
+    If a query attends to no key, its result is zeros. Keys that no query attends to may have any
+    values, even NaN. Bad offsets, lengths and pages raise ArgumentError if they are on the CPU, and
+    if they are on a GPU with TILEWRIGHT_DEBUG=1. Otherwise, queries do not attend to a key on a
+    page that does not exist.
     """
 
     q: torch.Tensor
@@ -298,8 +324,8 @@ class MlaDecodeArguments(BatchArguments, _Width):
 
 @dataclass(frozen=True)
 class UpWeight:
-    """The arguments of a call that concern the up-projection: its weight [H * (N + V), L], the
-    weight's scales, and q."""
+    """The arguments of a call that belong to the up-projection: its weight [H * (N + V), L], the
+    scales of the weight, and q."""
 
     q: torch.Tensor
     v_dim: Any
@@ -321,14 +347,14 @@ def rotates_queries(a: MlaPrefillArguments) -> bool:
 
 
 def widths(a: UpArguments) -> tuple[Any, Any, Any]:
-    """Returns N, R and V: the widths of a head's unrotated part, rotated part and values."""
+    """Returns N, R and V, the widths of a head's unrotated part, rotated part and values."""
     shape = a.kv_b_weight.shape
     nope = shape[1] if len(shape) == 3 else shape[0] // a.q.shape[1] - a.v_dim
     return nope, a.q.shape[2] - nope, a.v_dim
 
 
 def halves(a: MlaDecodeArguments, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (W_UK [H, N, L], W_UV [H, V, L]). weight: kv_b_weight, dequantised."""
+    """Returns (W_UK [H, N, L], W_UV [H, V, L]). weight: kv_b_weight, after dequantisation."""
     if a.v_weight is not None:
         return weight, a.v_weight
     nope, _, v_dim = widths(a)

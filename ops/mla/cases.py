@@ -1,4 +1,4 @@
-"""Settings of the tests of the MLA ops, which together reach every option."""
+"""Cases for tests of the MLA ops. Together they use every option."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from tilewright.ops.attention.cases import AttentionCase
 class LatentCase:
     """The part of a case that all MLA ops share: latents, their cache and their places.
 
-    new_tokens, cached_tokens: for each sequence. pool: "joint" ([P, S, L + R]), "layers" (one layer
-    of [P, 1, 3, S, 1, L + R]), "pair" (two pools) or "static" (two StaticCache tensors [B, 1, S,
-    .], a page per sequence; equal new_tokens and cached_tokens). slots: as in
-    ops/cache/addressing.py.
-    rope_style "none": no rope.
+    Attributes:
+        name: The name of the case.
+        new_tokens, cached_tokens: The numbers of new and of cached tokens of each sequence.
+        rank, rope_dim: L and R.
+        dtype: The dtype of the values.
+        pool: The form of the cache: "joint" ([P, S, L + R]), "layers" (one layer of [P, 1, 3, S, 1,
+            L + R]), "pair" (two pools) or "static" (two StaticCache tensors [B, 1, S, .], with a
+            page for each sequence; all sequences have the same new_tokens and cached_tokens).
+        num_pages, page_size: The sizes of the cache.
+        slots: As in ops/cache/addressing.py.
+        index_dtype: The dtype of indices.
+        norm, norm_dtype: Whether there is a norm, and the dtype of its weight.
+        rope_style: As in the op; "none" if there is no rope.
+        table_width, by_position: The form of the tables of cos and sin.
+        magnitude: A factor of the values.
     """
 
     name: str
@@ -46,18 +56,24 @@ class LatentCase:
 
 @dataclass(frozen=True)
 class StoreCase(LatentCase):
-    """One setting of `mla_latent_store`."""
+    """One case of `mla_latent_store`."""
 
 
 @dataclass(frozen=True)
 class PrefillCase(LatentCase):
-    """One setting of `mla_prefill`.
+    """One case of `mla_prefill`.
 
-    keys: as in ops/mla/keys.py; with "given" there is no cache. runs: whether the call has equal
-    runs instead of row_offsets. ragged_keys: whether it has key_offsets; if not, all slots of all
-    columns are keys. attn_mask: "none", "bool" or "float"; listed: whether the mask's list of
-    blocks is passed. weight: "dense", "fp8" (dequantised), "quantized" (latents too) or "codes"
-    (latents passed as codes).
+    Attributes:
+        num_heads, nope, v_dim: H, N and V.
+        keys: As in ops/mla/keys.py. With "given", there is no cache.
+        runs: Whether all sequences have the same number of queries, and the call has no
+            row_offsets.
+        ragged_keys: Whether the call has key_offsets. If not, all slots of all columns are keys.
+        mask, window, rope_on, attention_dtype: As in the op.
+        attn_mask: "none", "bool" or "float".
+        listed: Whether the list of blocks of the mask is passed.
+        weight: "dense", "fp8" (dequantised), "quantized" (the latents are quantised too) or "codes"
+            (the latents are passed as codes).
     """
 
     num_heads: int = 3
@@ -77,8 +93,8 @@ class PrefillCase(LatentCase):
 
 @dataclass(frozen=True)
 class BranchCase(PrefillCase):
-    """One setting of `mla_prefill_branch_fp8`. buffer_size: rows of a chunk; 0: one chunk for all
-    keys."""
+    """One case of `mla_prefill_branch_fp8`. buffer_size: the number of rows of a chunk; 0 for one
+    chunk with all keys."""
 
     rank: int = 128
     pool: str = "layers"
@@ -91,7 +107,7 @@ class BranchCase(PrefillCase):
 
 @dataclass(frozen=True)
 class PlanCase:
-    """One setting of `mla_prefill_plan`."""
+    """One case of `mla_prefill_plan`."""
 
     name: str
     new_tokens: tuple[int, ...] = (10, 30)
@@ -105,9 +121,14 @@ class PlanCase:
 
 @dataclass(frozen=True)
 class DecodeCase(AttentionCase):
-    """One setting of `mla_decode`; num_kv_heads is 1. joined: latents and rope keys are columns of
-    one cache. weight: "dense", "apart" (v_weight) or "fp8" (dequantised). rounding: the arguments
-    for a rounding of latents, as pairs of name and value; empty without one."""
+    """One case of `mla_decode`, with one head of keys.
+
+    Attributes:
+        joined: Whether latents and rope keys are columns of one cache.
+        weight: "dense", "apart" (v_weight is given) or "fp8" (dequantised).
+        rounding: The arguments for a rounding of latents, as pairs of a name and a value. It is
+            empty if latents are not rounded.
+    """
 
     num_heads: int = 16
     num_kv_heads: int = 1

@@ -1,4 +1,4 @@
-"""Checks of the up-projection's weight in MLA ops. They read metadata only and raise
+"""Checks of the up-projection's weight in MLA ops. They read only metadata and raise
 ArgumentError."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tilewright.ops.mla.arguments import FP8, UpArguments, widths
 
 
 def check_weight(op: str, a: UpArguments) -> Any:
-    """Checks the up-projection's weight [H * (N + V), L] and its scales against q [T, H, N + R];
-    returns R. Reads metadata only; raises ArgumentError."""
+    """Checks the up-projection's weight [H * (N + V), L] and its scales against q [T, H, N + R].
+    Returns R. Reads only metadata. Raises ArgumentError."""
     weight, heads = a.kv_b_weight, a.q.shape[1]
     form = "[H * (N + V), L]", (None, None), (a.q.dtype, FP8), a.q.device
     check_operand(op, "kv_b_weight", weight, *form, dense=True)

@@ -1,12 +1,14 @@
-"""The keys of each sequence in an MLA op: where they are, and which of them a query sees.
+"""The keys of each sequence in an MLA op: where they are, and which keys a query attends to. The
+argument `keys` says where they are:
 
     given   rows of this call's latents
     pages   page b of the cache, from its first slot on (a Hugging Face StaticCache)
     table   lookup_table[b, j // page_size], offset by the remainder, for key j
     slots   flat slot key_slots[i] of the cache, for the i-th key of all sequences
 
-Keys form the rows of one buffer, one sequence after the other: from key_offsets[b] to key_offsets[b
-+ 1], or in equal runs without key_offsets.
+Keys are the rows of one buffer, one sequence after another. Sequence b has the rows from
+key_offsets[b] to key_offsets[b + 1]. Without key_offsets, all sequences have the same number of
+rows.
 """
 
 from __future__ import annotations
@@ -47,14 +49,15 @@ def buffer_rows(a: MlaPrefillArguments) -> Any:
 
 
 def row_key_offsets(a: MlaPrefillArguments) -> torch.Tensor | None:
-    """Returns the offsets of each sequence's keys in the buffer; None for equal runs."""
+    """Returns the offsets of each sequence's keys in the buffer; None if all sequences have the
+    same number of keys."""
     if a.keys == "given" and a.key_offsets is None and a.row_offsets is not None:
         return a.row_offsets
     return a.key_offsets
 
 
 def check_keys(op: str, a: MlaPrefillArguments) -> None:
-    """Checks the arguments that say where keys are. Reads metadata only; raises ArgumentError."""
+    """Checks the arguments that say where keys are. Reads only metadata. Raises ArgumentError."""
     check_choice(op, "keys", a.keys, KEY_FORMS)
     if a.keys == "given":
         if a.latent is None:
@@ -117,12 +120,12 @@ def _check_index(
 
 
 def run_keys(a: MlaPrefillArguments) -> Any:
-    """Returns the number of keys of each sequence, if sequences have equally many."""
+    """Returns the number of keys of each sequence. All sequences have the same number."""
     return buffer_rows(a) // a.num_sequences
 
 
 def check_key_values(op: str, a: MlaPrefillArguments) -> None:
-    """Checks the values of offsets, pages and slots of keys. Raises ArgumentError."""
+    """Checks the values of the offsets, pages and slots of keys. Raises ArgumentError."""
     total = buffer_rows(a)
     if a.key_offsets is not None:
         check_row_offsets(op, "key_offsets", a.key_offsets, total, "the number of keys")
@@ -161,8 +164,8 @@ def check_key_values(op: str, a: MlaPrefillArguments) -> None:
 
 
 def cache_views(a: LatentArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the latent and the rope window as tensors [num_pages, page_size, L or R] on their
-    bases."""
+    """Returns the windows of latents and of rope columns as tensors [num_pages, page_size, L or R]
+    on their bases."""
     base = given(a.latent_cache)
     rope_base = base if a.rope_cache is None else a.rope_cache
     latent = CacheWindow.from_ints(a.latent_window).view(base)
@@ -176,7 +179,8 @@ def key_places(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gathered_keys(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (latent [K, L], k_rope [K, R]) of every key, as the cache holds them now."""
+    """Returns (latent [K, L], k_rope [K, R]) of all keys, with their present values in the
+    cache."""
     latent, rope = cache_views(a)
     pages, size = latent.shape[:2]
     if a.keys == "pages":

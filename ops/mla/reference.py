@@ -1,5 +1,5 @@
-"""The meaning of `mla_prefill` and `mla_decode` in plain PyTorch: fp32, or float64 for float64
-q."""
+"""The references of `mla_prefill` and `mla_decode` in plain PyTorch, in fp32, or in float64 for
+float64 q."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from tilewright.ops.mla.arguments import (
 from tilewright.ops.mla.keys import gathered_keys, key_places
 from tilewright.ops.mla.latents.reference import finished_latents, write_latents
 
-# The allowed distance of a kernel's result from the reference.
+# The allowed difference between the result of a kernel and the reference.
 TOLERANCES = rounded_once(3 * 2.0**-6, 3 * 2.0**-9, 2.0**-17, 2.0**-44)
 
 
 def prefill_reference(a: MlaPrefillArguments) -> torch.Tensor:
-    """Writes the new latents into the cache, if there is one, and returns the attention [T, H,
-    V]."""
+    """Writes the new latents to the cache, if there is one, and returns the attention [T, H, V]."""
     positions = positions_of(a)
     latent, k_rope = a.latent, a.k_rope
     if latent is not None:
@@ -75,7 +74,7 @@ def decode_reference(a: MlaDecodeArguments) -> torch.Tensor:
 
 
 def _queries(a: MlaPrefillArguments, positions: torch.Tensor) -> torch.Tensor:
-    """Returns the queries [T, H, N + R] in compute precision, rotated."""
+    """Returns the rotated queries [T, H, N + R], in the precision of the computation."""
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
     if not rotates_queries(a):
         return q
@@ -85,14 +84,15 @@ def _queries(a: MlaPrefillArguments, positions: torch.Tensor) -> torch.Tensor:
 
 
 def up_weight(a: MlaPrefillArguments, compute: torch.dtype) -> torch.Tensor:
-    """Returns kv_b_weight, dequantised; rounded to q's dtype if latents are not quantised."""
+    """Returns kv_b_weight, dequantised. If latents are not quantised, it is rounded to q's
+    dtype."""
     if a.quantize_latent or a.latent_scale is not None:
         return _dequantized(a, compute)
     return dense_weight(a, compute)
 
 
 def dense_weight(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
-    """Returns kv_b_weight, dequantised and rounded to q's dtype if it has codes."""
+    """Returns kv_b_weight. If it has codes, it is dequantised and rounded to q's dtype."""
     if a.kv_b_scale is None:
         return a.kv_b_weight.to(compute)
     return _dequantized(a, compute).to(a.q.dtype).to(compute)
@@ -106,8 +106,8 @@ def _dequantized(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
 def _key_latents(
     a: MlaPrefillArguments, latent: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
-    """Returns the latents of all keys, [K, L]. If the call quantises them, they are quantised and
-    dequantised."""
+    """Returns the latents of all keys, [K, L]. If the call quantises latents, they are quantised
+    and dequantised."""
     if not a.quantize_latent and a.latent_scale is None:
         return latent.to(compute)
     codes, scales, block = latent, a.latent_scale, a.scale_block[1]
@@ -119,7 +119,8 @@ def _key_latents(
 def _up_projected(
     a: MlaPrefillArguments, latent: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Returns keys and values [K, H, N + V] in compute precision, after rounding to q's dtype."""
+    """Returns keys and values [K, H, N + V] in the precision of the computation, after rounding to
+    q's dtype."""
     compute = weight.dtype
     kv = latent @ weight.T
     if a.attention_dtype != FP8:
@@ -128,6 +129,6 @@ def _up_projected(
 
 
 def _rounded(a: MlaPrefillArguments, x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns x, in its own dtype, rounded as the 8-bit core reads it; x itself without that
-    core."""
+    """Returns x, in its own dtype, rounded as the 8-bit attention kernel reads it. If the call does
+    not use this kernel, returns x itself."""
     return x if a.attention_dtype != FP8 else saturating_cast(x / scale, FP8).to(x.dtype) * scale

@@ -1,4 +1,4 @@
-"""Sample inputs of the MLA ops: small and random, for the settings of `cases.py`."""
+"""Sample inputs of the MLA ops. They are small and random, for the cases of `cases.py`."""
 
 from __future__ import annotations
 
@@ -194,7 +194,8 @@ def _rope(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
         return {}
     width = case.rope_dim if case.table_width == "full" else case.rope_dim // 2
     rows = case.num_pages * case.page_size if case.by_position else max(case.num_tokens, 1)
-    # Not a true rotation: every column differs, so a wrong column shows.
+    # The tables are not true rotations: every column differs, so that a wrong column changes the
+    # result.
     table = sampler.normal(rows, 2 * width, dtype=torch.float32)
     cos, sin = table.chunk(2, dim=1) if not case.by_position else (table[:, ::2], table[:, 1::2])
     return {
@@ -206,7 +207,7 @@ def _rope(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _places(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
-    """Returns the places of new tokens and keys in every form of addressing."""
+    """Returns the places of new tokens and of keys, in all forms of addressing."""
     if case.pool == "static":
         start, new = case.cached_tokens[0], case.new_tokens[0]
         positions = torch.arange(start, start + new, device=sampler.device)
@@ -257,7 +258,8 @@ def _keys(case: PrefillCase, places: dict[str, Any], sampler: Sampler) -> dict[s
     values = {"lookup_table": places["lookup_table"]}
     if case.ragged_keys:
         return values | counted | {"num_keys": int(offsets[-1])}
-    # All entries are read. An entry without tokens names an arbitrary page, which no query sees.
+    # All entries of the table are read. An entry without tokens has the number of an arbitrary
+    # page, to which no query attends.
     table = places["lookup_table"]
     table = torch.where(table.long() >= case.num_pages, 0, table.long()).to(table.dtype)
     return {"lookup_table": table}

@@ -23,17 +23,23 @@ _OF_WEIGHT = {
 
 @dataclass(frozen=True)
 class LinearActivationArguments:
-    """The arguments of `linear_activation`: T tokens, K columns of x, N rows of each weight.
+    """The arguments of `linear_activation`, for T tokens, K columns of x, and N rows of each
+    weight.
 
-    x [T, K]; weight [N, K]; up_weight [N, K] or None: with it, `weight` is the gate's. Weights have
-    any strides, so that a joint weight, concatenated or interleaved, is two views of one tensor.
-    Biases [N], of x's dtype or float32. activation: one of ops.reference.activation.ACTIVATIONS, or
-    "" for none, without an up weight. rms_norm, layer_norm, norm_weight, norm_bias, norm_eps,
-    norm_offset: a RowNorm of x. Result [T, N] of x's dtype.
+    - `x` [T, K].
+    - `weight` [N, K], `up_weight` [N, K] or None. If up_weight is given, `weight` is the weight of
+      the gate. Weights may have any strides, so that a joint weight, concatenated or interleaved,
+      can be passed as two views of one tensor.
+    - `bias`, `up_bias` [N], of x's dtype or float32.
+    - `activation`: one of ops.reference.activation.ACTIVATIONS. Without an up weight it may be "",
+      and there is then no activation.
+    - `rms_norm`, `layer_norm`, `norm_weight`, `norm_bias`, `norm_eps`, `norm_offset`: a RowNorm of
+      x.
+    - `weight_format`, `scale_block`, `zero_point`, `nibble_order`, `weight_scale`, `weight_zero`,
+      `weight_factor`: the fields of a Weight of one head of N rows.
+    - `up_scale`, `up_zero`, `up_factor`: the same fields of the up weight.
 
-    weight_format, scale_block, zero_point, nibble_order, weight_scale, weight_zero, weight_factor:
-    the fields of a Weight of one head of N rows. up_scale, up_zero, up_factor: the same fields of
-    the up weight.
+    The result is [T, N] of x's dtype.
     """
 
     x: torch.Tensor
@@ -73,20 +79,26 @@ class LinearActivationArguments:
 
     @property
     def weights(self) -> tuple[Weight, Weight | None]:
-        """The weight, and the up weight if the activation is gated."""
+        """The weight and, if the activation is gated, the up weight."""
         return self.linear, self.up_linear
 
 
 @dataclass(frozen=True)
 class LinearResidualArguments:
-    """The arguments of `linear_residual`: T tokens, K columns of x, N rows of the weight.
+    """The arguments of `linear_residual`, for T tokens, K columns of x, and N rows of the weight.
 
-    x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
-    float32. rms_norm: the linear's result is divided by sqrt(mean of its squares + norm_eps), and
-    multiplied by norm_offset + norm_weight [N], if given. scale: multiplies the linear's result,
-    after its norm if there is one, before it is added to the residual. Result [T, N] of x's dtype,
-    new memory. weight_format, weight_scale, weight_zero, weight_factor, zero_point, scale_block,
-    nibble_order: as for `linear_activation`.
+    - `x` [T, K].
+    - `weight` [N, K], with any strides.
+    - `residual` [T, N] of x's dtype.
+    - `bias` [N], of x's dtype or float32.
+    - `rms_norm`: whether the result of the linear is divided by sqrt(mean of its squares +
+      norm_eps). If norm_weight [N] is given, it is also multiplied by norm_offset + norm_weight.
+    - `scale`: multiplies the result of the linear, after its norm and before it is added to the
+      residual.
+    - `weight_format`, `weight_scale`, `weight_zero`, `weight_factor`, `zero_point`, `scale_block`,
+      `nibble_order`: as in `linear_activation`.
+
+    The result is a new tensor [T, N] of x's dtype.
     """
 
     x: torch.Tensor
@@ -112,19 +124,21 @@ class LinearResidualArguments:
 
     @property
     def weights(self) -> tuple[Weight, Weight | None]:
-        """The weight, and None for the up weight."""
+        """The weight, and None in place of an up weight."""
         return self.linear, None
 
 
 @dataclass(frozen=True)
 class ScaledLinearArguments:
-    """The arguments of `scaled_linear`: T tokens, K columns of x, N rows of the weight.
+    """The arguments of `scaled_linear`, for T tokens, K columns of x, and N rows of the weight.
 
-    x [T, K] float8_e4m3fn, last dimension contiguous; x_scale [T or 1, 1 or ceil(K / 128)], of a
-    floating type: one scale for all tokens or for each token, and for all columns or for each 128;
-    None: 1. weight [N, K] float8_e4m3fn, any strides; weight_scale and scale_block: fields of a
-    Weight. weight_format: "fp8". bias [N] of out_dtype. out_dtype: of the result [T, N]: bfloat16,
-    float16 or float32.
+    - `x` [T, K] float8_e4m3fn, with a contiguous last dimension.
+    - `x_scale` [T or 1, 1 or ceil(K / 128)], of a floating dtype: one scale for all tokens or for
+      each token, and for all columns or for each 128 columns. If it is None, the scale is 1.
+    - `weight` [N, K] float8_e4m3fn, with any strides.
+    - `weight_scale`, `scale_block`: fields of a Weight. `weight_format` is "fp8".
+    - `bias` [N] of out_dtype.
+    - `out_dtype`: the dtype of the result [T, N]: bfloat16, float16 or float32.
     """
 
     x: torch.Tensor
@@ -142,16 +156,21 @@ class ScaledLinearArguments:
 
 @dataclass(frozen=True)
 class RoundRowsArguments:
-    """The arguments of `round_rows`: T tokens, K columns.
+    """The arguments of `round_rows`, for T tokens and K columns.
 
-    x [T, K]. up [T, K] of x's dtype, if the rounded numbers are activation(x) * up. activation: ""
-    for none, or one of ops.reference.activation.ACTIVATIONS. rms_norm, norm_weight, norm_eps,
-    norm_offset: a RowNorm of the numbers. scale: the scale of all numbers, one element of x's dtype
-    or, without `rounded`, of float32; None: scales are computed. group, rounded, zero_scale, least,
-    least_divisor: a RowRounding of the numbers. decoded: whether the result holds the numbers that
-    codes stand for, in x's dtype, instead of float8_e4m3fn codes. Result: codes or numbers [T, K],
-    and fp32 scales [K / group or 1, T], or [1, 1] if the scale is given; new memory. The scales of
-    one group of columns are contiguous, as the library's product of codes reads them.
+    - `x` [T, K].
+    - `up` [T, K] of x's dtype. If it is given, the numbers that are rounded are activation(x) * up.
+    - `activation`: "" for none, or one of ops.reference.activation.ACTIVATIONS.
+    - `rms_norm`, `norm_weight`, `norm_eps`, `norm_offset`: a RowNorm of the numbers.
+    - `scale`: one scale for all numbers, a tensor of one element of x's dtype or, without
+      `rounded`, of float32. If it is None, scales are computed.
+    - `group`, `rounded`, `zero_scale`, `least`, `least_divisor`: a RowRounding of the numbers.
+    - `decoded`: whether the result has the numbers that codes stand for, in x's dtype, instead of
+      float8_e4m3fn codes.
+
+    The results are new tensors: codes or numbers [T, K], and fp32 scales [K / group or 1, T], or
+    [1, 1] if the scale is given. The scales of one group of columns are contiguous, as the
+    library's product of codes expects.
     """
 
     x: torch.Tensor
@@ -175,7 +194,7 @@ class RoundRowsArguments:
 
     @property
     def columns_of_scale(self) -> int:
-        """The columns that share a scale."""
+        """The number of columns that share a scale."""
         return self.group or self.x.shape[1]
 
     @property

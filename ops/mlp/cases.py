@@ -1,4 +1,4 @@
-"""Sample inputs of linears: small, random, and together reaching every option."""
+"""Sample inputs of linears. The cases are small and random, and together they use every option."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from tilewright.ops.sampling import RowsCase, Sampler
 
 @dataclass(frozen=True)
 class LinearCase(CodedCase):
-    """One setting of `linear_activation` or `linear_residual`.
+    """One case of `linear_activation` or `linear_residual`.
 
-    layout: how the weights lie in memory: "separate" tensors, "halves" of one, "up_first" halves,
-    "interleaved" rows of one, "n_major" tensors; "plain": one weight, "plain_n_major": one with
-    contiguous rows. norm: "", "rms", "weightless", or "layer" (with a bias), "layer_unbiased",
-    "layer_bare".
+    Attributes:
+        name: The name of the case.
+        num_tokens, k, n: T, K and N.
+        layout: How the weights are stored: "separate" tensors, "halves" of one tensor, "up_first"
+            halves, "interleaved" rows of one tensor, or "n_major" tensors. For a single weight,
+            "plain", or "plain_n_major" if its rows are contiguous.
+        bias, activation, norm_offset, scale: As in the op.
+        norm: "", "rms", "weightless", "layer" (with a bias), "layer_unbiased" or "layer_bare".
     """
 
     name: str
@@ -47,10 +51,10 @@ _TABLE: dict[str, Any] = {
 }
 _OFFSET: dict[str, Any] = {"weight_format": "int4_k_offset", "words": torch.uint8,
                            "zeros": "float", "zero_point": 8}  # fmt: skip
-# More tokens than the streaming kernels take, and rows and columns that fill no tile.
+# More tokens than the streaming kernels compute, and rows and columns that do not fill a tile.
 _MOST: dict[str, Any] = {"num_tokens": 140, "k": 288, "n": 136}
 _AWQ: dict[str, Any] = {"weight_format": "int4_n", "zeros": "packed", "nibble_order": AWQ_ORDER}
-# Formats as checkpoints store them, and each format that has its own path in a kernel.
+# Formats as checkpoints store them, and each format for which a kernel has separate code.
 CODED: dict[str, dict[str, Any]] = {
     "int8": {"weight_format": "int8", "scale_block": (1, 192), "k": 192},
     "int8_zeros": {"weight_format": "int8", "scale_block": (1, 32), "zeros": "int", **_HALF},
@@ -86,7 +90,8 @@ CODED: dict[str, dict[str, Any]] = {
 
 
 def _coded(layout: str) -> tuple[LinearCase, ...]:
-    """Returns a case of each format. Every second case has a norm, and the others have a bias."""
+    """Returns a case for each format. Every second case has a norm, and the other cases have a
+    bias."""
     found = []
     for number, (name, changes) in enumerate(CODED.items()):
         given: dict[str, Any] = {"layout": layout, "bias": number % 2 == 0}
@@ -160,7 +165,7 @@ RESIDUAL_CASES = (
 
 
 def _linear(case: LinearCase, sampler: Sampler) -> dict[str, Any]:
-    """Returns the arguments that both ops take, by name."""
+    """Returns the arguments that both ops have, by name."""
     return {
         "x": sampler.normal(case.num_tokens, case.k, dtype=case.dtype),
         **_weight(case, sampler, "weight"),
@@ -202,8 +207,9 @@ def sample_residual(case: LinearCase, device: str | torch.device, seed: int) -> 
 
 @dataclass(frozen=True)
 class ScaledCase(CodedCase):
-    """One setting of `scaled_linear`. x_scale: the shape of x's scale, with "tokens" for T and
-    "blocks" for K / 128; empty for none. The field dtype is the op's out_dtype."""
+    """One case of `scaled_linear`. x_scale: the shape of x's scale, with "tokens" for T and
+    "blocks" for K / 128. It is empty if there is no scale. The field `dtype` is the op's
+    out_dtype."""
 
     name: str
     x_scale: tuple[Any, ...] = (1, 1)
@@ -254,8 +260,8 @@ def sample_scaled(case: ScaledCase, device: str | torch.device, seed: int) -> di
 
 @dataclass(frozen=True)
 class RoundCase(RowsCase):
-    """One setting of `round_rows`. up: whether x is gated. scale: the dtype of a given scale. The
-    other fields are the op's."""
+    """One case of `round_rows`. up: whether x is gated. scale: the dtype of a given scale. The
+    other fields have the names of the op's arguments."""
 
     norm: str = ""
     up: bool = False
@@ -302,7 +308,7 @@ ROUND_CASES = (
 
 
 def sample_round(case: RoundCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Returns arguments of `round_rows` by name; the second row is zero."""
+    """Returns arguments of `round_rows` by name. The second row of x is zero."""
     sampler = Sampler(device, seed)
     x = case.rows(sampler)
     x[1:2] = 0
@@ -315,7 +321,8 @@ def sample_round(case: RoundCase, device: str | torch.device, seed: int) -> dict
 
 
 def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Tensor]:
-    """Returns a weight under its argument's name; a quantised one with its scale and zero."""
+    """Returns a weight under the name of its argument. If it is quantised, also returns its scale
+    and zero."""
     if case.weight_format == "dense":
         made = [sampler.normal(case.n, case.k, dtype=case.dtype, scale=case.k**-0.5)]
     else:

@@ -1,4 +1,4 @@
-"""The sizes up to which the kernels of linears are faster than PyTorch."""
+"""The numbers of tokens up to which the kernels of linears are faster than PyTorch."""
 
 from __future__ import annotations
 
@@ -26,26 +26,31 @@ def slower(
 ) -> str | None:
     """Returns why PyTorch's own calls are faster for `tokens` rows; None if the kernel is faster.
 
-    weights: 2 for a gate and its up projection. norm: the kind of norm of rows of `columns` numbers
-    that the kernel would compute first; empty for none. coded: the weights are quantised. rounded:
-    x was decoded from codes, which a library's GEMM can multiply with the weights' codes. target:
-    the chip, if it may have a kernel for any number of tokens; `slower_on` then decides.
+    Args:
+        weights: 2 for a gate and its up projection, else 1.
+        norm: The kind of norm of rows of `columns` numbers that the kernel would compute first; ""
+            for none.
+        coded: Whether the weights are quantised.
+        rounded: Whether x was decoded from codes, which a library's GEMM can multiply with the
+            codes of the weights.
+        target: The chip, if it may have a kernel for any number of tokens. `slower_on` then
+            decides.
     """
     if coded and not rounded and target is not None and decodes_codes(target):
         return None
     most = most_tokens(weights, coded, rounded)
     if coded and not isinstance(tokens, int):
-        return f"a number of tokens that is a symbol, and may be more than {most}"
+        return f"a symbolic number of tokens, which may be more than {most}"
     if isinstance(tokens, int) and tokens > most:
-        return f"more than {most} tokens: the library's GEMM is the faster one"
+        return f"more than {most} tokens: the library's GEMM is faster"
     if norm and not takes_norm(norm, tokens, columns):
-        return f"{norm} norm of {tokens} tokens: a kernel of its own is the faster one"
+        return f"{norm} norm of {tokens} tokens: a separate kernel for the norm is faster"
     return None
 
 
 def slower_on(a: LinearArguments, target: Target, varies: bool) -> str | None:
-    """Returns why PyTorch's own calls are faster than a call on a chip, for weights that are codes;
-    None if a kernel is faster. varies: the number of tokens is a symbol. Reads metadata only."""
+    """Returns why PyTorch's own calls are faster on a chip, for quantised weights; None if a kernel
+    is faster. Reads only metadata. varies: whether the number of tokens is a symbol."""
     tokens = a.x.shape[0]
     if a.weight_format == "dense" or (tokens <= MOST_CODED_TOKENS and not varies):
         return None
@@ -54,5 +59,5 @@ def slower_on(a: LinearArguments, target: Target, varies: bool) -> str | None:
         return f"{more} {MOST_CODED_TOKENS} tokens, {obstacle}: the library's GEMM is faster"
     most = most_decoded(quantization_of_call(a), a.linear.shape[1])
     if most is not None and (varies or tokens > most):
-        return f"{more} {most} tokens of such codes: the library's GEMM is the faster one"
+        return f"{more} {most} tokens of such codes: the library's GEMM is faster"
     return None

@@ -1,4 +1,4 @@
-"""The steps of linears: one kernel for few tokens, the library's GEMM for more."""
+"""The steps of linears: one kernel for few tokens, and the library's GEMM for more tokens."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _chosen(
     config: LinearConfig | DotConfig | None,
     bytes_fill_words: bool,
 ) -> tuple[LinearConfig | DotConfig, Statics]:
-    """Returns the tiles for up to `num_tokens` tokens (`config`, if given) and the constants of the
-    kernel. bytes_fill_words: whether codes can be read four bytes at a time."""
+    """Returns the tiles for up to `num_tokens` tokens (`config`, if it is given), and the constants
+    of the kernel. bytes_fill_words: whether codes can be read four bytes at a time."""
     if config is None and dot_obstacle(problem, num_tokens, bytes_fill_words) is None:
         config = dot_config(problem)
     config = config or linear_config(problem, num_tokens, target)
@@ -81,9 +81,12 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op. If a separate step norms x, `a` and `problem` have no norm.
+    """A call of an op. If a separate step normalizes x, `a` and `problem` have no norm.
 
-    norm: the norm of that step; None without one. config: the tiles; None: the plan chooses.
+    Attributes:
+        problem, a, target: The problem, the arguments and the target of the call.
+        config: The tiles. If it is None, the plan chooses them.
+        norm: The norm that the separate step computes; None if there is no such step.
     """
 
     problem: LinearProblem
@@ -107,7 +110,8 @@ class _Call:
 def linear_activation_steps(
     a: LinearActivationArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
-    """Runs the steps of a `linear_activation` call. config: the tiles; None: the plan chooses."""
+    """Performs the steps of a `linear_activation` call. config: the tiles. If it is None, the plan
+    chooses them."""
     if config is None and decodes_many(a, target):
         return (yield from _activation_by_decoding(a, target))
     call = _Call(activation_problem(a), a, target, config)
@@ -125,7 +129,8 @@ def linear_activation_steps(
 def linear_residual_steps(
     a: LinearResidualArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
-    """Runs the steps of a `linear_residual` call. config: the tiles; None: the plan chooses."""
+    """Performs the steps of a `linear_residual` call. config: the tiles. If it is None, the plan
+    chooses them."""
     call = _Call(residual_problem(a), a, target, config)
     if config is None and _are_many(call.problem, call.num_tokens):
         return (yield from _residual_by_library(a))
@@ -137,8 +142,8 @@ def linear_residual_steps(
 
 
 def _x(call: _Call) -> Generator[Step, Any, torch.Tensor]:
-    """Returns x as the product takes it: after the separate norm, if there is one, and with its
-    columns in the order of the kernel's codes."""
+    """Returns x in the form in which the product needs it: after the separate norm, if there is
+    one, and with its columns in the order of the kernel's codes."""
     order = None
     if call.problem.quantization is not None:
         order = order_of(call.problem, call.chosen[0])
@@ -150,7 +155,7 @@ def _x(call: _Call) -> Generator[Step, Any, torch.Tensor]:
 
 
 def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
-    """Runs the steps of a `scaled_linear` call: a product of PyTorch's library."""
+    """Performs the step of a `scaled_linear` call, which is a product of PyTorch's library."""
     operands = scaled_operands(a)
     assert a.out_dtype is not None
     out = yield from scaled_product(operands, a.out_dtype, target, a.bias)
@@ -158,7 +163,7 @@ def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
 
 
 def _norms_x(call: _Call) -> bool:
-    """Whether one kernel for the norm of x and the product is faster than two kernels."""
+    """Whether one kernel that computes the norm of x and the product is faster than two kernels."""
     problem, num_tokens = call.problem, call.num_tokens
     assert problem.norm is not None
     if _are_many(problem, num_tokens) or orders_x(problem, num_tokens, call.target):
@@ -169,17 +174,17 @@ def _norms_x(call: _Call) -> bool:
 
 
 def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
-    """Whether the library's GEMM is faster, and may be used.
+    """Whether the library's GEMM is faster and may be used.
 
-    It is not used for quantised weights, which it cannot read, or before a norm, because it rounds
-    the result that the norm needs.
+    It is not used for quantised weights, because it cannot read them. It is not used before a norm
+    either, because it rounds the result that the norm needs.
     """
     alone = problem.quantization is None and problem.post_norm is None
     return alone and num_tokens > most_tokens(problem.num_weights)
 
 
 def _apart(call: _Call, x: torch.Tensor) -> Steps:
-    """Multiplies x by two quantised weights one after the other, and keeps both results in fp32
+    """Multiplies x by one quantised weight and then by the other, and keeps both results in fp32
     until the activation."""
     a = call.a
     assert isinstance(a, LinearActivationArguments)
@@ -220,7 +225,8 @@ def _activated(call: _Call, gate: torch.Tensor, up: torch.Tensor | None, out: to
 
 
 def _streamed(call: _Call, x: torch.Tensor, dtype: torch.dtype | None = None) -> Steps:
-    """Runs the streaming kernel. x: a result of `_x`. dtype: dtype of the result; None: x's."""
+    """Performs the streaming kernel. x: a result of `_x`. dtype: the dtype of the result; None for
+    x's dtype."""
     problem, a, target, num_tokens = call.problem, call.a, call.target, call.num_tokens
     norm, (config, statics) = problem.post_norm, call.chosen
     stored = torch.float32 if norm else dtype or x.dtype
@@ -262,7 +268,7 @@ _MANY = "many tokens: the library's GEMM"
 
 
 def _residual_by_library(a: LinearResidualArguments) -> Steps:
-    """Runs the library's GEMM, which also adds the residual."""
+    """Performs the library's GEMM, which also adds the residual."""
     start = a.residual
     if a.bias is not None:
         start = yield Buffer.like(a.residual)
@@ -285,7 +291,8 @@ def _activation_by_library(call: _Call, x: torch.Tensor) -> Steps:
 
 
 def _activation_by_decoding(a: LinearActivationArguments, target: Target) -> Steps:
-    """Multiplies by both weights with one kernel that decodes them, or by one after the other."""
+    """Multiplies x by both weights, with one kernel that decodes both weights, or with one kernel
+    for each."""
     if a.norm.kind:
         x = yield from normed(a.x, a.norm, target)
         a = replace(a, **without_norm(x, a.norm))

@@ -1,4 +1,4 @@
-"""The steps of linears with many tokens and weights of codes: products that decode the weights."""
+"""The steps of linears with many tokens and quantised weights: products that decode the weights."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ from tilewright.ops.runtime.norms import without_norm
 from tilewright.ops.runtime.operands import tma_reaches
 from tilewright.ops.runtime.program import Buffer, SplitK, Step
 
-#: The tensors of a second weight by their names in the kernel.
+#: The names in the kernel of the tensors of a second weight.
 UP_TENSORS = ("up_weight", "up_scale", "up_zero", "up_factor", "up_bias")
 
 
 def decodes_many(a: LinearArguments, target: Target) -> bool:
-    """Whether products that decode the weights compute a call: it has more tokens than the kernels
-    for few tokens take, and there are such products. Reads metadata and addresses only."""
+    """Whether the op computes a call with products that decode the weights. It does if the call has
+    too many tokens for the kernels for few tokens, and if such products exist for the call. Reads
+    only metadata and addresses."""
     if a.weight_format == "dense" or a.x.shape[0] <= MOST_CODED_TOKENS:
         return False
     return decoding_obstacle(a, target) is None
 
 
 def decoding_obstacle(a: LinearArguments, target: Target) -> str | None:
-    """Returns why no product decodes the weights of a call; None if one does. A separate step
-    computes the norm of x. Reads metadata and addresses only."""
+    """Returns why no product can decode the weights of a call; None if one can. The norm of x is
+    ignored, because a separate step computes it. Reads only metadata and addresses."""
     problem = _problem(a)
     if (obstacle := mixed_obstacle(problem, TRITON_TYPES[a.x.dtype], target)) is not None:
         return obstacle
@@ -62,11 +63,12 @@ def decoding_obstacle(a: LinearArguments, target: Target) -> str | None:
         if weight is not None:
             found[weight.named("data")] = fills_words(weight.data) and _is_reached(weight.data)
     far = [name for name, is_reached in found.items() if not is_reached]
-    return f"{far[0]}: rows that are not whole {ALIGNMENT} bytes" if far else None
+    return f"{far[0]}: rows that are not multiples of {ALIGNMENT} bytes" if far else None
 
 
 def quantization_of_call(a: LinearArguments) -> Quantization:
-    """Returns the static facts about the codes of a call. Reads metadata and addresses only."""
+    """Returns the static facts about the quantised weights of a call. Reads only metadata and
+    addresses."""
     found = _problem(a).quantization
     assert found is not None
     return found
@@ -87,8 +89,8 @@ def _is_reached(tensor: torch.Tensor) -> bool:
 def decoding_product(
     problem: LinearProblem, a: LinearArguments, index: int, target: Target, activation: str = ""
 ) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig]]:
-    """Returns the product by the index-th weight, with its bias, the activation and the residual,
-    and its tiles."""
+    """Returns the product with the weight of this index, and its tiles. The product includes the
+    bias, the activation and the residual."""
     config = mixed_config(problem.n, problem.k, a.x.shape[0], target)
     values = _tensors(a.weights[index])
     return (yield from _decoded(problem, a, values, index, target, config, activation))
@@ -97,8 +99,9 @@ def decoding_product(
 def decoding_pair(
     problem: LinearProblem, a: LinearActivationArguments, target: Target
 ) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig] | None]:
-    """Returns the activated product by the gate times that by the up weight, by one kernel, and its
-    tiles; None if two products are faster or the weights differ in their layout."""
+    """Computes the activated product with the gate times the product with the up weight, in one
+    kernel. Returns the result and its tiles; None if two products are faster or if the weights
+    differ in their layout."""
     config = pair_config(problem.n, problem.k, a.x.shape[0], target)
     if config is None or not _is_pair(problem, a):
         return None
@@ -117,7 +120,8 @@ def _is_pair(problem: LinearProblem, a: LinearActivationArguments) -> bool:
 
 
 def _tensors(weight: Weight | None, prefix: str = "") -> dict[str, torch.Tensor | None]:
-    """Returns the tensors of a weight by their names in the kernel. prefix: of these names."""
+    """Returns the tensors of a weight by their names in the kernel. prefix: a prefix of these
+    names."""
     assert weight is not None
     found = {
         "weight": weight.data,
@@ -138,7 +142,7 @@ def _decoded(
     config: MixedConfig,
     activation: str,
 ) -> Generator[Step, Any, tuple[torch.Tensor, MixedConfig]]:
-    """Launches the kernel for one weight, the index-th, or for both."""
+    """Launches the kernel for the weight with this index, or for both weights."""
     num_tokens = a.x.shape[0]
     stored = TRITON_TYPES[given(weights["weight"]).dtype]
     out = yield Buffer((num_tokens, problem.n), a.x.dtype)

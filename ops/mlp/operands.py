@@ -25,16 +25,16 @@ from tilewright.ops.runtime.scaled_products import ScaledOperands
 
 
 def activation_unsupported(a: LinearActivationArguments) -> str | None:
-    """Returns why no kernel takes a call of `linear_activation`; None if one does. Reads metadata
-    only."""
+    """Returns why no kernel can compute a call of `linear_activation`; None if a kernel can. Reads
+    only metadata."""
     if a.rms_norm and a.x.dtype == torch.float16:
         return "float16 may overflow: the kernel normalises after the product"
     return residual_unsupported(a)
 
 
 def residual_unsupported(a: LinearArguments) -> str | None:
-    """Returns why no kernel takes a call of `linear_residual`; None if one does. Reads metadata
-    only."""
+    """Returns why no kernel can compute a call of `linear_residual`; None if a kernel can. Reads
+    only metadata."""
     if a.x.shape[1] == 0:
         return "no inner columns"
     obstacle = _far if a.linear.is_coded else _scattered
@@ -44,7 +44,7 @@ def residual_unsupported(a: LinearArguments) -> str | None:
 
 
 def _codes_obstacle(a: LinearArguments) -> str | None:
-    """Returns why there is no kernel for these codes; None if there is one. Assumes that bytes of
+    """Returns why no kernel can read these codes; None if a kernel can. This assumes that bytes of
     nibbles are aligned, so that they can be read as 32-bit words."""
     found = quantization_of(a.weights, a.weight.dtype)
     words = found.format.packed_axis == -1 and scales_fill_words(a.weights)
@@ -64,25 +64,25 @@ def _scattered(weight: Weight) -> str | None:
     name, strides = weight.named("data"), weight.data.stride()
     row, column = strides
     if column != 1 and row != 1:
-        return f"{name}: strides {strides} leave neither rows nor columns contiguous"
+        return f"{name}: with strides {strides}, neither rows nor columns are contiguous"
     if (row if column == 1 else column) * weight.data.element_size() % ALIGNMENT:
-        return f"{name}: strides {strides} are not whole {ALIGNMENT} bytes"
+        return f"{name}: strides {strides} are not multiples of {ALIGNMENT} bytes"
     return _far(weight) if column != 1 else None
 
 
 def scaled_operands(a: ScaledLinearArguments) -> ScaledOperands:
-    """Returns the operands of the library's product for a call of `scaled_linear`."""
+    """Returns the operands with which the library computes a call of `scaled_linear`."""
     return ScaledOperands(a.x, a.x_scale, a.weight, a.weight_scale, a.scale_block)
 
 
 def activation_problem(a: LinearActivationArguments) -> LinearProblem:
-    """Returns the problem of a call of `linear_activation`. Reads metadata and addresses only."""
+    """Returns the problem of a call of `linear_activation`. Reads only metadata and addresses."""
     gated = a.up_weight is not None
     return _problem(a, gated=gated, norm=row_norm_of(a.norm), activation=a.activation)
 
 
 def residual_problem(a: LinearResidualArguments) -> LinearProblem:
-    """Returns the problem of a call of `linear_residual`. Reads metadata and addresses only."""
+    """Returns the problem of a call of `linear_residual`. Reads only metadata and addresses."""
     return _problem(a, gated=False, scale=a.scale, post_norm=row_norm_of(a.norm))
 
 

@@ -71,9 +71,9 @@ def reference(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
         scale = max(largest |y| of the group, least) / 448          zero_scale where it is 0
         codes = e4m3(clamp(y / max(scale, least_divisor), -448, 448))
 
-    Without an activation, y = x. Without a norm, the second line is left out. A given scale is not
-    computed. With `rounded`, scales and quotients are rounded to x's dtype. Decoded numbers are
-    codes * scale, rounded to x's dtype.
+    Without an activation, y = x. Without a norm, the second line is omitted. If a scale is given,
+    no scale is computed. With `rounded`, scales and quotients are rounded to x's dtype. Decoded
+    numbers are codes * scale, rounded to x's dtype.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     groups = a.rounding.in_groups(_numbers(a, compute), compute)
@@ -87,7 +87,7 @@ def reference(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _numbers(a: RoundRowsArguments, compute: torch.dtype) -> torch.Tensor:
-    """Returns the numbers to round, in x's dtype."""
+    """Returns the numbers that are to be rounded, in x's dtype."""
     y = a.x
     if a.activation:
         y = ACTIVATIONS[a.activation](y.to(compute))
@@ -96,7 +96,7 @@ def _numbers(a: RoundRowsArguments, compute: torch.dtype) -> torch.Tensor:
 
 
 def unsupported(a: RoundRowsArguments) -> str | None:
-    """Returns why no kernel takes a call; None if one does. Reads metadata only."""
+    """Returns why no kernel can compute a call; None if a kernel can. Reads only metadata."""
     columns = a.x.shape[1]
     if columns > MOST_ROUNDED_COLUMNS:
         return f"{columns} columns: more than {MOST_ROUNDED_COLUMNS}"
@@ -106,10 +106,10 @@ def unsupported(a: RoundRowsArguments) -> str | None:
 
 
 def slower(*, tokens: Any, norm: str = "", columns: int = 0) -> str | None:
-    """Returns why the graph's own rounding is as fast for `tokens` rows; None if the kernel is
-    faster. norm: the kind of norm that the kernel would compute first."""
+    """Returns why the graph's own rounding is as fast as the kernel for `tokens` rows; None if the
+    kernel is faster. norm: the kind of norm that the kernel would compute first."""
     if isinstance(tokens, int) and tokens > MOST_ROUNDED_TOKENS:
-        return f"more than {MOST_ROUNDED_TOKENS} tokens: the graph rounds them as fast"
+        return f"more than {MOST_ROUNDED_TOKENS} tokens: the graph rounds them in the same time"
     return f"{norm} norm" if norm not in ("", "rms") else None
 
 

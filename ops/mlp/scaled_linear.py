@@ -49,7 +49,8 @@ def reference(a: ScaledLinearArguments) -> torch.Tensor:
 
         out = (x * x_scale) @ (weight * weight_scale)^T + bias
 
-    x_scale applies to one token or all, and to 128 columns or all; weight_scale applies to a block.
+    x_scale applies to one token or to all tokens, and to 128 columns or to all columns.
+    weight_scale applies to a block.
     """
     compute = torch.promote_types(given_dtype(a), torch.float32)
     x = scaled_numbers(a.x.to(compute), a.x_scale)
@@ -63,8 +64,8 @@ def given_dtype(a: ScaledLinearArguments) -> torch.dtype:
 
 
 def library_obstacle(a: ScaledLinearArguments) -> str | None:
-    """Returns why the library cannot multiply these operands; None if it can. Reads metadata
-    only."""
+    """Returns why the library cannot multiply these operands; None if it can. Reads only
+    metadata."""
     return scaled_operands(a).obstacle(given_dtype(a))
 
 

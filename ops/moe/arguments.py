@@ -12,24 +12,32 @@ from tilewright.ops.groups import Group, OptionalGroup
 
 
 def _names(prefix: str) -> dict[str, str]:
-    """Returns the argument names of one weight's fields."""
+    """Returns the names of the arguments that are the fields of one weight."""
     fields = {"data": "weight", "scale": "scale", "expert_scale": "expert_scale", "bias": "bias"}
     return {field: f"{prefix}_{name}" for field, name in fields.items()}
 
 
 @dataclass(frozen=True)
 class FusedMoeArguments:
-    """The arguments of `fused_moe`: T tokens, H hidden, S slots (top-k), E experts, I inner.
+    """The arguments of `fused_moe`, for T tokens, H hidden columns, S slots (top-k), E experts and
+    I inner columns.
 
-    x [T, H]; expert_ids int [T, S]; expert_weights float [T, S]. gate_weight, up_weight [E, I, H]
-    (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
-    weight, concatenated or interleaved, transposed or not, is two views of one tensor. Biases [E,
-    I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha: a parameter of clamped_swiglu. limit,
-    if not 0: the gate is clamped to at most limit, and the up projection to [-limit, limit].
-    weight_on_input: expert_weights multiply x, not the results. weight_format, scale_block,
-    *_scale, *_expert_scale: of all weights, see ops.formats.expert_weight. activation_format: one
-    of ACTIVATION_FORMATS, to which the op quantises x and the hidden activation; "fp8" requires
-    weights of format "fp8" with blocks of 128 columns. Result [T, H] of x's dtype.
+    - `x` [T, H].
+    - `expert_ids` int [T, S], `expert_weights` float [T, S].
+    - `gate_weight`, `up_weight` [E, I, H], `down_weight` [E, H, I]. If up_weight is None, the
+      activation is not gated. Weights may have any strides, so that a joint weight, concatenated or
+      interleaved, transposed or not, can be passed as two views of one tensor.
+    - `gate_bias`, `up_bias` [E, I], `down_bias` [E, H].
+    - `activation`: one of ACTIVATIONS. `alpha`: a parameter of clamped_swiglu.
+    - `limit`: if it is not 0, the gate is clamped to at most limit, and the up projection to
+      [-limit, limit].
+    - `weight_on_input`: whether expert_weights multiply x instead of the results.
+    - `weight_format`, `scale_block`, `*_scale`, `*_expert_scale`: the format and the scales of all
+      weights, as in ops.formats.expert_weight.
+    - `activation_format`: one of ACTIVATION_FORMATS, to which the op quantises x and the hidden
+      activation. "fp8" requires weights of the format "fp8" with blocks of 128 columns.
+
+    The result is [T, H] of x's dtype.
     """
 
     x: torch.Tensor

@@ -1,4 +1,5 @@
-"""Sample inputs of `fused_moe`: small, random, and together reaching every option."""
+"""Sample inputs of `fused_moe`. The cases are small and random, and together they use every
+option."""
 
 from __future__ import annotations
 
@@ -14,13 +15,18 @@ from tilewright.ops.sampling import Sampler
 
 @dataclass(frozen=True)
 class MoeCase:
-    """One setting of `fused_moe`.
+    """One case of `fused_moe`.
 
-    layout: how gate and up lie in memory: "halves" or "interleaved" rows of one tensor [E, 2I, H],
-    "transposed" halves of [E, H, 2I] (down is then [E, I, H]), "up_first" halves, "separate"
-    tensors, "plain" (no up).
-
-    routing: "random"; "one" (every route to one expert); "none" (some slots have expert -1).
+    Attributes:
+        name: The name of the case.
+        num_tokens, hidden, inner, num_experts, num_slots: T, H, I, E and S.
+        dtype: The dtype of x.
+        layout: How gate and up are stored: "halves" or "interleaved" rows of one tensor [E, 2I, H],
+            "transposed" halves of [E, H, 2I] (down is then [E, I, H]), "up_first" halves,
+            "separate" tensors, or "plain" (there is no up).
+        activation, limit, bias, weight_on_input, weight_format, activation_format: As in the op.
+        routing: "random", "one" (every route has the same expert) or "none" (some slots have expert
+            -1).
     """
 
     name: str
@@ -86,7 +92,7 @@ def sample_moe(case: MoeCase, device: str | torch.device, seed: int) -> dict[str
 def sample_experts(
     routing: str, shape: tuple[int, int], num_experts: int, sampler: Sampler
 ) -> torch.Tensor:
-    """Returns experts [T, S], distinct within a token; see MoeCase.routing."""
+    """Returns experts [T, S], which are distinct within a token; see MoeCase.routing."""
     rows = [sampler.permutation(num_experts)[: shape[1]] for _ in range(shape[0])]
     ids = torch.stack(rows) if rows else torch.zeros(shape, dtype=torch.int64)
     if routing == "one":
@@ -114,7 +120,7 @@ def _joint_weights(case: MoeCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _laid_out(layout: str, made: dict[str, Any]) -> dict[str, Any]:
-    """Makes gate and up views of one tensor if the layout says so."""
+    """If the layout requires it, makes gate and up views of one tensor."""
     gate, up = made["gate_weight"], made["up_weight"]
     if layout == "halves":
         made["gate_weight"], made["up_weight"] = torch.cat((gate, up), 1).chunk(2, 1)

@@ -63,16 +63,16 @@ from tilewright.ops.moe.operands import moe_problem, up_distance
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
-# Alignment in bytes of the parts of scratch memory.
+# The alignment of the parts of scratch memory, in bytes.
 SCRATCH_ALIGNMENT = 256
 QUANTIZE = QuantizeConfig()
 
-# The kernels of a call with the constants of each, by task.
+# The kernels of a call and their constants, by the name of the task.
 Kernels = dict[str, tuple[Kernel, Statics]]
-# Parts of a call's scratch memory by name.
+# The parts of a call's scratch memory, by name.
 Memory = dict[str, torch.Tensor]
 Sizes = dict[str, tuple[int, torch.dtype]]
-# Tensors and numbers by kernel parameter name.
+# Tensors and numbers, by the names of the kernel's parameters.
 Values = dict[str, Any]
 Launches = Generator[Step, Any, None]
 
@@ -81,8 +81,8 @@ Launches = Generator[Step, Any, None]
 def _chosen(
     problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | DotsPlan | None
 ) -> tuple[MoePlan | DotsPlan, Kernels, str | None]:
-    """Returns, for up to `num_tokens` tokens: the plan, the kernels, and why they cannot take the
-    call after all (or None). plan: a plan to use instead of the planner's."""
+    """Returns, for up to `num_tokens` tokens: the plan, the kernels, and why they cannot compute
+    the call (or None). plan: a plan to use instead of the planner's."""
     plan = plan or plan_dots(problem, num_tokens) or plan_moe(problem, num_tokens, target)
     if isinstance(plan, DotsPlan):
         kernels = {"up": up_dots(problem, plan.up), "down": down_dots(problem, plan.down)}
@@ -92,7 +92,7 @@ def _chosen(
 
 
 def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
-    """Returns the kernels of a plan, by task."""
+    """Returns the kernels of a plan, by the name of the task."""
     made: Kernels = {}
     if plan.decode:
         for name, weight in gemms(problem).items():
@@ -111,7 +111,7 @@ def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
 def fused_moe_steps(
     a: FusedMoeArguments, target: Target, plan: MoePlan | DotsPlan | None = None
 ) -> Steps:
-    """Runs the steps of a call. plan: a plan to use instead of the planner's."""
+    """Performs the steps of a call. plan: a plan to use instead of the planner's."""
     result = Buffer(a.x.shape, a.x.dtype)
     if a.expert_ids.numel() == 0 or a.x.numel() == 0:
         out = yield result
@@ -132,7 +132,7 @@ def fused_moe_steps(
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a call with its kernels and their scratch memory."""
+    """The arguments of a call, with its kernels and their scratch memory."""
 
     a: FusedMoeArguments
     problem: MoeProblem
@@ -199,7 +199,7 @@ def _dot_launches(
     target: Target,
     out: torch.Tensor,
 ) -> Launches:
-    """Launches the kernels that compute `out` from the tokens, with a separate product for each
+    """Launches the kernels that compute `out` from the tokens, with separate dot products for each
     route."""
     num_routes = a.expert_ids.numel()
     values = {"x": a.x, "ids": contiguous(a.expert_ids), "weights": a.expert_weights, "out": out}
@@ -221,8 +221,8 @@ def _dot_launches(
 
 
 def _routes_of(routes: Values, config: GemmConfig) -> Values:
-    """Returns the values that say which rows an expert has. A kernel that works by route gets the
-    experts of routes; others get the sorted rows."""
+    """Returns the values that say which rows an expert has. A kernel that processes each route
+    separately gets the experts of the routes. Other kernels get the sorted rows."""
     if not isinstance(config, CodesConfig):
         return routes
     if config.by_route:
@@ -232,8 +232,7 @@ def _routes_of(routes: Values, config: GemmConfig) -> Values:
 
 def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]:
     """Returns the weights that the two GEMMs read. `weight` is gate or up, whichever has the lower
-    address. Each row of the other weight lies `distance` elements after the same row of
-    `weight`."""
+    address. Each row of the other weight is `distance` elements after the same row of `weight`."""
     gate_up = {
         "weight": a.up_weight if problem.up_first else a.gate_weight,
         "distance": abs(up_distance(a)) if problem.distance is None else problem.distance,
@@ -254,8 +253,8 @@ def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]
 
 
 def _dequantize(call: _Call, config: DequantizeConfig, gate_up: Values, down: Values) -> Launches:
-    """Dequantises the weights, and puts them into the values gate_up and down. The rows of up
-    follow the rows of gate without a gap."""
+    """Dequantises the weights, and adds them to the values gate_up and down. The rows of up follow
+    the rows of gate without a gap."""
     weights = gemms(call.problem)
     parts = call.memory["decoded"].split(decoded_elements(call.problem))[: len(weights)]
     for (name, weight), part in zip(weights.items(), parts, strict=True):
@@ -280,13 +279,14 @@ def _quantize(call: _Call, name: str, rows: torch.Tensor) -> Launch:
 
 
 def _rows(memory: Memory, name: str, rows: torch.Tensor) -> Values:
-    """Returns rows as a GEMM reads them: their codes if the call quantises them."""
+    """Returns rows in the form in which a GEMM reads them. If the call quantises them, these are
+    their codes."""
     codes = memory.get(f"{name}_codes")
     return {"x": rows if codes is None else codes, "x_scale": memory.get(f"{name}_scale")}
 
 
 def _sort(call: _Call, routes: Values) -> Launches:
-    """Fills order and ends: the routes of each expert, one expert after the other."""
+    """Computes order and ends: the routes of each expert, one expert after another."""
     grids = sort_grids(call.problem, call.plan.order, routes["num_routes"])
     counts = {"counts": call.memory.get("counts"), "total": call.memory.get("total")}
     values = {**routes, **counts, "num_chunks": grids["count"][0]}
@@ -303,7 +303,7 @@ def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Tar
     num_routes, dtype, up = a.expert_ids.numel(), a.x.dtype, plan.up
     made = {
         "order": (num_routes, torch.int32),
-        # The second half holds the number of each expert's first block of rows.
+        # The second half has the number of each expert's first block of rows.
         "ends": (2 * problem.num_experts, torch.int32),
         "hidden": (num_routes * problem.inner, dtype),
         "y": (num_routes * problem.hidden, dtype),
@@ -329,8 +329,8 @@ def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Tar
 
 
 def _scratch(sizes: Sizes) -> Generator[Step, Any, Memory]:
-    """Allocates one buffer, and returns flat tensors by name. Each part ends where the next one
-    begins."""
+    """Allocates one buffer, and returns its parts as flat tensors by name. Each part ends where the
+    next part begins."""
     units = [cdiv(count * dtype.itemsize, SCRATCH_ALIGNMENT) for count, dtype in sizes.values()]
     lengths = [unit * SCRATCH_ALIGNMENT for unit in units]
     memory = yield Buffer((sum(lengths),), torch.uint8)

@@ -1,6 +1,6 @@
-"""`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing is separate.
+"""`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing is a separate op.
 
-With `weight_on_input`, as in Llama-4, x[t] times the weight is rounded to x's dtype.
+With `weight_on_input`, as in Llama-4, x[t] is multiplied by the weight and rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
         out[t] = sum over s of expert_weights[t, s] * y[t, s]
 
     Without up_weight, h = activation(gate). With weight_on_input, x[t] is multiplied by
-    expert_weights[t, s], and y is not. Quantised weights are dequantised first; with
-    activation_format "fp8", x and h are quantised and dequantised again. Expert -1 adds nothing.
+    expert_weights[t, s], and y is not. Quantised weights are dequantised first. With
+    activation_format "fp8", x and h are quantised and dequantised again. A slot with expert -1 adds
+    nothing.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     num_tokens, num_slots = a.expert_ids.shape
@@ -114,7 +115,8 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
 
 
 def _activated(a: FusedMoeArguments, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """Returns the hidden activation. limit: gate is at most limit, up within ±limit."""
+    """Returns the hidden activation. With a limit, gate is clamped to at most limit, and up to
+    [-limit, limit]."""
     if a.limit:
         gate = gate.clamp(max=a.limit)
         up = None if up is None else up.clamp(-a.limit, a.limit)
@@ -126,8 +128,8 @@ def _activated(a: FusedMoeArguments, gate: torch.Tensor, up: torch.Tensor | None
 
 
 def _multiplied(a: FusedMoeArguments, rows: torch.Tensor) -> torch.Tensor:
-    """Returns rows as they are multiplied: quantised and dequantised if activations are
-    quantised."""
+    """Returns rows in the form in which they are multiplied. If activations are quantised, the rows
+    are quantised and dequantised."""
     if a.activation_format == "dense":
         return rows
     codes, scale = fp8_block.quantize_rows(rows)

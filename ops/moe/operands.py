@@ -18,10 +18,10 @@ from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
 
 def unsupported(a: FusedMoeArguments) -> str | None:
-    """Returns why the emitted kernels cannot take a call; None if they can.
+    """Returns why the emitted kernels cannot compute a call; None if they can.
 
-    Reads metadata only: the answer is reused for all calls of the same metadata. `address_obstacle`
-    checks addresses at each call.
+    Reads only metadata, because the answer is used for all calls with the same metadata.
+    `address_obstacle` checks addresses at each call.
     """
     if (obstacle := no_kernel_for(a.gate)) is not None:
         return obstacle
@@ -37,11 +37,11 @@ def unsupported(a: FusedMoeArguments) -> str | None:
 
 
 def _uneven(a: FusedMoeArguments) -> str | None:
-    """Returns a difference between the weights that a problem cannot express; None if there is
+    """Returns a difference between the weights that a problem cannot describe; None if there is
     none."""
     gate, up = a.gate_weight, a.up_weight
     if up is not None and not _same_strides(gate, up):
-        return f"up_weight: strides {up.stride()} where gate_weight has {gate.stride()}"
+        return f"up_weight: strides {up.stride()}, but gate_weight has {gate.stride()}"
     of_all = {
         "bias": (a.gate_bias, a.up_bias, a.down_bias),
         "scale": (a.gate_scale, a.up_scale, a.down_scale),
@@ -54,13 +54,14 @@ def _uneven(a: FusedMoeArguments) -> str | None:
 
 
 def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors of one shape have equal strides, ignoring dimensions of one element."""
+    """Whether two tensors of the same shape have equal strides, ignoring dimensions of one
+    element."""
     sizes = zip(one.shape, one.stride(), other.stride(), strict=True)
     return all(size <= 1 or step == also for size, step, also in sizes)
 
 
 def moe_problem(a: FusedMoeArguments) -> MoeProblem:
-    """Returns the problem of a call. Reads metadata and addresses only."""
+    """Returns the problem of a call. Reads only metadata and addresses."""
     gate, up = a.gate, a.up
     num_experts, inner, hidden = gate.shape
     distance = up_distance(a)
@@ -86,7 +87,7 @@ def moe_problem(a: FusedMoeArguments) -> MoeProblem:
 
 
 def up_distance(a: FusedMoeArguments) -> Any:
-    """Returns the distance in elements from the gate weight to the up weight; 0 without an up
+    """Returns the distance from the gate weight to the up weight, in elements; 0 if there is no up
     weight."""
     gate, up = a.gate_weight, a.up_weight
     if up is None:
@@ -97,7 +98,7 @@ def up_distance(a: FusedMoeArguments) -> Any:
 
 
 def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are views of one storage. Meta tensors have no address: they count as
+    """Whether two tensors are views of one storage. Meta tensors have no address. They count as
     views of one storage if their offsets differ."""
     address = one.untyped_storage().data_ptr()
     if address != other.untyped_storage().data_ptr():
@@ -106,7 +107,7 @@ def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _interleaved(gate: torch.Tensor, distance: int) -> bool:
-    """Whether rows of gate and rows of up alternate: two rows of gate leave room for exactly one
-    more row, and that room holds up's first row."""
+    """Whether rows of gate and rows of up alternate. This is so if two rows of gate leave room for
+    exactly one more row, and up's first row is in that room."""
     _, row, column = gate.stride()
     return row == (2 if column != 1 else 2 * gate.shape[2]) and distance == row // 2

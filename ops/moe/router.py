@@ -1,9 +1,9 @@
 """`moe_router`: chooses the experts of each token in a mixture, and their weights.
 
-`fused_moe` takes both results. Without a weight, x holds the logits. Nothing is rounded on the way,
-so two experts are told apart even if a graph in bfloat16 rounds their logits to one number. Among
-equal numbers the expert with the lower index comes first (torch.topk promises no order), and NaN is
-larger than all numbers.
+Both results are arguments of `fused_moe`. If there is no weight, x has the logits. No intermediate
+result is rounded, so the op distinguishes two experts even if a graph in bfloat16 would round their
+logits to one number. Among equal numbers, the expert with the lower index comes first (torch.topk
+guarantees no order), and NaN is greater than all numbers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tilewright.ops.sampling import sampler_of
 NAME = "moe_router"
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "logits")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# The most columns of logits that a program holds for each of its tokens; and the most slots, since
-# each slot takes a search.
+# The largest number of columns of logits that a program holds for each of its tokens, and the
+# largest number of slots, because each slot requires a search.
 MOST_COLUMNS = 1024
 MOST_SLOTS = 32
 ERROR_MODEL = (
@@ -56,16 +56,24 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class MoeRouterArguments:
-    """The arguments of `moe_router`: T tokens, K columns, E experts, S slots (top-k), G groups.
+    """The arguments of `moe_router`, for T tokens, K columns, E experts, S slots (top-k) and G
+    groups.
 
-    x [T, K]; weight [E, K] of any strides; None: x holds the logits [T, E]. num_slots: S. bias [E]:
-    added to the logits. scores: one of SCORES; "softmax_of_chosen" chooses by logits, and takes the
-    softmax over the chosen experts only. correction [E]: added to scores for the choice, but not
-    for the weights. num_groups: the E experts form G runs of equal length. The choice is limited to
-    the top_groups groups with the largest sum of their group_top (1 or 2) largest numbers.
-    normalise: weights are divided by sum + norm_eps, or by norm_min if that is larger; then scaling
-    multiplies them. weights_dtype: the dtype of the weights; None: x's. Result: weights [T, S], and
-    ids int64 [T, S].
+    - `x` [T, K].
+    - `weight` [E, K], with any strides. If it is None, x has the logits [T, E].
+    - `num_slots`: S.
+    - `bias` [E]: added to the logits.
+    - `scores`: one of SCORES. "softmax_of_chosen" chooses by logits, and computes the softmax over
+      the chosen experts only.
+    - `correction` [E]: added to the scores for the choice, but not for the weights.
+    - `num_groups`: G. The E experts form G consecutive groups of equal size.
+    - `top_groups`, `group_top`: the choice is limited to top_groups groups. These are the groups
+      for which the sum of the group_top (1 or 2) largest numbers is largest.
+    - `normalise`: whether weights are divided by sum + norm_eps, or by norm_min if that is larger.
+      After that, `scaling` multiplies them.
+    - `weights_dtype`: the dtype of the weights; None for x's dtype.
+
+    The results are weights [T, S], and ids int64 [T, S].
     """
 
     x: torch.Tensor
@@ -145,9 +153,9 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
         w      = w / max(sum(w) + norm_eps, norm_min)    only with normalise
         weights[t] = w * scaling
 
-    If scores have the same order as logits (without correction, and with groups ranked by their
-    best expert), the choice uses logits, so scores that round to one number are told apart. NaN is
-    larger than all numbers.
+    If scores have the same order as logits (there is no correction, and groups are ranked by their
+    best expert), the choice uses logits. In this case, scores that round to the same number are
+    still distinguished. NaN is greater than all numbers.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     logits = a.x.to(compute)
@@ -194,7 +202,8 @@ def _kept(a: MoeRouterArguments, choice: torch.Tensor) -> torch.Tensor:
 
 
 def unsupported(a: MoeRouterArguments) -> str | None:
-    """Returns why the emitted kernels cannot take a call; None if they can. Reads metadata only."""
+    """Returns why the emitted kernels cannot compute a call; None if they can. Reads only
+    metadata."""
     tensors = (a.x, a.weight, a.bias, a.correction)
     dtypes = [t.dtype for t in tensors if t is not None]
     wrong = next((d for d in (*dtypes, a.result_dtype) if d not in KERNEL_DTYPES), None)
@@ -209,7 +218,7 @@ def unsupported(a: MoeRouterArguments) -> str | None:
 
 
 def router_problem(a: MoeRouterArguments) -> RouterProblem:
-    """Returns the problem of a call. Reads metadata only."""
+    """Returns the problem of a call. Reads only metadata."""
     return RouterProblem(
         num_experts=a.num_experts,
         hidden=a.x.shape[1],

@@ -1,5 +1,5 @@
-"""Sample inputs of `moe_router`: small, random, with a clear choice, together reaching all
-options."""
+"""Sample inputs of `moe_router`. The cases are small and random, and their choices are clear.
+Together they use every option."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 
 from tilewright.ops.sampling import Sampler
 
-# The distance between logits, large enough that rounding does not change the choice.
+# The distance between logits. It is so large that rounding does not change the choice.
 SPREAD = 0.25
 
 
 @dataclass(frozen=True)
 class RouterCase:
-    """One setting of `moe_router`.
+    """One case of `moe_router`. The fields that are not listed here are the sizes and the arguments
+    of the op.
 
-    weight_dtype: None for dtype. given: x holds the logits. transposed: the weight is stored [K,
-    E].
+    Attributes:
+        weight_dtype: The dtype of the weight; None for `dtype`.
+        given: Whether x has the logits.
+        transposed: Whether the weight is stored as [K, E].
     """
 
     name: str
@@ -72,8 +75,8 @@ ROUTER_CASES = (
 def sample_router(case: RouterCase, device: str | torch.device, seed: int) -> dict[str, Any]:
     """Returns arguments of `moe_router` by name.
 
-    A weight has nearly orthogonal rows, and x is their sum weighted by logits, which are shuffled
-    multiples of SPREAD.
+    The rows of the weight are nearly orthogonal. x is the sum of these rows, multiplied by logits,
+    which are shuffled multiples of SPREAD.
     """
     sampler = Sampler(device, seed)
     experts, tokens = case.num_experts, case.num_tokens
@@ -109,7 +112,7 @@ def sample_router(case: RouterCase, device: str | torch.device, seed: int) -> di
 
 def _vector(there: bool, sampler: Sampler, case: RouterCase) -> torch.Tensor | None:
     """Returns a vector of numbers that are small compared with the distance between logits; None if
-    the case has none."""
+    the case has no such vector."""
     if not there:
         return None
     return sampler.normal(case.num_experts, dtype=case.dtype, scale=SPREAD / 16)

@@ -1,4 +1,5 @@
-"""The CUDA lowering of `moe_router`: one launch for few tokens, a product and a choice for many."""
+"""The CUDA lowering of `moe_router`. For few tokens it is one launch; for many, a product and a
+separate choice."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
-# Parameters that the product does not use if another launch makes the choice.
+# Parameters that the product does not use if another launch chooses the experts.
 _UNCHOSEN = dict.fromkeys(("bias", "correction", "weights", "ids", "counters"))
 
 
 def moe_router_steps(
     a: MoeRouterArguments, target: Target, config: RouterConfig | None = None
 ) -> Steps:
-    """Runs the steps of a call. config: tiles to use instead of the planner's."""
+    """Performs the steps of a call. config: tiles to use instead of the planner's."""
     problem, num_tokens = router_problem(a), a.x.shape[0]
     weights, ids = fake(a)
     results = ((yield Buffer.like(weights)), (yield Buffer.like(ids)))
@@ -86,8 +87,8 @@ def _choose(
     strides: dict[str, int],
     parts: tuple[int, int, int] | None = None,
 ) -> Launch:
-    """Returns the launch of the choice alone. parts: the product's splits, the tokens of its tiles,
-    and the elements of a row; None for complete logits [T, E]."""
+    """Returns the launch that only chooses. parts: the number of splits of the product, the number
+    of tokens of its tiles, and the number of elements of a row; None for complete logits [T, E]."""
     splits, run, row = parts or (1, 1, values["logits"].stride(0))
     grid = (cdiv(values["num_tokens"], config.rows),)
     own = {"SPLITS": splits, "RUN": run, "ROW": row}
@@ -95,7 +96,7 @@ def _choose(
 
 
 def _library_logits(x: torch.Tensor, weight: torch.Tensor) -> Generator[Step, Any, torch.Tensor]:
-    """Returns x @ weight^T in fp32, as the graph computes it."""
+    """Returns x @ weight^T in fp32, computed in the same way as in the graph."""
     wide = []
     for tensor in (x, weight):
         if tensor.dtype != torch.float32:

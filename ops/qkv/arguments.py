@@ -22,7 +22,7 @@ Projections: TypeAlias = tuple[Weight, Weight, Weight | None]
 
 
 def _of_weight(letter: str) -> dict[str, str]:
-    """Returns the argument names of the fields of a projection's weight."""
+    """Returns the names of the arguments that are the fields of a projection's weight."""
     fields = {name: f"{letter}_{name}" for name in ("scale", "zero", "bias")}
     place = LETTERS.index(letter)
     return {"data": f"{letter}_weight", **fields, "factor": f"factors[{place}]"}
@@ -30,51 +30,69 @@ def _of_weight(letter: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class FusedQkvArguments:
-    """The arguments of `fused_qkv_paged`. T tokens, K hidden, D head_dim, N = H * D rows of a
-    projection; "values" have x's dtype, or `out_dtype` if given.
+    """The arguments of `fused_qkv_paged`, for T tokens, K hidden columns and D = head_dim. A
+    projection has N = H * D rows. "Values" are numbers of x's dtype, or of `out_dtype` if that is
+    given.
 
-    x [T, K], last dimension contiguous: values, or float8_e4m3fn codes (then weight_format="fp8",
-    out_dtype is given, and x_scale, None for 1, is [T or 1, 1 or ceil(K / 128)]). q_weight [Hq, D,
-    K], or [Hkv, G, D, K] if the q heads of each group are stored beside other heads; k_weight,
-    v_weight [Hkv, D, K]. v_weight None: only K is computed and written. Biases are [H, D], or [Hkv,
-    G, D] for a grouped q. Biases and other parameters are values or float32.
+    The projection:
 
-    gate_run: the Hq heads alternate between gate_run queries and gate_run gates (1 if each query
-    has its gate beside it). Gates are only projected and clipped. 0: all heads are queries.
+    - `x` [T, K], with a contiguous last dimension: values, or float8_e4m3fn codes. Codes require
+      weight_format="fp8" and out_dtype; x_scale is then [T or 1, 1 or ceil(K / 128)], or None for
+      1.
+    - `q_weight` [Hq, D, K], or [Hkv, G, D, K] if the q heads of a group are stored next to other
+      heads.
+    - `k_weight`, `v_weight` [Hkv, D, K]. If v_weight is None, only K is computed and written. Dense
+      weights have K or D contiguous; their other strides may have any value.
+    - `q_bias`, `k_bias`, `v_bias` [H, D], or [Hkv, G, D] for a grouped q. Biases and other
+      parameters are values or float32.
+    - `weight_format`, `scale_block`, `zero_point`, `nibble_order`, and a scale and a zero of each
+      weight: the fields of a Weight.
+    - `factors`: the factors of q, k and v, in this order: float32 [3], or [2] if there is no
+      v_weight.
+    - `gate_run`: if it is not 0, the Hq heads alternate between gate_run queries and gate_run gates
+      (1 if each query is followed by its gate). Gates are only projected and clipped. If it is 0,
+      all heads are queries.
+    - `delta` [T, N of q, k and v], with a contiguous last dimension, values or float32: added to
+      the projections. It has the columns of q, then k, then v, like the packed result of
+      `lora_expand_add`.
+    - `clip`: if it is not 0, values are clamped to [-clip, clip] after bias and delta.
 
-    weight_format, scale_block, zero_point, nibble_order, and a scale and a zero of each weight: the
-    fields of a Weight. factors: the factors of q, k and v, in this order: float32 [3], or [2]
-    without v_weight. Dense weights have K or D contiguous, other strides free.
+    Norms and rotation:
 
-    delta [T, N of q, k and v], last dimension contiguous: added to the projections, columns of q,
-    then k, then v; the packed result of `lora_expand_add`. Values or float32.
+    - `input_rms_norm`, `input_layer_norm`, `input_norm_weight`, `input_norm_bias`,
+      `input_norm_eps`, `input_norm_offset`: a RowNorm of x before the projection. It requires that
+      x has no codes.
+    - `q_norm_weight`, `q_norm_bias`: a HeadNorm of q. `k_norm_weight`, `k_norm_bias`: a HeadNorm of
+      k. The two norms share all other fields.
+    - `v_norm`: whether v is normalized too, without a weight. It cannot be combined with gates.
+    - `cos`, `sin` [T_rope, R] or [T_rope, R / 2] with R = rotary_dim. `rope_style` is as in
+      `apply_rope`.
 
-    clip: values are clamped to [-clip, clip] after bias and delta; 0: no clamp. q_norm_weight and
-    q_norm_bias: a HeadNorm of q; k_norm_weight and k_norm_bias: a HeadNorm of k. The two norms
-    share all other fields. v_norm: v is normalised too, without a weight (not together with gates).
-    cos, sin [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
+    The cache:
 
-    k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
-    V is in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
-    Hkv * kv_repeat heads: head h is written to the kv_repeat heads from h * kv_repeat on.
-    k_cache_scale, v_cache_scale: float32 [], [1] or [Hkv]; the stored number is value / scale, or
-    value * scale with cache_scale_multiplies. A number beyond an 8-bit float's range is stored as
-    the largest number with cache_saturates; else as infinity, or NaN in float8_e4m3fn, like
-    PyTorch's plain cast.
+    - `k_cache`, `v_cache`: the base tensors, which are written. They have values, float8_e4m3fn or
+      float8_e5m2. If v_cache is None, V is in k_cache too.
+    - `k_window`, `v_window`: the nine integers of a CacheWindow on the base, with Hkv * kv_repeat
+      heads. Head h is written to kv_repeat heads, starting at h * kv_repeat.
+    - `k_cache_scale`, `v_cache_scale`: float32 [], [1] or [Hkv]. The stored number is value /
+      scale, or value * scale with cache_scale_multiplies.
+    - `cache_saturates`: if it is True, a number outside the range of an 8-bit float is stored as
+      the largest number. If not, it is stored as infinity, or NaN in float8_e4m3fn, like PyTorch's
+      cast.
+    - `slots`, `indexing`, `slot_mapping` [T] or [T / num_pages], `lookup_table` [B, columns],
+      `sequence_ids` and `positions` [T], `row_offsets` [B + 1], `cache_lengths` [B]: as in
+      `ops.cache.addressing`. They are int32 or int64, and for slots="ragged" also uint32.
 
-    slots, indexing, slot_mapping [T] or [T / num_pages], lookup_table [B, columns], sequence_ids
-    and positions [T], row_offsets [B + 1], cache_lengths [B]: as in `ops.cache.addressing`; int32
-    or int64, for slots="ragged" also uint32. static_tokens: T is a constant of the caller's graph,
-    and a kernel may be built for it alone. tune: measure the lowerings on the GPU when they are
-    first needed.
+    Other options:
 
-    input_rms_norm, input_layer_norm, input_norm_weight, input_norm_bias, input_norm_eps and
-    input_norm_offset: a RowNorm of x before the projection; x then has no codes.
+    - `static_tokens`: T is a constant of the caller's graph, so that a kernel may be built for this
+      T alone.
+    - `tune`: whether to measure the lowerings on the GPU when they are first needed.
 
-    Bad values (slots, sequences, positions, offsets and pages that give a token no place, or one
-    place to two tokens; scales that are NaN, infinite or 0) raise ArgumentError before anything is
-    written if they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a token without
-    a place is not written.
+    Bad values are slots, sequences, positions, offsets and pages that give a token no place or give
+    two tokens the same place, and scales that are NaN, infinite or 0. They raise ArgumentError
+    before anything is written if they are on the CPU, and if they are on a GPU with
+    TILEWRIGHT_DEBUG=1. Otherwise, a token without a place is not written.
     """
 
     x: torch.Tensor
@@ -157,17 +175,17 @@ class FusedQkvArguments:
 
     @property
     def is_coded(self) -> bool:
-        """Whether the weights have codes."""
+        """Whether the weights are quantised."""
         return self.weight_format != "dense"
 
     @property
     def head_dim(self) -> Any:
-        """D, the columns of a head."""
+        """D, the number of columns of a head."""
         return self.q_projection.shape[-2] if self.is_coded else self.q_weight.shape[-2]
 
     @property
     def num_heads(self) -> Any:
-        """Hq, the q heads of all groups together."""
+        """Hq, the number of q heads of all groups together."""
         return prod(self.q_weight.shape[:-2])
 
     @property
@@ -183,10 +201,12 @@ class FusedQkvArguments:
 
 @dataclass(frozen=True)
 class KvStoreArguments:
-    """The arguments of `paged_kv_store`; T tokens, D head_dim.
+    """The arguments of `paged_kv_store`, for T tokens and D = head_dim.
 
-    k, v [T, Hkv, D], any strides; v None: only K is written, v_cache is None and v_window is not
-    read. The other arguments are those of `fused_qkv_paged` (FusedQkvArguments).
+    - `k`, `v` [T, Hkv, D], with any strides. If v is None, only K is written, v_cache is None and
+      v_window is not read.
+
+    FusedQkvArguments (`fused_qkv_paged`) explains the other arguments.
     """
 
     k: torch.Tensor
@@ -219,38 +239,45 @@ class KvStoreArguments:
 
 @dataclass(frozen=True)
 class RaggedQkvArguments:
-    """The arguments of `fused_qkv_matmul_kv_cache_paged_ragged`. T tokens of B sequences, K hidden.
+    """The arguments of `fused_qkv_matmul_kv_cache_paged_ragged`, for T tokens of B sequences and K
+    hidden columns.
 
-    hidden_state [T, K]: the sequences' new tokens one after the other; bf16, fp16, fp32 or fp64, or
-    float8_e4m3fn with input_scale and out_dtype (bf16, fp16 or fp32). input_row_offsets [B + 1]:
-    where each sequence starts, from 0 to T; equal neighbours mean a sequence without new tokens.
-    cache_lengths [B]: the tokens that each sequence already has in the cache. lookup_table [B,
-    columns]: entry [b, j] is the page of the j-th page_size tokens of sequence b; entries that no
-    new token needs may hold anything. These three are uint32, int32 or int64. Token i of sequence b
-    goes to page lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
+    - `hidden_state` [T, K]: the new tokens of the sequences, one sequence after another. The dtype
+      is bf16, fp16, fp32 or fp64, or float8_e4m3fn with input_scale and out_dtype (bf16, fp16 or
+      fp32).
+    - `input_row_offsets` [B + 1]: where each sequence starts, from 0 to T. Equal neighbours mean a
+      sequence without new tokens.
+    - `cache_lengths` [B]: the number of tokens that each sequence already has in the cache.
+    - `lookup_table` [B, columns]: entry [b, j] is the page of the j-th page_size tokens of sequence
+      b. Entries that no new token needs may have any values.
 
-    blocks [P, 2, layers, page_size, heads, head_dim], any strides, written at layer_idx: K at index
-    0 of the second axis, V at 1. If the second axis has length 1 (MLA), all columns past q_dim are
-    K, for head 0. dtype: the result's, float8_e4m3fn or float8_e5m2 (not from fp64); values beyond
-    an 8-bit float's range become its largest number. k_cache_scale, v_cache_scale float32 [], [1]
-    or [heads]: the stored number is value / scale, or value * scale with cache_scale_multiplies.
+    These three are uint32, int32 or int64. Token i of sequence b is written to page lookup_table[b,
+    p // page_size], slot p % page_size, with p = cache_lengths[b] + i.
 
-    weight, N = q_dim + 2 * heads * head_dim rows (MLA: q_dim + head_dim), Q, K, V in this order:
-      [N, K] of hidden_state's dtype, either dimension contiguous;
-      [N, K] float8_e4m3fn with weight_scale [1, 1] (per tensor), [N, 1] (per channel) or
-      [ceil(N / 128), ceil(K / 128)] (blocks), and, if hidden_state is float8 too, input_scale
-      [1, 1], [T, 1] or [T, ceil(K / 128)]; a scale per tensor may be [] or [1];
-      uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous. It is
-      symmetric (zero point 8), or, with has_zp, holds the actual zero points; files of GPTQ v1
-      hold each zero point minus one.
-    bias [N]: of the result's dtype or float32.
-    static_tokens, tune: as in FusedQkvArguments.
+    - `blocks` [P, 2, layers, page_size, heads, head_dim], with any strides: the cache, written at
+      layer_idx. K is at index 0 of the second axis and V at index 1. If the second axis has length
+      1 (MLA), all columns past q_dim are K, for head 0. The dtype is the result's, float8_e4m3fn or
+      float8_e5m2 (not for fp64). Values outside the range of an 8-bit float become its largest
+      number.
+    - `k_cache_scale`, `v_cache_scale` float32 [], [1] or [heads]: the stored number is value /
+      scale, or value * scale with cache_scale_multiplies.
+    - `weight`: N = q_dim + 2 * heads * head_dim rows (for MLA, q_dim + head_dim) of Q, K and V, in
+      this order. It has one of three forms:
+    - [N, K] of hidden_state's dtype, with either dimension contiguous.
+    - [N, K] float8_e4m3fn with weight_scale [1, 1] (per tensor), [N, 1] (per channel) or [ceil(N /
+      128), ceil(K / 128)] (blocks). If hidden_state is float8 too, input_scale is [1, 1], [T, 1] or
+      [T, ceil(K / 128)]. A scale per tensor may be [] or [1].
+    - uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous. It is
+      symmetric (zero point 8) or, with has_zp, has the actual zero points; files of GPTQ v1 store
+      each zero point minus one.
+    - `bias` [N]: has the result's dtype or float32.
+    - `static_tokens`, `tune`: as in FusedQkvArguments.
 
-    Raises ArgumentError before anything is written: for layer_idx outside the layers, a scale of
-    another granularity, K not a multiple of the group, and a shape, dtype or device that does not
-    fit; and, on the CPU always and on a GPU under TILEWRIGHT_DEBUG=1, for offsets that do not start
-    at 0, decrease, or do not end at T; positions past the table; pages outside the pool; a slot for
-    two tokens; and scales that are NaN, infinite or 0.
+    Raises ArgumentError before anything is written if layer_idx is not a layer, a scale has another
+    granularity, the group does not divide K, or a shape, dtype or device is wrong. On the CPU, and
+    on a GPU with TILEWRIGHT_DEBUG=1, also raises it for offsets that do not start at 0, decrease,
+    or do not end at T; positions past the table; pages outside the pool; two tokens with the same
+    slot; and scales that are NaN, infinite or 0.
     """
 
     hidden_state: torch.Tensor

@@ -1,7 +1,7 @@
 """`paged_kv_store`: writes K (rotated if a rope is given) and V to their cache slots.
 
-It is for cache writes that cannot be fused with their projection. A step still touches only the
-slots that it writes.
+It is for cache writes that cannot be fused with their projection. It accesses only the slots that
+it writes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def reference(a: KvStoreArguments) -> None:
         k_cache[slot of t] = rope(k[t]) / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale
 
-    A step whose arguments are None is left out. With cache_scale_multiplies, values are multiplied
+    A step whose arguments are None is omitted. With cache_scale_multiplies, values are multiplied
     by the scales.
     """
     compute = torch.promote_types(a.k.dtype, torch.float32)
@@ -56,8 +56,8 @@ def reference(a: KvStoreArguments) -> None:
 def sample_inputs(
     case: AttentionCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> KvStoreArguments:
-    """Returns random arguments of a case; the caches hold random numbers, so that a stray write
-    shows."""
+    """Returns random arguments of a case. The caches have random numbers, so that a write to a
+    wrong place is noticed."""
     sampler = Sampler(device, seed)
     shape = (case.num_tokens, case.num_kv_heads, case.head_dim)
     k, v = (sampler.normal(*shape, dtype=case.dtype) for _ in range(2))
@@ -93,8 +93,8 @@ def paged_kv_store(
 ) -> None:
     """Calls the op: writes k and v [T, Hkv, D] to their slots.
 
-    Without a window, the cache is [num_pages, page_size, num_kv_heads, head_dim]. The other options
-    are those of KvStoreArguments. Raises ArgumentError before anything is written.
+    Without a window, the cache is [num_pages, page_size, num_kv_heads, head_dim]. KvStoreArguments
+    explains the other options. Raises ArgumentError before anything is written.
     """
     k_ints = window_integers(NAME, "k_window", k_window, k_cache)
     v_ints = [] if v is None else window_integers(NAME, "v_window", v_window, v_cache)

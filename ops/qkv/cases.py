@@ -1,4 +1,4 @@
-"""Settings of the tests of the attention ops, which together reach every option."""
+"""Cases for tests of the attention ops. Together they use every option."""
 
 from __future__ import annotations
 

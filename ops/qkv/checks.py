@@ -1,6 +1,7 @@
-"""Checks of a projection to q, k and v: x, weights, their formats and scales, and biases.
+"""Checks of a projection to q, k and v: x, the weights with their formats and scales, and the
+biases.
 
-They read metadata only and raise ArgumentError.
+They read only metadata and raise ArgumentError.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _check_x(op: str, a: FusedQkvArguments) -> None:
 
 
 def _check_shapes(op: str, a: FusedQkvArguments) -> None:
-    """Checks heads, head_dim and K of the three weights, unpacked."""
+    """Checks the numbers of heads, head_dim and K of the three weights, after unpacking."""
     q, k, v = a.projections
     for weight in (q, k, v):
         if weight is not None:
@@ -77,7 +78,8 @@ def _check_shapes(op: str, a: FusedQkvArguments) -> None:
         q.check_shape(op, letters, (num_kv_heads, None, head_dim, hidden))
     elif not holds(num_kv_heads != 0):
         raise ArgumentError(op, "k_weight", "at least one head", "none")
-    # Without V (MLA), heads only divide the rows into tiles.
+    # Without V (MLA), heads only divide the rows into tiles, so num_kv_heads need not divide
+    # num_heads.
     elif v is not None and not holds(q.shape[0] % num_kv_heads == 0):
         expected = f"num_kv_heads that divides num_heads = {q.shape[0]}"
         raise ArgumentError(op, "k_weight", expected, f"{num_kv_heads} heads")

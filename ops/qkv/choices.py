@@ -1,4 +1,4 @@
-"""The steps of a `fused_qkv_paged` call, for each lowering that a plan chooses from."""
+"""The steps of a `fused_qkv_paged` call, for each lowering that a plan can choose."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ WEIGHTS = ("q_weight", "k_weight", "v_weight")
 
 
 def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
-    """Runs the steps of a call by one lowering, whatever a plan would choose. If the kernel does
-    not normalise x, a step before it does."""
+    """Performs the steps of a call with one lowering, whatever a plan would choose. If the kernel
+    does not normalize x, an earlier step does."""
     q = yield result_buffer(call.a)
     if call.problem.input_norm is not None and not choice.norms_x:
         call = yield from _normed(call.a, target)
@@ -64,12 +64,12 @@ def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Ste
 
 
 def specs_of(call: FusedCall, choice: LoweringChoice, target: Target) -> tuple[KernelSpec, ...]:
-    """Returns the kernels of a call by one lowering, in the order of their launches."""
+    """Returns the kernels of a call with one lowering, in the order of their launches."""
     return drive(choice_steps(call, choice, target), Planner(target), keep=True).specs
 
 
 def _normed(a: FusedQkvArguments, target: Target) -> Generator[Step, Any, FusedCall]:
-    """Normalises x and returns the remaining call."""
+    """Normalizes x and returns the remaining call."""
     x = yield from normed(a.x, a.input_norm, target)
     return prepare(replace(a, **without_norm(x, a.input_norm)))
 
@@ -77,8 +77,8 @@ def _normed(a: FusedQkvArguments, target: Target) -> Generator[Step, Any, FusedC
 def run(
     a: FusedQkvArguments, choice: LoweringChoice, machine: Machine | None = None
 ) -> torch.Tensor:
-    """Returns the result of a call by one lowering. machine: None for the GPU that the call is
-    on."""
+    """Returns the result of a call, computed with one lowering. machine: None for the GPU of the
+    call's tensors."""
     machine = machine or machine_of(a.x.device)
     result = drive(choice_steps(prepare(a), choice, machine.target), machine).outcome.result
     assert isinstance(result, torch.Tensor)
@@ -116,9 +116,9 @@ def _tiled(call: FusedCall, choice: LoweringChoice, values: dict[str, Any], targ
 
 
 def weight_places(a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns how the single descriptor of `qkv_projection` reaches the three weights: the weight
-    at the lowest address, the distances of the other two in elements, and the places of q, k and v
-    among the three."""
+    """Returns how the single descriptor of `qkv_projection` addresses the three weights: the weight
+    at the lowest address, the distances to the other two in elements, and the index of q, k and v
+    in the order of addresses."""
     last = a.k_weight if a.v_weight is None else a.v_weight
     weights = {"q": a.q_weight, "k": a.k_weight, "v": last}
     order = sorted(weights, key=lambda name: weights[name].data_ptr())

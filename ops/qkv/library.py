@@ -1,5 +1,5 @@
-"""The projection by library GEMMs, as steps that copy no weight. Quantised weights are dequantised
-first."""
+"""The projection with library GEMMs, as steps that do not copy weights. Quantised weights are
+dequantised first."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Making = Generator[Step, Any, torch.Tensor]
 def project_packed(
     x: torch.Tensor, weights: Sequence[torch.Tensor], rows: WeightRows
 ) -> Generator[Step, Any, list[torch.Tensor]]:
-    """Runs one GEMM over all rows. Returns q [T, H, D] or [T, Hkv, G, D], k and v, which are views
-    of its result."""
+    """Multiplies x by all rows with one GEMM. Returns q [T, H, D] or [T, Hkv, G, D], k and v, which
+    are views of the result."""
     lowest = min(weights, key=lambda weight: weight.storage_offset())
     whole = lowest.as_strided((rows.total, x.shape[1]), lowest.stride()[-2:])
     out = yield from linear(x, whole)
@@ -38,8 +38,8 @@ def project_packed(
 
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
-    """Multiplies x [T, K] by weight [H, D, K] to [T, H, D], or by [Hkv, G, D, K] to [T, Hkv, G,
-    D]."""
+    """Multiplies x [T, K] by weight [H, D, K], with the result [T, H, D], or by [Hkv, G, D, K],
+    with the result [T, Hkv, G, D]."""
     *heads, dim, _ = weight.shape
     if (rows := _in_rows(weight)) is not None:
         out = yield from linear(x, rows)
@@ -57,7 +57,7 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
 
 
 def _in_rows(weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns a weight [.., D, K] as [N, K]; None if its rows are not at equal distances."""
+    """Returns a weight [.., D, K] as [N, K]; None if the distances between its rows differ."""
     *heads, dim, hidden = weight.shape
     row, column = weight.stride()[-2:]
     in_row = [row * prod(weight.shape[axis + 1 : -1]) for axis in range(len(heads))]
@@ -75,8 +75,8 @@ def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:
 
 def scaled_operands(a: FusedQkvArguments) -> list[ScaledOperands] | None:
     """Returns the operands of the library's products for q, k and v (without v if there is none).
-    Returns None unless x and the weights are codes that the library takes in place, with scales of
-    one kind."""
+    Returns None unless the library can read the codes of x and the weights in place, with scales of
+    the same kind."""
     if not a.has_codes:
         return None
     found = []
@@ -95,7 +95,7 @@ def scaled_operands(a: FusedQkvArguments) -> list[ScaledOperands] | None:
 def project_codes(
     a: FusedQkvArguments, operands: Sequence[ScaledOperands], target: Target
 ) -> Generator[Step, Any, list[torch.Tensor]]:
-    """Returns q [T, H, D] or [T, Hkv, G, D], k and v, each by a product of codes."""
+    """Returns q [T, H, D] or [T, Hkv, G, D], k and v, each computed by a product of codes."""
     there = [weight for weight in a.projections if weight is not None]
     made = []
     for one, weight in zip(operands, there, strict=True):
@@ -114,8 +114,9 @@ def dequantized_weights(
     statics: Sequence[Statics],
     target: Target,
 ) -> Generator[Step, Any, list[torch.Tensor]]:
-    """Returns the dequantised q, k and v weights [H, D, K] (without v if there is none), each by
-    one kernel with the constants in `statics`. values: words, scales, zeros and factors by name."""
+    """Returns the dequantised weights [H, D, K] of q, k and v (without v if there is none). One
+    kernel computes each, with the constants in `statics`. values: words, scales, zeros and factors
+    by name."""
     dim, hidden = a.head_dim, a.x.shape[1]
     whole = yield Buffer((rows.total, hidden), number_dtype(a))
     weights = []
@@ -131,13 +132,14 @@ def dequantized_weights(
 
 
 def number_dtype(a: FusedQkvArguments) -> torch.dtype:
-    """Returns the dtype that codes are dequantised to, the same as `number_dtype` of the
+    """Returns the dtype to which codes are dequantised. It is the same as `number_dtype` of the
     kernels."""
     return torch.float32 if a.x.dtype.itemsize == 1 else a.x.dtype
 
 
 def dequantized_x(a: FusedQkvArguments) -> Making:
-    """Returns x dequantised to fp32: its codes times their scales; x itself if it has no codes."""
+    """Returns x dequantised to fp32, which is its codes times their scales. If x has no codes,
+    returns x itself."""
     if a.x.dtype == number_dtype(a):
         return a.x
     x = yield Buffer(a.x.shape, number_dtype(a))

@@ -1,6 +1,6 @@
 """The steps of the attention ops on a GPU, and their reports.
 
-Plans and specs are kept for each problem, so a later call with the same problem only looks them up.
+Plans and specs are cached by problem, so a later call with the same problem only looks them up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tilewright.ops.runtime.program import (
     Steps,
 )
 
-NO_TOKENS = "nothing", "no tokens, no launch"
+NO_TOKENS = "nothing", "there are no tokens, so nothing is launched"
 
 _plan = cache(plan_fused_qkv)
 
@@ -62,7 +62,7 @@ def _store_kernel(
 
 
 def fused_qkv_paged_steps(a: FusedQkvArguments, target: Target) -> Steps:
-    """Runs the steps of a `fused_qkv_paged` call."""
+    """Performs the steps of a `fused_qkv_paged` call."""
     if a.x.shape[0] == 0:
         q = yield result_buffer(a)
         return Outcome(q, *NO_TOKENS)
@@ -70,19 +70,19 @@ def fused_qkv_paged_steps(a: FusedQkvArguments, target: Target) -> Steps:
     choice = tuning.measured_lowering(call, target) if a.tune else None
     if choice is None:
         if a.tune:
-            yield NotRepeatable("nothing is measured yet; the next call may have another lowering")
+            yield NotRepeatable("nothing is measured yet; the next call may use another lowering")
         choice = planned_lowering(call, target)
     return (yield from choice_steps(call, choice, target))
 
 
 def planned_lowering(call: FusedCall, target: Target) -> LoweringChoice:
-    """Returns the plan's choice for the call's token count."""
+    """Returns the plan's choice for the number of tokens of the call."""
     plan = _plan(call.problem, target, call.rows is not None)
     return plan.choice(call.a.x.shape[0])
 
 
 def paged_kv_store_steps(a: KvStoreArguments, target: Target) -> Steps:
-    """Runs the steps of a `paged_kv_store` call."""
+    """Performs the steps of a `paged_kv_store` call."""
     call, num_tokens = prepare_store(a), a.k.shape[0]
     config, statics = _store_kernel(call.epilogue, next_power_of_2(num_tokens), target)
     grid = epilogue_grid(call.epilogue, config, num_tokens)
@@ -92,7 +92,7 @@ def paged_kv_store_steps(a: KvStoreArguments, target: Target) -> Steps:
 
 
 def ragged_steps(a: RaggedQkvArguments, target: Target) -> Steps:
-    """Runs the steps of a `fused_qkv_matmul_kv_cache_paged_ragged` call, which are those of
+    """Performs the steps of a `fused_qkv_matmul_kv_cache_paged_ragged` call, which are the steps of
     `fused_qkv_paged`."""
     outcome = yield from fused_qkv_paged_steps(as_fused_qkv(a), target)
     assert isinstance(outcome.result, torch.Tensor)
@@ -104,7 +104,7 @@ def ragged_steps(a: RaggedQkvArguments, target: Target) -> Steps:
 
 def plan_fused_qkv_paged(a: FusedQkvArguments, target: str) -> LoweringReport:
     """Returns the lowering of a call. If the number of tokens is not a constant of the graph,
-    returns one for each bucket of token counts."""
+    returns a lowering for each bucket of numbers of tokens."""
     if a.static_tokens and a.x.shape[0] == 0:
         return LoweringReport(*NO_TOKENS)
     call, chip = prepare(a), get_target(target)
@@ -121,14 +121,14 @@ def plan_fused_qkv_paged(a: FusedQkvArguments, target: str) -> LoweringReport:
 
 
 def plan_ragged(a: RaggedQkvArguments, target: str) -> LoweringReport:
-    """Returns the lowering of a `fused_qkv_matmul_kv_cache_paged_ragged` call; see
+    """Returns the lowering of a `fused_qkv_matmul_kv_cache_paged_ragged` call, like
     `plan_fused_qkv_paged`."""
     return plan_fused_qkv_paged(as_fused_qkv(a), target)
 
 
 def _tuned(plan: LoweringPlan, call: FusedCall, target: str) -> LoweringPlan:
-    """Returns the plan with the choices measured on this machine; measures the call's token count
-    if needed."""
+    """Returns the plan with the choices that were measured on this machine. If necessary, measures
+    the choices for the number of tokens of the call."""
     index = tuning.device_for(target)
     if index is None:
         return plan

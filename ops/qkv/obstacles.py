@@ -1,4 +1,4 @@
-"""Decides which arguments of the attention ops an emitted kernel takes."""
+"""Decides for which arguments of the attention ops there is an emitted kernel."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from tilewright.ops.formats.code_operands import differences
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments
 
-#: The module of the ops' steps and plans.
+#: The module that has the steps and plans of the ops.
 STEPS = "tilewright.ops.qkv.lowering"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
 
 
 def kernel_obstacle(a: FusedQkvArguments | KvStoreArguments) -> str | None:
-    """Returns why no emitted kernel takes these arguments of an attention op; None if one does."""
+    """Returns why no emitted kernel can compute an attention op with these arguments; None if a
+    kernel can."""
     dtype = a.k_cache.dtype
     if dtype not in KERNEL_DTYPES:
         return f"no kernel for {dtype}"
@@ -24,8 +25,8 @@ def kernel_obstacle(a: FusedQkvArguments | KvStoreArguments) -> str | None:
 
 
 def projection_obstacle(a: FusedQkvArguments) -> str | None:
-    """Returns why no emitted kernel takes these arguments of an op that projects; None if one
-    does."""
+    """Returns why no emitted kernel can compute an op that projects, with these arguments; None if
+    a kernel can."""
     obstacle = kernel_obstacle(a)
     if obstacle is None and a.is_coded:
         return differences(a.projections) or None

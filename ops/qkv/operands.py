@@ -1,5 +1,5 @@
-"""Converts the arguments of the attention ops to a static problem and the kernels' run-time
-values."""
+"""Converts the arguments of the attention ops to a static problem, and to the run-time values of
+kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer
 
-# Kernel parameters for which calls of one op, or of both ops, have no argument.
+# Kernel parameters for which the calls of one op, or of both ops, have no argument.
 _ABSENT = dict.fromkeys(
     ("q", "x_scale", "q_out", "q_bias", "k_bias", "v_bias", "delta", "q_norm", "k_norm",
      "workspace", "counters", "num_sequences", "lookup_columns", "lookup_stride"),
@@ -43,10 +43,13 @@ _epilogue = cache(HeadEpilogue)
 
 @dataclass(frozen=True)
 class StoreCall:
-    """The inputs of a kernel that stores heads, except the heads themselves, from a checked call.
+    """The inputs of a kernel that stores heads, without the heads themselves. They come from a
+    checked call.
 
-    values: tensors and numbers by name; arguments have the same names as kernel parameters. known:
-    the numbers that are constants of the kernel.
+    Attributes:
+        values: Tensors and numbers by name. Arguments have the same names as kernel parameters.
+        known: The numbers that are constants of the kernel.
+        epilogue: The epilogue of the heads.
     """
 
     values: dict[str, Any]
@@ -58,7 +61,7 @@ class StoreCall:
 class FusedCall(StoreCall):
     """One checked call of `fused_qkv_paged`: its arguments and its problem.
 
-    rows: where the three weights lie, if they are rows of one tensor; else None.
+    rows: where the three weights are, if they are rows of one tensor; else None.
     """
 
     a: FusedQkvArguments
@@ -67,7 +70,7 @@ class FusedCall(StoreCall):
 
 
 def prepare(a: FusedQkvArguments) -> FusedCall:
-    """Prepares a call. Reads metadata and addresses only."""
+    """Converts a call. Reads only metadata and addresses."""
     tensors = (a.q_weight, a.k_weight, a.v_weight)
     weights = a.projections if a.is_coded else None
     words = tensors if weights is None else code_words(weights)
@@ -96,12 +99,12 @@ def _scaled_by(a: FusedQkvArguments) -> str:
 
 
 def result_buffer(a: FusedQkvArguments) -> Buffer:
-    """Returns the buffer for q."""
+    """Returns the buffer that receives q."""
     return Buffer((a.x.shape[0], a.num_heads, a.head_dim), a.value_dtype)
 
 
 def prepare_store(a: KvStoreArguments) -> StoreCall:
-    """Prepares a `paged_kv_store` call."""
+    """Converts a `paged_kv_store` call."""
     dtype, writes_v = TRITON_TYPES[a.k.dtype], a.v is not None
     return StoreCall(*_stored(a, a.k.shape[0], dtype=dtype, num_heads=0, writes_v=writes_v))
 
@@ -121,7 +124,7 @@ def input_strides(
 def _stored(
     a: FusedQkvArguments | KvStoreArguments, num_tokens: int, **own: Any
 ) -> tuple[dict[str, Any], dict[str, int], HeadEpilogue]:
-    """Returns the fields of a StoreCall. own: fields of its epilogue."""
+    """Returns the fields of a StoreCall. own: the other fields of its epilogue."""
     k_cache, v_cache = kv_views(a, writes_v=own["writes_v"])
     num_pages, page_size, heads, head_dim = k_cache.shape
     values = {
@@ -169,7 +172,8 @@ def _rotation(a: FusedQkvArguments | KvStoreArguments) -> dict[str, Any]:
 
 
 def _added(a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns the fields of the epilogue that describe norms, and values added to projections."""
+    """Returns the fields of the epilogue that describe norms, and the fields for values that are
+    added to projections."""
     weights, biases = (a.q_norm_weight, a.k_norm_weight), (a.q_norm_bias, a.k_norm_bias)
     any_bias = any(bias is not None for bias in biases)
     return {
@@ -201,15 +205,15 @@ def _bias_strides(q: torch.Tensor | None, *others: torch.Tensor | None) -> tuple
 
 def _per_head(t: torch.Tensor | None, dims: int = 1) -> int:
     """Returns the stride between heads of a tensor that has `dims` dimensions and a row for each
-    head; 0 if the heads share one row, or if there is no tensor."""
+    head. Returns 0 if all heads share one row, or if there is no tensor."""
     if t is None or t.dim() != dims or (dims == 1 and t.shape[0] == 1):
         return 0
     return t.stride(0)
 
 
 def weight_operand(weight: torch.Tensor | None) -> Operand | None:
-    """Returns a weight [H, D, K] or [H / G, G, D, K] as an operand. Strides of axes of length one
-    are chosen freely."""
+    """Returns a weight [H, D, K] or [H / G, G, D, K] as an operand. The strides of axes of length
+    one are arbitrary."""
     if weight is None:
         return None
     *group, head, row, column = weight.stride()
@@ -227,7 +231,7 @@ def _in_reach(*weights: torch.Tensor | None) -> bool:
 
 def quantization(a: FusedQkvArguments, weights: Projections, words: torch.dtype) -> Quantization:
     """Returns the static data of quantised arguments. words: the dtype in which kernels read the
-    codes. If q, k and v do not share a property, `differs` names it."""
+    codes. If q, k and v differ in a property, `differs` describes it."""
     per_token = a.x_scale is not None and a.x_scale.shape[1] == 1
     return replace(
         quantization_of(weights, words),
@@ -237,8 +241,8 @@ def quantization(a: FusedQkvArguments, weights: Projections, words: torch.dtype)
 
 
 def dequantized_rows(weights: Projections) -> WeightRows:
-    """Returns the rows of q, k and v in the tensor that `dequantized_weights` makes: one after the
-    other."""
+    """Returns the rows of q, k and v in the tensor that `dequantized_weights` makes. They follow
+    each other."""
     shapes = [weight.shape[:-1] for weight in weights if weight is not None]
     firsts = [0]
     for shape in shapes:

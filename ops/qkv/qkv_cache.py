@@ -1,8 +1,8 @@
 """`fused_qkv_paged`: the QKV projection, QK-norm and RoPE of one attention layer, which writes K
 and V directly into the caller's cache.
 
-The three weights are strided views [heads, head_dim, hidden] of the user's tensors, so that
-separate, packed and per-head interleaved projections are one op and no weight is copied.
+The three weights are strided views [heads, head_dim, hidden] of the user's tensors. Therefore one
+op handles separate, packed and per-head interleaved projections, and no weight is copied.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
         v_cache[slot of t] = v[t] / v_cache_scale
 
     With input_layer_norm, x - mean(x) replaces x and input_norm_bias is added to y. A step whose
-    arguments are None is left out (the norm of v without v_norm; y = x without a norm of x). With
-    norm_after_rope, norm(rope(...)) replaces rope(norm(...)). With cache_scale_multiplies, values
-    are multiplied by the scales. Each number is rounded once, when it is stored.
+    arguments are None is omitted (v has no norm without v_norm, and y = x without a norm of x).
+    With norm_after_rope, norm(rope(...)) replaces rope(norm(...)). With cache_scale_multiplies,
+    values are multiplied by the scales. Each number is rounded once, when it is stored.
     """
     x = _input(a)
     made = _project(a, x, a.q_projection, 0)
@@ -119,15 +119,17 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
 
 
 def _input(a: FusedQkvArguments) -> torch.Tensor:
-    """Returns x in compute precision, dequantised or normalised."""
+    """Returns x in the precision of the computation, dequantised or normalized."""
     x = a.x.to(torch.promote_types(a.value_dtype, torch.float32))
     return a.input_norm.apply(x) if a.x_scale is None else scaled_numbers(x, a.x_scale)
 
 
 def _project(a: FusedQkvArguments, x: torch.Tensor, weight: Weight, first: int) -> torch.Tensor:
-    """Returns the projection [T, H, D]: product, bias, delta, clip. first: the number of the
-    weight's first row, counted over q, k and v. It is also the number of its first column in
-    delta."""
+    """Returns the projection [T, H, D]: product, bias, delta and clip.
+
+    first: the number of the weight's first row, counted over q, k and v. It is also the number of
+    its first column in delta.
+    """
     numbers = weight.dequantize(x.dtype).flatten(0, -3)
     out = torch.einsum("tk,hdk->thd", x, numbers)
     if weight.bias is not None:
@@ -145,8 +147,8 @@ def _normed_and_rotated(a: FusedQkvArguments, x: torch.Tensor, norm: HeadNorm) -
 def sample_inputs(
     case: AttentionCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> FusedQkvArguments:
-    """Returns random arguments of a case; the caches hold random numbers, so that a stray write
-    shows."""
+    """Returns random arguments of a case. The caches have random numbers, so that a write to a
+    wrong place is noticed."""
     sampler = Sampler(device, seed)
     values = sample_projection(case, sampler)
     values = sample_cache(case, sampler, FusedQkvArguments) | values
@@ -158,11 +160,11 @@ def sample_inputs(
 
 
 def slower(*, tokens: int, norm: str, columns: int) -> str | None:
-    """Returns why a separate kernel norms x faster; None if the projection's kernel norms it
+    """Returns why a separate kernel normalizes x faster; None if the kernel of the projection is
     faster."""
     if takes_norm(norm, tokens, columns):
         return None
-    return f"{norm} norm of {tokens} tokens: a kernel of its own is the faster one"
+    return f"{norm} norm of {tokens} tokens: a separate kernel for the norm is faster"
 
 
 OP = register(
@@ -198,12 +200,12 @@ def fused_qkv_paged(
     v_window: CacheWindow | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Calls the op: projects x, writes K and V to their slots, returns q [T, Hq, D].
+    """Calls the op: projects x, writes K and V to their slots, and returns q [T, Hq, D].
 
-    Weights are [H, D, K], or [H * D, K] with `head_dim` given (nn.Linear's layout; biases are then
-    [H * D]). Without a window, the cache is [num_pages, page_size, num_kv_heads, head_dim]. The
-    other options are those of FusedQkvArguments. Raises ArgumentError before anything is written.
-    Not differentiable.
+    Weights are [H, D, K], or [H * D, K] if `head_dim` is given (nn.Linear's layout; biases are then
+    [H * D]). Without a window, the cache is [num_pages, page_size, num_kv_heads, head_dim].
+    FusedQkvArguments explains the other options. Raises ArgumentError before anything is written.
+    The op is not differentiable.
     """
     given = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     weights = [_by_head(name, weight, 2, head_dim) for name, weight in given.items()]
@@ -218,7 +220,8 @@ def fused_qkv_paged(
 def _by_head(
     name: str, tensor: torch.Tensor | None, joint_rank: int, head_dim: int | None
 ) -> torch.Tensor | None:
-    """Returns a weight or bias [H * D, ...] as [H, D, ...] if head_dim is given; else unchanged."""
+    """Returns a weight or bias [H * D, ...] as [H, D, ...] if head_dim is given. Otherwise, returns
+    it unchanged."""
     if tensor is None or head_dim is None:
         return tensor
     check_tensor(NAME, name, tensor)

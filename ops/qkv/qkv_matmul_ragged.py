@@ -1,9 +1,9 @@
 """`fused_qkv_matmul_kv_cache_paged_ragged`: Modular MAX's op of that name, on the kernels of
 `fused_qkv_paged`.
 
-The projection is rounded once, to the result's or the cache's dtype. MAX rounds to its output dtype
-first and adds the bias in that dtype, which rounds twice. MAX truncates GPTQ scales to bf16; here
-they stay fp16. As in MAX, there is no rope and no norm.
+The projection is rounded once, to the dtype of the result or of the cache. MAX rounds it to its
+output dtype first and adds the bias in that dtype, which rounds twice. MAX truncates GPTQ scales to
+bf16; here they stay fp16. As in MAX, there is no rope and no norm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilewright.ops.qkv.ragged_checks import NAME, check_metadata
 from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_ragged
 from tilewright.ops.sampling import sampler_of
 
-#: This op's names for arguments of `fused_qkv_paged`.
+#: The names that this op uses for arguments of `fused_qkv_paged`.
 FUSED_WORDS = {
     "x": "hidden_state",
     "x_scale": "input_scale",
@@ -44,7 +44,7 @@ FUSED_WORDS = {
 def validate(a: RaggedQkvArguments) -> None:
     check_metadata(a)
     sizes = (*a.weight.shape, *a.blocks.shape, a.hidden_state.shape[1])
-    # Weights of unknown size cannot be split; the same check runs at run time.
+    # A weight of unknown size cannot be split. In this case, the check runs at run time.
     if all(isinstance(size, int) for size in sizes):
         with in_words_of(NAME, FUSED_WORDS):
             qkv_cache.validate(as_fused_qkv(a))
@@ -115,11 +115,11 @@ def fused_qkv_matmul_kv_cache_paged_ragged(
     """Calls the op: projects the new tokens of a ragged batch, writes K and V to their pages of one
     layer, and returns q [T, q_dim].
 
-    hidden_state [T, K]; input_row_offsets [B + 1]; weight [N, K]; blocks [P, 2, layers, page_size,
-    heads, head_dim], written; cache_lengths [B]; lookup_table [B, columns]; layer_idx: a number, or
-    a tensor of one element on the CPU. Options, dtypes and quantised weights: RaggedQkvArguments.
-    cache_lengths is not advanced. Raises ArgumentError before anything is written. Not
-    differentiable.
+    The arguments are hidden_state [T, K]; input_row_offsets [B + 1]; weight [N, K]; blocks [P, 2,
+    layers, page_size, heads, head_dim], which is written; cache_lengths [B]; lookup_table [B,
+    columns]; and layer_idx, a number or a tensor of one element on the CPU. RaggedQkvArguments
+    explains options, dtypes and quantised weights. cache_lengths is not advanced. Raises
+    ArgumentError before anything is written. The op is not differentiable.
 
         >>> q = fused_qkv_matmul_kv_cache_paged_ragged(
         ...     hidden, torch.tensor([0, 3, 3, 4]), w_qkv, blocks, lengths, table, layer_idx=1)

@@ -1,4 +1,4 @@
-"""Converts a call of `fused_qkv_matmul_kv_cache_paged_ragged` to one of `fused_qkv_paged`."""
+"""Converts a call of `fused_qkv_matmul_kv_cache_paged_ragged` to a call of `fused_qkv_paged`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv.arguments import FusedQkvArguments, RaggedQkvArguments
 from tilewright.ops.qkv.ragged_checks import kv_rows
 
-#: The first row of q, k and v in the weight, and the end of their rows.
+#: The first row and the end of the rows of q, k and v in the weight.
 Rows: TypeAlias = dict[str, tuple[int, int]]
 
 
@@ -45,7 +45,8 @@ def as_fused_qkv(a: RaggedQkvArguments) -> FusedQkvArguments:
 
 
 def split_rows(a: RaggedQkvArguments) -> Rows:
-    """Returns the first row and the end of q, k and (except for MLA) v in the weight."""
+    """Returns the first row and the end of the rows of q, k and v in the weight. For MLA, there is
+    no v."""
     total = a.weight.shape[1] if a.group_size else a.weight.shape[0]
     size, kinds = kv_rows(a.blocks), a.blocks.shape[1]
     ends = [total - size * left for left in range(kinds, -1, -1)]
@@ -53,9 +54,9 @@ def split_rows(a: RaggedQkvArguments) -> Rows:
 
 
 def _head_dim(a: RaggedQkvArguments) -> int:
-    """Returns the cache's head_dim. If q's columns are not a multiple of it (MLA), returns a number
-    that divides both. Without rope and norm any such number works, and kernels are faster with
-    powers of two."""
+    """Returns the head_dim of the cache. If the number of q's columns is not a multiple of it
+    (MLA), returns a number that divides both. Without rope and norm, any such number is correct,
+    and kernels are faster with powers of two."""
     head_dim, q_dim = a.blocks.shape[5], split_rows(a)["q"][1]
     if q_dim % head_dim == 0:
         return head_dim
@@ -99,7 +100,7 @@ def _weights(a: RaggedQkvArguments, rows: Rows, head_dim: int) -> dict[str, Any]
 
 
 def _scale_blocks(a: RaggedQkvArguments, rows: Rows) -> tuple[torch.Tensor, list[int]]:
-    """Returns the weight's scales and their block, such that no block has rows of two
+    """Returns the scales of the weight, and a block for them such that no block has rows of two
     projections."""
     scale = _as_matrix(a.weight_scale)
     assert scale is not None
@@ -116,7 +117,7 @@ def _scale_blocks(a: RaggedQkvArguments, rows: Rows) -> tuple[torch.Tensor, list
 
 def _gptq(a: RaggedQkvArguments, rows: Rows, head_dim: int) -> dict[str, Any]:
     parts = sections(a.weight, a.hidden_state.shape[1], a.group_size, a.has_zp)
-    # One word of zeros holds the zeros of eight rows.
+    # A word of zeros has the zeros of eight rows.
     words = {letter: slice(first // 8, end // 8) for letter, (first, end) in rows.items()}
     return {
         "weight_format": "int4_k",

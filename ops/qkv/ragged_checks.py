@@ -1,7 +1,6 @@
-"""Checks of the arguments of `fused_qkv_matmul_kv_cache_paged_ragged`, under its own argument
-names.
+"""Checks of the arguments of `fused_qkv_matmul_kv_cache_paged_ragged`, in the names of this op.
 
-They read metadata only and raise ArgumentError.
+They read only metadata and raise ArgumentError.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def check_metadata(a: RaggedQkvArguments) -> None:
 
 
 def kv_rows(blocks: torch.Tensor) -> Any:
-    """Returns the number of the weight's rows for K: the rows of one head for MLA, else of all
-    heads."""
+    """Returns how many rows of the weight K has. For MLA, these are the rows of one head.
+    Otherwise, they are the rows of all heads."""
     return blocks.shape[5] * (1 if blocks.shape[1] == 1 else blocks.shape[4])
 
 
@@ -123,7 +122,7 @@ def _check_weight_scale(a: RaggedQkvArguments) -> None:
 def _check_granularity(
     a: RaggedQkvArguments, name: str, scale: torch.Tensor | None, forms: dict[str, tuple[Any, Any]]
 ) -> None:
-    """Checks that a scale has one of the shapes that `forms` names."""
+    """Checks that a scale has one of the shapes in `forms`."""
     expected = " or ".join(f"{shape_text(shape)} (per {form})" for form, shape in forms.items())
     if scale is None:
         raise ArgumentError(NAME, name, expected, None)

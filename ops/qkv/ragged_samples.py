@@ -15,10 +15,15 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class RaggedCase:
-    """One setting of the op. q_dim: 0 for num_heads * head_dim. mla: only K, with one head.
+    """One case of the op.
 
-    scale: the scale of an fp8 weight: "tensor", "channel" or "block"; "none" for other weights.
-    input_scale: "none" for hidden states without codes, "tensor", "token" or "block".
+    Attributes:
+        q_dim: The number of q's columns; 0 for num_heads * head_dim.
+        mla: Whether there is only K, with one head.
+        scale: The unit of an fp8 weight that has one scale: "tensor", "channel" or "block"; "none"
+            for other weights.
+        input_scale: The unit of hidden states that has one scale: "tensor", "token" or "block";
+            "none" if they have no codes.
     """
 
     name: str
@@ -67,8 +72,8 @@ RAGGED_CASES = (
 def sample_ragged(
     case: RaggedCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> dict[str, Any]:
-    """Returns random arguments of a case, by name; the blocks hold random numbers, so that a stray
-    write shows."""
+    """Returns random arguments of a case, by name. The blocks have random numbers, so that a write
+    to a wrong place is noticed."""
     sampler = Sampler(device, seed)
     kv_heads, kv = (1, 1) if case.mla else (case.num_kv_heads, 2)
     rows = (case.q_dim or case.num_heads * case.head_dim) + kv * kv_heads * case.head_dim

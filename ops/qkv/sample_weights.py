@@ -1,4 +1,4 @@
-"""Sample projections: weights in every layout and format, biases and norms."""
+"""Sample projections: weights in all layouts and formats, biases and norms."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _biases(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _delta(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    """Returns a delta that is columns of a wider tensor, as in a stack."""
+    """Returns a delta whose columns are a part of a wider tensor, as in a stack."""
     if not case.delta:
         return {}
     kinds = 2 if case.writes_v else 1
@@ -116,7 +116,7 @@ def _coded(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _laid_out(case: AttentionCase, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Returns the rows of q, k and v as one tensor or as three, in either memory order."""
+    """Returns the rows of q, k and v as one tensor or as three tensors, in either memory order."""
     if case.projection == "packed":
         (whole,) = _ordered(case, [torch.cat(parts)])
         return whole.split([len(part) for part in parts])

@@ -1,4 +1,5 @@
-"""Sample inputs for the attention ops: small, random, and together reaching every option."""
+"""Sample inputs of the attention ops. The cases are small and random, and together they use every
+option."""
 
 from __future__ import annotations
 
@@ -12,26 +13,38 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 from tilewright.ops.formats.sample_codes import CodedCase
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
-# Arguments that are tensors although a case has a field of the same name with another meaning.
+# Names that mean a tensor as an argument, although a case has a field of the same name with another
+# meaning.
 DRAWN = {"x_scale", "delta"}
 
 
 @dataclass(frozen=True)
 class AttentionCase(CodedCase, PagedBatch):
-    """One setting of an attention op that writes a cache.
+    """One case of an attention op that writes a cache. The fields that are not listed here are
+    sizes, or have the names of the op's arguments.
 
-    projection: the memory layout of the weights: "separate" tensors; "packed" as one [(Hq + 2 Hkv)
-    D, K]; "per_head", with q, k and v interleaved per head as in GPT-NeoX (needs num_heads ==
-    num_kv_heads); "grouped", with the q heads of a kv head beside its k and v as in Falcon; or
-    "n_major" as one [K, (Hq + 2 Hkv) D], as in GPT-2. Quantised weights: "separate" or "packed".
-    table_width: "full" for cos and sin of width rotary_dim, "half" for half of it. tokens_per_row:
-    T / T_rope, the tokens that share a row of cos and sin. qk_norm: norm weights for each letter of
-    `normed`, [D] or, with norm_per_head, [H, D]; norm_bias: biases in addition. transposed: the
-    other memory order of the stored weight and its scales, as in GPTQ and AWQ. x_scale: "none",
-    "tensor", "token" or "block"; used if x has `codes`, and dtype is then q's. cache_dtype: None
-    for dtype. cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv]. new_tokens,
-    cached_tokens: for slots "block_table" and "ragged". input_norm: "", "rms", "weightless",
-    "layer" (with a bias), "layer_unbiased" or "layer_bare".
+    Attributes:
+        projection: The memory layout of the weights: "separate" tensors; "packed" as one tensor
+            [(Hq + 2 Hkv) D, K]; "per_head", with q, k and v of each head next to each other, as in
+            GPT-NeoX (this needs num_heads == num_kv_heads); "grouped", with the q heads of a kv
+            head next to its k and v, as in Falcon; or "n_major" as one tensor [K, (Hq + 2 Hkv) D],
+            as in GPT-2. For quantised weights, "separate" or "packed".
+        table_width: "full" if cos and sin have rotary_dim columns, "half" if they have half as
+            many.
+        tokens_per_row: T / T_rope, the number of tokens that share a row of cos and sin.
+        qk_norm: Whether there are norm weights, [D] or, with norm_per_head, [H, D].
+        normed: The letters of the projections that have a norm weight.
+        norm_bias: Whether the norms also have biases.
+        transposed: Whether the weight and its scales are stored in the other memory order, as in
+            GPTQ and AWQ.
+        codes: Whether x has codes. If it has, `dtype` is the dtype of q.
+        x_scale: "none", "tensor", "token" or "block". It is used if x has codes.
+        cache_dtype: The dtype of the cache; None for `dtype`.
+        cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv].
+        input_norm: "", "rms", "weightless", "layer" (with a bias), "layer_unbiased" or
+            "layer_bare".
+
+    new_tokens and cached_tokens are used if `slots` is "block_table" or "ragged".
     """
 
     hidden: int = 64
@@ -73,8 +86,8 @@ class AttentionCase(CodedCase, PagedBatch):
 
 
 def sample_cache(case: AttentionCase, sampler: Sampler, arguments: type[Any]) -> dict[str, Any]:
-    """Returns caches full of random numbers, their windows, slots and rope table, by argument name;
-    and the options that a case and `arguments` both have."""
+    """Returns caches full of random numbers, their windows, slots and rope table, by argument name.
+    Also returns the options that both the case and `arguments` have."""
     caches = _caches(case, sampler)
     shared = {one.name for one in fields(arguments)} & vars(case).keys() - DRAWN
     return {
@@ -139,6 +152,7 @@ def _rope(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         return {}
     width = case.rotary_dim if case.table_width == "full" else case.rotary_dim // 2
     rows = max(case.num_tokens // case.tokens_per_row, 1)
-    # Not a true rotation: every column differs, so a wrong column shows.
+    # The tables are not true rotations: every column differs, so that a wrong column changes the
+    # result.
     table = [sampler.normal(rows, width, dtype=case.table_dtype) for _ in range(2)]
     return {"cos": table[0], "sin": table[1]}

@@ -1,8 +1,9 @@
-"""Makes arguments of `fused_qkv_paged` like given arguments, but on new memory. Tuning runs on
-them.
+"""Makes arguments of `fused_qkv_paged` that are like given arguments, but on new memory. Tuning
+runs on them.
 
-Shapes, strides and dtypes are those of the given arguments; only their metadata is read. The number
-of tokens may differ, the numbers are random, and the caches have no more pages than needed.
+Shapes, strides and dtypes are equal to the shapes, strides and dtypes of the given arguments. Only
+the metadata of these arguments is read. The number of tokens may differ, the numbers are random,
+and the caches have no more pages than needed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 
-#: Arguments with a row per token.
+#: Arguments that have a row for each token.
 _PER_TOKEN = ("x", "x_scale", "delta")
 _WEIGHTS = ("q_weight", "k_weight", "v_weight")
-#: The approximate size of each kind of scale.
+#: The approximate magnitude of each kind of scale.
 _SCALES = {
     "x_scale": 0.01, "q_scale": 0.01, "k_scale": 0.01, "v_scale": 0.01,
     "k_cache_scale": 1.0, "v_cache_scale": 1.0, "factors": 1.0,
@@ -35,7 +36,7 @@ def scratch_arguments(
     a: FusedQkvArguments, num_tokens: int, device: torch.device, seed: int = 0
 ) -> FusedQkvArguments:
     """Returns random arguments with the metadata of `a`, whose tensors may be fake or meta tensors.
-    The number of tokens is about `num_tokens`: it fills whole sequences and fits the caches."""
+    The number of tokens is close to `num_tokens`: it fills whole sequences and fits the caches."""
     tokens = _token_count(a, num_tokens)
     draw = partial(_numbers, torch.Generator(device).manual_seed(seed), a.x.shape[1] ** -0.5)
     drawn = vars(a).keys() - {"k_cache", "v_cache", *ADDRESS_TENSORS}
@@ -50,7 +51,7 @@ def scratch_arguments(
 
 
 def argument_bytes(a: FusedQkvArguments) -> int:
-    """Returns the bytes that a step reads, without the caches."""
+    """Returns the number of bytes that a step reads, without the caches."""
     tensors = (getattr(a, f.name) for f in fields(a) if f.name not in ("k_cache", "v_cache"))
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
@@ -93,8 +94,8 @@ def _token_count(a: FusedQkvArguments, wanted: int) -> int:
 
 
 def _table_use(a: FusedQkvArguments, window: CacheWindow) -> tuple[int, int]:
-    """Returns the number of sequences of a block table that get tokens, and the largest number of
-    pages of a sequence."""
+    """Returns how many sequences of a block table get tokens, and the largest number of pages of a
+    sequence."""
     assert a.lookup_table is not None
     used = min(a.lookup_table.shape[0], window.num_pages)
     return used, min(a.lookup_table.shape[1], window.num_pages // used)
@@ -110,7 +111,7 @@ def _shape(a: FusedQkvArguments, name: str, tensor: torch.Tensor, tokens: int) -
 
 
 def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns weights as rows of one tensor, if the given weights are rows of one tensor."""
+    """Returns the weights as rows of one tensor, if the given weights are rows of one tensor."""
     given = {name: getattr(a, name) for name in made}
     if weight_rows(*given.values()) is None:
         return {}
@@ -130,7 +131,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _caches(a: FusedQkvArguments, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Returns each window on a new base, with the pages that the tokens need."""
+    """Returns each window on a new base, which has the pages that the tokens need."""
     made: dict[str, Any] = {}
     for letter in "kv":
         values, base = getattr(a, f"{letter}_window"), getattr(a, f"{letter}_cache")
@@ -153,7 +154,7 @@ def _caches(a: FusedQkvArguments, tokens: int, device: torch.device) -> dict[str
 def _places(
     a: FusedQkvArguments, tokens: int, k_window: list[int], device: torch.device
 ) -> dict[str, Any]:
-    """Returns a different slot for every token, in the form of `a`."""
+    """Returns a different slot for every token, in the form in which `a` gives slots."""
     window = CacheWindow.from_ints(k_window)
     if a.slot_mapping is not None:
         count = tokens // window.num_pages if a.slots == "per_sequence" else tokens
@@ -179,8 +180,8 @@ def _places(
 
 
 def _strided(like: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Returns the numbers with the strides and dtype of a tensor. Along expanded dimensions, the
-    first number is repeated."""
+    """Returns the numbers with the strides and the dtype of a tensor. Along expanded dimensions,
+    the first number is repeated."""
     first = numbers[tuple([slice(0, 1) if step == 0 else slice(None) for step in like.stride()])]
     out = torch.empty_strided(first.shape, like.stride(), dtype=like.dtype, device=numbers.device)
     return out.copy_(first.to(like.dtype)).expand(numbers.shape)

@@ -1,9 +1,9 @@
 """Measures the lowerings of `fused_qkv_paged` on the GPU of this machine, on scratch arguments.
 
 Tuning runs when a call or a report with tune=True needs a choice. A case is measured once for each
-GPU and set of versions, in a separate thread; `codegen/qkv/tune.py` keeps the times on disk.
-Nothing is measured while the caller's stream is being captured: a captured call uses the times on
-disk or, without them, the plan's choice.
+GPU and set of versions, in a separate thread, and `codegen/qkv/tune.py` stores the times on disk.
+Nothing is measured while the caller's stream is being captured. A captured call uses the times on
+disk or, if there are none, the plan's choice.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tilewright.ops.runtime.timing import capture, interleaved_us
 
 log = logging.getLogger("tilewright")
 
-# The calls of one graph together read this many times the size of the L2 cache, so that each starts
-# with a cold cache.
+# All calls of one graph together read this many times the size of the L2 cache, so that each call
+# starts with a cold cache.
 _COLD_L2_SIZES = 3
 _MAX_SETS = 64
-# If the error of a result, relative in the norm, is larger than this, the result is wrong and not
+# If the relative error of a result in the norm is larger than this, the result is wrong, and not
 # only rounded differently.
 _WRONG = 2.0**-5
 
@@ -47,7 +47,7 @@ _known: dict[tuple[Case, int], LoweringChoice | None] = {}
 
 @cache
 def machine(index: int) -> Machine:
-    """Returns the GPU and the versions that times on this machine depend on."""
+    """Returns the GPU and the versions that the times on this machine depend on."""
     properties = torch.cuda.get_device_properties(index)
     gpu = f"{properties.name}, {properties.multi_processor_count} SMs"
     cuda = str(torch.version.cuda)
@@ -57,14 +57,15 @@ def machine(index: int) -> Machine:
 
 
 def case_of(call: FusedCall, target: Target) -> Case:
-    """Returns the case to measure for a call: its problem at the upper end of its bucket of token
-    counts."""
+    """Returns the case that is measured for a call: its problem with the largest number of tokens
+    of its bucket."""
     tokens = call.problem.epilogue.num_tokens or bucket(call.a.x.shape[0])
     return Case(call.problem, tokens, target, call.rows is not None)
 
 
 def measured_lowering(call: FusedCall, target: Target) -> LoweringChoice | None:
-    """Returns the fastest lowering measured on the call's GPU; measures now if possible."""
+    """Returns the fastest lowering that was measured on the call's GPU. Measures it now if this is
+    possible and necessary."""
     index = gpu_index(call.a.x.device)
     if index is None or not target.has("tma"):
         return None
@@ -80,10 +81,11 @@ def gpu_index(device: torch.device) -> int | None:
 def measured_choice(
     a: FusedQkvArguments, case: Case, index: int, measure: bool = True
 ) -> LoweringChoice | None:
-    """Returns the fastest lowering of a case on CUDA device `index`; None if none was measured.
+    """Returns the fastest lowering of a case on CUDA device `index`; None if no lowering was
+    measured.
 
-    a: arguments of the case; only metadata is read. measure: whether to measure a case that is not
-    on disk yet; never done while the current stream is captured.
+    a: the arguments of the case, of which only metadata is read. measure: whether to measure a case
+    that is not on disk yet. Nothing is measured while the current stream is captured.
     """
     known = _known.get((case, index))
     if known is not None or (case, index) in _known:
@@ -93,16 +95,18 @@ def measured_choice(
     try:
         timer = partial(_time, a, case, index)
         chosen = apart(partial(tuned, case, machine(index), timer))
-    except Exception as error:  # tuning is optional: whatever stops it, the plan still holds
-        log.warning("tune: nothing measured, the plan stands: %s: %s", type(error).__name__, error)
+    except Exception as error:  # tuning is optional: whatever error stops it, the plan is used
+        log.warning(
+            "tune: nothing was measured, and the plan is kept: %s: %s", type(error).__name__, error
+        )
         chosen = None
     _known[case, index] = chosen
     return chosen
 
 
 def device_for(target: str) -> int | None:
-    """Returns the index of the current GPU if it is this target's, so that tuning can measure on
-    it."""
+    """Returns the index of the current GPU if it is a GPU of this target, so that tuning can
+    measure on it."""
     if not torch.cuda.is_available():
         return None
     index = torch.cuda.current_device()
@@ -111,7 +115,7 @@ def device_for(target: str) -> int | None:
 
 
 def describe(target: str) -> str:
-    """Returns one line for reports: the GPU that tuning measures on, or why it cannot measure."""
+    """Returns a line for reports: the GPU that tuning measures on, or why it cannot measure."""
     index = device_for(target)
     if index is None:
         return (
@@ -125,8 +129,8 @@ def describe(target: str) -> str:
 def _time(
     a: FusedQkvArguments, case: Case, index: int, choices: Sequence[LoweringChoice]
 ) -> list[float]:
-    """Returns the seconds of each choice; infinity for a choice that fails or computes a wrong
-    result."""
+    """Returns the time of each choice in seconds; infinity for a choice that fails or computes a
+    wrong result."""
     log.info("tune: measuring %d lowerings for %d tokens", len(choices), case.num_tokens)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     with torch.cuda.device(index):
@@ -155,8 +159,8 @@ def _argument_sets(
 
 
 def _results(a: FusedQkvArguments, choice: LoweringChoice | None) -> list[torch.Tensor]:
-    """Returns the result of a lowering (None: the reference) on scratch arguments: q and both
-    caches."""
+    """Returns the result of a lowering on scratch arguments: q and both caches. choice: None for
+    the reference."""
     caches = [a.k_cache, *([] if a.v_cache is None else [a.v_cache])]
     for written in caches:
         written.zero_()
@@ -166,7 +170,8 @@ def _results(a: FusedQkvArguments, choice: LoweringChoice | None) -> list[torch.
 
 
 class NanMemory(Gpu):
-    """A GPU whose new memory holds NaN, so that elements that a lowering does not write show."""
+    """A GPU whose new memory holds NaN. If a lowering does not write an element, the element is
+    NaN."""
 
     def perform(self, step: Step) -> Any:
         answer = super().perform(step)

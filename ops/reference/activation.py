@@ -1,4 +1,4 @@
-"""Activations of MLPs as the fused ops define them."""
+"""The activations of MLPs, as the fused ops define them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch.nn import functional
 
-#: Functions of one tensor by name. They compute in the tensor's dtype.
+#: The activations by name. Each is a function of one tensor, and computes in the tensor's dtype.
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
         "silu": functional.silu,

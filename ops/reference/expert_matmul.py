@@ -9,8 +9,8 @@ from tilewright.ops.reference.linear import apply_linear
 
 
 def multiply_by_expert(x: torch.Tensor, expert: torch.Tensor, weight: ExpertWeight) -> torch.Tensor:
-    """Returns x [M, K] times the weight of each row's expert, plus its bias, in x's precision: [M,
-    N]. Rows of expert -1 are zeros."""
+    """Returns x [M, K] times the weight of each row's expert, plus its bias, as [M, N] in x's
+    precision. Rows of expert -1 are zeros."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
     for index in range(weight.shape[0]):
         rows = (expert == index).nonzero().flatten()

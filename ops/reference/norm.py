@@ -29,7 +29,8 @@ def check_norm_weight(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Checks a norm weight: [D] for all heads, or [H, D]; always [H, D] for a norm over the row."""
+    """Checks a norm weight. It is [D] for all heads, or [H, D]. For a norm over the row, it is
+    always [H, D]."""
     if weight is None:
         return
     shared = norm_width == "head" and weight.dim() == 1
@@ -42,11 +43,15 @@ def check_norm_weight(
 class HeadNorm(ArgumentGroup):
     """A norm of projected heads [T, H, D].
 
-    It applies if a weight is given or weightless_norm is set. norm_kind: "rms", or "layer"
-    (subtracts the mean). norm_width: "head", or "row" (all heads of a token together). weight [D]
-    or [H, D] ("row": [H, D]) is used as norm_offset + weight; bias, of the same shape, is added
-    afterwards. norm_after_rope: the norm follows the rotation. Vectors have the heads' dtype or
-    float32.
+    It is applied if a weight is given or weightless_norm is set.
+
+    - `norm_kind`: "rms", or "layer", which also subtracts the mean.
+    - `norm_width`: "head", or "row" for all heads of a token together.
+    - `weight` [D] or [H, D] (for "row", [H, D]): the result is multiplied by norm_offset + weight.
+    - `bias`, of the same shape: added after that.
+    - `norm_after_rope`: whether the norm comes after the rotation.
+
+    Vectors have the heads' dtype or float32.
     """
 
     weight: torch.Tensor | None
@@ -70,11 +75,12 @@ class HeadNorm(ArgumentGroup):
             form = self.norm_width, heads, head_dim, dtype, device
             check_norm_weight(op, self.named(field), vector, *form)
         if self.bias is not None and self.weight is None and not self.weightless_norm:
-            expected = f"None, since {self.named('weight')} is, and weightless_norm is False"
+            expected = f"None, since {self.named('weight')} is None, and weightless_norm is False"
             raise ArgumentError(op, self.named("bias"), expected, "a tensor")
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x [T, H, D] after the norm, in its dtype; x itself without a norm."""
+        """Returns x [T, H, D] after the norm, in its dtype. If there is no norm, returns x
+        itself."""
         if self.weight is None and not self.weightless_norm:
             return x
         given = self.weight, self.norm_eps, self.norm_kind, self.norm_width
@@ -86,10 +92,12 @@ class HeadNorm(ArgumentGroup):
 class RowNorm(ArgumentGroup):
     """An optional norm of rows of N numbers.
 
-    rms_norm: x is divided by the root of the mean of its squares plus norm_eps, and multiplied by
-    norm_offset + norm_weight [N], if given. layer_norm: as rms_norm, but the row's mean is first
-    subtracted from x, and norm_bias [N], if given, is added at the end. Vectors have x's dtype or
-    float32.
+    - `rms_norm`: x is divided by the root of (the mean of its squares plus norm_eps). If
+      norm_weight [N] is given, the result is multiplied by norm_offset + norm_weight.
+    - `layer_norm`: like rms_norm, but the mean of the row is first subtracted from x. If norm_bias
+      [N] is given, it is added at the end.
+
+    Vectors have x's dtype or float32.
     """
 
     rms_norm: bool = True
@@ -128,7 +136,7 @@ class RowNorm(ArgumentGroup):
             check_operand(op, self.named(field), vector, *form)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x [T, N] after the norm, in its dtype; x itself without a norm."""
+        """Returns x [T, N] after the norm, in its dtype. If there is no norm, returns x itself."""
         if not self.kind:
             return x
         given = self.norm_weight, self.norm_eps, self.kind
@@ -144,11 +152,11 @@ def apply_norm(
     width: str = "head",
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """Normalises x [..., D] over each row or head, or x [T, H, D] over a token's heads, in x's
+    """Normalizes x [..., D] over each row or head, or x [T, H, D] over all heads of a token, in x's
     dtype.
 
-    rms: x / sqrt(mean(x²) + eps). layer: the same, after the mean is subtracted from x. Either
-    result is multiplied by `offset + weight`.
+    kind: "rms" computes x / sqrt(mean(x²) + eps). "layer" computes the same after it subtracts the
+    mean from x. In both cases, the result is multiplied by `offset + weight`.
     """
     axes = (-2, -1) if width == "row" else (-1,)
     if kind == "layer":

@@ -1,4 +1,4 @@
-"""Rotary position embedding as the fused ops define it."""
+"""Rotary position embedding, as the fused ops define it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ ROPE_STYLES = ("none", "half", "interleaved", "interleaved_to_half")
 
 @dataclass(frozen=True)
 class Rope(ArgumentGroup):
-    """A rotation of heads by tables. cos, sin: [T_rope, rotary_dim] or [T_rope, rotary_dim / 2],
-    with T_rope a divisor of T; rope_style: one of ROPE_STYLES, see `apply_rope`."""
+    """A rotation of heads by tables.
+
+    - `cos`, `sin` [T_rope, rotary_dim] or [T_rope, rotary_dim / 2]: the tables. T_rope divides T.
+    - `rope_style`: one of ROPE_STYLES, which `apply_rope` explains.
+    """
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
@@ -42,8 +45,9 @@ class Rope(ArgumentGroup):
         *,
         by_position: bool = False,
     ) -> None:
-        """Checks that the four fields agree; tables have `dtype` or float32. by_position: tables
-        have a row for each position, and any strides. Raises ArgumentError."""
+        """Checks that the four fields agree. The tables must have `dtype` or float32. Raises
+        ArgumentError. by_position: whether the tables have a row for each position, and may have
+        any strides."""
         cos, sin, rotary_dim, rope_style = self.cos, self.sin, self.rotary_dim, self.rope_style
         check_choice(op, "rope_style", rope_style, ROPE_STYLES)
         if rope_style == "none":
@@ -70,7 +74,7 @@ class Rope(ArgumentGroup):
                 check_last_dim_dense(op, name, table)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x [T, H, D] rotated, in its dtype; x itself without tables."""
+        """Returns x [T, H, D] rotated, in its dtype. If there are no tables, returns x itself."""
         if self.cos is None or self.sin is None:
             return x
         return apply_rope(x, self.cos, self.sin, self.rotary_dim, self.rope_style)
@@ -78,9 +82,13 @@ class Rope(ArgumentGroup):
 
 @dataclass(frozen=True)
 class RopeTables(ArgumentGroup):
-    """A rotation of vectors of R numbers by tables. cos, sin: [T_rope, R] or [T_rope, R / 2];
-    styles and rows are those of `apply_rope`. With rope_by_position, the position of a token is its
-    row in the tables, and tables have any strides."""
+    """A rotation of vectors of R numbers by tables.
+
+    - `cos`, `sin` [T_rope, R] or [T_rope, R / 2]: the tables. `apply_rope` explains their rows and
+      the styles.
+    - `rope_by_position`: whether the position of a token is its row in the tables. The tables may
+      then have any strides.
+    """
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
@@ -90,8 +98,8 @@ class RopeTables(ArgumentGroup):
     def check(
         self, op: str, num_tokens: Any, width: Any, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Checks the tables, of `dtype` or float32, for vectors of `width` numbers. Raises
-        ArgumentError."""
+        """Checks the tables for vectors of `width` numbers. They must have `dtype` or float32.
+        Raises ArgumentError."""
         check_choice(op, "rope_style", self.rope_style, ROPE_STYLES)
         turns, by_position = self.rope_style != "none", self.rope_by_position
         if turns and not (holds(width >= 2) and holds(width % 2 == 0)):
@@ -115,7 +123,7 @@ class RopeTables(ArgumentGroup):
 
     @property
     def paired(self) -> bool:
-        """Whether cosines and sines alternate in memory, like real and imaginary parts."""
+        """Whether cosines and sines alternate in memory, like the parts of complex numbers."""
         cos, sin = given(self.cos), given(self.sin)
         alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
         after = sin.data_ptr() - cos.data_ptr() == cos.element_size()
@@ -139,13 +147,16 @@ def _check_rows(op: str, num_tokens: Any, rows: Any) -> None:
 def apply_rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int, rope_style: str
 ) -> torch.Tensor:
-    """Rotates the first `rotary_dim` numbers of each head and leaves the rest. Computes in x's
-    dtype.
+    """Rotates the first `rotary_dim` numbers of each head, and leaves the other numbers unchanged.
+    Computes in x's dtype.
 
-    x [T, H, D]; cos, sin [T_rope, R] or [T_rope, R/2]; token t uses row t % T_rope. half: pairs (i,
-    i + R/2). interleaved: pairs (2i, 2i + 1). interleaved_to_half: pairs (2i, 2i + 1) of the input
-    become (i, i + R/2) of the output. In a table of width R, each member of a pair uses the column
-    of its position in the output; in a table of width R/2, both use the pair's column.
+    x is [T, H, D], and cos and sin are [T_rope, R] or [T_rope, R/2]. Token t uses row t % T_rope.
+    In a table of width R, each member of a pair uses the column of its place in the output. In a
+    table of width R/2, both members use the column of the pair.
+
+    rope_style: "half" rotates the pairs (i, i + R/2). "interleaved" rotates the pairs (2i, 2i + 1).
+    "interleaved_to_half" rotates the pairs (2i, 2i + 1) of the input, and stores them at (i, i +
+    R/2) of the output.
     """
     tokens, heads, _ = x.shape
     if tokens == 0:
@@ -172,8 +183,8 @@ def _members(x: torch.Tensor, in_halves: bool) -> tuple[torch.Tensor, torch.Tens
 def _columns(
     table: torch.Tensor, rotary_dim: int, rope_style: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the columns of a table for the first and the second members of all pairs, [T_rope, 1,
-    R/2]."""
+    """Returns the columns of a table for the first members and for the second members of all pairs,
+    each [T_rope, 1, R/2]."""
     table = table.unsqueeze(1)
     if table.shape[-1] != rotary_dim:
         return table, table

@@ -1,4 +1,4 @@
-"""The errors allowed for fp32 accumulation with one rounding."""
+"""The errors that are allowed for fp32 accumulation with one rounding."""
 
 from __future__ import annotations
 

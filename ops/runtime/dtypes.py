@@ -1,4 +1,4 @@
-"""Triton's names of torch dtypes."""
+"""The Triton names of torch dtypes."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ _TORCH_TYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
 
 
 def torch_types(names: Iterable[str]) -> tuple[torch.dtype, ...]:
-    """Returns the torch dtypes for Triton's names."""
+    """Returns the torch dtypes with these Triton names."""
     return tuple(_TORCH_TYPES[name] for name in names)

@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def apart(function: Callable[[], T]) -> T:
-    """Runs a function in a thread of its own without gradients, and returns its result.
+    """Runs a function in a separate thread without gradients, and returns its result.
 
-    Streams, memory pools (such as that of a CUDA graph's warm-up) and dispatch modes belong to a
-    thread. The function therefore does not use those of the caller, and its allocations outlive the
-    caller's pool.
+    Streams, memory pools (such as the pool of a CUDA graph's warm-up) and dispatch modes belong to
+    a thread. Therefore the function does not use the caller's streams, pools and modes, and its
+    allocations outlive the caller's pool.
     """
     outcome: list[T] = []
     failure: list[BaseException] = []
@@ -25,7 +25,7 @@ def apart(function: Callable[[], T]) -> T:
         try:
             with torch.no_grad():
                 outcome.append(function())
-        except BaseException as error:  # raised in the caller's thread
+        except BaseException as error:  # it is raised again in the caller's thread
             failure.append(error)
 
     thread = threading.Thread(target=run, name="tilewright-apart")

@@ -1,4 +1,4 @@
-"""Launches of kernels from tensors, numbers and constants by name."""
+"""Launches of kernels, from tensors, numbers and constants that are given by name."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ def launch(
 ) -> Launch:
     """Returns a launch of `kernel`. Calls with the same static data share one spec.
 
-    values: tensors (None for an absent one) and numbers by name. Names that the kernel does not
-        have are ignored, and the kernel's `launch_strides` are taken from the tensors. An Operand
-        stands for a tensor that is put into the launch later. A number that is None is a constant.
-    records, constants: those of `Kernel.spec`.
+    Args:
+        values: Tensors (None for an absent tensor) and numbers by name. Names that the kernel does
+            not have are ignored, and the kernel's `launch_strides` are read from the tensors. An
+            Operand is a placeholder for a tensor that is put into the launch later. A number that
+            is None is a constant.
+        records, constants: As in `Kernel.spec`.
 
-    Raises KeyError if a tensor or a number is missing, and ValueError as `Kernel.spec` does.
+    Raises KeyError if a tensor or a number is missing, and ValueError in the same cases as
+    `Kernel.spec`.
     """
     given: dict[str, Any] = {}
-    # The key of the spec is one flat tuple, which is hashed at each call. It includes types,
-    # because 1 == True == 1.0 in Python while they are different constants.
+    # The key of the spec is one flat tuple, which is hashed at each call. It includes types: 1 ==
+    # True == 1.0 in Python, but these are different constants.
     key: list[Any] = [target.name, records]
     if constants:
         key += [*constants, *constants.values(), *map(type, constants.values())]
@@ -87,8 +90,8 @@ def _spec(
 
 
 def _launch_stride(kernel: Kernel, values: Mapping[str, Any], name: str, dim: int) -> int:
-    """Returns a tensor's stride for `Kernel.launch_strides`; 0 for a missing or broadcast
-    dimension."""
+    """Returns a tensor's stride for `Kernel.launch_strides`. Returns 0 if the dimension does not
+    exist or is broadcast."""
     tensor = values[name]
     if tensor is None or not -tensor.dim() <= dim < tensor.dim():
         return 0

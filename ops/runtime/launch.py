@@ -1,4 +1,5 @@
-"""The steps of a call on a GPU: compiled kernels, new memory, and scratch memory for split-K."""
+"""How a GPU performs the steps of a call: compiled kernels, new memory, and scratch memory for
+split-K."""
 
 from __future__ import annotations
 
@@ -36,19 +37,20 @@ from tilewright.ops.runtime.program import (
     Step,
 )
 
-# Counters come from one zeroed slab per device; each stream takes this many at a time.
+# Counters are parts of one zeroed slab for each device. Each stream takes this many counters at a
+# time.
 _SLAB_COUNTERS = 1 << 18
 _STREAM_COUNTERS = 1024
-# A capture cannot make a slab, and a captured graph that got no counters from a slab zeroes its own
-# at each replay. For this reason an uncaptured launch, such as the warm-up before a capture,
-# replaces a slab that has fewer counters left than this.
+# A capture cannot make a slab. A captured graph that got no counters from a slab must set its own
+# counters to zero at each replay. To avoid this, an uncaptured launch, such as the warm-up before a
+# capture, replaces a slab that has fewer counters left than this.
 _ENOUGH_COUNTERS = _SLAB_COUNTERS // 2
 
 _counters_lock = threading.Lock()
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 _slabs: dict[int, torch.Tensor] = {}
-# A captured launch does not keep its counters alive and may be replayed after a slab is used up, so
-# every slab is kept.
+# All slabs are kept: a captured launch does not keep its counters alive, and it may be replayed
+# after its slab is used up.
 _every_slab: list[torch.Tensor] = []
 
 
@@ -86,7 +88,7 @@ class Gpu:
         return PeerMemory(*made, partial(is_group, step.group, group_named(step.group)))
 
     def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
-        # PyTorch parses separate sizes faster than a tuple.
+        # PyTorch parses separate sizes faster than a tuple of sizes.
         sizes = tuple(buffer.shape) or ((),)
         return partial(torch.empty, *sizes, dtype=buffer.dtype, device=self.device)
 
@@ -105,14 +107,14 @@ class Launcher:
     makes_descriptors: bool
 
     def __call__(self, values: Sequence[Any]) -> None:
-        """Runs the kernel on the current stream of its device. values: a tensor, address or number
-        for each run-time parameter."""
+        """Runs the kernel on the current stream of its device. values: a tensor, an address or a
+        number for each run-time parameter."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
                 return self(values)
         if self.makes_descriptors:
-            # Triton's allocator is set per thread (a ContextVar), while the kernel is shared by the
-            # process.
+            # Triton's allocator is set for each thread (a ContextVar), but all threads of the
+            # process share the kernel.
             install_allocator()
         self.runner(*values)
         return None
@@ -131,8 +133,8 @@ def launcher(spec: KernelSpec, grid: Sequence[int], device: torch.device) -> Lau
 def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
     """Returns Triton's compiled kernel, exactly as the spec describes it.
 
-    Bypasses the JIT's own dispatch, which would compile again for an integer that is 1 or divisible
-    by 16, and would inspect every argument at every launch.
+    This bypasses the JIT's own dispatch, which would compile the kernel again for an integer that
+    is 1 or divisible by 16, and would inspect every argument at every launch.
     """
     import triton
 
@@ -149,9 +151,9 @@ def _split_k_scratch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (fp32 workspace, zeroed counters) for one launch of a split-K kernel.
 
-    The workspace comes from the caching allocator, which orders its reuse by stream. Every launch
-    leaves its counters at zero, so a stream reuses its own. A captured launch gets counters of its
-    own, since its graph may be replayed on any stream.
+    The workspace comes from the caching allocator, which orders the reuse of memory by stream.
+    Every launch sets its counters back to zero, so a stream uses its counters again. A captured
+    launch gets separate counters, because its graph may be replayed on any stream.
     """
     workspace = torch.empty(num_tiles * elements_per_tile, dtype=torch.float32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -170,7 +172,7 @@ def _split_k_scratch(
 
 
 def _is_capturing(index: int) -> bool:
-    """Whether the current stream of a device is captured, whichever device is the current one."""
+    """Whether the current stream of a device is being captured, whichever device is current."""
     if torch.cuda.current_device() == index:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(index):
@@ -180,14 +182,15 @@ def _is_capturing(index: int) -> bool:
 def _captured_counters(count: int, index: int) -> torch.Tensor:
     slab = _slabs.get(index)
     if slab is None or slab.numel() < _whole_lines(count):
-        # Nothing may run before the capture, so zeroing the counters becomes part of the graph.
+        # Nothing may run before the capture, so setting the counters to zero becomes a part of the
+        # graph.
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
     return _taken(count, index)
 
 
 def _taken(count: int, index: int) -> torch.Tensor:
-    """Takes counters that no other launch uses off the slab. Outside a capture, makes a new slab if
-    this one is used up."""
+    """Takes counters that no other launch uses from the slab. Outside of a capture, makes a new
+    slab if the slab is used up."""
     used = _whole_lines(count)
     slab = _slabs.get(index)
     if slab is None or slab.numel() < used:
@@ -197,15 +200,16 @@ def _taken(count: int, index: int) -> torch.Tensor:
 
 
 def _whole_lines(count: int) -> int:
-    """Rounds a number of counters up to whole cache lines, which launches must not share."""
+    """Rounds a number of counters up to whole cache lines, because launches must not share a cache
+    line."""
     return -(-count // 32) * 32
 
 
 def _kept_slab(count: int, index: int) -> torch.Tensor:
-    """Makes a slab that is kept.
+    """Makes a slab that is never freed.
 
     The caller may be allocating from the memory pool of a CUDA graph's warm-up. `apart` makes the
-    slab outside of that pool, so that it outlives the pool. The slab is zero before any stream
+    slab outside of this pool, so that it outlives the pool. The slab is zero before any stream
     reads it.
     """
     slab = apart(partial(_new_slab, count, index))

@@ -1,4 +1,4 @@
-"""Norms of a call's rows, as part of a kernel's problem or as steps, and the order of their
+"""Norms of a call's rows, as a part of a kernel's problem or as steps. Also permutes their
 columns."""
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tilewright.ops.runtime.program import Buffer, Library, Step
 
 
 def row_norm_of(norm: RowNorm) -> row_norm.RowNorm | None:
-    """Returns the norm of a call's rows as part of a kernel's problem; None without a norm."""
+    """Returns the norm of a call's rows as a part of a kernel's problem; None if there is no
+    norm."""
     if not norm.kind:
         return None
     weight, bias = operand_of(norm.norm_weight, 0), operand_of(norm.norm_bias, 0)
@@ -36,7 +37,8 @@ def row_norm_of(norm: RowNorm) -> row_norm.RowNorm | None:
 
 
 def without_norm(x: torch.Tensor, norm: RowNorm) -> dict[str, Any]:
-    """Returns the arguments to replace, by name, in a call whose x has already been normalised."""
+    """Returns the arguments that have to be replaced in a call whose x has already been normalized,
+    by name."""
     off = {"rms_norm": False, "layer_norm": False, "norm_weight": None, "norm_bias": None}
     return {"x": x, **{norm.named(field): value for field, value in off.items()}}
 
@@ -44,8 +46,8 @@ def without_norm(x: torch.Tensor, norm: RowNorm) -> dict[str, Any]:
 def normed(
     x: torch.Tensor, norm: RowNorm, target: Target, order: ColumnOrder | None = None
 ) -> Generator[Step, Any, torch.Tensor]:
-    """Returns x [T, K] after a norm, in new memory, rounded once. If an order is given, the columns
-    are permuted to that order."""
+    """Returns x [T, K] after a norm, in a new tensor, rounded once. If an order is given, the
+    columns are permuted to this order."""
     tokens, columns = x.shape
     width = order.width if order else columns
     if x.stride(1) != 1 or width > MOST_NORM_COLUMNS:
@@ -62,8 +64,8 @@ def normed(
 def ordered(
     x: torch.Tensor, order: ColumnOrder, target: Target, static_tokens: bool = False
 ) -> Generator[Step, Any, torch.Tensor]:
-    """Returns x [T, K] with its columns permuted: [T, order.width], padded with zeros.
-    static_tokens: T is a constant of the kernel."""
+    """Returns x [T, K] with permuted columns, as [T, order.width], padded with zeros.
+    static_tokens: whether T is a constant of the kernel."""
     tokens, columns = x.shape
     out = yield Buffer((tokens, order.width), x.dtype)
     known = {"num_tokens": tokens} if static_tokens else {}

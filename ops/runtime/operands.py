@@ -1,4 +1,4 @@
-"""Tensors of a call as operands of a kernel's problem."""
+"""Converts the tensors of a call to operands of a kernel's problem."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _made = cache(Operand)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the first element is aligned to 16 bytes. A meta tensor's address is its offset in
-    bytes, so its allocation counts as aligned."""
+    """Whether the first element is aligned to 16 bytes. The address of a meta tensor is its offset
+    in bytes, so its allocation counts as aligned."""
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
 def tma_reaches(tensor: torch.Tensor, *strides: int) -> bool:
-    """Whether TMA can read the tensor in place, given the strides (in elements) that it steps
-    by."""
+    """Whether TMA can read the tensor in place. strides: the strides between the rows and tiles
+    that it reads, in elements."""
     size = tensor.element_size()
     return is_aligned(tensor) and all(stride * size % ALIGNMENT == 0 for stride in strides)
 
@@ -34,7 +34,7 @@ def operand(tensor: None, *strides: int) -> None: ...
 @overload
 def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None: ...
 def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
-    """Returns the tensor as an operand with these strides; None for no tensor."""
+    """Returns the tensor as an operand with these strides. For None, returns None."""
     if tensor is None:
         return None
     return _made(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
@@ -47,8 +47,8 @@ def operand_of(tensor: None, *dims: int, aligned: bool = True) -> None: ...
 @overload
 def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None: ...
 def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None:
-    """Returns the tensor as an operand with the strides of these dimensions and, if `aligned`, the
-    tensor's alignment; None for no tensor."""
+    """Returns the tensor as an operand with the strides of these dimensions. With `aligned`, the
+    operand says whether the tensor is aligned. For None, returns None."""
     if tensor is None:
         return None
     strides = tuple([tensor.stride(dim) for dim in dims])
@@ -65,5 +65,6 @@ def follows(second: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
-    """Returns a mask as kernels read it: booleans as bytes, numbers unchanged."""
+    """Returns a mask in the form in which kernels read it: booleans as bytes, and numbers
+    unchanged."""
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask

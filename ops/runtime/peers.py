@@ -1,9 +1,9 @@
 """Memory that every rank of a group can access, and how ranks agree to use it.
 
 The memory is torch's symmetric memory: each rank allocates, and all ranks exchange the addresses. A
-kernel that uses it waits for the other ranks, so either all ranks use it or none. A rank that
-cannot use it (another backend, GPUs without peer access, a kernel that does not compile) tells the
-other ranks first.
+kernel that uses this memory waits for the other ranks, so either all ranks use it or no rank does.
+If a rank cannot use it (another backend, GPUs without peer access, a kernel that does not compile),
+it tells the other ranks first.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 log = logging.getLogger("tilewright")
 
-# (addresses, sent, rank) of an `ops.runtime.program.PeerMemory`.
+# The fields (addresses, sent, rank) of an `ops.runtime.program.PeerMemory`.
 Memory = tuple[int, int, int]
 
 
 class RankFailedError(RuntimeError):
     """Raised when this rank fails in an operation that the other ranks of its group wait for. There
-    is no fallback: nothing that this rank could do alone would release the others."""
+    is no fallback, because this rank alone cannot release the other ranks."""
 
     def __init__(self, group: str, error: Exception) -> None:
         super().__init__(
@@ -39,28 +39,33 @@ class RankFailedError(RuntimeError):
 
 @dataclass
 class _Shared:
-    """The memory that ranks made for one form. group: the group itself, since a later group may
-    have its name. kinds: for each kind of call, whether all ranks have compiled their kernels."""
+    """The memory that the ranks allocated for one form of kernels.
+
+    Attributes:
+        group: The group itself, because a later group may have the same name.
+        memory: The memory; None if the ranks share none.
+        kinds: For each kind of call, whether all ranks have compiled their kernels.
+    """
 
     group: Any
     memory: Memory | None
     kinds: dict[str, bool] = field(default_factory=dict)
 
 
-# Keys: group name, device index and form.
+# The keys are (group name, device index, form).
 _shared: dict[tuple[str, int, str], _Shared] = {}
-# Keeps the memory of `_shared` allocated, also for CUDA graphs that were captured with it.
+# Keeps the memory of `_shared` allocated. CUDA graphs that were captured with it need it, too.
 _kept: list[Any] = []
 
 
-# Looked up once, since every call of every sum calls `is_group`. None if torch lacks process
-# groups.
+# Look this function up once, because `is_group` is called by every call of every sum. It is None if
+# torch has no process groups.
 _resolve: Any = getattr(getattr(dist, "distributed_c10d", None), "_resolve_process_group", None)
 
 
 def group_named(name: str) -> Any:
-    """Returns a process group by its name in functional collectives. Raises torch's error if there
-    is no such group."""
+    """Returns the process group with a name, as functional collectives use it. Raises torch's error
+    if there is no such group."""
     return _resolve(name)
 
 
@@ -81,8 +86,9 @@ def group_size(name: str) -> int | None:
 
 
 def obstacle(name: str) -> str | None:
-    """Returns why a group's ranks can never access each other's memory (the same on all ranks);
-    None where they may, and for torch's fake groups, which are used for planning."""
+    """Returns why the ranks of a group can never access each other's memory. The answer is the same
+    on all ranks. Returns None if they may, and for torch's fake groups, which are used for
+    planning."""
     backend = dist.get_backend(group_named(name))
     if "nccl" in backend or backend in ("fake", "undefined"):
         return None
@@ -92,14 +98,14 @@ def obstacle(name: str) -> str | None:
 def peer_memory(
     wanted: Any, index: int, compiled: Callable[[], Any], apart: Callable[..., Any], watch: Any
 ) -> Memory | None:
-    """Returns the memory of a `Peers` step on the device of this index; None if the ranks use no
-    shared memory for this form, or for this kind of call.
+    """Returns the memory of a `Peers` step on the device with this index. Returns None if the ranks
+    use no shared memory for this form, or for this kind of call.
 
-    All ranks make the memory at the first call of its form. During a CUDA graph capture nothing is
-    made or agreed on, since the ranks would wait for each other inside the graph.
+    All ranks allocate the memory at the first call of its form. During a CUDA graph capture,
+    nothing is allocated or agreed on, because the ranks would wait for each other inside the graph.
 
-    compiled: compiles the kernel. apart: calls a function isolated from the caller's stream. watch:
-    the module `ops.runtime.watch`.
+    compiled: a function that compiles the kernel. apart: a function that calls another one isolated
+    from the caller's stream. watch: the module `ops.runtime.watch`.
     """
     key, group = (wanted.group, index, wanted.form), group_named(wanted.group)
     known = _shared.get(key)
@@ -120,7 +126,7 @@ def peer_memory(
 
 
 def _agreed_kernel(wanted: Any, group: Any, index: int, compiled: Callable[[], Any]) -> bool:
-    """Whether every rank compiles its kernel for a new kind of call."""
+    """Whether every rank can compile its kernel for a new kind of call."""
     with torch.cuda.device(index):
         _, why = _attempt(compiled)
         return _agreed(why, wanted, group, index)
@@ -129,7 +135,8 @@ def _agreed_kernel(wanted: Any, group: Any, index: int, compiled: Callable[[], A
 def _agreed_memory(
     wanted: Any, group: Any, index: int, compiled: Callable[[], Any], watch: Any
 ) -> Memory | None:
-    """Allocates and exchanges memory; returns it, or None on all ranks if one of them fails."""
+    """Allocates memory and exchanges addresses. Returns the memory, or None on all ranks if one of
+    them fails."""
     with torch.cuda.device(index):
         own, why = _attempt(partial(_allocated, wanted.nbytes, compiled, index))
         if not _agreed(why, wanted, group, index):
@@ -140,7 +147,8 @@ def _agreed_memory(
         addresses = torch.tensor(meeting.buffer_ptrs, dtype=torch.int64, device=own.device)
         sent = torch.zeros(wanted.programs, dtype=torch.int32, device=own.device)
         torch.cuda.current_stream().synchronize()
-        # Collective: a rank that fails here must not go on to the next collective alone.
+        # This is a collective operation: a rank that fails here must not continue to the next
+        # collective alone.
         processes = _gathered(watch.this_process(dist.get_rank()), group, own.device)
         _, why = _attempt(partial(_watch_ranks, wanted, watch, meeting, processes, own))
     if why is not None:
@@ -155,7 +163,8 @@ def _device(index: int) -> torch.device:
 
 
 def _agreed(why: str | None, wanted: Any, group: Any, index: int) -> bool:
-    """Whether all ranks succeeded; logs a warning if not. why: this rank's error, or None."""
+    """Whether all ranks succeeded. Logs a warning if one did not. why: this rank's error, or
+    None."""
     if _all_can(why is None, f"{wanted.form} {wanted.kind}", group, index):
         return True
     why = why or "another rank cannot, or has other releases"
@@ -167,12 +176,12 @@ def _attempt(step: Callable[[], Any]) -> tuple[Any, str | None]:
     """Runs a step. Returns (result, None), or (None, error message)."""
     try:
         return step(), None
-    except Exception as error:  # the error is told to the other ranks, and logged
+    except Exception as error:  # the other ranks are told that there is an error, and it is logged
         return None, f"{type(error).__name__}: {error}"
 
 
 def _allocated(nbytes: int, compiled: Callable[[], Any], index: int) -> torch.Tensor:
-    """Compiles the kernel, then returns this rank's zeroed memory."""
+    """Compiles the kernel, and then returns this rank's memory, set to zero."""
     from torch.distributed import _symmetric_memory
 
     compiled()
@@ -183,15 +192,15 @@ def _allocated(nbytes: int, compiled: Callable[[], Any], index: int) -> torch.Te
 
 
 def _met(own: torch.Tensor, group: str) -> Any:
-    """Exchanges addresses; returns torch's handle with the other ranks' memory."""
+    """Exchanges addresses with the other ranks. Returns torch's handle to their memory."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.rendezvous(own, group)  # type: ignore[arg-type]
 
 
 def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
-    """Whether every rank succeeded, and all have the same `form` and the same releases of torch and
-    Triton. Waits for all ranks."""
+    """Whether every rank succeeded, and all ranks have the same `form` and the same releases of
+    torch and Triton. Waits for all ranks."""
     import triton
 
     text = f"{form} {torch.__version__} {triton.__version__}"
@@ -204,24 +213,29 @@ def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
 
 # --- ranks that end -------------------------------------------------------------------------------
 
-# Marks a copy that has not arrived yet; no flag has this value.
+# Marks a copy that has not arrived yet. No flag has this value.
 _NOT_YET = -(1 << 63)
-# The priority of the stream that copies flags. Callers use streams of lower priority (higher
-# numbers), and may be capturing on them.
+# The priority of the stream that copies flags. The caller's streams have a lower priority (a higher
+# number), and may be being captured.
 _PRIORITY = -3
-# Copies that have not arrived after this time are issued again.
+# If copies have not arrived after this time (seconds), they are issued again.
 _AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
 class _Waits:
-    """Tells whether a kernel of this rank waits for a rank whose process has ended. It waits if
-    this rank has sent a row to that rank and received no row back.
+    """A callable that returns whether a kernel of this rank waits for a rank whose process has
+    ended. It waits if this rank has sent a row to the other rank and has received no row from it.
 
     Flags are copied on a separate stream into pinned memory, where the CPU polls for their arrival.
-    With this, nothing waits for the caller's work or makes a call that is forbidden during a
-    capture. there, here: the flags in the other rank's memory and in this rank's. copies: pinned
-    copies of both.
+    Therefore nothing waits for the caller's work, or makes a call that is forbidden during a
+    capture.
+
+    Attributes:
+        rank, other: This rank, and the other rank.
+        there, here: The flags in the memory of the other rank, and in the memory of this rank.
+        copies: The pinned copies of both.
+        stream: The stream on which they are copied.
     """
 
     rank: int
@@ -254,8 +268,8 @@ class _Waits:
 def _watch_ranks(
     wanted: Any, watch: Any, meeting: Any, processes: Sequence[Sequence[int]], own: torch.Tensor
 ) -> None:
-    """Watches the processes of the other ranks, and ends this process if it waits for a rank that
-    has ended. processes: those of all ranks."""
+    """Watches the processes of the other ranks. Ends this process if it waits for a rank that has
+    ended. processes: the processes of all ranks."""
     stream = torch.cuda.Stream(own.device, priority=_PRIORITY)
     here = own[: 8 * math.prod(wanted.flags)].view(torch.int64).view(wanted.flags)
     others = []
@@ -273,7 +287,7 @@ def _pinned(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _gathered(numbers: Sequence[int], group: Any, device: torch.device) -> list[list[int]]:
-    """Returns the numbers of every rank."""
+    """Returns the numbers of all ranks."""
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     told = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(told, own, group=group)

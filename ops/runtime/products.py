@@ -1,4 +1,4 @@
-"""Products by PyTorch's library, as steps of a call."""
+"""Products that PyTorch's library computes, as steps of a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tilewright.ops.runtime.program import Buffer, Library, Step
 def multiply(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """Computes out [T, N] = x [T, K] @ weight [N, K]^T + bias [N]; all but bias have one dtype."""
+    """Computes out [T, N] = x [T, K] @ weight [N, K]^T + bias [N]. All tensors except the bias have
+    one dtype."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -28,7 +29,7 @@ def multiply_batch(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Generator[Step, Any, torch.Tensor]:
-    """Returns x @ weight^T + bias in new memory."""
+    """Returns x @ weight^T + bias as a new tensor."""
     out = yield Buffer((x.shape[0], weight.shape[0]), x.dtype)
     yield Library(multiply, (out, x, weight) if bias is None else (out, x, weight, bias))
     return out

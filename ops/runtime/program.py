@@ -1,10 +1,10 @@
 """One call of an op as a sequence of steps.
 
-A lowering is a generator: it yields each step of a call, receives the step's answer (such as new
-memory), and returns an Outcome. `drive` performs the steps on a Machine as they come, so that
-memory is allocated and freed in the order in which a call needs it. A generator gives different
-results on different machines: a GPU runs the call, a Planner on meta tensors finds its kernels (for
-reports and audits), and an interpreter checks the kernels without a GPU.
+A lowering is a generator. It yields each step of a call, receives the step's answer (such as a new
+tensor), and returns an Outcome. `drive` lets a Machine perform each step as it is yielded, so
+memory is allocated and freed in the order in which a call needs it. The same generator has
+different uses on different machines: a GPU runs the call, a Planner on meta tensors finds its
+kernels (for reports and audits), and an interpreter checks the kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Result = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """New memory, uninitialised. Answer: the tensor, contiguous."""
+    """A step that allocates memory without initialising it. The answer is the contiguous tensor."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -37,8 +37,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class SplitK:
-    """Memory for one launch whose programs split K. Answer: (fp32 workspace, int32 counters); the
-    counters are zero before and after the launch."""
+    """A step that allocates memory for one launch whose programs split K. The answer is (fp32
+    workspace, int32 counters). The counters are zero before and after the launch."""
 
     num_tiles: int
     elements_per_tile: int
@@ -46,10 +46,15 @@ class SplitK:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """An emitted kernel. grid: one to three extents; nothing runs if one of them is zero. values:
-    by parameter name; names that are constants in the spec are ignored. Answer: a function that
-    repeats the launch with other run-time arguments (tensors, addresses or numbers, in the kernel's
-    order); None if nothing ran."""
+    """A step that launches an emitted kernel. The answer is a function that repeats the launch with
+    other run-time arguments (tensors, addresses or numbers, in the kernel's order); None if nothing
+    ran.
+
+    Attributes:
+        spec: The spec of the kernel.
+        grid: One to three extents. If one of them is zero, nothing runs.
+        values: The values of parameters, by name. Names that are constants in the spec are ignored.
+    """
 
     spec: KernelSpec
     grid: Sequence[int]
@@ -63,8 +68,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library's function, called as function(*tensors). It writes into some of the tensors; or,
-    with `makes`, it returns a new tensor like that buffer, which is the answer."""
+    """A step that calls a library's function, as function(*tensors). The function writes to some of
+    the tensors. With `makes`, it returns a new tensor like this buffer instead, which is the
+    answer."""
 
     function: Callable[..., Any]
     tensors: tuple[torch.Tensor, ...]
@@ -73,15 +79,21 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Zeroed memory of `nbytes` bytes on each rank of a group, which all ranks can access.
+    """A step that provides zeroed memory of `nbytes` bytes on each rank of a group. All ranks can
+    access all of it. The answer is a PeerMemory, which is the same at every call; None if the ranks
+    have no such memory.
 
-    form: how kernels use the memory; calls of one form share it, on all ranks. kind: further
-    properties of the launched kernels that are the same on all ranks. programs: the most programs
-    of a launch. spec: the kernel of this call; each rank must be able to compile it at the first
-    call of its kind. flags: shape [..., ranks] of the int64 numbers at the start of the memory.
-    Each flag is the number of the last row that one rank has sent here; row numbers only grow. A
-    rank finishes a kernel only after all others have sent their data. Answer: a PeerMemory, the
-    same at every call; None if the ranks have none.
+    Attributes:
+        group: The name of the group.
+        form: How kernels use the memory. All calls of one form share the memory, on all ranks.
+        kind: More properties of the launched kernels, which are the same on all ranks.
+        nbytes: The size of the memory of each rank.
+        programs: The largest number of programs of a launch.
+        spec: The kernel of this call. Each rank must be able to compile it at the first call of its
+            kind.
+        flags: The shape [..., ranks] of the int64 flags at the start of the memory. Each flag is
+            the number of the last row that one rank has sent to this memory; these numbers only
+            grow. A rank finishes a kernel only after all other ranks have sent their data.
     """
 
     group: str
@@ -99,9 +111,16 @@ def always() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """Memory shared by ranks. addresses: int64, the start of each rank's memory as seen from this
-    rank. sent: int32, zero at first, one for each program. Both are tensors, or their addresses.
-    rank: this rank. holds: whether the name still belongs to the group that made the memory."""
+    """Memory that ranks share.
+
+    Attributes:
+        addresses: int64, the start of each rank's memory, as this rank addresses it. It is a tensor
+            or its address.
+        sent: int32, one number for each program, zero at first. It is a tensor or its address.
+        rank: This rank.
+        holds: A function that returns whether the name still belongs to the group that allocated
+            the memory.
+    """
 
     addresses: Any
     sent: Any
@@ -111,8 +130,8 @@ class PeerMemory:
 
 @dataclass(frozen=True, slots=True)
 class NotRepeatable:
-    """Prevents the call from being repeated as a recorded sequence of steps. reason: for a
-    reader."""
+    """A step that prevents the call from being repeated as a recorded sequence of steps. reason: a
+    text for people."""
 
     reason: str
 
@@ -122,8 +141,14 @@ Step = Buffer | SplitK | Peers | Launch | Library | NotRepeatable
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a call. name: the lowering's name. reason: why the lowering was chosen, for
-    reports; it is converted to text only when a report is written."""
+    """The result of a call.
+
+    Attributes:
+        result: The result.
+        name: The name of the lowering.
+        reason: Why the lowering was chosen, for reports. It is converted to text only when a report
+            is written.
+    """
 
     result: Result
     name: str
@@ -145,13 +170,18 @@ class Machine(Protocol):
         """Performs a step and returns its answer."""
 
     def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
-        """Returns a function that allocates such memory at each call."""
+        """Returns a function that allocates such a buffer at each call."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of one call with their answers, in order. repeatable: the steps are complete, and
-    no step says that the next call may differ."""
+    """The steps of one call with their answers, in order.
+
+    Attributes:
+        outcome: The outcome of the call.
+        steps: Pairs (step, answer).
+        repeatable: Whether the steps are complete, and no step says that the next call may differ.
+    """
 
     outcome: Outcome
     steps: tuple[Done, ...]
@@ -159,16 +189,16 @@ class Program:
 
     @property
     def specs(self) -> tuple[KernelSpec, ...]:
-        """The kernels in the order of their launches."""
+        """The kernels, in the order of their launches."""
         return tuple(step.spec for step, _ in self.steps if isinstance(step, Launch))
 
 
 def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Program:
     """Performs the steps of a call. If a step raises an exception, it is raised inside the
-    generator at its yield, so that the generator can take another way.
+    generator at its yield, so that the generator can compute the call in another way.
 
-    keep: whether the program holds the steps. None: it holds them while the call is repeatable; if
-    the call is not, the memory of its steps can be freed.
+    keep: whether the program keeps the steps. If it is None, the program keeps the steps while the
+    call is repeatable. If the call is not repeatable, the memory of its steps can be freed.
     """
     done: list[Done] = []
     repeatable, answer = keep is not False, None
@@ -194,7 +224,7 @@ def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Progra
 
 @dataclass(frozen=True)
 class Planner:
-    """A machine that performs nothing: new memory is on the meta device."""
+    """A machine that performs nothing. New tensors are on the meta device."""
 
     target: Target
 

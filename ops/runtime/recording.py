@@ -1,8 +1,10 @@
-"""Keys of calls: a call with the metadata and addresses of an earlier call makes the same launches.
+"""Keys of calls. A call with the same metadata and addresses as an earlier call makes the same
+launches.
 
-A decode step makes, layer after layer, the calls of the step before: the same weights, the same
-caches, activations at the same addresses. The checks, plan and memory layout of the first call hold
-for the later ones, and one look-up finds them; `ops.runtime.replay` repeats the call.
+A decode step makes the same calls as the previous step, layer after layer, with the same weights,
+the same caches, and activations at the same addresses. Therefore the checks, the plan and the
+memory layout of the first call are valid for later calls. One look-up finds them, and
+`ops.runtime.replay` repeats the call.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ _Picker: TypeAlias = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """The positions of arguments in calls that pass the same arguments in the same way.
+    """The positions of arguments, for calls that pass the same arguments in the same way.
 
-    tensors, lists, plain: functions that pick the values of each kind; values may be None. moving:
-    the tensors whose addresses may change from call to call."""
+    Attributes:
+        tensors, lists, plain: Functions that pick the values of each kind from the arguments.
+            Values may be None.
+        moving: The tensors whose addresses may change from call to call.
+    """
 
     tensors: _Picker
     lists: _Picker
@@ -36,10 +41,11 @@ class _Form:
 class CallKeys:
     """Makes the key of each call of an op: (metadata, addresses).
 
-    Metadata is which arguments are given, the shape, strides and dtype of every tensor, the device
-    of the first tensor, and every argument that is not a tensor. Addresses are those of the
-    tensors. A tensor in `moving`, which must come before any optional argument, contributes only
-    its device, its address modulo 16, and the index of the first tensor at its address.
+    The metadata are: which arguments are given; the shape, strides and dtype of every tensor; the
+    device of the first tensor; and every argument that is not a tensor. The addresses are the
+    addresses of the tensors. For a tensor in `moving`, which must come before any optional
+    argument, the key has only its device, its address modulo 16, and the index of the first tensor
+    at its address.
 
     In two calls with equal keys, the tensors are the same views of the same memory, unless the
     memory was freed in between. The contents may differ, and so may the offset of each tensor in
@@ -57,7 +63,7 @@ class CallKeys:
         form = self._forms.get(given) or self._new_form(given)
         values = (*args, *kwargs.values()) if kwargs else args
         tensors = form.tensors(values)
-        # The device is in the key, because two devices may use the same address.
+        # The device is a part of the key, because two devices may use the same address.
         device = None if not tensors or tensors[0] is None else tensors[0].device
         metadata: list[Any] = [form, device, *form.plain(values)]
         addresses: list[Any] = []
@@ -96,7 +102,7 @@ def _picker(positions: Sequence[int]) -> _Picker:
 
 
 def _items(values: list[Any]) -> Key:
-    """Returns a list's items; for tensors, their metadata without addresses."""
+    """Returns the items of a list. For tensors, returns their metadata without addresses."""
     if not values or not (values[0] is None or isinstance(values[0], torch.Tensor)):
         return tuple(values)  # most lists hold numbers
     return tuple([None if one is None else _metadata(one) for one in values])
@@ -107,6 +113,6 @@ def _metadata(tensor: torch.Tensor) -> Key:
 
 
 def tensor_devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.device]:
-    """Returns the devices of all tensors; a key's metadata does not have them."""
+    """Returns the devices of all tensors. The metadata of a key do not contain them."""
     values = (*args, *kwargs.values())
     return [value.device for value in values if isinstance(value, torch.Tensor)]

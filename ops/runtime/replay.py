@@ -1,8 +1,8 @@
-"""Repeats of a call: the launches and library calls of its program, with new memory.
+"""Repeats a call: makes the launches and library calls of its program again, with new memory.
 
-A repeat allocates the call's results, and all of its scratch memory at once with the same layout,
-and makes each launch by address. Arguments are at their earlier addresses, except those that may
-move.
+A repeat allocates the call's results separately, and all of its scratch memory at once, with the
+same layout as before. It makes each launch by addresses. The arguments are at the same addresses as
+before, except arguments that may move.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from tilewright.ops.runtime.program import (
 )
 
 Again = Callable[..., Any]
-#: Repeats a step, given (the parts of the call's memory, the address of each part).
+#: Repeats a step. Its arguments are the parts of the call's memory, and the address of each part.
 Call = Callable[[list[Any], list[int]], None]
 
-# Alignment in bytes of the tensors in scratch memory.
+# The alignment of the tensors in scratch memory, in bytes.
 ALIGNMENT = 256
 
 
 class _NotOurs(Exception):
-    """Raised when a step reads memory that nothing in the call is known to fill, or that may belong
+    """Raised when a step reads memory that the call is not known to fill, or memory that may belong
     to either of two arguments."""
 
 
 class _Memory:
-    """The location of each tensor of a call: its part of memory, and the offset within the part.
+    """The location of each tensor of a call: its part of the memory, and the offset within this
+    part.
 
-    Parts are numbered: the arguments, all scratch memory, then other memory that the steps make, in
-    order. made: the buffers that are parts of their own, each with the shape of its result.
-    scratch_bytes: the size of all scratch memory.
+    Parts are numbered: first the arguments, then all scratch memory, then other memory that the
+    steps allocate, in order. made: the buffers that are separate parts, each with the shape of its
+    result. scratch_bytes: the size of all scratch memory.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class _Memory:
         self.count = len(given) + 1
         self.made: dict[int, Buffer] = {}
         self._shapes = {t.data_ptr(): t.shape for t in results if t.numel()}
-        # By storage, the known tensors in it, each as (address, part, offset in bytes within the
-        # part).
+        # Maps a storage to the known tensors in it, each as (address, part, offset in bytes within
+        # the part).
         self._known: dict[int, list[tuple[int, int, int]]] = {}
         self._used: set[int] = set()
         tensors = {n: t for n, t in enumerate(given) if isinstance(t, torch.Tensor) and t.numel()}
@@ -71,8 +72,8 @@ class _Memory:
         self._known.setdefault(_storage(tensor), []).append(place)
 
     def _find(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Returns (part, offset in bytes) by the last known tensor that begins at or before
-        `tensor`. Raises _NotOurs."""
+        """Returns (part, offset in bytes) of a tensor. They follow from the last known tensor that
+        begins at or before it. Raises _NotOurs if there is none."""
         address, known = tensor.data_ptr(), self._known.get(_storage(tensor), ())
         begun = [place for place in known if place[0] <= address]
         if not begun:
@@ -81,13 +82,14 @@ class _Memory:
         return part, offset + address - start
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Adds a step's answer as a part of its own, and returns its number."""
+        """Adds a step's answer as a separate part, and returns the number of the part."""
         self._know(tensor, self.count)
         self.count += 1
         return self.count - 1
 
     def add_buffer(self, tensor: torch.Tensor) -> None:
-        """Adds new memory: a part of its own if a result begins there, else scratch memory."""
+        """Adds new memory. If a result begins there, it is a separate part; else it is scratch
+        memory."""
         if not tensor.numel():
             return
         if tensor.data_ptr() in self._shapes:
@@ -97,8 +99,8 @@ class _Memory:
         self.scratch_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
     def shape_of(self, tensor: torch.Tensor) -> Sequence[int]:
-        """Returns the shape of the result that begins at a step's answer; else the answer's own
-        shape."""
+        """Returns the shape of the result that begins at a step's answer. If no result begins
+        there, returns the answer's own shape."""
         return self._shapes.get(tensor.data_ptr(), tensor.shape)
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -109,7 +111,7 @@ class _Memory:
 
     def result(self, tensor: torch.Tensor) -> int:
         """Returns the part of a result. Raises _NotOurs if no step uses it, or if it does not fill
-        its storage as a new tensor of its shape would."""
+        its storage like a new tensor of its shape."""
         if not tensor.numel():
             self.made[self.count] = Buffer.like(tensor)
             self.count += 1
@@ -122,8 +124,8 @@ class _Memory:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage begin at different addresses, one of them inside the
-    other."""
+    """Whether two tensors of one storage begin at different addresses, and one of them begins
+    inside the other."""
     (low, end), (high, _) = sorted(map(_extent, (one, other)))
     return low < high < end and _storage(one) == _storage(other)
 
@@ -144,13 +146,13 @@ def repeat(
 ) -> Again | None:
     """Returns a function that repeats the steps of a program; None if they cannot be repeated.
 
-    args, kwargs: of the call that made the program. moving: positions in args of tensors that may
-    have another address in another call.
+    args, kwargs: the arguments of the call that made the program. moving: the positions in args of
+    tensors that may have another address in another call.
 
-    Steps cannot be repeated if the program says so; if a step reads memory that is neither an
-    argument nor new in this call, since its contents are unknown; if a moving argument partly
-    overlaps another argument; if no step fills a result; or if a result is not laid out like a new
-    tensor. The function holds no tensor.
+    Steps cannot be repeated in these cases: the program says so; a step reads memory that is
+    neither an argument nor allocated by this call, because its contents are unknown; a moving
+    argument partly overlaps another argument; no step fills a result; or a result does not have the
+    layout of a new tensor. The function keeps no tensor alive.
     """
     if not program.repeatable:
         return None
@@ -187,7 +189,7 @@ def repeat(
 
 
 def _again(step: Any, answer: Any, memory: _Memory, machine: Machine) -> Call | None:
-    """Returns the repeat of a step; None for a step that only allocates memory."""
+    """Returns a function that repeats a step; None for a step that only allocates memory."""
     match step:
         case Buffer():
             memory.add_buffer(answer)
@@ -208,7 +210,7 @@ def _again(step: Any, answer: Any, memory: _Memory, machine: Machine) -> Call | 
 
 
 def _check_shared(memory: PeerMemory, *_: Any) -> None:
-    """Raises RuntimeError if the group's name belongs to another group now."""
+    """Raises RuntimeError if the group's name now belongs to another group."""
     if not memory.holds():
         raise RuntimeError("the group now has other ranks than those that share this memory")
 
@@ -233,7 +235,7 @@ def _made_part(
 def _launch(
     launch: Callable[[Sequence[Any]], None], values: Sequence[Any], memory: _Memory
 ) -> Call:
-    """Returns the repeat of a launch, by addresses."""
+    """Returns a function that repeats a launch, by addresses."""
     known: list[Any] = []
     moved: list[tuple[int, int, int]] = []
     for number, value in enumerate(values):
@@ -254,8 +256,8 @@ def _launch(
 
 
 def _view(tensor: torch.Tensor, memory: _Memory) -> Callable[[list[Any]], torch.Tensor]:
-    """Returns a function that makes a view again from new parts; the view keeps its offset within
-    its part."""
+    """Returns a function that makes a view again from new parts. The view has the same offset
+    within its part as before."""
     part, offset = memory.place(tensor)
     shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
     first = offset // tensor.element_size()

@@ -1,9 +1,9 @@
-"""Products of e4m3 codes by PyTorch's scaled GEMM, as steps of a call.
+"""Products of e4m3 codes with PyTorch's scaled GEMM, as steps of a call.
 
     out [T, N] = (x * x_scale) @ (weight * weight_scale)^T + bias
 
-x [T, K] and weight [N, K] are float8_e4m3fn. x_scale [T or 1, 1 or K / 128], None for 1;
-weight_scale [ceil(N / bn), ceil(K / bk)] with block = [bn, bk]. Products are summed in float32:
+x [T, K] and weight [N, K] are float8_e4m3fn. x_scale is [T or 1, 1 or K / 128], or None for 1.
+weight_scale is [ceil(N / bn), ceil(K / bk)] with block = [bn, bk]. Products are summed in float32:
 PyTorch's fast accumulation would keep fewer bits on Hopper.
 """
 
@@ -27,26 +27,27 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
-#: How scales apply. TENSORS: one scale for each tensor. ROWS: one for each row of both tensors.
-#: BLOCKS: one for 128 columns of a row of x, and one for a block of 128 x 128 of the weight.
+#: The unit that has one scale. TENSORS: each tensor has one scale. ROWS: each row of both tensors
+#: has one. BLOCKS: 128 columns of a row of x share a scale, and so does a block of 128 x 128 of the
+#: weight.
 TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
-# The library requires sizes and strides to be multiples of this.
+# The library requires sizes and strides to be multiples of this number.
 _UNIT = 16
-# The first release of torch that scales by rows to float16, and the first that scales by blocks
-# with the strides that cuBLAS reads. Releases before the second computed wrong products by blocks
-# if K was not a multiple of 512.
+# The first release of torch that supports ROWS with a float16 result, and the first release that
+# supports BLOCKS with the strides that cuBLAS reads. Releases before the second one computed wrong
+# products with BLOCKS if K was not a multiple of 512.
 _ROWS_OF_FLOAT16, _WITH_BLOCKS = "2.10", "2.11"
-# The library's kernel for blocks requires the number of x's rows, and of the columns of a weight's
-# scales, to be multiples of these.
+# For BLOCKS, the library requires the number of x's rows, and the number of columns of a weight's
+# scales, to be multiples of these numbers.
 _ROWS_OF_BLOCKS = 4
 _COLUMNS_OF_BLOCKS = 4
-# The dtypes of scales that a kernel widens; PyTorch widens others.
+# The dtypes of scales that a kernel converts to float32. PyTorch converts all other dtypes.
 _WIDENED = (*HALVES, torch.float32)
 
 
 @dataclass(frozen=True)
 class ScaledOperands:
-    """The operands of a scaled product; see the module."""
+    """The operands of a scaled product. The module's docstring explains them."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
@@ -66,8 +67,8 @@ class ScaledOperands:
         return TENSORS if proven(groups == 1) and proven(rows == 1) else ROWS
 
     def obstacle(self, out_dtype: torch.dtype) -> str | None:
-        """Returns why the library has no product of these operands in `out_dtype`; None if it has
-        one. Reads metadata only. :func:`chip_obstacle` checks the chip."""
+        """Returns why the library cannot compute the product of these operands in `out_dtype`; None
+        if it can. Reads only metadata. :func:`chip_obstacle` checks the chip."""
         kind, (rows, columns) = self.kind, self.weight.shape
         if (self.x.dtype, self.weight.dtype) != (ACTIVATION_CODES, ACTIVATION_CODES):
             return f"no scaled product of {self.x.dtype} and {self.weight.dtype}"
@@ -75,36 +76,41 @@ class ScaledOperands:
             return "no scaled product has such scales of x and the weight together"
         unit = BLOCK if kind == BLOCKS else _UNIT
         if not (proven(rows % unit == 0) and proven(columns % unit == 0)):
-            return f"a scaled product by {kind} wants multiples of {unit}, not {rows} x {columns}"
+            return (
+                f"a scaled product by {kind} requires multiples of {unit}, not {rows} x {columns}"
+            )
         if not all(map(_is_reached, (self.x, self.weight))):
-            return "a scaled product wants rows behind one another, whole 16 bytes apart"
+            return (
+                "a scaled product requires contiguous rows, at distances that are multiples "
+                "of 16 bytes"
+            )
         if out_dtype not in HALVES:
             return f"no scaled product of {out_dtype}"
         wanted = _WITH_BLOCKS if kind == BLOCKS else ""
         if (kind, out_dtype) == (ROWS, torch.float16):
             wanted = _ROWS_OF_FLOAT16
         if wanted and torch.__version__ < wanted:
-            return f"a scaled product by {kind} to {out_dtype} wants torch {wanted}"
+            return f"a scaled product by {kind} to {out_dtype} requires torch {wanted}"
         return None
 
 
 def _is_reached(codes: torch.Tensor) -> bool:
-    """Whether the library can read codes [rows, K] by their strides: columns are contiguous, and
+    """Whether the library can read codes [rows, K] with their strides: columns are contiguous, and
     rows are multiples of 16 bytes apart and do not overlap. `_aligned` checks the address."""
     row, column = codes.stride()
     return bool(column == 1 and row % _UNIT == 0 and row >= codes.shape[1])
 
 
 def _aligned(codes: torch.Tensor) -> torch.Tensor:
-    """Returns codes aligned to 16 bytes. Checked at each call, since calls of the same metadata may
-    differ in alignment."""
+    """Returns codes that are aligned to 16 bytes. This is checked at each call, because calls with
+    the same metadata may differ in alignment."""
     return codes if is_aligned(codes) else codes.clone(memory_format=torch.contiguous_format)
 
 
 def chip_obstacle(kind: str | None, target: Target) -> str | None:
-    """Returns why a chip lacks a product with such scales; None if it has one."""
+    """Returns why a chip cannot compute a product with such scales; None if it can."""
     if kind == BLOCKS and not target.scales_blocks:
-        return f"the library scales products by blocks on Hopper alone, not on {target.name}"
+        return f"the library scales products by blocks only on Hopper, not on {target.name}"
     return None
 
 
@@ -114,7 +120,7 @@ def scaled_product(
     target: Target,
     bias: torch.Tensor | None = None,
 ) -> Generator[Step, Any, torch.Tensor]:
-    """Returns the product in `out_dtype`, rounded once. bias [N] has that dtype too."""
+    """Returns the product in `out_dtype`, rounded once. bias [N] has the same dtype."""
     kind, tokens = operands.kind, operands.x.shape[0]
     assert kind is not None
     rows = operands.weight.shape[0]
@@ -136,9 +142,9 @@ def scaled_product(
 
 
 def _weight_scales(operands: ScaledOperands, target: Target) -> Generator[Step, Any, torch.Tensor]:
-    """Returns the weight's scales in float32, contiguous: one number, or [N, 1] with one for each
-    row, or one for each block with columns padded to a multiple of four. Scales that the model
-    stores in this form are not copied."""
+    """Returns the weight's scales in float32, contiguous. They are one number, or [N, 1] with a
+    number for each row, or a number for each block, with columns padded to a multiple of four. If
+    the model stores the scales in this form, they are not copied."""
     scale, kind, (rows, columns) = operands.weight_scale, operands.kind, operands.weight.shape
     if kind == TENSORS:
         wide = WideScales(1, 1, 1, 1)
@@ -201,9 +207,9 @@ def _by_blocks(
     rows: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiplies with scales by blocks, after padding x with zeros to `rows` rows.
+    """Multiplies with BLOCKS, after padding x with zeros to `rows` rows.
 
-    The library requires a stride of 1 from row to row in the scales of x. In the scales of the
+    In the scales of x, the library requires a stride of 1 from row to row. In the scales of the
     weight, it requires a stride of 1 from column to column, and a multiple of four columns.
     """
     given = dict(zip(names, others, strict=True))

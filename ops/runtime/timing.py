@@ -1,14 +1,16 @@
-"""Timing of GPU work: medians over CUDA graphs that are replayed in turn.
+"""Measures times of GPU work, as medians over CUDA graphs that are replayed in turn.
 
-A variant is a list of calls captured in one CUDA graph. All variants are timed in every round, so
-that they share clocks and temperature; the result is the median over rounds. For a cold L2 cache,
-the calls of a graph use sets of arguments that together exceed the cache.
+A variant is a list of calls that are captured in one CUDA graph. All variants are timed in every
+round, so that they have the same clocks and temperatures. The result is the median over rounds. For
+a cold L2 cache, the calls of a graph use different sets of arguments, which together are larger
+than the cache.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ Call = Callable[[], Any]
 
 
 def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
-    """Captures all calls in one CUDA graph, after `warmup` uncaptured runs of each."""
-    stream = torch.cuda.Stream()
+    """Captures all calls in one CUDA graph. Before that, runs each call `warmup` times without
+    capturing it."""
+    stream, capturing = _streams(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(warmup):
@@ -27,11 +30,22 @@ def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads may keep using the GPU meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # Other threads may use the GPU during the capture.
+    with torch.cuda.graph(graph, stream=capturing, capture_error_mode="thread_local"):
         for call in calls:
             call()
     return graph
+
+
+@cache
+def _streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Returns the streams of warm-ups and of captures, the same for each call.
+
+    All captures on one stream share cuBLAS's workspace, which is in the memory of the first of
+    them. On the default stream of `torch.cuda.graph`, the user's graphs would use memory that
+    PyTorch may free after the graphs of this file are gone.
+    """
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def interleaved_us(
@@ -41,10 +55,12 @@ def interleaved_us(
     replays: int = 5,
     before_round: Call | None = None,
 ) -> dict[str, float]:
-    """Returns the median microseconds per call of each variant, over rounds that time all variants.
+    """Returns the median time of a call of each variant in microseconds. All variants are timed in
+    each round.
 
-    The order rotates and reverses from round to round: the variant after the hottest one gets the
-    lowest clocks (with a fixed order, the last of three variants lost 3 % on an H200).
+    The order of the variants rotates and reverses from round to round, because the variant after
+    the hottest one has the lowest clocks. (With a fixed order, the last of three variants lost 3 %
+    on an H200.)
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for round_number in range(rounds + 1):

@@ -1,15 +1,15 @@
 """Ends this process if its GPU waits for a rank whose process has ended.
 
-A kernel that waits for another rank cannot see that the rank is gone. For each other rank on this
-host, one thread therefore waits for the end of its process (Linux's pidfd_open(2): free, and
-immediate). After that, the thread checks every few seconds whether this rank waits for the rank
-that has ended. If this rank waits at two checks in a row, or if a check gets no answer, the thread
-logs a message and aborts the process, and the launcher sees it end. PyTorch's watchdog of NCCL ends
-a rank whose collective is lost in the same way (ProcessGroupNCCL.cpp, `terminateProcess`). A rank
-that does not wait is left alone.
+A kernel that waits for another rank cannot see that the rank is gone. Therefore, for each other
+rank on this host, a thread waits for the end of the rank's process (with Linux's pidfd_open(2),
+which costs nothing and reacts immediately). After that, the thread checks every few seconds whether
+this rank waits for the rank that has ended. If this rank waits at two checks in a row, or if a
+check gets no answer, the thread logs a message and aborts the process, and the launcher notices its
+end. PyTorch's watchdog of NCCL ends a rank whose collective is lost in the same way
+(ProcessGroupNCCL.cpp, `terminateProcess`). A rank that does not wait keeps running.
 
-The threads need Python's lock like any other: a process whose code never releases it is not ended.
-This module does not import torch.
+The threads need Python's lock, like all threads: if the code of a process never releases the lock,
+the process is not ended. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,24 +27,29 @@ from typing import NamedTuple
 
 log = logging.getLogger("tilewright")
 
-#: Seconds between two checks whether this rank waits for a rank that is gone.
+#: How many seconds pass between two checks whether this rank waits for a rank that is gone.
 EVERY_S = 5.0
-#: Seconds within which a check must answer; other driver calls, such as compiling PTX, may delay
-#: it.
+#: How many seconds a check may take. Other driver calls, such as compiling PTX, may delay it.
 DEADLINE_S = 60.0
-#: Seconds within which the message must be written.
+#: How many seconds writing the message may take.
 SAY_S = 5.0
-# The deadline passes in this many parts, so that a process that was stopped for a while keeps the
-# rest of it.
+# The deadline is waited for in this many parts. If the process is stopped for a while, it then
+# keeps the remaining parts.
 _PARTS = 20
 
 Waits = Callable[[], bool]
 
 
 class Process(NamedTuple):
-    """The identity of a rank's process, sent to the other ranks as 64-bit numbers. boot, boot_low:
-    the kernel's boot id. names: the PID namespace. started: the start in the kernel's ticks, since
-    a pid is reused."""
+    """The identity of a rank's process. It is sent to the other ranks as 64-bit numbers.
+
+    Attributes:
+        rank: The rank.
+        boot, boot_low: The kernel's boot id.
+        names: The PID namespace.
+        pid: The pid.
+        started: The start time in ticks of the kernel, because a pid may be used again.
+    """
 
     rank: int
     boot: int
@@ -54,16 +59,17 @@ class Process(NamedTuple):
     started: int
 
     def is_beside(self, other: Process) -> bool:
-        """Whether a pid means the same process to both."""
+        """Whether a pid means the same process for this process and for the other one."""
         return self[1:4] == other[1:4]
 
 
-#: A rank about which nothing is known.
+#: A rank of which nothing is known.
 UNKNOWN = Process(-1, 0, 0, 0, 0, 0)
 
 
 def this_process(rank: int) -> Process:
-    """Returns this process; UNKNOWN if it cannot be watched or cannot watch. Raises nothing."""
+    """Returns this process. Returns UNKNOWN if it cannot be watched or cannot watch other
+    processes. Raises no error."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         if os.readlink("/proc/self") != str(os.getpid()):
@@ -77,15 +83,15 @@ def this_process(rank: int) -> Process:
 
 
 def _started(pid: int) -> int:
-    """Returns the start time of a process. Raises OSError if it does not exist or is not
+    """Returns the start time of a process. Raises OSError if the process does not exist or is not
     visible."""
     # Fields follow the process name, which may contain anything.
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _opened(process: Process) -> int | None:
-    """Returns a descriptor that becomes readable when the process ends; None if it has ended.
-    Raises OSError if that cannot be determined."""
+    """Returns a file descriptor that becomes readable when the process ends; None if it has ended.
+    Raises OSError if this cannot be determined."""
     try:
         fd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -104,8 +110,8 @@ def _opened(process: Process) -> int | None:
 def _abort(message: str) -> None:
     """Writes the message and sends SIGABRT.
 
-    If another thread holds a logging handler while it waits for the GPU (such as one that prints a
-    tensor), the message goes to standard error directly.
+    Another thread may hold a logging handler while it waits for the GPU, for example to print a
+    tensor. In this case, the message is written directly to standard error.
     """
     try:
         for say in (_logged, _written):
@@ -129,8 +135,8 @@ def _written(message: str) -> None:
 class Watch:
     """The processes that this process watches, with one thread for each.
 
-    every_s: seconds between two checks of this rank's GPU. deadline_s: seconds within which a check
-    must answer. end: ends this process with a message.
+    every_s: the seconds between two checks of this rank's GPU. deadline_s: how many seconds a check
+    may take. end: a function that ends this process with a message.
     """
 
     def __init__(
@@ -146,9 +152,12 @@ class Watch:
         self._stopped = threading.Event()
 
     def add(self, process: Process, waits: Waits) -> None:
-        """Watches a process. waits: returns whether this rank waits for it now; called from a
-        separate thread, after the process has ended. Raises OSError if it cannot be watched,
-        RuntimeError if no thread can be started."""
+        """Watches a process. Raises OSError if it cannot be watched, and RuntimeError if no thread
+        can be started.
+
+        waits: a function that returns whether this rank now waits for the process. It is called in
+        a separate thread, after the process has ended.
+        """
         with self._lock:
             if process not in self._waits:
                 self._start(process, [waits])
@@ -168,12 +177,13 @@ class Watch:
         self._waits[process] = waits
 
     def stop(self) -> None:
-        """Stops ending this process, and waits for a check in progress."""
+        """Prevents this process from being ended, and waits for a check that is in progress."""
         self._stopped.set()
         self._asking.acquire(timeout=1.0)
 
     def close(self) -> None:
-        """Closes the descriptors, in a fork, which has no such threads."""
+        """Closes the file descriptors. It is called in a forked child, which does not have the
+        threads."""
         for fd in tuple(self._fds):
             self._close(fd)
 
@@ -197,21 +207,23 @@ class Watch:
             self._stopped.wait(self.every_s)
 
     def _look(self, process: Process, waits: list[Waits], waited: bool) -> bool:
-        """Whether this rank waits for a process that has ended. waited: whether it did so at the
-        last check."""
+        """Whether this rank waits for a process that has ended. waited: whether it waited at the
+        previous check."""
         waiting = _answer(tuple(waits), self.deadline_s)
         if self._stopped.is_set():
             return False
         if waiting is None:
-            self.end(_message(process, f"this rank's GPU says nothing for {self.deadline_s:g} s"))
+            self.end(
+                _message(process, f"this rank's GPU has given no sign for {self.deadline_s:g} s")
+            )
         elif waiting and waited:
             self.end(_message(process, "this rank waits for it in a fused sum over ranks"))
         return bool(waiting)
 
 
 def _answer(waits: Sequence[Waits], deadline_s: float) -> bool | None:
-    """Whether one of the functions says that this rank waits; None if they do not answer in
-    time."""
+    """Whether one of the functions returns that this rank waits. Returns None if they do not return
+    in time."""
     said: list[bool] = []
 
     def ask() -> None:
@@ -249,9 +261,12 @@ _told: set[str] = set()
 
 
 def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
-    """Makes threads of this process, which is rank `rank`, watch the processes of other ranks.
-    processes: for each, the numbers of its `Process` and a function that says whether this rank
-    waits for it. Logs once which processes cannot be watched."""
+    """Makes threads of this process, which is rank `rank`, watch the processes of other ranks. Logs
+    once which processes cannot be watched.
+
+    processes: for each process, the numbers of its `Process`, and a function that returns whether
+    this rank waits for it.
+    """
     own, apart = this_process(rank), []
     for numbers, waits in processes:
         process = Process(*numbers)
@@ -270,12 +285,13 @@ def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
 
 
 def _stop() -> None:
-    """Keeps threads out of driver calls while the interpreter shuts down."""
+    """Prevents threads from making driver calls while the interpreter shuts down."""
     _watch.stop()
 
 
 def _forked() -> None:
-    """Resets the state after a fork: threads do not survive it, and the child is not this rank."""
+    """Resets the state after a fork. Threads do not survive a fork, and the child is not this
+    rank."""
     global _watch
     _watch.close()
     _watch = Watch()

@@ -1,4 +1,4 @@
-"""Strips casts between floating types, which fp32 arithmetic may omit."""
+"""Removes casts between floating types. Computations in fp32 may omit such casts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tilewright.patterns.dataflow import Value, View, once
 
 
 def is_float_cast(value: Value) -> bool:
-    """Whether a value is a cast between floating types that fp32 arithmetic may omit.
+    """Whether a value is a cast between floating types that a computation in fp32 may omit.
 
-    A cast to eight bits is a quantisation that the user asked for, and is kept.
+    A cast to eight bits is a quantisation that the user requested, so it is not omitted.
     """
     if value.op != "cast":
         return False
@@ -31,7 +31,7 @@ def _strip_all(view: View) -> tuple[View, tuple[Value, ...]]:
 
 
 def strip_while(view: View, passes: Callable[[Value], bool]) -> tuple[View, tuple[Value, ...]]:
-    """Follows first arguments while `passes` accepts the value. Returns the view before these
+    """Follows first arguments as long as `passes` accepts the value. Returns the view before these
     values, and the values."""
     stripped: list[Value] = []
     while passes(view.value):
@@ -48,8 +48,8 @@ def value_before_casts(value: Value) -> Value:
 
 
 def strip_widening(view: View) -> tuple[View, tuple[Value, ...]]:
-    """Returns the view before casts to wider floating types, which change no number, and the
-    casts."""
+    """Returns the view before casts to wider floating types, which do not change numbers. Also
+    returns the casts."""
     return strip_while(view, _widens)
 
 

@@ -1,4 +1,5 @@
-"""Constants that the graph computes without inputs: shift tables, column orders, group numbers."""
+"""Constants that the graph computes without inputs, such as shift tables, column orders and group
+numbers."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ _DIVISIONS = ("aten.floor_divide", "aten.remainder")
 
 
 def number_of(item: float | fx.Node) -> float:
-    """Returns a number of the graph as a float. With `dynamic=True` Dynamo traces floats as
-    symbols, which are specialised here."""
+    """Returns a number of the graph as a float. With `dynamic=True`, Dynamo traces floats as
+    symbols. This function specialises such a symbol."""
     return float(item.meta["example_value"] if isinstance(item, fx.Node) else item)
 
 
 def given_number(item: Any) -> float | None:
-    """Returns the number that an argument is, including a float that Dynamo traced; None for a
-    tensor, and for a size, which stays a symbol."""
+    """Returns the number that an argument is, which may be a float that Dynamo traced. Returns None
+    for a tensor, and for a symbolic size, which must not be specialised."""
     if isinstance(item, fx.Node):
         traced = isinstance(item.meta.get("example_value"), (float, torch.SymFloat))
         return number_of(item) if traced else None
@@ -40,8 +41,8 @@ def given_number(item: Any) -> float | None:
 
 
 def one_number(item: Any) -> float | None:
-    """Returns the number that an operand is: a number, or a tensor of one known element; else
-    None."""
+    """Returns the number that an operand is: a number, or a tensor that has one known element.
+    Returns None for any other operand."""
     if not isinstance(item, View):
         return given_number(item)
     numbers = constant_of(item)
@@ -49,10 +50,10 @@ def one_number(item: Any) -> float | None:
 
 
 def constant_of(view: View) -> np.ndarray | None:
-    """Returns the numbers of a view that depends on no input. Broadcast dimensions keep a length of
-    one.
+    """Returns the numbers of a view that depends on no input. Broadcast dimensions have length one
+    in the result.
 
-    None if the view depends on an input, or if it has too many numbers.
+    Returns None if the view depends on an input, or if it has too many numbers.
     """
     tensor = _evaluate(view.value)
     return None if tensor is None else _select(tensor, view)
@@ -71,7 +72,7 @@ def _evaluate(value: Value) -> torch.Tensor | None:
         if any(not isinstance(a, (int, float, torch.Tensor)) for a in operands):
             return None
         if value.op in _DIVISIONS and not torch.as_tensor(operands[1]).all():
-            return None  # for integers, the graph raises or the result is undefined
+            return None  # for integers, the graph raises an error or the result is undefined
         result: torch.Tensor = getattr(torch, value.op.removeprefix("aten."))(*operands)
         return result
     if value.op == "aten.index":
@@ -96,7 +97,7 @@ def _made(value: Value) -> torch.Tensor | None:
 
 
 def _plain(items: Any) -> bool:
-    """Whether arguments are numbers, dtypes and the like, without a symbol."""
+    """Whether the arguments are numbers, dtypes and similar objects, without a symbol."""
     if isinstance(items, (list, tuple)):
         return all(_plain(item) for item in items)
     plain = (int, float, str, torch.dtype, torch.device, torch.layout)
@@ -114,7 +115,7 @@ def _picked(value: Value) -> torch.Tensor | None:
         return None
     size, at = tensor.shape[dim], at.long()
     if bool(((at < -size) | (at >= size)).any()):
-        return None  # the graph raises
+        return None  # the graph raises an error
     return tensor.index_select(dim, torch.where(at < 0, at + size, at))
 
 
@@ -127,7 +128,7 @@ def _operand(view: View) -> torch.Tensor | None:
 
 
 def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
-    """Returns the numbers that a view selects of its value."""
+    """Returns the numbers of its value that a view selects."""
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
         tensor = tensor.float()  # numpy lacks bfloat16 and 8-bit floats
     strides = tensor.contiguous().stride()
@@ -138,8 +139,8 @@ def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
 
 
 def offsets(dim: Dim, strides: Mapping[int, int]) -> np.ndarray:
-    """Returns the offset of each index of a dimension from its start, given the strides of the
-    base's axes. An axis without a stride counts as 0."""
+    """Returns the offset of each index of a dimension from the dimension's start. strides: the
+    strides of the base's axes. An axis without a stride counts as 0."""
     at = np.zeros(1, dtype=np.int64)
     for atom in dim:
         step = 0 if atom.axis is None else atom.step * strides.get(atom.axis, 0)

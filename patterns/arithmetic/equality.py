@@ -1,4 +1,4 @@
-"""Equality of values that the graph computes twice."""
+"""Equality of values that the graph computes more than once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 
 from tilewright.patterns.dataflow import View
 
-# Operations whose results have unknown contents: two are equal only if they are the same value.
+# Operations whose results have unknown contents. Two such results are equal only if they are the
+# same value.
 _NEVER_EQUAL = {
     "input", "constant", "store", "aten.empty", "aten.empty_like", "aten.new_empty"
 }  # fmt: skip
 
 
 def equal_values(a: View, b: View) -> bool:
-    """Whether two views hold the same numbers: the same operation on the same operands.
+    """Whether two views have the same numbers, because they are the same operation on the same
+    operands.
 
-    Dynamo does not merge common subexpressions, so the slots of K and V may be computed twice.
+    Dynamo does not merge common subexpressions, so the graph may compute the slots of K and V
+    separately.
     """
     if a == b:
         return True
@@ -37,7 +40,7 @@ def equal_values(a: View, b: View) -> bool:
 
 @cache
 def _repeatable(op: str) -> bool:
-    """Whether an operation gives the same result again for the same operands; random operations do
+    """Whether an operation gives the same result again for the same operands. Random operations do
     not."""
     packet = getattr(torch.ops.aten, op.removeprefix("aten."), None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []

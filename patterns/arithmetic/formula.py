@@ -1,15 +1,17 @@
-"""Formulas to match views with, written as arithmetic.
+"""Formulas that views are matched with. They are written as arithmetic.
 
     X, ALPHA = tensor("x"), number("alpha")
     SWISH = X * call("sigmoid", X) | X * call("sigmoid", ALPHA * X)
     found = SWISH.match(view)
     found.bound["x"], found.bound["alpha"], found.absorbed
 
-Factors and summands match in either order. Matching ignores casts between floating types, and
-layout (`view`, `transpose`, slices, `expand`) between two steps. A named tensor is bound as a view
-with the dimensions of the matched view. If all values in between are read whole, the bound view may
-have fewer dimensions and broadcast. A view's signature, that is its last operation and the last
-operations of its arguments, tells which formulas can match.
+Factors and summands may have either order. Matching ignores casts between floating types, and
+layout operations (`view`, `transpose`, slices, `expand`) between two steps. A named tensor is bound
+as a view that has the dimensions of the matched view. If all values in between are read whole, the
+bound view may have fewer dimensions and broadcast.
+
+The signature of a view consists of its last operation and the last operations of its arguments. It
+determines which formulas can match.
 """
 
 from __future__ import annotations
@@ -29,25 +31,28 @@ from tilewright.patterns.dataflow import Value, View, once
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 
 _COMMUTE = frozenset({"aten.add", "aten.mul"})
-# Options with the values that leave an operation plain.
+# Options, with the values for which an operation behaves as if the option were not given.
 _NEUTRAL = {"alpha": 1, "value": 1, "rounding_mode": None}.items()
 # The roots (last operations) of arguments that are not views.
 _NUMBER, _ABSENT = "number", "absent"
-# The number of signatures remembered for each formula; a model has a few hundred.
+# How many signatures are remembered for each formula. A model has a few hundred.
 _KNOWN = 4096
 
-#: The last operations of a view and of its arguments, by ATen's names, without casts.
+#: The last operation of a view and the last operations of its arguments, as ATen names, ignoring
+#: casts.
 Signature = tuple[str, ...]
 
 
 class Found(NamedTuple):
-    """Bindings of a formula's names, and the values that it matched, the last one first."""
+    """The bindings of a formula's names, and the values that the formula matched. The last value
+    comes first."""
 
     bound: dict[str, Any]
     absorbed: tuple[Value, ...]
 
 
-#: Continues with the bindings so far. If it returns None, the formula tries its next alternative.
+#: A function that continues with the bindings so far. If it returns None, the formula tries its
+#: next alternative.
 Then = Callable[[Found], Any]
 _Matcher = Callable[[Any, Found, Then], Any]
 _Strip = Callable[[View], tuple[View, tuple[Value, ...]]]
@@ -55,10 +60,13 @@ _Strip = Callable[[View], tuple[View, tuple[Value, ...]]]
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """A pattern of arithmetic; `|` tries the first formula, then the second.
+    """A pattern of arithmetic. `a | b` tries the formula a, and then b.
 
-    matcher: matches an argument. roots: the possible last operations, None for any. fits: whether
-    an argument with a signature can match. ways: the alternatives of this formula.
+    Attributes:
+        matcher: Matches an argument.
+        roots: The last operations that are possible; None for any.
+        fits: Returns whether an argument with a signature can match.
+        ways: The alternatives of this formula.
     """
 
     matcher: _Matcher
@@ -67,18 +75,19 @@ class Formula:
     ways: tuple[Formula, ...] = ()
 
     def match(self, item: Any, then: Then = lambda found: found) -> Any:
-        """Returns the result of `then` for the first match for which it is not None; else None.
+        """Calls `then` for each match, and returns its first result that is not None. If there is
+        none, returns None.
 
         item: a view, a number or another argument.
         """
         return self.matcher(item, Found({}, ()), then) if self.may_match(item) else None
 
     def may_match(self, item: Any) -> bool:
-        """Whether the last operation of an argument is one of the formula's."""
+        """Whether the formula can match the last operation of an argument."""
         return self.roots is None or _root(item) in self.roots
 
     def giving(self, **facts: Any) -> Formula:
-        """Returns the formula whose matches also bind these names."""
+        """Returns a formula with the same matches, which also bind these names to these facts."""
 
         def match(item: Any, found: Found, then: Then) -> Any:
             return self.matcher(
@@ -88,7 +97,8 @@ class Formula:
         return replace(self, matcher=match, ways=())
 
     def named(self, name: str) -> Formula:
-        """Returns the formula whose matches also bind the view. All views of one name are equal."""
+        """Returns a formula with the same matches, which also bind the view to this name. All views
+        of one name must be equal."""
         view = tensor(name)
 
         def match(item: Any, found: Found, then: Then) -> Any:
@@ -126,9 +136,9 @@ class Formula:
 def tensor(
     name: str, holds: Callable[[View], bool] | None = None, strip: _Strip = strip_casts
 ) -> Formula:
-    """Matches any view, and binds it to a name. All views of one name are equal.
+    """Matches any view, and binds it to a name. All views of one name must be equal.
 
-    holds: a further condition. strip: removes casts from the view.
+    holds: one more condition. strip: a function that removes casts from the view.
     """
 
     def match(item: Any, found: Found, then: Then) -> Any:
@@ -149,9 +159,9 @@ def tensor(
 
 def number(known: str | float, within: float = 0.0) -> Formula:
     """Matches a number. If `known` is a name, matches any number and binds the name to it; all
-    numbers of one name are equal. Otherwise matches only the number `known`.
+    numbers of one name must be equal. If `known` is a number, matches only this number.
 
-    within: the allowed relative difference.
+    within: the relative difference that is allowed.
     """
 
     def match(item: Any, found: Found, then: Then) -> Any:
@@ -172,11 +182,11 @@ def call(
     holds: Callable[[Value], bool] | None = None,
     read: Callable[[View], tuple[Any, ...] | None] | None = None,
 ) -> Formula:
-    """Matches an element-wise operation on formulas and numbers, one of `ops`, as in "clamp
-    clamp_min".
+    """Matches an elementwise operation on formulas and numbers. ops: the names of the operation,
+    separated by spaces, as in "clamp clamp_min".
 
-    holds: a further condition on the value. read: returns the operands of a view of the value, if
-    they are not its first arguments; None if the operation does not fit.
+    holds: one more condition on the value. read: a function that returns the operands of a view of
+    the value, if they are not its first arguments; None if the operation does not fit.
     """
     names = frozenset(op if op == "cast" else f"aten.{op}" for op in ops.split())
     formulas = tuple(one if isinstance(one, Formula) else number(one) for one in operands)
@@ -212,7 +222,7 @@ def call(
 
 
 def clamp(of: Formula, low: Formula, high: Formula) -> Formula:
-    """Matches a clamp in any of its spellings, with bounds that are numbers or ABSENT."""
+    """Matches a clamp, however it is written. The bounds are numbers or ABSENT."""
 
     def bounds(view: View) -> tuple[Any, ...]:
         return view.value.args[0], *(clamp_bounds(view.value) or ())
@@ -223,10 +233,10 @@ def clamp(of: Formula, low: Formula, high: Formula) -> Formula:
 def reduction(
     op: str, operand: Formula, width: str, holds: Callable[[Value], bool] | None = None
 ) -> Formula:
-    """Matches a reduction `op` of each run of numbers along the last dimension.
+    """Matches a reduction `op` over runs of numbers along the last dimension.
 
     operand: matches the input, in a view that has each number of a run at the index of the run's
-    result. width: the name of the length of a run. holds: a further condition on the value.
+    result. width: the name of the length of a run. holds: one more condition on the value.
     """
     name = f"aten.{op}"
 
@@ -248,13 +258,14 @@ def reduction(
 
 
 def largest(of: Formula, width: str) -> Formula:
-    """Matches the largest number of each run along the last dimension; see :func:`reduction`."""
+    """Matches the largest number of each run along the last dimension, like :func:`reduction`."""
     among = reduction("max", of, width, holds=lambda value: value.kwargs.get("output", 0) == 0)
     return reduction("amax", of, width) | among
 
 
 def aside(formula: Formula) -> Formula:
-    """Returns a formula with the same matches that absorbs no values: they stay in the graph."""
+    """Returns a formula that has the same matches but absorbs no values, so that they stay in the
+    graph."""
 
     def match(item: Any, found: Found, then: Then) -> Any:
         return formula.matcher(item, found, lambda f: then(Found(f.bound, found.absorbed)))
@@ -263,7 +274,7 @@ def aside(formula: Formula) -> Formula:
 
 
 def _either(ways: tuple[Formula, ...]) -> Formula:
-    """Returns a formula that matches any of these, tried in order."""
+    """Returns a formula that matches any of these formulas, tried in this order."""
     roots = [way.roots for way in ways if way.roots is not None]
 
     @lru_cache(_KNOWN)
@@ -282,7 +293,8 @@ def _either(ways: tuple[Formula, ...]) -> Formula:
 
 
 def _formula(matcher: _Matcher, root: str = "") -> Formula:
-    """Returns a formula whose last operation is `root`, or any."""
+    """Returns a formula whose last operation is `root`. If root is "", the last operation may be
+    any."""
     if not root:
         return Formula(matcher, None, lambda signature: True)
     return Formula(matcher, frozenset({root}), lambda signature: signature[0] == root)
@@ -298,15 +310,16 @@ ABSENT = _formula(lambda item, found, then: then(found) if item is None else Non
 def _in_turn(
     matchers: tuple[_Matcher, ...], items: tuple[Any, ...], found: Found, then: Then, at: int = 0
 ) -> Any:
-    """Matches each item with its formula. If a later one fails, the earlier ones try their next
-    alternatives."""
+    """Matches each item with its formula. If a later formula does not match, earlier formulas try
+    their next alternatives."""
     if at == len(matchers) - 1:
         return matchers[at](items[at], found, then)
     return matchers[at](items[at], found, lambda f: _in_turn(matchers, items, f, then, at + 1))
 
 
 def _bind(found: Found, name: str, item: Any) -> Found | None:
-    """Returns the bindings with a name bound to a number; None if it is bound to another one."""
+    """Returns the bindings with a name bound to a number; None if the name is already bound to
+    another number."""
     known = found.bound.get(name)
     if known is None:
         return Found({**found.bound, name: item}, found.absorbed)
@@ -314,8 +327,8 @@ def _bind(found: Found, name: str, item: Any) -> Found | None:
 
 
 def _strip(view: View, strip: _Strip = strip_casts) -> tuple[View, tuple[Value, ...]]:
-    """Returns the view before casts, and the casts; the view itself if it cannot be expressed
-    before them."""
+    """Returns the view before casts, and the casts. If the view cannot be expressed before the
+    casts, returns the view itself and no casts."""
     if view.value.op != "cast":
         return view, ()
     try:
@@ -343,14 +356,14 @@ def _root(item: Any) -> str:
 
 
 def _fit(wanted: Sequence[Formula], given: Signature) -> bool:
-    """Whether arguments with these roots can match formulas."""
+    """Whether arguments with these roots can match these formulas."""
     pairs = zip(wanted, given, strict=False)
     return all(formula.roots is None or root in formula.roots for formula, root in pairs)
 
 
 def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
-    """Returns the first `count` arguments of a plain operation; None for another. More arguments
-    are allowed if `count` is one: they are options."""
+    """Returns the first `count` arguments of an operation that has no other options; None for
+    another operation. If `count` is one, more arguments are allowed, because they are options."""
     args, kwargs = value.args, value.kwargs
     if len(args) != count and (count != 1 or not args):
         return None
@@ -360,7 +373,7 @@ def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
 
 
 def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Returns, for a view of an element-wise value, the corresponding parts of the value's
+    """Returns, for a view of the result of an elementwise operation, the corresponding parts of the
     operands."""
     try:
         return tuple(view.of_operand(one) if isinstance(one, View) else one for one in items)
@@ -369,8 +382,8 @@ def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _runs_of(view: View) -> View | None:
-    """Returns the input of a reduction along the last dimension; else None. The result must have a
-    floating type: integers would be rounded."""
+    """Returns the input of a reduction along the last dimension; None for another view. The result
+    must have a floating dtype, because integers would be rounded."""
     value = view.value
     source = value.args[0] if value.args else None
     if not isinstance(source, View) or not source.shape or not value.dtype.is_floating_point:
@@ -379,9 +392,9 @@ def _runs_of(view: View) -> View | None:
 
 
 def _in_run(view: View, runs: View) -> View | None:
-    """Returns the input of a reduction as a view that has each number of a run where `view` has the
-    run's result: [..., n] for [..., 1], or for a view whose last dimension repeats every result n
-    times. None for another view."""
+    """Returns the input of a reduction as a view that has each number of a run at the place where
+    `view` has the result of the run. This is [..., n] for [..., 1], and also for a view whose last
+    dimension repeats every result n times. Returns None for another view."""
     *lead, last = view.effect.dims or ((),)
     axis, length = len(runs.shape) - 1, runs.shape[-1]
     if last and (last[-1].axis is not None or last[-1].length != length):

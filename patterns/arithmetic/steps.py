@@ -1,4 +1,4 @@
-"""Single operations in all their spellings: reductions, clamps, fills."""
+"""Single operations, however they are written: reductions, clamps and fills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tilewright.patterns.arithmetic.constants import given_number
 from tilewright.patterns.dataflow import Value, View
 
-# The position of a bound, its name, and its default.
+# The position of a bound among the arguments, its name, and its default.
 _Bound = tuple[int, str, float | None]
 _MIN: _Bound = (1, "min", None)
 _MAX: _Bound = (2, "max", None)
@@ -27,7 +27,8 @@ _BOUNDS: dict[str, tuple[_Bound | None, _Bound | None]] = {
 
 
 def reduced_dims(value: Value) -> tuple[int, ...]:
-    """Returns the non-negative dimensions of a reduction or softmax; () if none is named."""
+    """Returns the dimensions of a reduction or softmax, as nonnegative numbers. Returns () if the
+    call names no dimensions."""
     dims = value.argument(1, "dim", ())
     rank = len(value.operands[0].shape) if value.operands else 0
     listed = dims if isinstance(dims, (tuple, list)) else (dims,)
@@ -40,7 +41,8 @@ def keeps_dim(value: Value) -> bool:
 
 
 def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
-    """Returns (lowest, highest) of a clamp, each a number, view or None; None for another value."""
+    """Returns (lowest, highest) of a clamp. Each is a number, a view or None. Returns None for
+    another value."""
     places = _BOUNDS.get(value.op)
     if places is None:
         return None
@@ -49,8 +51,8 @@ def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
 
 
 def chosen_by_mask(value: Value) -> tuple[View, Any, Any] | None:
-    """Returns (mask, operand where it is true, operand elsewhere) of `where` and `masked_fill`;
-    None for another value, or if some arguments are keywords."""
+    """Returns (mask, operand where the mask is true, operand elsewhere) of `where` and
+    `masked_fill`. Returns None for another value, or if some arguments are keyword arguments."""
     if len(value.args) != 3 or value.kwargs:
         return None
     if value.op == "aten.where":
@@ -65,11 +67,11 @@ def chosen_by_mask(value: Value) -> tuple[View, Any, Any] | None:
 def constant_factor(
     value: Value, number_of: Callable[[Any], float | None] = given_number
 ) -> tuple[View, float] | None:
-    """Returns (x, factor) of a value that is x times a finite number other than zero; None for
-    another value.
+    """Returns (x, factor) of a value that is x times a finite number that is not zero. Returns None
+    for another value.
 
-    number_of: returns the number that an operand is, or None; `one_number` reads tensors of one
-    element.
+    number_of: a function that returns the number that an operand is, or None. `one_number` also
+    reads tensors of one element.
     """
     if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
         return None
@@ -84,7 +86,7 @@ def constant_factor(
 
 
 def floor_quotient(value: Value) -> tuple[View, int] | None:
-    """Returns (x, n) of x // n for a positive integer n; None for another value."""
+    """Returns (x, n) if a value is x // n for a positive integer n; None for another value."""
     mode = {} if value.op == "aten.floor_divide" else {"rounding_mode": "floor"}
     if value.op not in ("aten.floor_divide", "aten.div") or dict(value.kwargs) != mode:
         return None
@@ -98,8 +100,8 @@ def is_filled(item: Any, number: float) -> bool:
 
 
 def filled_with(item: Any) -> float | None:
-    """Returns the number that an item is, or that every element of a tensor was created with; else
-    None."""
+    """Returns the number that an item is, or the number that every element of a tensor was created
+    with; else None."""
     if not isinstance(item, View):
         return given_number(item)
     value = item.value
@@ -118,7 +120,8 @@ def filled_with(item: Any) -> float | None:
     else:
         return None
     number = filled_with(given)
-    # An integer tensor filled with 0.5 holds 0, and a bool one holds True.
+    # An integer tensor that is filled with 0.5 has the value 0, and a bool tensor has the value
+    # True.
     if number is None:
         return None
     return float(torch.tensor(number, dtype=torch.float64).to(value.dtype))

@@ -1,5 +1,6 @@
-"""Finds queries, keys and values as stored in memory: before casts to a wider type and products
-with a number. The op computes these casts and products after it has read the tensors."""
+"""Finds queries, keys and values as they are stored in memory, that is, before casts to a wider
+dtype and before products with a number. The op computes these casts and products after it has read
+the tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tilewright.patterns.recognise.attention import Attention, refuse
 
 
 def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
-    """Returns (x, n) such that a view is x * n, in a type that holds x exactly. scaled: whether n
-    may differ from 1."""
+    """Returns (x, n) such that a view is x * n, where the dtype of the view represents x exactly.
+    scaled: whether n may differ from 1."""
     factor = 1.0
     view = before_widening(view)
     while scaled and (known := constant_factor(view.value, one_number)) is not None:
@@ -29,9 +30,9 @@ def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
 
 
 def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
-    """Returns the attention of bare queries, keys and values if these have one type, or if keys and
-    values are decoded; else the attention as it is. A wider result is replaced by the cast that
-    rounds it to that type."""
+    """Returns the attention of the stored queries, keys and values, if these have one dtype or if
+    keys and values are decoded. Otherwise, returns the attention unchanged. If the result has a
+    wider dtype, it is replaced by the cast that rounds it to that dtype."""
     if len(found.terms) != 1:
         return found
     ((q, k),) = found.terms
@@ -46,8 +47,8 @@ def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
 
 
 def with_end_in(found: Attention, dtype: torch.dtype, flow: Dataflow) -> Attention | None:
-    """Returns the attention with its result in `dtype`, to which the graph rounds it; None if the
-    graph does not."""
+    """Returns the attention with its result in `dtype`, if the graph rounds the result to this
+    dtype; else None."""
     end = flow.only_user(found.end)
     if found.end.dtype == dtype:
         return found
@@ -58,8 +59,8 @@ def with_end_in(found: Attention, dtype: torch.dtype, flow: Dataflow) -> Attenti
 
 
 def between(view: View, below: Value) -> tuple[Value, ...]:
-    """Returns the casts and products with a number between a view and the value that :func:`bare`
-    finds."""
+    """Returns the casts and the products with a number that are between a view and the value that
+    :func:`bare` finds."""
     found: list[Value] = []
     value = view.value
     while value is not below:
@@ -76,9 +77,11 @@ def by_token(q: View) -> View:
 
 
 def check_dense(view: View, who: str, attention: Attention, flow: Dataflow) -> None:
-    """Raises Reject (ATTENTION_FORM) unless the rows of a view are contiguous. who: names a row in
-    the message."""
+    """Raises Reject (ATTENTION_FORM) unless the rows of a view are contiguous. who: what a row is
+    called in the message."""
     if not flow.rows_are_dense(view):
-        why = f"a {who}'s numbers do not follow each other in memory"
-        hint = f"lay them out so where they are made: {who.replace(' ', '_')}s.contiguous()"
+        why = f"the numbers of a {who} are not contiguous in memory"
+        hint = (
+            f"make them contiguous where they are computed: {who.replace(' ', '_')}s.contiguous()"
+        )
         refuse(why, attention.end, hint=hint)

@@ -1,13 +1,13 @@
-"""Attention that reads each key-value head once, where it is stored, as in a cache.
+"""Attention that reads each key-value head once, where it is stored, for example in a cache.
 
     k, v = repeat(cache_k), repeat(cache_v)            [B, Hq, K, D]
     out  = softmax(q @ k^T * scale, masked) @ v        ⇒   cache_attention(q, cache_k, cache_v)
 
-Matches `scaled_dot_product_attention`, or two products and a softmax. Heads may be repeated by
-hand, shared by `enable_gqa`, or one for each query head. Keys may come from a cache after its
-write, from pages that the graph gathers, or from this graph. A mask whose expressions in the graph
-are understood becomes options of the op; any other mask is passed as a tensor. Dimension letters:
-as in `patterns/recognise/attention.py`.
+The pattern matches `scaled_dot_product_attention`, or two products and a softmax. The model may
+repeat heads itself, share them with `enable_gqa`, or have one for each query head. Keys may come
+from a cache after a write to it, from pages that the graph gathers, or from this graph. If the
+expressions of a mask in the graph are recognised, the mask becomes options of the op. Any other
+mask is passed as a tensor. Dimension letters are explained in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_nam
 
 @dataclass(frozen=True)
 class CacheAttention:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "cache_attention"
     op: str = "cache_attention"
@@ -67,8 +67,8 @@ class CacheAttention:
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Yields the model's own calls of the op, and attentions that read a key more than once or
-        read keys that no query sees. Also yields softmaxes that look like such attentions but
-        cannot be read."""
+        read keys that no query attends to. Also yields softmaxes that look like such attentions but
+        are not recognised."""
         for value in flow.values:
             if is_call(value):
                 yield value
@@ -83,7 +83,7 @@ class CacheAttention:
             return match_call(anchor)
         if reads_a_cache(anchor):
             return self._match(anchor, flow, None)
-        with as_advice(anchor):  # a library's kernel computes the graph as it is
+        with as_advice(anchor):  # a library's kernel computes the graph as it is written
             return self._match(anchor, flow, "advice")
 
     def _match(self, anchor: Value, flow: Dataflow, weight: Weight | None) -> Match:
@@ -129,10 +129,13 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
     for view, who in ((keys["k"], "key"), (keys["v"], "value")):
         if heads_repeat(view):
             refuse(
-                f"the copies of a {who} head do not lie side by side, or their number is not known",
+                f"the copies of a {who} head are not next to each other, or their number is not "
+                "known",
                 attention.end,
-                hint="query heads that share a key head follow each other: repeat_interleave, or "
-                "enable_gqa",
+                hint=(
+                    "place query heads that share a key head next to each other: "
+                    "repeat_interleave, or enable_gqa"
+                ),
             )
         check_dense(view, who, attention, flow)
     if codes is not None:
@@ -149,21 +152,21 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
 
 
 def _keys(k: View, v: View) -> dict[str, Any]:
-    """Returns the arguments for k and v [B, K, Hq, D], with each group of equal heads reduced to
-    one head."""
+    """Returns the arguments for k and v [B, K, Hq, D]. They have only one head for each group of
+    equal heads."""
     group = group_of(k, v)
     return _places(once(k, group), once(v, group))
 
 
 def _codes(k: Decoded, v: Decoded) -> dict[str, Any]:
-    """Returns the codes of k and v, and their scales, as arguments."""
+    """Returns the codes of k and v and their scales as arguments."""
     scales = {"k_scale": k.scale_argument(), "v_scale": v.scale_argument()}
     return _places(k.codes, v.codes) | {name: s for name, s in scales.items() if s is not None}
 
 
 def _places(k: View, v: View) -> dict[str, Any]:
-    """Returns the arguments for k and v [B, K, Hkv, D]; if they are in pages, the pools and their
-    table."""
+    """Returns the arguments for k and v [B, K, Hkv, D]. If k and v are in pages, these are the
+    pools and their table."""
     paged = same_pages(k, v)
     if paged is None:
         return {"k": k, "v": v}

@@ -1,7 +1,8 @@
-"""Calls of `cache_attention` that the model makes itself, as an engine's attention function does.
+"""Calls of `cache_attention` that the model makes itself, for example in an engine's attention
+function.
 
-Such a call is a match of its own: reports say which kernels it gets, and how long they take. The
-rewrite puts the same call in its place.
+Such a call is matched separately, so that reports show which kernels it uses and how long they
+take. The rewrite replaces the call by the same call.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tilewright.patterns.recognise.dtypes import dtype_name
 
 
 def is_call(value: Value) -> bool:
-    """Whether a value is the model's own call of the op."""
+    """Whether a value is a call of the op that the model makes itself."""
     return value.op == OP.qualified_name and "tilewright" not in value.node.meta
 
 

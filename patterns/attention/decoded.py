@@ -2,9 +2,9 @@
 
     k = cache.to(dtype) * scale        ⇒   cache, k_scale
 
-There is one scale, or one for each head. If the graph divides by a scale, the op gets the scale's
-reciprocal. Caches may be bytes that the graph views as floats, before or after it gathers their
-pages. Dimension letters: as in `patterns/recognise/attention.py`.
+There is one scale, or one for each head. If the graph divides by a scale, the op gets the
+reciprocal of the scale. Caches may be bytes that the graph views as floats, before or after it
+gathers their pages. Dimension letters are explained in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from tilewright.patterns.dataflow import Computed, View
 
 @dataclass(frozen=True)
 class Decoded:
-    """Keys or values as the 8-bit codes that they are decoded from.
+    """Keys or values, described by the 8-bit codes that they are decoded from.
 
-    codes [B, K, H, D]: bytes that stand for numbers of `dtype`. scale: multiplies the numbers, or
-    divides them if `divides`; it is a number, or a view of the same shape that repeats along K and
-    D; None for 1.
+    Attributes:
+        codes: [B, K, H, D], bytes that stand for numbers of `dtype`.
+        dtype: The 8-bit float dtype.
+        scale: Multiplies the numbers. It is a number, or a view of the same shape that repeats
+            along K and D; None for 1.
+        divides: Whether the scale divides the numbers instead.
     """
 
     codes: View
@@ -45,7 +48,7 @@ class Decoded:
         return replace(self, codes=once(self.codes, group), scale=scale)
 
     def scale_argument(self) -> View | Computed | None:
-        """Returns the scale in the form that the op takes: fp32, [] or [H]; None for 1."""
+        """Returns the scale in the form that the op expects: fp32, [] or [H]; None for 1."""
         if self.scale is None:
             return None
         made = scale_of_heads(self.scale, self.codes.value.device)
@@ -53,8 +56,8 @@ class Decoded:
 
 
 def decoded(view: View) -> Decoded | None:
-    """Returns the codes that a view [B, K, H, D] is decoded from; None if there are none, or if
-    their scale varies from token to token or along D."""
+    """Returns the codes that a view [B, K, H, D] is decoded from. Returns None if it is not
+    decoded, or if the scale varies from token to token or along D."""
     found = _decoded(view)
     if found is None or not isinstance(found.scale, View):
         return found
@@ -63,8 +66,8 @@ def decoded(view: View) -> Decoded | None:
 
 def decoded_pair(k: View, v: View) -> tuple[Decoded, Decoded] | None:
     """Returns the codes and scales of keys and values, with one head for each group of adjacent
-    equal heads. None if keys or values are not decoded, if their types differ, or if heads repeat
-    in another way or without their scales."""
+    equal heads. Returns None if keys or values are not decoded, if their dtypes differ, or if heads
+    repeat in another way or repeat without their scales."""
     keys, values = decoded(k), decoded(v)
     if keys is None or values is None or keys.dtype != values.dtype:
         return None
@@ -94,7 +97,7 @@ def _decoded(view: View) -> Decoded | None:
 
 
 def _widened(view: View) -> Decoded | None:
-    """Returns the codes of a cast to a type that holds them all; else None."""
+    """Returns the codes of a cast to a dtype that represents all of them exactly; else None."""
     value = view.value
     if value.op != "cast" or value.dtype not in WIDE:
         return None
@@ -104,7 +107,7 @@ def _widened(view: View) -> Decoded | None:
 
 
 def bytes_of(item: View | Computed) -> View:
-    """Returns the bytes that the graph, or :func:`as_dtype`, views as floats."""
+    """Returns the bytes that the graph or :func:`as_dtype` views as floats."""
     codes: View = item if isinstance(item, View) else item.operands[0]
     while codes.value.op == "bitcast" and codes.value.args[0].shape == codes.value.shape:
         codes = codes.value.args[0].through(codes.effect)
@@ -112,6 +115,6 @@ def bytes_of(item: View | Computed) -> View:
 
 
 def as_dtype(codes: View, dtype: torch.dtype) -> View | Computed:
-    """Returns bytes viewed as numbers of a dtype."""
+    """Returns bytes, viewed as numbers of a dtype."""
     codes = bytes_of(codes)
     return codes if codes.value.dtype == dtype else Computed("bitcast", (codes, dtype))

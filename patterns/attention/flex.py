@@ -1,6 +1,6 @@
-"""Calls of `flex_attention`. The compiler spells them out before patterns run. This file reports
-calls that it could not spell out, and calls whose spelled-out form is not recognised as attention.
-"""
+"""Calls of `flex_attention`. Before patterns run, the compiler replaces each call by ordinary
+operations. This file reports calls for which this was not possible, and calls for which the
+ordinary operations are not recognised as attention."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.attention import sketch_of
 
-#: The key, in the `meta` of a call's node, of the reason why the call was not spelled out.
+#: A key in the `meta` of a call's node. Its value is the reason why the call was not replaced by
+#: ordinary operations.
 UNREAD = "tilewright_flex_unread"
-#: The key, in the `meta` of a softmax, that marks the softmax of a spelled-out call.
+#: A key in the `meta` of a softmax node. It marks the softmax of a call that was replaced.
 SPELLED = "tilewright_flex"
 _HINT = (
     "write a score_mod that only caps the score, adds to it, or hides it by torch.where, with "
@@ -22,8 +23,8 @@ _HINT = (
 
 
 def unread_calls(flow: Dataflow) -> Iterator[Value]:
-    """Yields the results of calls that were not spelled out. For a call that was, yields
-    its softmax if that is not recognised as attention."""
+    """Yields the results of calls that were not replaced by ordinary operations. For a call that
+    was, yields its softmax if that is not recognised as attention."""
     for value in flow.values:
         if (UNREAD in value.node.meta and value.kwargs.get("output", 0) == 0) or (
             SPELLED in value.node.meta and sketch_of(value) is None
@@ -35,7 +36,7 @@ def refuse_unread(value: Value) -> None:
     """Raises Reject (FLEX_FUNCTION) for a value from :func:`unread_calls`."""
     meta = value.node.meta
     unread = SPELLED in meta and sketch_of(value) is None
-    reason = "no pattern reads what its score_mod computes" if unread else meta.get(UNREAD)
+    reason = "no pattern can read what its score_mod computes" if unread else meta.get(UNREAD)
     if reason is not None:
         message = f"flex_attention: {reason}"
         reject("FLEX_FUNCTION", Stage.ACTIVATION, message, value, hint=_HINT)

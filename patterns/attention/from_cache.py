@@ -1,8 +1,8 @@
-"""Distinguishes attention to a cache, which comes from outside the graph, from attention to new
+"""Distinguishes attention to a cache, which comes from outside of the graph, from attention to new
 keys.
 
 If attention to a cache is not matched, the miss counts as lost, because the graph reads the whole
-cache where the op would read a part.
+cache and the op would read only a part of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tilewright.patterns.recognise.attention import factors_of, sketch_of
 
 
 def reads_a_cache(value: Value) -> bool:
-    """Whether the keys of an attention are a cache from outside the graph: pages, memory that the
-    graph writes, or, if the graph projects the queries, an input."""
+    """Whether the keys of an attention are a cache from outside of the graph. This is so for pages,
+    for memory that the graph writes, and for an input if the graph projects the queries."""
     sketch = sketch_of(value)
     if sketch is None:
         factors = factors_of(value)
@@ -30,19 +30,19 @@ def reads_a_cache(value: Value) -> bool:
 
 
 def _stored(view: View) -> View:
-    """Returns keys as stored in memory, before casts and scales."""
+    """Returns keys as they are stored in memory, before casts and scales."""
     keys, _ = bare(view)
     codes = decoded(keys)
     return keys if codes is None else codes.codes
 
 
 def _is_outside(value: Value) -> bool:
-    """Whether a value is a write of keys into memory from outside the graph."""
+    """Whether a value is a write of keys to memory from outside of the graph."""
     store = value.store
     return store is not None and store.memory.is_input and len(store.memory.shape) > 2
 
 
 def _is_given(keys: View) -> bool:
-    """Whether keys are an input with a dimension of heads. An input of fewer dimensions may be the
-    layer's activation."""
+    """Whether keys are an input that has a dimension for heads. An input with fewer dimensions may
+    be the activation of the layer."""
     return keys.value.op == "input" and len(keys.value.shape) > 3

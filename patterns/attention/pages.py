@@ -2,8 +2,8 @@
 
     k = pool[block_table].flatten(1, 2)          [B, C, P, H, D] as [B, K, H, D], K = C * P
 
-Dimension letters: N pages of P slots, C of them for each sequence; others as in
-`patterns/recognise/attention.py`.
+There are N pages of P slots, and each sequence has C pages. The other dimension letters are
+explained in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from tilewright.patterns.recognise.routing import gathered
 
 @dataclass(frozen=True)
 class Pages:
-    """pool [N, P, H, D]; block_table [B, C], integers. wrapped: whether negative entries count from
-    the end; otherwise they are errors."""
+    """A pool of pages and its table.
+
+    Attributes:
+        pool: [N, P, H, D].
+        block_table: [B, C], integers.
+        wrapped: Whether negative entries count from the end. If not, they are errors.
+    """
 
     pool: View
     block_table: View
@@ -33,15 +38,15 @@ class Pages:
 
 @dataclass(frozen=True)
 class SamePages:
-    """Two pools with one table. Valid negative entries of the table, which count from the end, have
-    been made positive."""
+    """Two pools that use the same table. Valid negative entries of the table, which count from the
+    end, have been replaced by nonnegative ones."""
 
     pools: tuple[View, View]
     block_table: View | Computed
 
 
 def same_pages(k: View, v: View) -> SamePages | None:
-    """Returns the pages of k and v [B, K, H, D] if both use one table; else None."""
+    """Returns the pages of k and v [B, K, H, D], if both use the same table; else None."""
     found = pages_of(k), pages_of(v)
     if found[0] is None or found[1] is None:
         return None
@@ -53,14 +58,14 @@ def same_pages(k: View, v: View) -> SamePages | None:
         return None
     if not found[0].wrapped:
         return SamePages(pools, table)
-    # The op does not count pages from the end. An entry that the graph refuses stays invalid.
+    # In the op, pages do not count from the end. An entry that the graph refuses stays invalid.
     counted = Computed("add", (table, pools[0].shape[0]))
     return SamePages(pools, Computed("where", (Computed("lt", (table, 0)), counted, table)))
 
 
 def pages_of(keys: View) -> Pages | None:
     """Returns the pages that k or v [B, K, H, D] is gathered from; None if it is gathered token by
-    token or not at all. `keys` may be a run of the gathered columns."""
+    token or not gathered at all. `keys` may be a range of the gathered columns."""
     taken = gathered(keys.value.whole)
     if taken is None or len(taken[0].shape) not in (3, 4):
         return None
@@ -93,8 +98,8 @@ def _pages(keys: View, pool: View, index: View) -> Pages | None:
 
 
 def _first_column(keys: View, whole: Effect) -> Size | None:
-    """Returns the first column of keys [B, K, H, D] among the columns of `whole`, a view of the
-    same value."""
+    """Returns the first column of keys [B, K, H, D], counted in the columns of `whole`, which is a
+    view of the same value."""
     last = whole.dims[3]
     if len(last) != 1 or last[0].axis is None or last[0].step != 1:
         return 0 if keys.effect == whole else None

@@ -1,8 +1,8 @@
-"""Finds keys and values as a cache stores them: once for all query heads that share a head.
+"""Finds keys and values as a cache stores them, with one head for all query heads that share it.
 
     k = cache[:, :, None].expand(B, Hkv, Hq // Hkv, K, D).reshape(B, Hq, K, D)    ⇒   cache
 
-Dimension letters: as in `patterns/recognise/attention.py`.
+Dimension letters are explained in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tilewright.patterns.effects import Atom, coalesce
 
 
 def group_of(*tensors: View) -> int:
-    """Returns how many adjacent heads are equal in each of these [B, K, H, D]."""
+    """Returns how many adjacent heads are equal in all of these tensors [B, K, H, D]."""
     return math.gcd(*(_repeats(view) for view in tensors))
 
 
 def _repeats(view: View) -> int:
-    """Returns how often each head repeats before the next one; 1 if the number is unknown."""
+    """Returns how often each head is repeated before the next head; 1 if this number is unknown."""
     heads = view.effect.dims[2]
     last = heads[-1] if heads else None
     known = last is not None and last.axis is None and isinstance(last.length, int)
@@ -27,7 +27,8 @@ def _repeats(view: View) -> int:
 
 
 def once(view: View, group: int) -> View:
-    """Returns [B, K, H / group, D] of [B, K, H, D]: the first of every `group` equal heads."""
+    """Returns [B, K, H / group, D] from [B, K, H, D]. It has the first of every `group` equal
+    heads."""
     if group == 1:
         return view
     batch, length, heads, width = view.effect.dims
@@ -36,5 +37,6 @@ def once(view: View, group: int) -> View:
 
 
 def heads_repeat(view: View) -> bool:
-    """Whether heads of [B, K, H, D] repeat, adjacent or in turn."""
+    """Whether heads of [B, K, H, D] are repeated, either each head several times in a row or all
+    heads in turn."""
     return any(atom.axis is None for atom in view.effect.dims[2])

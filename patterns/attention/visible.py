@@ -1,8 +1,8 @@
-"""Describes which keys a query of an attention sees, by the arguments of an op: `mask`,
-`positions`, `window` and `cache_lengths`. If the graph's mask is not understood, the arguments are
+"""Describes which keys the queries of an attention attend to, with the arguments of an op: `mask`,
+`positions`, `window` and `cache_lengths`. If the graph's mask is not recognised, the arguments are
 the mask tensor, `attn_mask`, and the list of its blocks, `mask_blocks`.
 
-Dimension letters: as in `patterns/recognise/attention.py`.
+Dimension letters are explained in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tilewright.patterns.recognise.masks import visible_by
 
 
 def visible_keys(attention: Attention) -> dict[str, Any]:
-    """Returns the op's arguments for the mask of an attention; raises Reject (ATTENTION_FORM)."""
+    """Returns the op's arguments for the mask of an attention. Raises Reject (ATTENTION_FORM)."""
     if attention.row_offsets is not None:
         return _ragged(attention)
     mask, added = attention.mask, attention.added
@@ -28,10 +28,12 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
         return {"mask": "causal" if attention.causal else "none"}
     if attention.causal:
         refuse(
-            "it has a mask besides is_causal",
+            "it has a mask in addition to is_causal",
             attention.end,
-            hint="let the mask also hide what ones(S, K, dtype=bool).tril() hides, and leave "
-            "is_causal out",
+            hint=(
+                "make the mask exclude the keys that ones(S, K, dtype=bool).tril() excludes, "
+                "and leave out is_causal"
+            ),
         )
     found = None
     if mask is not None or not attention.subtracted:
@@ -41,7 +43,7 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
         seen = mask if mask is None or attention.sees else Computed("invert", (mask,))
         whole = _with_numbers(seen, numbers)
         return {"mask": "none", **_tensor(whole, hide_lowest=_lowest_hides(attention))}
-    # Numbers that only hide keys are covered by the mask already.
+    # The mask already covers numbers that only hide keys.
     more = None if mask is None else numbers
     given = {
         "positions": found.positions,
@@ -52,7 +54,7 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
 
 
 def mask_fact(arguments: dict[str, Any]) -> str:
-    """Returns the mask of these arguments in the words of reports."""
+    """Returns a description of the mask of these arguments for reports."""
     kinds = [] if arguments["mask"] == "none" else [arguments["mask"]]
     if "window" in arguments:
         kinds[-1] += f"({arguments['window']})"
@@ -64,8 +66,8 @@ def mask_fact(arguments: dict[str, Any]) -> str:
 
 
 def _tensor(mask: View | Computed | None, *, hide_lowest: bool = False) -> dict[str, Any]:
-    """Returns the arguments for a mask tensor: the tensor and its list of blocks. Layers with one
-    mask share the node that makes the list."""
+    """Returns the arguments for a mask tensor: the tensor and the list of its blocks. Layers that
+    have the same mask share the node that computes the list."""
     if mask is None:
         return {}
     options = (("hide_lowest", True),) if hide_lowest else ()
@@ -73,8 +75,8 @@ def _tensor(mask: View | Computed | None, *, hide_lowest: bool = False) -> dict[
 
 
 def _lowest_hides(attention: Attention) -> bool:
-    """Whether the op may take the lowest number of the mask's dtype for a hidden key. Such a mask
-    must not be combined with another one."""
+    """Whether the op may treat the lowest number of the mask's dtype as a hidden key. This requires
+    that the mask is not combined with another mask."""
     if attention.added is None or not attention.added.value.dtype.is_floating_point:
         return False
     return bounds_logits(attention.scale, attention.softcap, attention.added.value.dtype)
@@ -83,15 +85,15 @@ def _lowest_hides(attention: Attention) -> bool:
 def _with_numbers(
     seen: View | Computed | None, numbers: View | Computed | None
 ) -> View | Computed | None:
-    """Returns one mask for a bool mask (True is seen) and added numbers together."""
+    """Combines a bool mask (True means visible) and added numbers to one mask."""
     if seen is None or numbers is None:
         return numbers if seen is None else seen
     return Computed("where", (seen, numbers, float("-inf")))
 
 
 def _numbers(attention: Attention) -> View | Computed | None:
-    """Returns the added numbers as floats. A bool tensor adds 1 for True in a sum, but to the op it
-    would say which keys are seen."""
+    """Returns the added numbers as floats. In a sum, True in a bool tensor adds 1. To the op,
+    however, a bool tensor would say which keys are visible."""
     if attention.added is None:
         return None
     added: View | Computed = attention.added
@@ -101,8 +103,8 @@ def _numbers(attention: Attention) -> View | Computed | None:
 
 
 def _ragged(attention: Attention) -> dict[str, Any]:
-    """Returns the mask arguments of a ragged batch. A causal mask is aligned to the ends of a
-    sequence: its queries come after all its other keys."""
+    """Returns the mask arguments of a ragged batch. A causal mask is aligned to the end of each
+    sequence, because the queries of a sequence come after all its other keys."""
     rows, keys = attention.row_offsets, attention.key_offsets
     assert rows is not None
     assert keys is not None
@@ -115,7 +117,7 @@ def _ragged(attention: Attention) -> dict[str, Any]:
 
 
 def _lengths(offsets: View) -> Computed:
-    """Returns the lengths [B] from offsets [B + 1]."""
+    """Returns the lengths [B] that follow from offsets [B + 1]."""
     count = offsets.shape[0] - 1
     ends, starts = (offsets.narrow(0, first, count) for first in (1, 0))
     return Computed("add", (ends, Computed("neg", (starts,))))

@@ -1,6 +1,7 @@
-"""The address of a cache write: a window on the cache's memory, and each token's slot in it.
+"""The address of a cache write: a window on the cache's memory, and the slot of each token in the
+window.
 
-Dimension letters: P pages, S slots per page, H key-value heads, D head_dim, T tokens.
+Dimension letters: P pages, S slots in a page, H key-value heads, D head_dim, T tokens.
 """
 
 from __future__ import annotations
@@ -36,14 +37,20 @@ _Pages = tuple[Size, Size, Size, Size]
 
 @dataclass(frozen=True)
 class Address:
-    """Where a write puts its tokens in a cache, and what it stores.
+    """Where a write stores its tokens in a cache, and what it stores.
 
-    window: the place of pages and slots in the cache tensor. slots: each token's slot. source: the
-    written heads, [tokens..., H, D], before the cache's scale and rounding. token_rank: how many
-    dimensions of source are tokens. dtype: the dtype of the cache. scale: the cache's scale, in the
-    form that the op takes. scale_multiplies: whether values are multiplied by the scale, rather
-    than divided. saturates: see :func:`saturates`. absorbed: the graph's values between source and
-    cache.
+    Attributes:
+        window: Where pages and slots are in the cache tensor.
+        slots: The slot of each token.
+        source: The heads that are written, [tokens..., H, D], before the cache's scale and
+            rounding.
+        token_rank: The number of dimensions of `source` that are tokens.
+        dtype: The dtype of the cache.
+        scale: The scale of the cache, in the form that the op expects.
+        scale_multiplies: Whether values are multiplied by the scale. If not, they are divided by
+            it.
+        saturates: As in :func:`saturates`.
+        absorbed: The graph's values between the source and the cache.
     """
 
     window: CacheWindow
@@ -62,7 +69,8 @@ class Address:
 
 
 def place_arguments(k: Address, v: Address | None) -> dict[str, Any]:
-    """Returns windows, slots and scales, under the names that all ops with a paged cache share."""
+    """Returns the windows, the slots and the scales, as arguments with the names that all ops with
+    a paged cache use."""
     slots = k.slots if v is None or v.slots.wraps else v.slots
     return {
         "k_window": k.window.to_ints(),
@@ -76,8 +84,8 @@ def place_arguments(k: Address, v: Address | None) -> dict[str, Any]:
 
 
 def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None:
-    """Raises Reject if one op cannot write both. They must go to the same slots, and be scaled and
-    rounded in the same way."""
+    """Raises Reject if one op cannot perform both writes. They must write to the same slots, and
+    scale and round their values in the same way."""
     same = k.slots.form == v.slots.form
     sizes = zip(k.window.shape[:2], v.window.shape[:2], strict=True)
     same = same and all(flow.same_size(a, b) for a, b in sizes)
@@ -97,8 +105,8 @@ def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None
 
 
 def address(write: CacheWrite, flow: Dataflow) -> Address:
-    """Returns the window and slots of one write; raises Reject for addressing that is not
-    understood."""
+    """Returns the window and the slots of one write. Raises Reject if its addressing is not
+    recognised."""
     store, written = write.record, write.written
     if written is None:
         _reject_unknown(write)
@@ -128,15 +136,15 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
         _refuse("SUBCLASS", message, write.store, hint=hint)
     if store.note == REINTERPRETED or store.dtype != store.memory.dtype:
         message = f"{store.kind} writes through {REINTERPRETED} of the cache"
-        hint = "give the cache tensor the dtype it is written in"
+        hint = "give the cache tensor the dtype in which it is written"
         _refuse("CACHE_LAYOUT", message, write.store, hint=hint)
     if store.note:
         _refuse("CACHE_LAYOUT", f"{store.kind}: {store.note}", write.store)
-    message = f"{store.kind} writes the cache; what it does is not known to tilewright"
+    message = f"{store.kind} writes the cache, but tilewright does not know what it computes"
     _refuse("OPAQUE_WRITE", message, write.store)
 
 
-#: Writes for which a negative index is an error.
+#: Kinds of writes for which a negative index is an error.
 _EXACT = ("index_copy_", "scatter_")
 
 
@@ -149,8 +157,8 @@ def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> N
 
 
 def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
-    """Handles `cache[page, head, slot]` with head = arange(H): removes that index and returns its
-    dimension. Returns None for other writes."""
+    """Handles `cache[page, head, slot]` with head = arange(H). Removes the index for heads and
+    returns its dimension. Returns None for other writes."""
     if max(len(v.effect.dims) for v in index.values()) == 1:
         return None
     counting = [d for d, view in index.items() if _counts_up(view, write.target.shape[d])]
@@ -166,7 +174,8 @@ def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
 
 
 def _counts_up(view: View, length: Size) -> bool:
-    """Whether an index is 0, 1, ..., length - 1 along its last dimension only."""
+    """Whether an index is 0, 1, ..., length - 1 along its last dimension, and does not vary along
+    the others."""
     last = len(view.effect.dims) - 1
     whole = Effect(((),) * last + effects.identity((length,)).dims, (0,))
     value = view.value
@@ -176,7 +185,7 @@ def _counts_up(view: View, length: Size) -> bool:
 
 
 def _flattened(index: dict[int, View], shape: tuple[Size, ...]) -> dict[int, View]:
-    """Returns index tensors, which are [B, S] or broadcast to it, flattened to [B * S]."""
+    """Returns index tensors flattened to [B * S]. They are [B, S], or broadcast to that shape."""
     flat = {}
     for dim, view in index.items():
         wide = effects.expand(view.effect, shape)
@@ -188,9 +197,9 @@ def _roles(
     write: CacheWrite, written: Written, index: Mapping[int, View], head_axis: int | None
 ) -> tuple[int | None, int, int, dict[int, int]]:
     """Returns (page dimension or None, head dimension, element dimension) of the target, and the
-    source's dimensions for them."""
+    dimensions of the source that correspond to them."""
     rest = [d for d in range(len(write.target.dims)) if d not in index and d != write.along]
-    # With explicit heads the source is [tokens, H, other dimensions].
+    # If there is an index for heads, the source is [tokens, H, other dimensions].
     order = rest if head_axis is None else [head_axis, *[d for d in rest if d != head_axis]]
     lead = len(written.view.effect.dims) - len(order)
     at = {dim: lead + i for i, dim in enumerate(order)}
@@ -213,7 +222,9 @@ def _one_index(
     (slot_dim, slots), *_ = index.items()
     wraps = write.record.kind not in _EXACT
     if write.record.kind == "index_copy_" and slots.value.dtype != torch.int64:
-        message = f"index_copy_ takes no slots of {slots.value.dtype}: the call raises an error"
+        message = (
+            f"index_copy_ does not accept slots of {slots.value.dtype}: the call raises an error"
+        )
         _refuse("SLOT_INDEX", message, slots, "give it 64-bit slots: slots.long()")
     page, head, element, at = _roles(write, written, index, head_axis)
     lead = list(range(len(slots.effect.dims)))
@@ -234,7 +245,8 @@ def _one_index(
 
 
 def _own_index(write: CacheWrite, written: Written) -> Address:
-    """Handles a write in which each page, a row of dimension `write.along`, has its own slots."""
+    """Handles a write in which each page has its own slots. A page is a row of dimension
+    `write.along`."""
     assert write.along is not None
     ((slot_dim, slots),) = write.index.items()
     page, head, element, at = _roles(write, written, write.index, None)
@@ -273,18 +285,23 @@ def _two_indices(
 
 
 def _filled(write: CacheWrite, written: Written) -> Address:
-    """Handles `cache[:B, start : start + S] = k`: consecutive slots, the same in every page."""
+    """Handles `cache[:B, start : start + S] = k`, which writes consecutive slots, the same in every
+    page."""
     whole = effects.product(write.target.shape) == effects.product(write.memory.shape)
     if whole and continues(written.view.value, write.memory):
         _refuse(
             "MOVED_CACHE",
             f"{write.record.kind} writes the whole cache anew, old tokens too",
             write.store,
-            hint="moving a window copies all of it; a tilewright.tools.paged_cache.PagedCache, "
-            "passed to generate(), keeps every token where it is"
+            hint="moving a window copies the whole window; a "
+            "tilewright.tools.paged_cache.PagedCache, passed to generate(), keeps every token in "
+            "its place"
             if is_in_package(write.node, "transformers")
-            else "moving a window copies all of it: keep a ring of slots, "
-            "cache[:, :, positions % window] = k, and mask by the position that each slot holds",
+            else (
+                "moving a window copies the whole window: keep a ring of slots, cache[:, :, "
+                "positions % window] = k, and compute the mask from the position that each "
+                "slot holds"
+            ),
         )
     found = fill_slices(write.target, write.memory.shape)
     if isinstance(found, str):
@@ -352,7 +369,7 @@ def _flat_slots(write: CacheWrite, dim: int) -> _Pages:
         return atoms[0].length, atoms[1].length, strides[0], strides[1]
     if not atoms:
         return 1, 1, 0, 0
-    # Contiguous slots are one long page.
+    # Slots that are contiguous count as one long page.
     return 1, atoms[0].length, atoms[0].length * strides[0], strides[0]
 
 
@@ -367,13 +384,13 @@ def _address(
     *,
     skipped: Size = 0,
 ) -> Address:
-    """Returns the address. lead: the source's token dimensions, outermost first. skipped: the
-    number of elements from the window's start to the target's start."""
+    """Returns the address. lead: the token dimensions of the source, the outermost first. skipped:
+    the number of elements from the start of the window to the start of the target."""
     num_pages, page_size, page_stride, slot_stride = pages
     (_, head_stride), (_, dim_stride) = (_stride(write, d) for d in head)
     view = written.view
-    # The sizes are those of the written heads. The cache's own sizes may be symbols, which the
-    # graph requires to be equal.
+    # Use the sizes of the heads that are written. The sizes of the cache may be symbols, which the
+    # graph requires to be equal to these sizes.
     num_heads, head_dim = (view.shape[at[d]] for d in head)
     order = [*lead, *(at[d] for d in head)]
     dropped = [d for d in range(len(view.shape)) if d not in order]

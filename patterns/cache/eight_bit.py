@@ -1,10 +1,10 @@
-"""Traces the bytes that are written into an FP8 cache back to the heads, and finds their scale.
+"""Traces the bytes that are written to an FP8 cache back to the heads, and finds their scale.
 
     k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
 
-The op rounds once. With the clamp it saturates. Without it, a number out of range becomes what
-PyTorch's cast makes of it: infinity (float8_e5m2), or NaN or the largest number (float8_e4m3fn, by
-release).
+The op rounds once. If there is a clamp, the op saturates. If not, a number out of range becomes the
+same number as in PyTorch's cast: infinity (float8_e5m2), or NaN or the largest number, depending on
+the release (float8_e4m3fn).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.dtypes import dtype_name
 
-#: The dtypes that heads are computed in.
+#: The dtypes in which heads are computed.
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -32,10 +32,13 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Written:
     """The values that a write stores, before they are scaled and rounded to the cache's dtype.
 
-    scale: a number, or a view of `view`'s shape that repeats along the dimensions it does not vary
-    with. multiplies: whether values are multiplied by it, rather than divided. held: whether the
-    graph clamps them to the cache's range, from below and from above. between: the graph's values
-    from `view` to the cache.
+    Attributes:
+        view: The values.
+        scale: A number, or a view of `view`'s shape that repeats along the dimensions in which it
+            does not vary.
+        multiplies: Whether values are multiplied by the scale. If not, they are divided by it.
+        held: Whether the graph clamps the values to the cache's range, (from below, from above).
+        between: The graph's values between `view` and the cache.
     """
 
     view: View
@@ -51,15 +54,16 @@ class Written:
 
 
 def before_rounding(written: Written, dtype: torch.dtype) -> Written:
-    """Returns the written values before they are scaled and rounded to `dtype`; `written` if they
-    are not."""
+    """Returns the written values before they are scaled and rounded to `dtype`. If they are not
+    scaled or rounded, returns `written`."""
     while (earlier := _earlier(written, dtype)) is not None:
         written = earlier
     return written
 
 
 def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
-    """Returns the written values one operation earlier, or None."""
+    """Returns the written values before their last operation; None if that operation cannot be
+    undone."""
     value = written.view.value
     if value.op == "bitcast":
         return _there_and_back(written)
@@ -80,8 +84,8 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
 
 
 def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
-    """Whether the op may omit a cast: the rounding that the op does itself, a rounding just before
-    that, or a widening."""
+    """Whether the op may omit a cast. It may omit the rounding that it computes itself, a rounding
+    directly before that, and a cast to a wider dtype."""
     value = written.view.value
     before = value.args[0].value.dtype
     if before not in WIDE:
@@ -99,7 +103,7 @@ def _before(written: Written, operand: View) -> Written | None:
 
 
 def _there_and_back(written: Written) -> Written | None:
-    """Skips `x.view(torch.uint8).view(dtype)`, which is x."""
+    """Skips `x.view(torch.uint8).view(dtype)`, which is equal to x."""
     value = written.view.value
     inner = value.args[0]
     if inner.value.op != "bitcast" or inner.value.args[0].value.dtype != value.dtype:
@@ -109,9 +113,9 @@ def _there_and_back(written: Written) -> Written | None:
 
 
 def _holds(bounds: tuple[Any, Any], dtype: torch.dtype) -> tuple[bool, bool] | None:
-    """Returns whether a clamp brings numbers below a dtype's range into it, and whether it brings
-    numbers above the range into it; None if the clamp changes numbers in the range. A bound beyond
-    the range brings none into it."""
+    """Returns (whether a clamp brings numbers below the range of a dtype into it, whether it brings
+    numbers above the range into it). Returns None if the clamp changes numbers inside the range. A
+    bound outside of the range brings no numbers into it."""
     limit = torch.finfo(dtype).max
     if not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
         return None
@@ -122,9 +126,9 @@ def _holds(bounds: tuple[Any, Any], dtype: torch.dtype) -> tuple[bool, bool] | N
 
 
 def saturates(written: Written, dtype: torch.dtype) -> bool:
-    """Whether numbers out of a cache dtype's range become its largest number.
+    """Whether numbers outside the range of a cache dtype become its largest number.
 
-    Raises Reject (CAST) if they do on one side only.
+    Raises Reject (CAST) if this holds on one side of the range only.
     """
     if dtype not in FP8_DTYPES or dtype in SATURATED_BY_TORCH:
         return True
@@ -137,7 +141,7 @@ def saturates(written: Written, dtype: torch.dtype) -> bool:
 
 
 def _unscaled(written: Written) -> Written | None:
-    """Handles `x / scale` or `x * scale` with a scale that does not depend on the projection."""
+    """Handles `x / scale` or `x * scale`, if the scale does not depend on the projection."""
     value = written.view.value
     if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
         return None
@@ -162,30 +166,30 @@ def _is_scale(item: Any) -> bool:
 
 
 def can_scale(number: float) -> bool:
-    """Whether a number can be a cache's scale in float32: not 0, not infinite, and not so small
-    that it loses digits."""
+    """Whether a number can be the scale of a cache in float32: it is not 0, not infinite, and not
+    so small that it loses digits."""
     return FLOAT32.tiny <= abs(number) <= FLOAT32.max
 
 
 def scale_argument(written: Written, device: torch.device) -> View | Computed | None:
-    """Returns the scale of a write as the op takes it, or None without one.
+    """Returns the scale of a write in the form that the op expects; None if there is none.
 
-    Raises Reject (CAST) if it varies from token to token or along head_dim.
+    Raises Reject (CAST) if the scale varies from token to token or along head_dim.
     """
     if written.scale is None:
         return None
     made = scale_of_heads(written.scale, device)
     if made is None:
         assert isinstance(written.scale, View)
-        message = "the cache's scale varies from token to token, or along head_dim"
-        hint = "scale the cache as a whole, or by head"
+        message = "the scale of the cache differs between tokens, or along head_dim"
+        hint = "use one scale for the whole cache, or one for each head"
         reject("CAST", Stage.ANCHORED, message, written.scale, hint=hint)
     return made
 
 
 def scale_of_heads(scale: View | float, device: torch.device) -> View | Computed | None:
-    """Returns the scale of heads [..., H, D] as ops take it: fp32, [] or [H]; None if it varies
-    from token to token or along head_dim."""
+    """Returns the scale of heads [..., H, D] in the form that ops expect: fp32, [] or [H]. Returns
+    None if it varies from token to token or along head_dim."""
     if not isinstance(scale, View):
         options = (("dtype", torch.float32), ("device", device))
         return Computed("full", ((), float(scale)), options)

@@ -1,5 +1,5 @@
-"""Finds writes of latents: one entry per token for all heads, made of a normalised latent and a
-rotated key."""
+"""Finds writes of latents. Each token has one entry for all heads, which consists of a normalized
+latent and a rotated key."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tilewright.patterns.recognise.gemm import piece_of
 
 
 def latent_writes(flow: Dataflow) -> Iterator[WritePair]:
-    """Yields pairs of writes with one head, at the same slots and of different widths.
+    """Yields pairs of writes that have one head, the same slots and different widths.
 
-    A single write of two such parts side by side gives a pair as well.
+    A single write of two such parts side by side is yielded as a pair as well.
     """
     pending: CacheWrite | None = None
     for write in cache_writes(flow):

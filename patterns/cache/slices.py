@@ -1,6 +1,7 @@
 """Finds the meaning of each dimension of a written slice of a cache, `cache[:B, s : s + n]`.
 
-No index tensor tells which dimension of a slice holds the slots: it is the dimension that is cut.
+There is no index tensor that shows which dimension of a slice has the slots. It is the dimension
+that is cut.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from tilewright.patterns.effects import Dim, Effect, Size
 
 @dataclass(frozen=True)
 class Slots:
-    """The roles of a slice's dimensions. page: None if there is a single page. axis: the axis of
-    the memory that the slots lie on. A single head may have no axis in the memory."""
+    """The meaning of the dimensions of a slice.
+
+    Attributes:
+        page: The dimension of pages; None if there is a single page.
+        slot, head, element: The dimensions of slots, heads and elements.
+        axis: The axis of the memory that has the slots. If there is a single head, the memory may
+            have no axis for heads.
+    """
 
     page: int | None
     slot: int
@@ -24,8 +31,8 @@ class Slots:
 
 
 def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
-    """Returns the roles of the dimensions of a slice `target` of a memory of `shape`, or a message
-    that says why they are not known."""
+    """Returns the meaning of the dimensions of a slice `target` of a memory of `shape`. If it is
+    not known, returns a message with the reason."""
     axes = _axes(target.dims, len(shape))
     if axes is None or len(axes) not in (3, 4):
         return "its dimensions are not pages, slots, heads and head_dim"
@@ -35,23 +42,23 @@ def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
     if len(choices) > 1:
         choices = [d for d in choices if _is_cut(target, shape, d, axes[d])]
     if len(choices) != 1:
-        return "which dimension holds the slots is not known"
+        return "it is not known which dimension has the slots"
     slot = choices[0]
     (head,) = (d for d in inner if d != slot)
     first = 0 if page is None else axes[page]
     axis = axes[slot]
     assert axis is not None
     if page is not None and (first is None or not isinstance(target.start[first], int)):
-        return "it starts at a sequence that is not known"
+        return "it starts at an unknown sequence"
     return Slots(page, slot, head, len(axes) - 1, axis)
 
 
 def _axes(dims: Sequence[Dim], rank: int) -> list[int | None] | None:
-    """Returns the memory's axis of every dimension; None if they are not known.
+    """Returns the memory's axis for every dimension; None if the axes are not known.
 
-    A dimension of length one does not name its axis. It gets an unused axis between its neighbours'
-    axes, provided that there are not more such axes than dimensions without one. If there are
-    fewer, the last dimensions get none.
+    A dimension of length one does not show its axis. It gets an unused axis between the axes of its
+    neighbours, unless there are more such axes than dimensions of length one. If there are fewer,
+    the last dimensions get no axis.
     """
     known: list[int | None] = []
     for dim in dims:
@@ -76,7 +83,7 @@ def _axes(dims: Sequence[Dim], rank: int) -> list[int | None] | None:
 
 
 def _run_of_ones(known: Sequence[int | None], place: int) -> list[int]:
-    """Returns the adjacent unnamed dimensions around `place`."""
+    """Returns the adjacent dimensions around `place` whose axes are unknown."""
     first = place
     while first > 0 and known[first - 1] is None:
         first -= 1
@@ -87,5 +94,5 @@ def _run_of_ones(known: Sequence[int | None], place: int) -> list[int]:
 
 
 def _is_cut(target: Effect, shape: Sequence[Size], dim: int, axis: int | None) -> bool:
-    """Whether a dimension takes only a part of its axis."""
+    """Whether a dimension covers only a part of its axis."""
     return axis is not None and bool(target.start[axis] != 0 or target.shape[dim] != shape[axis])

@@ -1,7 +1,9 @@
-"""Slot arithmetic: the expressions from a token to its place in a paged cache.
+"""Arithmetic of slots: the expressions that compute the place of a token in a paged cache.
 
-page = block_table[sequence, position // page_size]
-slot = page * page_size + position % page_size
+    page = block_table[sequence, position // page_size]
+    slot = page * page_size + position % page_size
+
+The functions of this module recognise such expressions, and make them.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ _INTEGERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of tokens: a form of `ops.cache.addressing`, and the tensors that it reads.
+    """The slots of tokens, in a form of `ops.cache.addressing`.
 
-    wraps: whether a negative index counts from the end, as in cache[slots]; for index_copy_ and
-    scatter_ it is an error.
+    Attributes:
+        form: The name of the form.
+        tensors: The tensors that the form reads.
+        wraps: Whether a negative index counts from the end, as in cache[slots]. For index_copy_ and
+            scatter_, it is an error.
     """
 
     form: str
@@ -43,15 +48,15 @@ class Slots:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The slots by the argument names that every op with a paged cache has."""
+        """The slots, as arguments with the names that all ops with a paged cache use."""
         named = dict(zip(SLOT_FORMS[self.form], self.tensors, strict=True))
         indexing = "torch" if self.wraps else "exact"
         return {"slots": self.form, "indexing": indexing, "slot_mapping": None, **named}
 
 
 def own_slots(offsets: View, num_pages: Size, page_size: Size, device: torch.device) -> Computed:
-    """Returns flat slots [P * T] from offsets [P, T], in which row p has the tokens of page p, as
-    in scatter_. Negative offsets become invalid."""
+    """Returns flat slots [P * T] from offsets [P, T]. Row p has the offsets of the tokens of page
+    p, as in scatter_. Negative offsets become invalid slots."""
     pages = Computed("arange", (num_pages,), (("device", device),))
     rows = Computed("reshape", (pages, [num_pages, 1]))
     slots = paged_slot(rows, offsets, num_pages, page_size, lowest=0)
@@ -65,11 +70,12 @@ def paged_slot(
     page_size: Size,
     lowest: Size | None = None,
 ) -> Computed:
-    """Returns page * page_size + offset, with PyTorch's meaning of an offset that is not in its
-    page.
+    """Returns page * page_size + offset. An offset that is outside of its page keeps the meaning
+    that it has in PyTorch.
 
-    A negative offset counts from the page's end. An offset out of range, or below `lowest`, becomes
-    a slot out of range, which the op refuses or skips, and never a slot of the next page.
+    A negative offset counts from the end of the page. An offset that is out of range, or less than
+    `lowest`, becomes a slot that is out of range, which the op refuses or skips. It never becomes a
+    slot of the next page.
     """
     lowest = -page_size if lowest is None else lowest
     start = Computed("mul", (pages, page_size))
@@ -84,7 +90,7 @@ def paged_slot(
 
 
 def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> Slots | None:
-    """Returns the block table in which `pages` are looked up by the positions that `offsets` are
+    """Returns the block table, if `pages` are looked up in one by the positions that `offsets` are
     computed from; else None."""
     positions = _position_of(offsets, page_size)
     found = _lookup(strip_integer_casts(pages))
@@ -100,8 +106,8 @@ def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> 
 
 
 def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
-    """Returns the block table of slots `page * page_size + offset`, if the pages are looked up in a
-    block table; else None."""
+    """Returns the block table of slots `page * page_size + offset`, if the pages are looked up in
+    one; else None."""
     value = slots.value
     if value.op != "aten.add" or len(value.operands) != 2 or value.kwargs:
         return None
@@ -116,15 +122,15 @@ def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
 
 
 def _usable(flow: Dataflow, view: View) -> bool:
-    """Whether a view is of an integer tensor that the graph never writes, so that the op may read
-    it later."""
+    """Whether a view is of an integer tensor that the graph never writes. The op may then read it
+    later."""
     memory = flow.memory_of.get(flow.home(view.value))
     written = memory is not None and any(map(flow.written.get, flow.on_storage(memory.storage)))
     return view.value.dtype in _INTEGERS and not written
 
 
 def _operand(view: View, op: str, number: Any, **kwargs: Any) -> View | None:
-    """Returns x if the view is `op(x, number)`, elementwise; else None."""
+    """Returns x if the view is the elementwise operation `op(x, number)`; else None."""
     value = view.value
     if value.op != op or len(value.args) != 2 or dict(value.kwargs) != kwargs:
         return None
@@ -137,7 +143,7 @@ def _operand(view: View, op: str, number: Any, **kwargs: Any) -> View | None:
 
 
 def _position_of(offsets: View, page_size: Size) -> View | None:
-    """Returns position if the offsets are position % page_size, so that they are in their page;
+    """Returns `position` if the offsets are `position % page_size`, which are always inside a page;
     else None."""
     offsets = strip_integer_casts(offsets)
     found = _operand(offsets, "aten.remainder", page_size)
@@ -166,15 +172,15 @@ def _scaled_by(view: View, page_size: Size) -> View | None:
 
 
 def _shift(page_size: Size) -> int | None:
-    """Returns log2 of a power of two; None for another number."""
+    """Returns log2 of page_size if it is a power of two; else None."""
     if not isinstance(page_size, int) or page_size < 1 or page_size & (page_size - 1):
         return None
     return page_size.bit_length() - 1
 
 
 def _lookup(pages: View) -> tuple[View, View, View] | None:
-    """Returns (table, sequence, column) if the view is `table[sequence, column]` in any spelling;
-    else None."""
+    """Returns (table, sequence, column) if the view is `table[sequence, column]`, however it is
+    written; else None."""
     value = pages.value
     if value.op == "aten.index":
         base, indices = value.args
@@ -192,8 +198,8 @@ def _lookup(pages: View) -> tuple[View, View, View] | None:
 
 
 def _gathered(pages: View) -> tuple[View, View, View] | None:
-    """Handles `table[sequence].gather(1, column[:, None])`: the rows first, then an element of
-    each."""
+    """Handles `table[sequence].gather(1, column[:, None])`, which selects rows first and then an
+    element of each row."""
     rows, _, columns = pages.value.args
     if not rows.is_whole or len(rows.shape) != 2 or columns.shape[1] != 1:
         return None

@@ -1,8 +1,8 @@
-"""Recognises writes of states of layers without attention. Their memory looks like a cache but is
-not one.
+"""Recognises writes of states of layers that are not attention. The memory of such a state looks
+like a cache but is not one.
 
-Such a state is either the inputs that a convolution still needs, or the state of a recurrence. A
-write replaces it as a whole; the state of a recurrence may also be replaced head by head.
+A state is either the inputs that a convolution still needs, or the state of a recurrence. A write
+replaces the whole state. The state of a recurrence may also be replaced head by head.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, upstream
 from tilewright.patterns.recognise.gemm import match_gemm
 
-# Operations of a recurrence: a decay, and products of two activations. Keys and values use neither.
+# Operations of a recurrence: a decay, and products of two activations. The computation of keys and
+# values has neither.
 _RECURRENT = frozenset(f"aten.{name}" for name in ("exp", "cumsum", "matmul", "bmm", "einsum"))
 _BY_ELEMENT = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "silu", "cat", "pad"))
 _BY_ELEMENT |= {"cast"}
@@ -32,14 +33,15 @@ def replaces_state(store: Store) -> bool:
 
 
 def continues(value: Value, memory: Memory) -> bool:
-    """Whether a value is computed from what a memory held. New keys are not."""
+    """Whether a value is computed from the old contents of a memory. New keys are not computed from
+    them."""
     before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
     return any(v.node is memory.root or (v.store and v.store.memory is memory) for v in before)
 
 
 def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
-    """Whether a value has a single axis in `axes`, which runs over tokens, as the last axis of a
-    convolution's state [batch, channels, width] does.
+    """Whether a value has a single axis in `axes`, and this axis runs over tokens, like the last
+    axis of a convolution's state [batch, channels, width].
 
     An axis runs over tokens if the value is concatenated with earlier tokens along it, or if it is
     not the axis of a projection's features.
@@ -61,6 +63,6 @@ def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
 
 
 def made_by_recurrence(value: Value) -> bool:
-    """Whether a value is computed by a decay, or by a product of two activations."""
+    """Whether a decay, or a product of two activations, is a part of the computation of a value."""
     before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
     return any(v.op in _RECURRENT and v.projected and match_gemm(v) is None for v in before)

@@ -1,4 +1,4 @@
-"""Writes into a cache: finds them, splits a write of both K and V, and pairs K with V."""
+"""Finds writes to a cache, splits a write that has both K and V, and pairs K with V."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Sought
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 
-#: The description of patterns that start from these writes.
+#: The description of the patterns that start from these writes.
 CACHE_WRITES = Sought(
     "writes into a cache that is an input or a buffer (index_copy_, cache[slots] = k)",
     frozenset({"store", "aten.cat", "aten.index_put", "aten.index_copy", "aten.scatter"}),
@@ -29,11 +29,13 @@ CACHE_WRITES = Sought(
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """One K or V write; `written` is None if the stored value is not known.
+    """One write of K or V.
 
-    stores: the in-place writes; several if the model writes a dimension row by row. record: these
-    writes combined into one. target, index, along: as in :class:`Store`, for this part of the
-    record.
+    Attributes:
+        stores: The in-place writes. There are several if the model writes a dimension row by row.
+        record: These writes combined into one.
+        target, index, along: As in :class:`Store`, for this part of the record.
+        written: The stored values; None if they are not known.
     """
 
     stores: tuple[Value, ...]
@@ -57,23 +59,26 @@ class CacheWrite:
 
     @property
     def rest(self) -> list[int]:
-        """The target's dimensions that are neither indexed by a tensor nor `along`."""
+        """The dimensions of the target that have no index tensor and are not `along`."""
         return [d for d in range(len(self.target.dims)) if d not in self.index and d != self.along]
 
     @property
     def is_projected(self) -> bool:
-        """Whether the graph projects the written values. If not, an earlier graph or the caller
-        did."""
+        """Whether the graph itself projects the written values. If not, an earlier graph or the
+        caller projected them."""
         source = self.record.source
         return source is None or source.value.projected
 
 
 @dataclass(frozen=True)
 class WritePair:
-    """A K and a V write of the same tokens, or a single write.
+    """A K write and a V write of the same tokens, or a single write.
 
-    unlike: for a single write, another write of the same tokens whose heads have another width.
-    again: whether the write is also part of another pair.
+    Attributes:
+        first, second: The writes. second is None for a single write.
+        unlike: For a single write, another write of the same tokens, whose heads have another
+            width.
+        again: Whether the write is also a part of another pair.
     """
 
     first: CacheWrite
@@ -91,17 +96,18 @@ class WritePair:
         return self.first.store.node
 
     def apart(self) -> Iterator[WritePair]:
-        """Yields each of the two writes alone; nothing if one store holds both."""
+        """Yields each of the two writes as a single write. If one store writes both, yields
+        nothing."""
         if self.second is not None and set(self.first.stores).isdisjoint(self.second.stores):
             yield WritePair(self.first, None, again=True)
             yield WritePair(self.second, None, again=True)
 
 
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
-    """Yields the in-place writes into inputs of rank three or more, in program order.
+    """Yields the in-place writes to inputs of rank three or more, in program order.
 
-    Yields only writes of projected data, and of inputs of the graph that go to slots as keys and
-    values do.
+    It yields two kinds of writes: writes of projected data, and writes of inputs of the graph to
+    slots, as for keys and values.
     """
     fused = {op.qualified_name for op in all_ops()}
     wanted = [value for value in flow.stores if _may_be_cache(value, flow, fused)]
@@ -112,10 +118,10 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
 
 
 def _may_be_cache(value: Value, flow: Dataflow, fused: set[str]) -> bool:
-    """Whether a write goes into an input of rank three or more, and may store keys or values.
+    """Whether a write goes to an input of rank three or more, and may store keys or values.
 
-    fused: names of the ops that write caches themselves. A graph has such an op if the user called
-    it, or if an earlier round rewrote a site to it.
+    fused: the names of the ops that write caches themselves. A graph has such an op if the user
+    called it, or if an earlier round rewrote a site to it.
     """
     store = value.store
     assert store is not None
@@ -126,14 +132,15 @@ def _may_be_cache(value: Value, flow: Dataflow, fused: set[str]) -> bool:
     return store.kind not in fused and any(v.value.projected for v in _inputs_of(flow, value))
 
 
-# Steps between a key's projection and its cache write: RoPE, a norm's weight, casts.
+# Operations between the projection of a key and its cache write: RoPE, the weight of a norm, and
+# casts.
 _PLAIN = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "neg", "cat")) | {"cast"}
 _REACH = 32
 
 
 def _is_given(store: Store, flow: Dataflow) -> bool:
-    """Whether part of a cache is written with an activation among the graph's inputs, or with
-    simple arithmetic on one. An earlier graph or the caller has projected it."""
+    """Whether a part of a cache is written with an activation that is an input of the graph, or
+    with simple arithmetic on one. An earlier graph or the caller has projected this activation."""
     source = store.source
     assert source is not None
     part = bool(store.index) or not effects.is_identity(store.target, store.memory.shape)
@@ -152,8 +159,8 @@ def _is_given(store: Store, flow: Dataflow) -> bool:
 
 
 def _with_head(write: CacheWrite) -> CacheWrite:
-    """Adds a head dimension of length one to a cache without one (latents: [pages, slots,
-    width])."""
+    """Adds a head dimension of length one to a cache that has none (for latents, the cache is
+    [pages, slots, width])."""
     if write.written is None or not _lacks_heads(write):
         return write
     element = write.rest[-1]
@@ -170,11 +177,11 @@ def _with_head(write: CacheWrite) -> CacheWrite:
 
 
 def _lacks_heads(write: CacheWrite) -> bool:
-    """Whether the cache has no head dimension: index tensors leave one dimension, or the target has
-    three dimensions and each of its rows is a whole token."""
+    """Whether the cache has no head dimension. This is so if index tensors leave one dimension, or
+    if the target has three dimensions and each of its rows is a whole token."""
     if write.written is None:
         return False
-    # If index tensors have different shapes, one of them may be the heads' arange.
+    # If index tensors have different shapes, one of them may be an arange over heads.
     if len({view.shape for view in write.index.values()}) == 1 and len(write.rest) == 1:
         return True
     if len(write.target.dims) != 3 or not write.rest or _is_one(write, write.rest[-2:][0]):
@@ -185,26 +192,28 @@ def _lacks_heads(write: CacheWrite) -> bool:
 
 
 def _is_one(write: CacheWrite, dim: int) -> bool:
-    """Whether a dimension is a whole axis of length one. A slice of one token of many is not."""
+    """Whether a dimension is a whole axis of length one. A slice that takes one token of many is
+    not."""
     one = write.target.dims[dim] == ()
     return one and (bool(write.index) or write.memory.shape[-2] == 1)
 
 
 def _inputs_of(flow: Dataflow, value: Value) -> list[View]:
-    """Returns the views that the node of an unknown write reads."""
+    """Returns the views that are inputs of the node of an unknown write."""
     views = [flow.views[n] for n in value.node.all_input_nodes if n in flow.views]
     return [v for v in views if isinstance(v, View)]
 
 
 def _written(store: Store) -> Written | None:
-    """Returns the values that a write stores, in the cache's dtype or before they were rounded to
+    """Returns the values that a write stores, in the cache's dtype, or before they were rounded to
     it."""
     source, dtype = store.source, store.memory.dtype
     if source is None:
         return None
     if store.dtype == dtype:
         return before_rounding(Written(source), dtype)
-    # Written through a view of another dtype: the source must be reinterpreted in the same way.
+    # The write goes through a view of another dtype, so the source must be reinterpreted in the
+    # same way.
     value = source.value
     if value.op != "bitcast" or value.dtype != store.dtype or value.args[0].value.dtype != dtype:
         return None
@@ -213,8 +222,8 @@ def _written(store: Store) -> Written | None:
 
 
 def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
-    """Splits a write of K and V, `cache[page, :, slot] = stack([k, v], 1)`, or `cat` along the
-    heads. Yields any other write as it is."""
+    """Splits a write of both K and V, such as `cache[page, :, slot] = stack([k, v], 1)`, or a `cat`
+    along the heads. Yields any other write unchanged."""
     written = write.written
     if written is None or written.view.value.op != "aten.cat":
         yield write
@@ -225,7 +234,7 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
     rest = write.rest
     lead = len(source.effect.dims) - len(rest)
     halves = len(pieces) == 2 and pieces[0].shape == pieces[1].shape
-    # A cat along head_dim joins the halves of a rotated head, not K and V.
+    # A `cat` along head_dim joins the halves of a rotated head. It does not join K and V.
     halves = halves and (pieces[0].shape[axis] == 1 or axis < len(source.value.shape) - 1)
     halves = halves and len(at) == 1 and lead <= at[0] < len(source.effect.dims) - 1
     if not halves or source.shape[at[0]] != source.value.shape[axis]:
@@ -236,9 +245,9 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
 
 
 def joined_features(write: CacheWrite) -> Value | None:
-    """Returns the cat that a write stores, if it joins two projections of equal width along the
-    features: keys and values in one row. None for anything else, such as the parts of a rotated
-    head."""
+    """Returns the `cat` that a write stores, if it joins two projections of equal width along the
+    features, as for keys and values in one row. Returns None for anything else, such as the parts
+    of a rotated head."""
     value = None if write.written is None else write.written.view.value
     if value is None or value.op != "aten.cat" or len(value.args[0]) != 2:
         return None
@@ -250,8 +259,11 @@ def joined_features(write: CacheWrite) -> Value | None:
 
 
 def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> CacheWrite:
-    """Returns the write of one of the two pieces. at: the source's dimension along which the pieces
-    are joined; dim: the same dimension of the target. A piece of a stack has no such dimension."""
+    """Returns the write of one of the two pieces.
+
+    at: the dimension of the source along which the pieces are joined. dim: the same dimension of
+    the target. A piece of a `stack` has no such dimension.
+    """
     pieces, axis = written.view.value.args
     length = pieces[0].shape[axis]
 
@@ -275,8 +287,9 @@ def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> 
 
 
 def row_by_row(stores: Sequence[Value]) -> Iterator[tuple[tuple[Value, ...], Store]]:
-    """Returns (writes, combined write) for each group, in the order of their first writes. A group
-    writes consecutive rows of one dimension of a memory from the same rows of one value."""
+    """Yields (writes, combined write) for each group of writes, in the order of their first writes.
+    A group writes consecutive rows of one dimension of a memory, from the same rows of one
+    value."""
     groups: list[list[Value]] = []
     records: list[Store] = []
     last: dict[Memory, int] = {}
@@ -296,8 +309,8 @@ def row_by_row(stores: Sequence[Value]) -> Iterator[tuple[tuple[Value, ...], Sto
 
 
 def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | None:
-    """Returns one write that combines a group of writes with the write of the next row; None for
-    another write."""
+    """Returns a write that combines a group of writes with the write of the next row. Returns None
+    if `store` does not write the next row."""
     first = group[0].store
     assert first is not None
     count, source, more = len(group), first.source, store.source
@@ -310,7 +323,7 @@ def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | No
     if target is None or read is None or first.index.keys() != store.index.keys():
         return None
     if len(first.index) > 1:
-        return None  # pages and slots: each row is written separately
+        return None  # pages and slots: each row is written by a separate group
     whole = View(source.value, read)
     if not first.index:
         return replace(first, target=target, source=whole)
@@ -330,9 +343,12 @@ def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | No
 
 
 def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
-    """Returns one effect that selects rows 0 to `count` of a dimension, with the rows as its first
-    dimension. first, other: the effects of row 0 and of row `count`. None if these are not rows of
-    one dimension."""
+    """Returns an effect that selects the rows 0 to `count` of a dimension. The rows are its first
+    dimension.
+
+    first, other: the effects that select row 0 and row `count`. If these are not rows of one
+    dimension, returns None.
+    """
     apart = [a for a, (x, y) in enumerate(zip(first.start, other.start, strict=True)) if x != y]
     if first.dims != other.dims or len(apart) != 1:
         return None
@@ -346,17 +362,18 @@ def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-# The number of writes before and after an unpaired one that are compared for heads of another
+# How many writes before and after an unpaired write are compared with it, to find heads of another
 # width.
 _NEAR = 4
 
 
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
-    """Yields pairs of writes of the same shape at the same slots, and writes without a partner.
+    """Yields pairs of writes that have the same shape and the same slots, and writes that have no
+    partner.
 
-    A write's partner goes to the same place in another cache, and stores a projection of the same
-    activation. If there is no such write, the next write is the partner. The two parts of one store
-    are partners.
+    The partner of a write goes to the same place in another cache, and stores a projection of the
+    same activation. If there is no such write, the next write is the partner. The two parts of one
+    store are partners.
     """
     writes = list(cache_writes(flow))
     projected = [_projected(write) for write in writes]
@@ -369,7 +386,7 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
         if i in taken:
             continue
         mates = (j for j in later(i) if _of_one_input(projected[i], projected[j]))
-        if _is_part(write):  # an op that takes one part of a store must take all of them
+        if _is_part(write):  # an op that performs one part of a store must perform all parts
             twin = next((j for j in later(i) if writes[j].store is write.store), None)
             if twin is None or not _belong(write, writes[twin]):
                 continue
@@ -397,30 +414,31 @@ def _is_part(write: CacheWrite) -> bool:
 
 
 def _is_known(write: CacheWrite) -> bool:
-    """Whether the stored value is known; a memory that is only cleared has none."""
+    """Whether the stored value is known. A memory that is only cleared has no stored value."""
     return write.written is not None
 
 
 def _stands_alone(write: CacheWrite) -> bool:
-    """Whether an unpaired write is reported. A write of a graph's input into a memory of rank three
-    is not: it may be any buffer."""
+    """Whether an unpaired write is reported. A write of an input of the graph to a memory of rank
+    three is not reported, because the memory may be any buffer."""
     return write.is_projected or len(write.memory.shape) >= 4
 
 
 def _is_twin(a: CacheWrite, b: CacheWrite) -> bool:
-    """Whether two writes fill the same place of two caches: K[0] and V[0]."""
+    """Whether two writes fill the same place of two caches, such as K[0] and V[0]."""
     return a.memory is not b.memory and a.target == b.target and _belong(a, b)
 
 
 def _of_one_input(one: set[Value], other: set[Value]) -> bool:
-    """Whether two writes may store projections of one activation. Caches of different layers hold
-    projections of different activations."""
+    """Whether two writes may store projections of the same activation. Caches of different layers
+    have projections of different activations."""
     return not one or not other or not one.isdisjoint(other)
 
 
 def _projected(write: CacheWrite) -> set[Value]:
     """Returns the activations in the nearest products that a write is computed from. Products of
-    positions and frequencies, the angles of a rotation, do not count: all layers share them."""
+    positions and frequencies, which give the angles of a rotation, are ignored, because all layers
+    share them."""
     return {gemm.flat_x.value for gemm in _products(write) if gemm.flat_x.shape[-1] != 1}
 
 
@@ -446,7 +464,7 @@ def _belong(a: CacheWrite, b: CacheWrite) -> bool:
 
 
 def _differ_in_width(a: CacheWrite, b: CacheWrite) -> bool:
-    """Whether two writes go to the same slots and differ only in the width of their heads."""
+    """Whether two writes go to the same slots, and differ only in the width of their heads."""
     if a.written is None or b.written is None:
         return False
     one, other = a.written.view.shape, b.written.view.shape
@@ -469,5 +487,5 @@ def same_slots(a: CacheWrite, b: CacheWrite) -> bool:
 
 
 def same_index(a: Mapping[int, View], b: Mapping[int, View]) -> bool:
-    """Whether the same dimensions are indexed by the same numbers."""
+    """Whether the same dimensions have index tensors with the same numbers."""
     return set(a) == set(b) and all(equal_values(a[dim], b[dim]) for dim in a)

@@ -1,8 +1,10 @@
-"""The operations after a linear that is split over ranks: the ranks' parts are summed, the residual
-is added, and the next layer's linears read the norm of the sum.
+"""The operations after a linear that is split over ranks: the parts of the ranks are summed, the
+residual is added, and the linears of the next layer read the norm of the sum.
 
     summed = residual + all_reduce(part)
     normed = rms_norm(summed) * norm_weight      ⇒   all_reduce_residual_norm(part, residual, ...)
+
+If the norm is written as separate operations, it is recognised, too.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import rms_norm_of
 
-# The number of values after the sum that are searched for its norm, which may be spelled out.
+# How many values after the sum are searched for its norm, which may consist of several operations.
 _REACH = 16
 
 
 @dataclass(frozen=True)
 class AllReduceResidualNorm:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "all_reduce_residual_norm"
     op: str = "all_reduce_residual_norm"
     asked_before: ClassVar[tuple[str, ...]] = (
         "linear_activation",
-    )  # that pattern would take the norm
+    )  # linear_activation would match the norm
     optional: ClassVar[bool] = True  # the library computes the graph as it is
     sought: ClassVar[Sought] = Sought(
         "sums over ranks with a residual and a norm behind them",
@@ -40,8 +42,8 @@ class AllReduceResidualNorm:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields each sum of a residual and a sum over ranks that a norm follows, also in sequence
-        parallel form."""
+        """Yields each sum of a residual and a sum over ranks that is followed by a norm. Also
+        yields such sums in sequence-parallel form."""
         for value in flow.values:
             summed = match_rank_sum(value) is not None or is_scattered_sum(value)
             if summed and _norm_of(value, flow) is not None:
@@ -50,7 +52,10 @@ class AllReduceResidualNorm:
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         found, normed_by = match_rank_sum(anchor), _norm_of(anchor, flow)
         if found is None:
-            message = "each rank keeps a part of the sum, and gathers norms: the library does both"
+            message = (
+                "each rank keeps a part of the sum and gathers the norms, and the "
+                "library performs both"
+            )
             reject("COLLECTIVE", Stage.ANCHORED, message, anchor)
         assert normed_by is not None
         normed, norm = normed_by
@@ -81,8 +86,8 @@ class AllReduceResidualNorm:
 
 
 def _norm_of(end: Value, flow: Dataflow) -> tuple[Value, Norm] | None:
-    """Returns (result, norm) of the norm that reads a value, or of the outermost norm if norms are
-    nested; None if there is no norm."""
+    """Returns (result, norm) of the norm that reads a value. If norms are nested, returns the
+    outermost norm. Returns None if there is no norm."""
     norms = [
         (value, norm)
         for value in flow.downstream(end, _REACH)

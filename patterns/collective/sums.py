@@ -1,4 +1,4 @@
-"""A sum over ranks and the residual added to it."""
+"""A sum over ranks, and the residual that is added to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ _SCATTERED = "_c10d_functional::reduce_scatter_tensor"
 
 @dataclass(frozen=True)
 class RankSum:
-    """residual + the sum of the ranks' parts. end: the sum with the residual."""
+    """The sum of a residual and the parts of all ranks.
+
+    Attributes:
+        part: The part of this rank.
+        residual: The residual.
+        group, num_ranks: The name and the size of the process group.
+        end: The sum with the residual.
+        absorbed: The values that compute it.
+    """
 
     part: View
     residual: View
@@ -28,8 +36,8 @@ class RankSum:
 
 
 def match_rank_sum(value: Value) -> RankSum | None:
-    """Returns a value as a sum over ranks plus a residual, if its tokens are few enough for ranks
-    to read each other's rows; else None."""
+    """Returns a value as a sum over ranks plus a residual; None for another value. There must be so
+    few tokens that ranks can read each other's rows."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1:
         return None
     for side, residual in value.either_way:
@@ -44,8 +52,8 @@ def match_rank_sum(value: Value) -> RankSum | None:
 
 
 def is_scattered_sum(value: Value) -> bool:
-    """Whether a value adds a residual to a reduce-scatter, which leaves a part of the sum on each
-    rank."""
+    """Whether a value adds a residual to the result of a reduce-scatter, which leaves a part of the
+    sum on each rank."""
     if value.op != "aten.add":
         return False
     waited = [side.value for side, _ in value.either_way]
@@ -53,14 +61,14 @@ def is_scattered_sum(value: Value) -> bool:
 
 
 def unless_summed(norm: Norm | None) -> Norm | None:
-    """Returns the norm, or None if its input is an all-reduced sum, whose op computes the norm
-    too."""
+    """Returns the norm. Returns None if its input is an all-reduced sum, because the op of this sum
+    computes the norm, too."""
     return None if norm is None or match_rank_sum(norm.x.value) is not None else norm
 
 
 def _reduced(side: View) -> tuple[View, str, tuple[Value, ...]] | None:
-    """Returns this rank's part, the group and the collective's values if `side` is a sum over
-    ranks; else None."""
+    """If `side` is a sum over ranks, returns the part of this rank, the group and the values of the
+    collective; else None."""
     waited = side.value
     if waited.op != _WAITED or not _is_whole(side):
         return None
@@ -74,7 +82,7 @@ def _reduced(side: View) -> tuple[View, str, tuple[Value, ...]] | None:
 
 
 def _is_whole(side: View) -> bool:
-    """Whether a view is its whole value in another shape, with the elements in order."""
+    """Whether a view has all elements of its value, in order, in any shape."""
     try:
         return side == side.value.whole.reshape(*side.shape)
     except InexpressibleError:  # dimensions were permuted
@@ -82,7 +90,7 @@ def _is_whole(side: View) -> bool:
 
 
 def _few(value: Value, ranks: int) -> bool:
-    """Whether there are few enough tokens for the op. If their number is symbolic, the op decides
-    when it is called."""
+    """Whether there are few enough tokens for the op. If their number is symbolic, this is True,
+    and the op decides when it is called."""
     *rows, columns = value.shape
     return OP.slower(tokens=effects.product(rows), columns=columns, ranks=ranks) is None

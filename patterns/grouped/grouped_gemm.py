@@ -1,13 +1,13 @@
-"""A grouped GEMM that is not part of a complete mixture of experts.
+"""A grouped GEMM that is not a part of a complete mixture of experts.
 
     grouped_mm(x [M, K], weight [E, K, N], ends [E])     ⇒   grouped_matmul
     grouped_mm of x and weight both in NVFP4             ⇒   grouped_matmul_dynamic_scaled_nvfp4
 
 The weight is either dense (stored or computed) or dequantised in the graph. x counts as NVFP4 if
-the graph decodes it from codes and e4m3 scales, which may be inputs or results of the graph. The op
-reads these codes and scales, so it keeps the graph's rounding. The NVFP4 op ignores the signs of
-block scales, as the tensor core does, so it is used only if the graph shows that no scale is
-negative.
+the graph decodes it from codes and e4m3 scales, which may be inputs of the graph or computed by it.
+The op reads these codes and scales, so it keeps the graph's rounding. The NVFP4 op ignores the
+signs of block scales, as the tensor core does. Therefore it is used only if the graph shows that no
+scale is negative.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from tilewright.patterns.quantised.experts import match_dequantized_experts, mat
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, match_grouped
 
-# Columns of an NVFP4 block, and of one load of the op.
+# The number of columns of an NVFP4 block, and of one load of the op.
 NVFP4_BLOCK, NVFP4_COLUMNS = 16, 32
-# Rows of codes must be a multiple of 16 bytes.
+# The size of a row of codes must be a multiple of this number of bytes.
 ALIGNED_BYTES = 16
-# On an H200 torch's kernel was faster with 256 inner columns and 256 rows per group, but not with
-# 768 columns or fewer rows.
+# On an H200, torch's kernel was faster for 256 inner columns and 256 rows in a group, but not for
+# 768 columns or for fewer rows.
 SHORT_INNER, MANY_ROWS = 512, 160
 
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "grouped_gemm"
     op: str = "grouped_matmul"
@@ -67,7 +67,7 @@ class GroupedGemm:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields products of rows in groups with one weight per group."""
+        """Yields products of groups of rows, in which each group has its own weight."""
         for value in flow.values:
             gemm = match_grouped(value)
             if gemm is not None and len(gemm.x.shape) == 2:
@@ -96,7 +96,7 @@ class GroupedGemm:
 
 
 def _rows_of(gemm: ExpertGemm, weight: DequantizedExperts | None) -> DequantizedExperts | None:
-    """Returns the NVFP4 rows of a product with an NVFP4 weight, or None."""
+    """Returns the NVFP4 rows of a product whose weight is NVFP4; None if there are none."""
     if weight is None or weight.format != "nvfp4":
         return None
     return match_dequantized_rows(gemm.x)
@@ -119,22 +119,23 @@ def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[st
     row_bytes = weight.shape[2] // WEIGHT_FORMATS[weight.format].per_byte
     if row_bytes % ALIGNED_BYTES:
         found = f"a row of {weight.format} codes has {row_bytes} bytes"
-        message = f"{found}, which {ALIGNED_BYTES} does not divide"
+        message = f"{found}, which is not a multiple of {ALIGNED_BYTES}"
         reject("UNSUPPORTED", Stage.CAPABILITY, message, gemm.weight)
     names = ("weight", "weight_scale", "weight_expert_scale")
     return arguments | expert_arguments({names: weight})
 
 
 def _check_gain(gemm: ExpertGemm) -> None:
-    """Raises Reject (NO_GAIN) for short sums over many rows in bfloat16, where torch's kernel is as
-    fast."""
+    """Raises Reject (NO_GAIN) for short sums over many rows in bfloat16, for which torch's kernel
+    is as fast."""
     rows, inner = gemm.x.shape
     experts = gemm.weight.shape[0]
     known = all(isinstance(size, int) for size in (rows, inner, experts))
     short = known and inner < SHORT_INNER and rows >= MANY_ROWS * experts
     if short and gemm.x.value.dtype == torch.bfloat16:
         message = (
-            f"K is {inner} and a group has {rows // experts} rows: torch's kernel is as fast there"
+            f"K is {inner} and a group has {rows // experts} rows, and torch's kernel is as "
+            "fast for these sizes"
         )
         reject("NO_GAIN", Stage.CAPABILITY, message, gemm.end)
 
@@ -142,8 +143,8 @@ def _check_gain(gemm: ExpertGemm) -> None:
 def _both_quantised(
     gemm: ExpertGemm, weight: DequantizedExperts, rows: DequantizedExperts
 ) -> dict[str, Any] | None:
-    """Returns the arguments of the NVFP4 op; None if it cannot take the rows, or if scales may be
-    negative."""
+    """Returns the arguments of the NVFP4 op. Returns None if the op cannot read the rows, or if
+    scales may be negative."""
     factor = _factors_of(weight, rows)
     if factor is None or not (weight.has_natural_scale and rows.has_natural_scale):
         return None
@@ -151,7 +152,7 @@ def _both_quantised(
     weight, rows = replace(weight, unsigned=False), replace(rows, unsigned=False)
     given = expert_arguments({("b", "b_scales", "factor"): weight})
     num_experts, device = weight.shape[0], weight.device
-    # The op requires ascending ends, while slices accept any.
+    # The op requires ascending ends, while slices in PyTorch accept any order.
     num_rows = gemm.x.shape[0]
     offsets = Computed("pad", (Computed(ends_in_order, (gemm.ends, num_rows)), [1, 0]))
     experts = Computed(experts_in_order, (gemm.ends, num_rows))
@@ -175,8 +176,8 @@ def _both_quantised(
 
 
 def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Computed] | None:
-    """Returns the factors [E] whose product is the common factor of all rows; None if the op cannot
-    take the rows' blocks or factors."""
+    """Returns the factors [E] whose product is the common factor of all rows. Returns None if the
+    op cannot use the blocks or the factors of the rows."""
     assert rows.scale is not None
     own = unrepeated(rows.scale.effect.dims[1])[1]
     if (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
@@ -223,10 +224,11 @@ def _facts(
 
 @dataclass(frozen=True)
 class SignedScales:
-    """Reports products of NVFP4 rows and weights if the graph does not show that no scale is
+    """Reports products of NVFP4 rows and weights for which the graph does not show that no scale is
     negative.
 
-    It never matches: :class:`GroupedGemm` takes these products, with rows that the graph decodes.
+    This pattern never matches. :class:`GroupedGemm` matches these products, with rows that the
+    graph decodes.
     """
 
     name: str = "grouped_gemm_nvfp4"
@@ -239,7 +241,7 @@ class SignedScales:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields products that the op would take except for the signs."""
+        """Yields products that the NVFP4 op could compute if the signs of the scales were known."""
         for value in GroupedGemm().anchors(flow):
             if _signed_in(value):
                 yield value
@@ -247,15 +249,16 @@ class SignedScales:
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         message = (
             f"the NVFP4 scales of the {_signed_in(anchor)} may be negative, and the tensor core "
-            "ignores their signs: the rows are decoded, and the weights alone are read as codes"
+            "ignores their signs; therefore the rows are decoded, and only the weights are "
+            "read as codes"
         )
-        hint = "take scale.abs() where codes are decoded, if no scale is negative"
+        hint = "call scale.abs() where codes are decoded, if no scale is negative"
         reject("SCALE_SIGN", Stage.CAPABILITY, message, anchor, hint=hint)
 
 
 def _signed_in(anchor: Value) -> str:
-    """Returns the operands whose scales may be negative, in words; "" if there are none, or if the
-    NVFP4 op cannot take the product for another reason."""
+    """Returns a description of the operands whose scales may be negative. Returns "" if there are
+    none, or if the NVFP4 op cannot compute the product for another reason."""
     gemm = match_grouped(anchor)
     assert gemm is not None
     try:

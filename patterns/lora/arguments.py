@@ -19,13 +19,13 @@ from tilewright.patterns.recognise.dtypes import dtype_name
 
 LETTERS = ("q", "k", "v")
 CAST_ADAPTERS = "peft: get_peft_model(..., autocast_adapter_dtype=False)"
-#: The deltas of one projection, each with its B [G, W, R] in the projection's own order.
+#: The deltas of one projection, each with its B [G, W, R] in the order of the projection.
 Placed = Sequence[tuple[LoraDelta, View]]
 
 
 def together(one: LoraDelta, other: LoraDelta) -> bool:
-    """Whether one shrink call serves both deltas: the same activation, index, factors and number of
-    adapters."""
+    """Whether one shrink call can compute both deltas. They must have the same activation, index,
+    factors and number of adapters."""
     same = equal_values(one.x, other.x) and one.adapters.same(other.adapters)
     if not same or one.shrink.shape[0] != other.shrink.shape[0]:
         return False
@@ -38,7 +38,8 @@ def has_kernels(delta: LoraDelta) -> bool:
     """Whether the LoRA ops have kernels for an adapter on its device that are faster than the
     graph.
 
-    In fp32 there are no tensor cores, so kernels serve only a few rows: for many, cuBLAS is faster.
+    In fp32, there are no tensor cores, so kernels are faster only for a few rows. For many rows,
+    cuBLAS is faster.
     """
     dtype = delta.shrink.value.dtype
     if delta.x.value.device.type != "cuda":
@@ -50,12 +51,12 @@ def has_kernels(delta: LoraDelta) -> bool:
 
 
 def check_kernels(delta: LoraDelta) -> None:
-    """Raises Reject (DTYPE) on a GPU for adapters for which the LoRA ops have no kernels."""
+    """On a GPU, raises Reject (DTYPE) for adapters for which the LoRA ops have no kernels."""
     if not has_kernels(delta):
         dtype, rows = dtype_name(delta.shrink.value.dtype), delta.x.shape[0]
         message = (
-            f"the adapters are {dtype} and the rows {rows}; there are kernels for 16-bit floats, "
-            "and in float32 for a few rows"
+            f"the adapters are {dtype} and the rows {rows}; kernels exist only for 16-bit "
+            "floats, and for a few rows of float32"
         )
         reject("DTYPE", Stage.CAPABILITY, message, delta.end, hint=CAST_ADAPTERS)
 
@@ -69,7 +70,7 @@ def delta_calls(
     """Returns `lora_expand_add` of `shrink_qkv_permute_3mn`, for deltas of q, k and v that share
     one shrink call.
 
-    expands: B [G, W, R] of each; bases: the tensors that each delta is added to.
+    expands: B [G, W, R] of each delta. bases: the tensors to which the deltas are added.
     """
     first = next(delta for delta in deltas if delta is not None)
     ids = first.adapters.argument(first.shrink.shape[0])
@@ -91,10 +92,11 @@ def delta_calls(
 
 
 def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
-    """Returns the sum of all deltas of q, k and v, their columns side by side: [T, Wq + Wk + Wv].
+    """Returns the sum of all deltas of q, k and v, with their columns side by side: [T, Wq + Wk +
+    Wv].
 
-    Deltas that share a shrink call also share an expand call; the next expand call adds to its
-    result.
+    Deltas that share a shrink call also share an expand call. The next expand call adds to the
+    result of the previous one.
     """
     total: Computed | None = None
     for layer in _layers(parts):
@@ -118,7 +120,7 @@ def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
 
 
 def _layers(parts: Sequence[Placed]) -> list[list[tuple[LoraDelta, View] | None]]:
-    """Returns groups of deltas that share a shrink call. A group has at most one delta of each
+    """Returns groups of deltas that share a shrink call. A group has at most one delta for each
     projection."""
     layers: list[list[tuple[LoraDelta, View] | None]] = []
     for place, items in enumerate(parts):
@@ -149,15 +151,15 @@ def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Compu
 
 
 def zeros(rows: Size, columns: Size, like: Value) -> Computed:
-    """Returns zeros in place of the delta of a projection that has no adapter, while other
+    """Returns zeros, which replace the delta of a projection without an adapter if other
     projections have one."""
     options = (("dtype", like.dtype), ("device", like.device))
     return Computed("full", ((rows, columns), 0.0), options)
 
 
 def fact(parts: Sequence[Sequence[LoraDelta]], *, own: bool = False) -> dict[str, Any]:
-    """Returns what reports say about adapters: their projections, rank and number. own: whether the
-    graph computes the deltas."""
+    """Returns the facts about adapters for reports: their projections, rank and number. own:
+    whether the graph itself computes the deltas."""
     given = [delta for deltas in parts for delta in deltas]
     if not given:
         return {}

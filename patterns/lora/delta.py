@@ -1,9 +1,13 @@
 """The delta of a LoRA adapter: scale * (x @ A[adapter]^T) @ B[adapter]^T.
 
-Three forms are matched: one adapter for all rows (two linears); one of G adapters for each row or
-each sequence (tables taken by an index, then bmm, matmul or einsum); and rows sorted by adapter
-(two grouped products). Factors may come before, between and after the products, and some rows may
-have no adapter.
+Three forms are matched:
+
+1. One adapter for all rows, as two linears.
+2. One of G adapters for each row or each sequence. Tables are indexed, and followed by bmm, matmul
+or einsum.
+3. Rows that are sorted by adapter, as two grouped products.
+
+Factors may come before, between and after the products, and some rows may have no adapter.
 
 Dimension letters: T rows, B sequences, K hidden, R rank, W columns, G adapters.
 """
@@ -33,7 +37,8 @@ from tilewright.patterns.recognise.routing import (
     match_order,
 )
 
-#: Above this inner dimension, two consecutive products are a bottleneck MLP, not an adapter.
+#: If the inner dimension is larger than this, two consecutive products are a bottleneck MLP and not
+#: an adapter.
 MAX_RANK = 512
 
 
@@ -41,9 +46,13 @@ MAX_RANK = 512
 class Adapters:
     """The adapter of each row.
 
-    index [T or B]; None: there is only one adapter. mask, of the index's shape or [T]: which rows
-    have an adapter; None: all. outside: the meaning of an index that names no adapter. sorted_by:
-    ends and permutation of rows that are sorted by adapter.
+    Attributes:
+        index: The adapter of each row or sequence, [T or B]. If it is None, there is only one
+            adapter.
+        mask: The mask of the rows that have an adapter, in the shape of the index or [T]; None if
+            all rows have an adapter.
+        outside: The meaning of an index that is not the number of an adapter.
+        sorted_by: The ends and the permutation of rows that are sorted by adapter.
     """
 
     index: View | None
@@ -59,7 +68,8 @@ class Adapters:
         )
 
     def argument(self, num_adapters: int) -> View | Computed | None:
-        """Returns expert_ids for the LoRA ops: -1 is no adapter, other negative ids are errors."""
+        """Returns expert_ids for the LoRA ops. -1 means no adapter, and other negative ids are
+        errors."""
         index: Any = self.index
         if index is not None:
             index = experts_argument(index, num_adapters, self.outside, self.sorted_by)
@@ -72,8 +82,15 @@ class Adapters:
 class LoraDelta:
     """The delta that is added to a projection.
 
-    x [T, K]; shrink (A) [G, R, K]; expand (B) [G, W, R]. scales [G]: each adapter's factor, or
-    None. view [..., W]: the whole delta; absorbed: the values that compute it.
+    Attributes:
+        x: [T, K].
+        shrink: The matrices A [G, R, K].
+        expand: The matrices B [G, W, R].
+        adapters: The adapter of each row.
+        scale: A factor of the whole delta.
+        scales: [G], a factor for each adapter, or None.
+        view: [..., W], the whole delta.
+        absorbed: The values that compute it.
     """
 
     x: View
@@ -97,7 +114,7 @@ class LoraDelta:
 
 @once
 def match_delta(view: View) -> LoraDelta | None:
-    """Returns the delta that `view` [..., W] holds; None for another view."""
+    """Returns the delta that `view` [..., W] is; None if it is not a delta."""
     try:
         outer = peel(view)
         return _by_rows(view, outer) or _sorted(view, outer)
@@ -114,14 +131,14 @@ def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
     if first is None or not _same(first.index, second.index) or first.ends is not None:
         return None
     rows = peel(first.x, casts=False)
-    # A mask on x's rows also masks the delta's rows; other factors of x stay with x.
+    # A mask on the rows of x also masks the rows of the delta. Other factors of x stay with x.
     if rows.mask is None or rows.scale != 1 or rows.lookup is not None:
         rows = Factors(first.x)
     return _joined(view, (outer, inner, rows), first, second, rows.view, first.index)
 
 
 def _sorted(view: View, outer: Factors) -> LoraDelta | None:
-    """Matches rows sorted by adapter, two grouped GEMMs, and the inverse permutation."""
+    """Matches rows that are sorted by adapter, two grouped GEMMs, and the inverse permutation."""
     back = gathered(outer.view)
     if back is None:
         return None
@@ -139,7 +156,8 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
         return None
     if not match_inverse(back[1], order) or ends != (order.ids, first.weight.shape[0]):
         return None
-    # Factors of sorted rows are sorted too; the op takes them in the rows' original order.
+    # Factors of sorted rows are sorted too, but the op expects them in the original order of the
+    # rows.
     if any(f.lookup or f.mask for f in (after, inner)):
         return None
     gathers = (outer.view.value, first.x.value)

@@ -1,4 +1,4 @@
-"""Factors around an adapter's GEMMs: numbers, a number per adapter, masks of rows.
+"""Factors around the GEMMs of an adapter: numbers, a number for each adapter, and masks of rows.
 
 Dimension letters: T rows, B sequences of equal length, G adapters, W columns.
 """
@@ -23,24 +23,30 @@ from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_
 
 @dataclass(frozen=True)
 class RowMask:
-    """The rows that have an adapter. view [T or B], bool: true for these rows, or false if `hides`
-    is set."""
+    """The rows that have an adapter.
+
+    Attributes:
+        view: [T or B], bool. It is true for these rows.
+        hides: If True, the view is false for these rows instead.
+    """
 
     view: View
     hides: bool = False
 
     def chosen(self, index: Any) -> Computed:
-        """Returns the index for rows that have an adapter, and -1 for others."""
+        """Returns the index for rows that have an adapter, and -1 for other rows."""
         sides = (-1, index) if self.hides else (index, -1)
         return Computed("where", (self.view, *sides))
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """The factor table[index]: table [G] holds a number for each adapter, and index [T or B] names
-    the adapter of each row.
+    """The factor table[index].
 
-    outside: the meaning of an index that names no number.
+    Attributes:
+        table: [G], a number for each adapter.
+        index: [T or B], the adapter of each row.
+        outside: The meaning of an index that is outside of the table.
     """
 
     table: View
@@ -50,8 +56,8 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Factors:
-    """A product scale * lookup * view, with zeros in the rows that the mask hides. All parts except
-    the view are optional.
+    """The product scale * lookup * view, with zeros in the rows that the mask hides. All fields
+    except the view are optional.
 
     absorbed: the values that compute the product.
     """
@@ -64,8 +70,8 @@ class Factors:
 
 
 def peel(view: View, casts: bool = True) -> Factors:
-    """Returns the factors of a view [..., W] and the view that they multiply, ignoring casts
-    between floats.
+    """Splits a view [..., W] into factors and the view that they multiply, ignoring casts between
+    floats.
 
     Raises InexpressibleError if the view cannot be expressed before a cast.
     """
@@ -109,10 +115,10 @@ _STEP = (
 
 
 def _factor(view: View, found: Found) -> Factors | None:
-    """Returns one factor of a view [..., W], with the values that compute it as absorbed; None for
-    another product."""
+    """Returns one factor of a view [..., W]; None if the view is another product. The values that
+    compute it are absorbed."""
     bound, divisor = found.bound, found.bound.get("divisor", 1.0)
-    # zeros_like(delta) reads the delta for its shape.
+    # zeros_like(delta) reads only the shape of the delta.
     zeros = [bound["zeros"].value] if "zeros" in bound else []
     beside = (v for v in zeros if v.op in ("aten.zeros_like", "aten.new_zeros"))
     scale = bound.get("scale", 1.0) / divisor if divisor else 0.0
@@ -126,8 +132,8 @@ def _factor(view: View, found: Found) -> Factors | None:
 
 
 def _by_row(step: Factors, factor: View, view: View) -> Factors | None:
-    """Returns `step` with one more factor, which has a number for each row: table[index] or a mask.
-    None for other factors."""
+    """Returns `step` with one more factor, which has a number for each row: table[index], or a
+    mask. Returns None for other factors."""
     rows = _rows_of(factor, view)
     if rows is None:
         return None
@@ -146,14 +152,15 @@ def _by_row(step: Factors, factor: View, view: View) -> Factors | None:
 
 
 def is_index(view: View) -> bool:
-    """Whether a tensor can index rows: bool and uint8 would be masks."""
+    """Whether a tensor can be an index of rows. Tensors of bool and uint8 would be masks."""
     dtype = view.value.dtype
     return not dtype.is_floating_point and dtype not in (torch.bool, torch.uint8)
 
 
 def _rows_of(factor: View, view: View) -> View | None:
-    """Returns the numbers of a broadcast factor for each row of a view [..., W]: [T], or [B] if the
-    rows of a sequence share it; None if it varies along the columns."""
+    """Returns the numbers of a broadcast factor for the rows of a view [..., W], as [T], or as [B]
+    if all rows of a sequence share the number. Returns None if the factor varies along the
+    columns."""
     if any(atom.axis is not None for dim in factor.effect.dims[-1:] for atom in dim):
         return None  # the usual case
     try:

@@ -1,10 +1,10 @@
-"""LoRA adapters of projections that no cache write absorbs.
+"""LoRA adapters of projections that are not a part of a fused cache write.
 
     x ─ A_q ─ B_q ─ [* scale] ─ + q        shrink_qkv_permute_3mn(x, A_q, A_k, A_v)
     x ─ A_k ─ B_k ─ [* scale] ─ + k   ⇒   lora_expand_add(.., q, k, v, B_q, B_k, B_v)
     x ─ A_v ─ B_v ─ [* scale] ─ + v
 
-A site has one to three deltas of one activation, in program order.
+A site has one to three deltas of the same activation, in program order.
 
 Dimension letters: T rows, K hidden, W columns.
 """
@@ -37,7 +37,7 @@ from tilewright.patterns.recognise.routing import GATHERS, RESCALED, TAKEN, gath
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum value = base + delta of whole tensors; base [T, W]."""
+    """A value that is the sum base + delta of whole tensors. base is [T, W]."""
 
     value: Value
     base: View
@@ -46,7 +46,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class LoraQkv:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "lora_qkv"
     op: str = "lora_expand_add"
@@ -60,7 +60,7 @@ class LoraQkv:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
-        """Yields groups of sums, each of up to three deltas that share one shrink call."""
+        """Yields groups of sums. Each group has up to three deltas that share one shrink call."""
         groups: list[list[Sum]] = []
         waiting: list[list[Sum]] = []
         for value in flow.values:
@@ -83,7 +83,7 @@ class LoraQkv:
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
         if _is_foreign(anchor[0]):
-            message = f"{_operator(anchor[0])} computes the delta, and is an unknown operator"
+            message = f"{_operator(anchor[0])}, an unknown operator, computes the delta"
             hint = (
                 "write y + (x @ A[ids].mT) @ B[ids].mT with the stacks of all adapters, or "
                 "call tilewright's shrink_qkv_permute_3mn and lora_expand_add there"
@@ -91,14 +91,18 @@ class LoraQkv:
             reject("LORA_OPERATOR", Stage.ANCHORED, message, anchor[0], hint=hint)
         sums = [found for value in anchor if (found := match_sum(value)) is not None]
         if not sums and (rescaled := _rescaled(anchor[0])):
-            message = f"{rescaled[0]} takes the adapters and writes them: max_norm rescales rows"
-            hint = "rescale the stacks once, when the adapters are loaded, and leave max_norm out"
+            message = (
+                f"{rescaled[0]} looks up the adapters and also writes them, because "
+                "max_norm rescales rows"
+            )
+            hint = "rescale the stacks once, when the adapters are loaded, and leave out max_norm"
             reject("LORA_FORM", Stage.ACTIVATION, message, anchor[0], *rescaled, hint=hint)
         if not sums:
-            message = "two products with stacks of matrices are added, in an unknown form"
+            message = "two products with stacks of matrices are added in an unknown form"
             hint = (
-                "take each row's matrices by index: A[index], B[index]; if one stack holds "
-                "those of q, k and v, write one product for each: A[:, p][index], B[:, p][index]"
+                "select the matrices of each row by index: A[index], B[index]; if one stack "
+                "has the matrices of q, k and v, write one product for each of them: A[:, "
+                "p][index], B[:, p][index]"
             )
             reject("LORA_FORM", Stage.ACTIVATION, message, anchor[0], hint=hint)
         deltas = [_with_gathers(item.delta, flow) for item in sums]
@@ -133,7 +137,8 @@ class LoraQkv:
 
 
 def match_sum(value: Value) -> Sum | None:
-    """Returns a value as the sum of a tensor and an adapter's delta; None for another value."""
+    """Returns a value as the sum of a tensor and the delta of an adapter; None for another
+    value."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1 or len(value.operands) != 2:
         return None
     if len(value.shape) < 2 or len(value.args) != 2:
@@ -152,14 +157,14 @@ def match_sum(value: Value) -> Sum | None:
 
 
 def _waits(group: Sequence[Sum], place: Value, flow: Dataflow) -> bool:
-    """Whether a group can take one more sum at `place`: no value before it may read a sum of the
-    group."""
+    """Whether a group can be extended by a sum at `place`. This requires that no value before
+    `place` reads a sum of the group."""
     readers = (user for item in group for user in flow.users.get(item.value, ()))
     return len(group) < len(LETTERS) and all(user.position > place.position for user in readers)
 
 
 def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
-    """Returns the delta, absorbing gathers of A and B that only it reads."""
+    """Returns the delta. It also absorbs gathers of A and B that no other value reads."""
     inside = set(delta.absorbed)
     tables = dict.fromkeys(
         view.value
@@ -172,35 +177,36 @@ def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
     return replace(delta, absorbed=tuple(dict.fromkeys((*delta.absorbed, *tables))))
 
 
-#: Names of engines' operators for the product with B: punica's bgmv and sgmv, vLLM's lora_expand.
+#: Names of the operators with which serving engines multiply by B: bgmv and sgmv of punica,
+#: lora_expand of vLLM.
 _EXPANDS = re.compile(
     r"::(?!.*shrink)\w*(bgmv|sgmv|lora_expand|expand_lora|lora_b(?![a-z])|add_lora)", re.IGNORECASE
 )
 
 
 def _operator(value: Value) -> str:
-    """Returns the name of the other library's operator that computes or writes a value; else ''."""
+    """Returns the name of another library's operator that computes or writes a value; "" for other
+    values."""
     name = value.store.kind if value.store is not None else value.op.removeprefix("opaque:")
     return name if "::" in name and not name.startswith("tilewright::") else ""
 
 
 def _is_foreign(value: Value) -> bool:
-    """Whether a value is computed or written by an operator with the name of a LoRA kernel."""
+    """Whether an operator that has the name of a LoRA kernel computes or writes a value."""
     return _EXPANDS.search(_operator(value)) is not None
 
 
-#: Operations between and after the products, in something that resembles a delta.
+#: Operations that may come between and after the products of a computation that resembles a delta.
 _AROUND = {
     "aten.mul", "aten.div", "aten.where", "aten.masked_fill", "aten.flip", "cast", *TAKEN,
 }  # fmt: skip
 _STACKS = {"constant", *TAKEN}
-# The number of values before a sum that are searched for lookups.
+# How many values before a sum are searched for lookups.
 _REACH = 32
 
 
 def _rescaled(sums: Value) -> list[Value]:
-    """Returns the lookups before the products of a sum, if they also write their tables
-    (max_norm)."""
+    """Returns the lookups before the products of a sum that also write their tables (max_norm)."""
     around = _AROUND | {*BATCHED}
     before = upstream(sums, _REACH, lambda v: v is sums or v.op in around)
     return [value for value in before if value.op == RESCALED]
@@ -208,8 +214,8 @@ def _rescaled(sums: Value) -> list[Value]:
 
 def _resembles_sum(value: Value) -> bool:
     """Whether a value is the result of two consecutive products with stacks of matrices, added to a
-    tensor that is neither a parameter nor a part of one. A parameter would be a bias (of Mamba's
-    time steps, of experts' results)."""
+    tensor that is neither a parameter nor a part of one. (A parameter would be a bias, as for
+    Mamba's time steps and for the results of experts.)"""
     return any(
         _stacked_products(delta.value) > 1 and not _is_bias(base)
         for base, delta in (value.either_way if value.op == "aten.add" else ())
@@ -222,7 +228,7 @@ def _is_bias(base: View) -> bool:
 
 
 def _stacked_products(value: Value, reach: int = 8) -> int:
-    """Returns the number of consecutive products with stacks of matrices up to a value."""
+    """Returns how many consecutive products with stacks of matrices lead to a value."""
     if reach == 0:
         return 0
     rest = _rest_of_product(value)
@@ -235,12 +241,12 @@ def _stacked_products(value: Value, reach: int = 8) -> int:
 
 
 def _rest_of_product(value: Value) -> View | None:
-    """Returns the other operand of a product with a stack of matrices, taken by index or whole;
-    else None."""
+    """Returns the other operand of a product with a stack of matrices, which may be indexed or
+    whole. Returns None for another value."""
     if value.op not in BATCHED:
         return None
     for stack, rest in value.either_way:
-        # An embedding's rows become matrices once they are viewed so.
+        # The rows of an embedding become matrices if they are viewed as matrices.
         rank = max(len(stack.shape), len(stack.value.shape))
         if rank > 2 and stack.value.op in _STACKS:
             return rest
@@ -265,8 +271,9 @@ def _guard(item: Sum, flow: Dataflow) -> None:
 
 
 _BY_ROW = (
-    "keep the adapters in one stack and take each row's by index, A[ids] and B[ids]; with PEFT "
-    "give a batch one adapter (set_adapter) instead of adapter_names"
+    "keep the adapters in one stack, and select the adapter of each row by index, A[ids] and "
+    "B[ids]; with PEFT, use one adapter for the whole batch (set_adapter) instead of "
+    "adapter_names"
 )
 
 

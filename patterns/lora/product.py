@@ -1,6 +1,7 @@
-"""An adapter's GEMMs: one matrix for all rows, one per row taken from a stack, or a grouped GEMM.
+"""The GEMMs of an adapter: with one matrix for all rows, with a matrix for each row that is taken
+from a stack, or as a grouped GEMM.
 
-A matrix may be a part of a wider one whose result is split (A of q, k and v in one).
+A matrix may be a part of a wider matrix whose result is split, such as one A for q, k and v.
 
 Dimension letters: T rows, K summed, N columns, G adapters, B sequences of equal length.
 """
@@ -20,16 +21,19 @@ from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.outside import LOOKUPS, REFUSED, Outside
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
 
-#: Products of which one operand may be a stack of matrices.
+#: Products in which one operand may be a stack of matrices.
 BATCHED = ("aten.einsum", "aten.bmm", "aten.matmul")
 
 
 @dataclass(frozen=True)
 class Product:
-    """x [T, K] times weight [G, N, K] of each row's adapter.
+    """The product of x [T, K] and the weight [G, N, K] of each row's adapter.
 
-    index [T or B]: the adapters; None: there is only one, or the rows are sorted and `ends` [G] are
-    the ends of their groups. outside: the meaning of numbers that name no adapter.
+    Attributes:
+        index: [T or B], the adapters. If it is None, there is only one adapter, or the rows are
+            sorted.
+        outside: The meaning of numbers that are not the number of an adapter.
+        ends: [G], the ends of the groups of sorted rows.
     """
 
     x: View
@@ -41,7 +45,7 @@ class Product:
 
 
 def match_product(view: View) -> Product | None:
-    """Returns the product whose rows `view` [..., N] holds, all and in order; else None."""
+    """Returns the product whose rows are all rows of `view` [..., N], in order; else None."""
     try:
         return _of_one(view) or _by_index(view) or _of_groups(view)
     except effects.InexpressibleError:
@@ -61,7 +65,7 @@ def _of_one(view: View) -> Product | None:
 
 
 def _is_matrix(weight: View) -> bool:
-    """Whether a weight is a parameter, or a tensor that the graph gets as input."""
+    """Whether a weight is a parameter, or a tensor that is an input of the graph."""
     return is_weight(weight) or weight.value.op == "input"
 
 
@@ -88,8 +92,8 @@ def _by_index(view: View) -> Product | None:
 
 
 def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product | None:
-    """Returns x times weight[index] as a product; else None. result: the names of the result's
-    dimensions, the same as in the operands."""
+    """Returns x times weight[index] as a product; else None. result: the names of the dimensions of
+    the result. The operands use the same names."""
     matrices = weight.view
     taken = gathered(matrices.value.whole)
     if taken is None or not is_index(taken[1]):
@@ -129,7 +133,7 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
 
 
 def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
-    """Removes a dimension that both operands have from the one in which it only repeats."""
+    """If both operands have a dimension, removes it from the operand in which it only repeats."""
     for name in xs.keys() & ws.keys():
         repeats = [all(a.axis is None for a in dims[name]) for dims in (xs, ws)]
         if repeats == [True, False]:
@@ -139,8 +143,9 @@ def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
 
 
 def _cut(stack: View, features: Sequence[str], result: str, columns: Effect) -> Effect:
-    """Returns an effect [G, N, K] on stack [G, features..., K] that takes the features of some
-    columns of the result. columns: an effect that selects them on the result's axes."""
+    """Returns an effect [G, N, K] on stack [G, features..., K]. It selects the features for some
+    columns of the result. columns: an effect that selects these columns on the axes of the
+    result."""
     place = {result.index(name): 1 + at for at, name in enumerate(features)}
     (dim,) = columns.dims
     taken = tuple(Atom(place[a.axis], a.step, a.length) for a in dim if a.axis is not None)
@@ -150,10 +155,10 @@ def _cut(stack: View, features: Sequence[str], result: str, columns: Effect) -> 
 
 
 def _columns(view: View, rows: Sequence[int], features: Sequence[int]) -> Effect | None:
-    """Returns the columns that `view` [..., N] takes of every row, as an effect with one dimension.
+    """Returns the columns that `view` [..., N] selects from every row, as an effect with one
+    dimension. Returns None if the view does not have all rows in order.
 
-    rows, features: the axes of the value that are rows, in order, and those that are columns. None
-    if the view does not hold all rows in order.
+    rows, features: the axes of the value that are rows, in order, and the axes that are columns.
     """
     shape = view.value.shape
     *lead, last = view.effect.dims

@@ -4,9 +4,10 @@
     k  = cat(kv[..., :N], rope_keys for every head)    [K, H, N + R]
     v  = kv[..., N:]
 
-The graph assembles k by `cat`, or by writes into slices of fresh memory. Dimension letters: B
-sequences, K keys of each, H heads, N width of the projected part of a key, R of its rope part, V of
-the values, L latent rank.
+The graph assembles k with `cat`, or with writes to slices of new memory.
+
+Dimension letters: B sequences with K keys each, H heads; N is the width of the projected part of a
+key, R the width of its rope part, V the width of the values, and L the rank of latents.
 """
 
 from __future__ import annotations
@@ -32,20 +33,26 @@ from tilewright.patterns.recognise.linear import Linear, match_columns
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of the columns of K [B, K, H, ...]."""
+    """A range of consecutive columns of K [B, K, H, ...]."""
 
     start: Size
     view: View
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is the same for every head."""
+        """Whether the columns are the same for every head."""
         return all(atom.axis is None for atom in self.view.effect.dims[2])
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """K's columns. absorbed: the values that assemble them. scratch: writes into fresh memory."""
+    """The columns of K.
+
+    Attributes:
+        pieces: The ranges of columns.
+        absorbed: The values that assemble them.
+        scratch: The writes to new memory.
+    """
 
     pieces: tuple[Piece, ...]
     absorbed: tuple[Value, ...]
@@ -54,12 +61,20 @@ class Assembled:
 
 @dataclass(frozen=True)
 class LatentKeys:
-    """latents [B, K, L], rope_keys [B, K, R]; weight [H * (N + V), L].
+    """The tensors from which the keys and values of an attention are computed.
 
-    row_scale: [H * (N + V), 1], by which the graph multiplies the product if the weight is codes.
-    scales: the op's arguments for latents and weight that are 8-bit codes, if the graph multiplies
-    the codes themselves; else empty. dtype: the dtype of the product. absorbed, scratch: the values
-    that compute K and V from latents, rope keys and weight.
+    Attributes:
+        latents: [B, K, L].
+        rope_keys: [B, K, R].
+        weight: [H * (N + V), L].
+        row_scale: [H * (N + V), 1]. If the weight is quantised, the graph may multiply the product
+            by it.
+        num_heads, nope, v_dim: H, N and V.
+        scales: If the graph multiplies 8-bit codes themselves, the op's arguments for latents and
+            weight; else empty.
+        dtype: The dtype of the product.
+        absorbed, scratch: The values that compute K and V from latents, rope keys and weight, and
+            the writes to new memory.
     """
 
     latents: View
@@ -86,7 +101,7 @@ def has_shared_part(keys: Sequence[View], flow: Dataflow) -> bool:
 
 
 def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
-    """Returns the latents and weight that K and V of an attention are projected from; raises
+    """Returns the latents and the weight that K and V of an attention are projected from. Raises
     Reject."""
     found = assembled(attention.keys, flow)
     widths = " + ".join(str(piece.view.shape[-1]) for piece in found.pieces)
@@ -96,7 +111,7 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
         )
     projected, shared = found.pieces
     if not shared.is_shared:
-        _refuse(f"the second of K's pieces ({widths}) differs from head to head", shared.view)
+        _refuse(f"the second of K's pieces ({widths}) differs between heads", shared.view)
     k, k_rows, latents = _projection(projected.view, "K")
     v, v_rows, of_values = _projection(piece_of(attention.v), "V")
     k_gemm, v_gemm = k.gemm, v.gemm
@@ -104,7 +119,7 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
         reject(
             "LATENT_VALUES",
             Stage.V_PATH,
-            f"K is projected from {latents.value}, V from {of_values.value}",
+            f"K is projected from {latents.value}, but V from {of_values.value}",
             v_gemm.value,
         )
     for gemm in (k_gemm, v_gemm):
@@ -129,8 +144,8 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
 
 
 def _joins(value: Value, linear: Linear) -> tuple[Value, ...]:
-    """Returns the concatenation that K or V is cut from, if it is not the linear's result
-    itself."""
+    """Returns the concatenation from which K or V is taken, if there is one between it and the
+    result of the linear."""
     return () if value is linear.value else (value,)
 
 
@@ -145,7 +160,10 @@ def _refuse(why: str, culprit: View) -> NoReturn:
         Stage.K_PATH,
         why,
         culprit,
-        hint="known form: keys [up-projected part, rope part], where all heads share the rope part",
+        hint=(
+            "the known form of keys is [up-projected part, rope part], where all heads share "
+            "the rope part"
+        ),
     )
 
 
@@ -153,8 +171,8 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 
 
 def _projection(view: View, who: str) -> tuple[Linear, Rows, View]:
-    """Returns, for a view [B, K, H, D] of a linear's result, the linear, the rows of its weight
-    that are these heads, and its input, the latents [B, K, L]."""
+    """Returns, for a view [B, K, H, D] of a linear's result: the linear, the rows of its weight
+    that compute these heads, and its input, the latents [B, K, L]."""
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
     columns = match_columns(view)
     if columns is not None and _only_scales(columns.linear):
@@ -165,34 +183,44 @@ def _projection(view: View, who: str) -> tuple[Linear, Rows, View]:
     reject(
         code,
         stage,
-        f"{who} is not, head by head, a linear's result: {view.value}",
+        f"the heads of {who} are not the result of a linear: {view.value}",
         view,
-        hint="up-project by a linear, and change its result by nothing but scales of its rows",
+        hint=(
+            "compute the up-projection with a linear, and change its result only by scales of "
+            "its rows"
+        ),
     )
 
 
 def _only_scales(linear: Linear) -> bool:
-    """Whether a linear is a plain product, or sums of codes scaled by row."""
+    """Whether a linear is a plain product, or a product of codes whose sums are scaled by row."""
     changed = linear.clip or linear.deltas or linear.bias is not linear.gemm.bias
     same = all(value.dtype == linear.value.dtype for value in linear.absorbed)
     return not changed and same
 
 
 def _row_scale(k: Linear, v: Linear) -> View | None:
-    """Returns the scale [N, 1] that multiplies the product for each row of the weight; None if
-    there is none. Raises Reject."""
+    """Returns the scale [N, 1] that multiplies the product, one number for each row of the weight;
+    None if there is none. Raises Reject."""
     if k.scale is None and v.scale is None:
         return None
     rows = k.gemm.shape[-1]
     if k.value is not v.value or k.scale is None or k.scale.shape != (rows,):
-        reject("WEIGHT_FORMAT", Stage.GUARDS, "K and V are scaled apart", k.value, v.value)
+        reject(
+            "WEIGHT_FORMAT",
+            Stage.GUARDS,
+            "K and V are multiplied by different scales",
+            k.value,
+            v.value,
+        )
     if k.gemm.x_scale is not None:
         reject("WEIGHT_FORMAT", Stage.GUARDS, "products of codes are scaled twice", k.value)
     return k.scale.reshape(rows, 1)
 
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
-    """Returns the weight [H * (N + V), L], for each head K's rows and then V's. Raises Reject."""
+    """Returns the weight [H * (N + V), L]. For each head, it has the rows of K and then the rows of
+    V. Raises Reject."""
     width = k_rows.head_dim + v_rows.head_dim
     count = k_rows.num_heads
     heads = ((count, width),) if count > 1 else ()
@@ -214,8 +242,8 @@ def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
 
 
 def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
-    """Returns the op's arguments for the scales of latents and weight that are multiplied as codes;
-    empty for others. Raises Reject."""
+    """Returns the op's arguments for the scales of latents and weight, if their codes are
+    multiplied; else an empty dict. Raises Reject."""
     if k.x_scale is None or k.weight_scale is None:
         return {}
     if k.value is not v.value or k.weight.value.dtype != torch.float8_e4m3fn:
@@ -257,8 +285,8 @@ def _finer(scale: View, repeats: int) -> View:
 
 
 def assembled(keys: Sequence[View], flow: Dataflow) -> Assembled:
-    """Returns K [B, K, H, D], given in one or more parts, as runs of columns, each a view of the
-    tensor that it was assembled from."""
+    """Returns K [B, K, H, D], which is given in one or more parts, as ranges of columns. Each range
+    is a view of the tensor that it was assembled from."""
     parts = [_assembled(k, flow) for k in keys]
     pieces: list[Piece] = []
     first: Size = 0
@@ -283,7 +311,8 @@ def _assembled(k: View, flow: Dataflow) -> Assembled:
 
 
 def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
-    """Returns the pieces of a concatenation if K's columns are all of it; else None."""
+    """Returns the pieces of a concatenation, if K has all columns of the concatenation; else
+    None."""
     parts, axis = k.value.args
     last = k.effect.dims[-1]
     whole = effects.identity(k.value.shape).dims[axis]
@@ -302,8 +331,8 @@ def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
 
 
 def _fresh_memory(cat: Value, flow: Dataflow) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """Returns (the allocation, the writes) of a concatenation that was written slice by slice; two
-    empty tuples for any other value."""
+    """Returns (the allocation, the writes) of a concatenation that was written slice by slice.
+    Returns two empty tuples for any other value."""
     home = flow.home(cat)
     if home is cat.node:
         return (), ()

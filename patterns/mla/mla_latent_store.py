@@ -1,12 +1,13 @@
-"""The cache write of multi-head latent attention: the op normalises the latent, rotates the rope
-key and writes both to the token's slot.
+"""The cache write of multi-head latent attention. The op normalizes the latent, rotates the rope
+key, and writes both to the token's slot.
 
     x ─ linear ─┬─ norm ─▶ cache[slots, :L] = latent
                 └─ rope ─▶ cache[slots, L:] = rope key          ⇒   mla_latent_store
 
-The graph writes both parts into one tensor, at once or one after the other, or into two tensors.
-The projection is not a part of the op. Dimension letters: T tokens, L latent rank, R width of the
-rope key.
+The graph writes both parts to one tensor, together or one after the other, or to two tensors. The
+projection is not a part of the op.
+
+Dimension letters: T tokens, L latent rank, R width of the rope key.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _PATH = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
 
 @dataclass(frozen=True)
 class MlaLatentStore:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "mla_latent_store"
     op: str = "mla_latent_store"
     asked_before: ClassVar[tuple[str, ...]] = (
         "qkv_cache",
-    )  # that pattern would take a latent and its rope key for a K and a V
+    )  # these patterns would take a latent and its rope key for a K and a V
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
@@ -85,8 +86,12 @@ class MlaLatentStore:
 class Part:
     """One of the two writes.
 
-    heads: the projection that it comes from; None if nothing between it and the cache is absorbed.
-    rows: [T, L] or [T, R], before norm and rotation.
+    Attributes:
+        write, place: The write, and its address.
+        heads: The projection that it comes from; None if nothing between it and the cache is
+            absorbed.
+        rows: [T, L] or [T, R], the values before norm and rotation.
+        absorbed: The values that disappear.
     """
 
     write: CacheWrite
@@ -101,7 +106,7 @@ class Part:
 
     @property
     def is_rope_key(self) -> tuple[bool, Any]:
-        """A sort key that is larger for the rope key: it is rotated, or it has no norm, or it is
+        """A sort key that is larger for the rope key, which is rotated, or has no norm, or is
         narrower."""
         rotated = self.heads is not None and self.heads.rope is not None
         return rotated, (self.norm is None, -int(self.place.window.head_dim))
@@ -123,14 +128,14 @@ def _part(write: CacheWrite, flow: Dataflow, anchor: WritePair) -> Part:
 
 
 def _as_it_comes(write: CacheWrite, place: Address) -> Part:
-    """Returns a part that the op stores as the graph computes it, without norm or rotation."""
+    """Returns a part that the op stores unchanged, without norm or rotation."""
     rows = place.source.reshape(place.tokens, place.window.head_dim)
     return Part(write, place, None, rows, place.absorbed)
 
 
 def _known(part: Part, is_rope_key: bool) -> Part:
-    """Returns the part itself if the op supports the steps of its rows, otherwise the part without
-    them. The op normalises the latent, with a weight, and rotates the whole rope key."""
+    """Returns the part if the op supports its norm and rotation. Otherwise, returns the part
+    without them. The op can normalize the latent, with a weight, and rotate the whole rope key."""
     heads = part.heads
     if heads is None:
         return part
@@ -152,7 +157,7 @@ def _absorbable(place: Address, flow: Dataflow, anchor: WritePair) -> Heads | No
             return None
     except Reject as rejection:
         if rejection.miss.code in (_PATH.code, "CAST"):
-            return None  # made by operations that the op does not have: stored unchanged
+            return None  # computed by operations that the op does not have, so stored unchanged
         raise
     whole = heads.linear.layout == effects.identity(heads.linear.value.shape)
     inside = {*heads.absorbed, *place.absorbed, *anchor.stores}
@@ -163,7 +168,7 @@ def _absorbable(place: Address, flow: Dataflow, anchor: WritePair) -> Heads | No
 
 
 def _rows(heads: Heads) -> View:
-    """Returns the projection's output for the features of these heads, [T, D]."""
+    """Returns the columns of the projection's output that are these heads, [T, D]."""
     value = heads.linear.value
     feature = len(value.shape) - 1
     effect = effects.identity(value.shape)

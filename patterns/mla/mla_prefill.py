@@ -1,14 +1,16 @@
-"""Attention to expanded latents: up-projection, assembly of K, attention.
+"""Attention to expanded latents: the up-projection, the assembly of K, and the attention.
 
     kv = linear(latents, kv_b)
     k  = cat(kv[..., :N], rope_keys for every head)            ⇒   mla_prefill_dense
     out = attention(q, k, kv[..., N:])
 
-The query's projection and everything before the latents are not part of the op. One match thus
-serves a graph without a cache, one that reads its latents from a static cache, and one that gathers
-them from pages. The query's rotation is absorbed if its projection is found. A decode step that
-expands its latents matches like a prefill: K is no longer made, and keys past the query's position
-are not read. Dimension letters: see `patterns/mla/keys.py`; T = B * S queries.
+The projection of the query, and everything before the latents, are not a part of the op. Therefore
+the same pattern matches a graph without a cache, a graph that reads its latents from a static
+cache, and a graph that gathers them from pages. The rotation of the query is absorbed if the
+query's projection is found. A decode step that expands its latents matches like a prefill: K is no
+longer computed, and keys past the position of the query are not read.
+
+Dimension letters are explained in `patterns/mla/keys.py`. There are T = B * S queries.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 
 @dataclass(frozen=True)
 class MlaPrefill:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "mla_prefill"
     op: str = "mla_prefill_dense"
     asked_before: ClassVar[tuple[str, ...]] = (
         "cache_attention",
-    )  # that pattern would also take keys that are up-projected from latents
+    )  # cache_attention would also match keys that are up-projected from latents
     sought: ClassVar[Sought] = Sought(
         "attention to keys and values that are projected from latents",
         frozenset({"aten.scaled_dot_product_attention", "aten.softmax"}),
@@ -131,21 +133,21 @@ def _arguments(
 
 
 def _weight(keys: LatentKeys, flow: Dataflow) -> View | Computed:
-    """Returns the weight with its rows scaled; this differs from the scaled sums by at most one
+    """Returns the weight with its rows scaled. The result differs from scaled sums by at most one
     rounding."""
     rows = _in_rows(keys.weight, flow)
     return rows if keys.row_scale is None else Computed("mul", (rows, keys.row_scale))
 
 
 def _in_rows(weight: View, flow: Dataflow) -> View | Computed:
-    """Returns the weight [N, L]. A weight that the graph computes as [L, N], like decoded codes by
-    column, is made contiguous by rows; for one that is stored that way, the op's checks decide."""
+    """Returns the weight [N, L]. If the graph computes it as [L, N], for example by decoding codes
+    by column, it is made contiguous. If it is stored as [L, N], the op's checks decide."""
     stored = weight.value.op in ("constant", "input")
     return weight if stored or flow.rows_are_dense(weight) else Computed("contiguous", (weight,))
 
 
 def _flat(item: Any) -> Any:
-    """Returns scales [B, K, n] as [B * K, n]; other items unchanged."""
+    """Returns scales [B, K, n] as [B * K, n]. Returns other items unchanged."""
     return item.matrix if isinstance(item, View) and len(item.shape) == 3 else item
 
 

@@ -1,10 +1,12 @@
-"""The query of latent attention, rotated by the op if its projection is found.
+"""The query of latent attention. The op rotates it if its projection is found.
 
     q = linear(x, q_b)                                    [T, H, N + R]
     q = cat(q[..., :N], rope(q[..., N:]))         ⇒       q, cos and sin
 
-Otherwise the op takes the query as the graph made it. Dimension letters: B sequences, S queries of
-each, T = B * S, H heads, N and R the widths of a head's two parts.
+Otherwise, the argument of the op is the query as the graph computes it.
+
+Dimension letters: B sequences with S queries each, T = B * S; H heads; N and R are the widths of
+the two parts of a head.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ _PATH = Path("Q_PATH", Stage.Q_PATH, "attention")
 
 @dataclass(frozen=True)
 class Query:
-    """The op's arguments for the query: q [T, H, N + R] and, if the op rotates it, its table.
+    """The op's arguments for the query: q [T, H, N + R] and, if the op rotates it, the tables of
+    cos and sin.
 
-    absorbed: the values between the projection and attention.
+    absorbed: the values between the projection and the attention.
     """
 
     arguments: dict[str, Any]
@@ -95,6 +98,6 @@ def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None
 
 
 def _in_order(part: Heads) -> bool:
-    """Whether [B, S, H, D] holds every token of the projection once, in order, head by head."""
+    """Whether [B, S, H, D] has every token of the projection once and in order, head by head."""
     by_head = part.rows.dims(part.feature) == part.layout.dims[2:]
     return by_head and holds_all_tokens(part.layout, 2, part.tokens)

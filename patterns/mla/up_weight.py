@@ -1,7 +1,7 @@
-"""Builds the weight of an up-projection as the op takes it, from its halves: W_UK [H, N, L] of the
-keys and W_UV [H, V, L] of the values.
+"""Builds the weight of an up-projection in the form that the op expects, from its two halves: W_UK
+[H, N, L] for the keys and W_UV [H, V, L] for the values.
 
-Dimension letters: as in `patterns/mla/keys.py`.
+Dimension letters are explained in `patterns/mla/keys.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tilewright.patterns.quantised.weights import match_weight
 
 
 def weight_arguments(keys: View, values: View, flow: Dataflow) -> dict[str, Any]:
-    """Returns the op's arguments for W_UK [H, N, L] and W_UV [H, L, V], which are given as the
-    graph multiplies them. If both are rows of one weight, passes that weight, dense or quantised;
-    else passes two weights."""
+    """Returns the op's arguments for W_UK [H, N, L] and W_UV [H, L, V], which are given in the form
+    in which the graph multiplies them. If both are rows of one weight, dense or quantised, the
+    argument is this weight. Otherwise, there are two weights."""
     values = values.permute(0, 2, 1)
     whole = _joined(keys, values)
     if whole is not None:
@@ -33,8 +33,8 @@ def weight_arguments(keys: View, values: View, flow: Dataflow) -> dict[str, Any]
 
 
 def _joined(keys: View, values: View) -> View | None:
-    """Returns [H, N + V, L], in which each head's first rows are W_UK's and the others W_UV's; None
-    if the halves are not parts of such a tensor."""
+    """Returns [H, N + V, L], in which the first rows of each head are W_UK and the other rows are
+    W_UV. Returns None if the halves are not parts of such a tensor."""
     (_, nope, _), v_dim = keys.shape, values.shape[1]
     heads, rows, rank = keys.effect.dims
     if len(rows) != 1:
@@ -52,9 +52,9 @@ def _lies_in_rows(whole: View, flow: Dataflow) -> bool:
 
 
 def _codes(whole: View) -> dict[str, Any] | None:
-    """Returns the arguments for 8-bit codes with scales by block, from which the graph dequantises
-    the weight. None if it does not, or if the op does not support the way it does: the dequantised
-    tensor is then the weight."""
+    """Returns the arguments for 8-bit codes with a scale for each block, if the graph dequantises
+    the weight from them. Returns None if the graph does not, or if the op does not support the form
+    of the dequantisation; the dequantised tensor is then the weight."""
     try:
         codes = match_weight(whole)
         if codes is None or codes.format != "fp8":

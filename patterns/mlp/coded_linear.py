@@ -1,11 +1,12 @@
-"""A linear with a quantised weight that no other pattern takes, such as the projections of latents
-in MLA, or a language model's head.
+"""A linear that has a quantised weight and that no other pattern matches, such as the projections
+of latents in MLA, or the head of a language model.
 
     out = linear(rms_norm(x) * norm_weight, decoded(codes), bias)     ⇒   linear_activation(x, ...)
 
-The op reads the codes, which the graph would decode to a whole weight in every call. The op has no
-activation here. The norm is absorbed as by the pattern `linear_activation`. If the activation is
-float8 codes too, a library's product of codes may be faster: `scaled_linear` is tried first.
+The op reads the codes. Without the op, the graph would decode the whole weight in every call. The
+op computes no activation here. It absorbs the norm in the same cases as the pattern
+`linear_activation`. If the activation is float8 codes too, a library's product of codes may be
+faster. Therefore `scaled_linear` is tried first.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from tilewright.patterns.quantised.coded_rows import CodedRows, first_alike
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
-# The most steps from a linear to the activation or the sum that reads it.
+# The largest number of steps from a linear to the activation or the sum that reads it.
 _REACH = 8
 
 
 @dataclass(frozen=True)
 class CodedLinear:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "coded_linear"
     op: str = "linear_activation"
     takes_leftovers: bool = True
-    asked_last: ClassVar[bool] = True  # patterns whose kernels do more come first
+    asked_last: ClassVar[bool] = True  # after the patterns whose kernels compute more operations
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
         f"linears whose weight is quantised, of at most {MOST_CODED_TOKENS} tokens",
@@ -51,8 +52,8 @@ class CodedLinear:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields the results of linears with quantised weights: the last value of each linear.
-        Leaves out a linear that the op does not take if another pattern reports it."""
+        """Yields the last value of each linear that has a quantised weight. Leaves out a linear
+        that the op cannot compute, if another pattern reports it."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             linear = None if value in inside else _linear(value)
@@ -92,8 +93,8 @@ class CodedLinear:
 
 
 def _linear(value: Value) -> FewTokens | None:
-    """Returns the linear with a quantised weight whose result a value is, in the dtype of its
-    activation; else None."""
+    """Returns the linear with a quantised weight whose result is `value`, if this result has the
+    dtype of the activation; else None."""
     linear = match_few_tokens(value.whole)
     if linear is None or not linear.coded or value.dtype != linear.product.dtype:
         return None
@@ -110,7 +111,7 @@ def _shared(linear: FewTokens, flow: Dataflow) -> FewTokens:
 
 
 def _is_known(linear: FewTokens) -> bool:
-    """Whether the op knows the format of a linear's weight."""
+    """Whether the op supports the format of a linear's weight."""
     try:
         match_codes([linear], [WEIGHT_NAMES])
     except (Reject, InexpressibleError):
@@ -119,8 +120,8 @@ def _is_known(linear: FewTokens) -> bool:
 
 
 def _is_of_another(value: Value, flow: Dataflow) -> bool:
-    """Whether `linear_activation` or `linear_residual` looks at a linear: a sum of tensors or an
-    activation reads it."""
+    """Whether `linear_activation` or `linear_residual` examines a linear, because a sum of tensors
+    or an activation reads it."""
     read = flow.downstream(value, _REACH, lambda one: one.shape == value.shape)
     return any(one.op == "aten.add" or match_activation(one.whole) is not None for one in read)
 

@@ -1,12 +1,14 @@
-"""The first half of an MLP: linears of one activation, and the nonlinearity after them.
+"""The first half of an MLP: one or two linears that read the same activation, and the nonlinearity
+after them.
 
     y   = rms_norm(x) * norm_weight, or layer_norm(x) * norm_weight + norm_bias
     out = act(linear(y, gate_weight)) * linear(y, up_weight)     ⇒   linear_activation(x, ...)
 
-The MLP may be gated or not; the weights of gate and up are separate, or rows of one tensor. If the
-graph dequantises a weight, the op reads its codes. The norm is absorbed if no other value reads its
-result, a layer norm only for a single token. On a chip with a kernel that decodes quantised
-weights, these are also matched for many tokens, or a symbolic number of them.
+The MLP may be gated or not. The weights of gate and up are separate tensors, or rows of one tensor.
+If the graph dequantises a weight, the op reads the codes of the weight. The pattern absorbs the
+norm if no other value reads the norm's result. It absorbs a layer norm only for a single token. On
+a chip that has a kernel that decodes quantised weights, the pattern also matches many tokens, or a
+symbolic number of tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _NAMES = (WEIGHT_NAMES, ("up_weight", "up_scale", "up_zero", "up_factor"))
 
 @dataclass(frozen=True)
 class LinearActivation:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "linear_activation"
     op: str = "linear_activation"
@@ -54,8 +56,9 @@ class LinearActivation:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...] | Missed]:
-        """Yields activations of linears for few tokens, each with its linears, except activations
-        inside another one. Also yields norms before such linears that the op cannot take."""
+        """Yields the activations of linears for few tokens, each with its linears. Leaves out
+        activations that are a part of another activation. Also yields misses for norms in front of
+        such linears that the op cannot compute."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             activation = None if value in inside else _activation(value)
@@ -112,20 +115,21 @@ class LinearActivation:
 
 
 def _activation(value: Value) -> Activation | None:
-    """Returns the activation that a value is, if the op has it; else None."""
+    """Returns the activation whose result is `value`, if the op has this activation; else None."""
     activation = match_activation(value.whole)
     known = activation is not None and activation.name in ACTIVATIONS and not activation.limit
     return activation if known else None
 
 
 def _linears(value: Value, activation: Activation, flow: Dataflow) -> tuple[FewTokens, ...] | None:
-    """Returns the linears of an activation, gate first; None if the op cannot take them."""
+    """Returns the linears of an activation, with the gate first. Returns None if the op cannot
+    compute them."""
     views = _entering(activation)
     found = (match_few_tokens(view, target=flow.target) for view in views)
     linears = tuple(one for one in found if one is not None)
     if len(linears) != len(views) or any(not linears[0].reads_as(one) for one in linears):
         return None
-    # Scales of codes may be float32, and so may their products.
+    # The scales of codes may be float32. A product with such a scale may be float32 too.
     if value.dtype not in (activation.gate.value.dtype, linears[0].product.dtype):
         return None
     same = all(one.weight.shape == linears[0].weight.shape for one in linears)
@@ -137,8 +141,8 @@ def _entering(activation: Activation) -> list[View]:
 
 
 def _unlike(activation: Activation) -> Missed | None:
-    """Returns the miss of a product of few tokens that an activation reads, in a form that the op
-    does not take; None if there is none."""
+    """Returns the miss for a product of few tokens that an activation reads, if the product has a
+    form that the op does not support. Returns None if there is no such product."""
     found = (match_unlike(view) for view in _entering(activation))
     return next((one for one in found if one is not None), None)
 

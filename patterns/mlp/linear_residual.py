@@ -1,12 +1,12 @@
-"""A linear whose result is added to a residual: an attention's output projection, the second half
-of an MLP.
+"""A linear whose result is added to a residual, for example the output projection of an attention,
+or the second half of an MLP.
 
     out = residual + scale * linear(x, weight)     ⇒   linear_residual(x, weight, residual)
     out = residual + scale * rms_norm(linear(x, weight))   ⇒   linear_residual(.., rms_norm=True)
 
-The first form matches any shape in which a token's columns are contiguous; the second requires a
-number of tokens that is not symbolic. On a chip with a kernel that decodes quantised weights, these
-are also matched for many tokens, or a symbolic number of them.
+The first form matches every shape in which the columns of a token are contiguous. The second form
+requires that the number of tokens is not symbolic. On a chip that has a kernel that decodes
+quantised weights, the pattern also matches many tokens, or a symbolic number of tokens.
 """
 
 from __future__ import annotations
@@ -45,8 +45,13 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_argumen
 
 @dataclass(frozen=True)
 class Sum:
-    """residual + scale * linear, or residual + scale * norm(linear). absorbed: includes the
-    products with `scale`, and the norm."""
+    """The sum `residual + scale * linear`, or `residual + scale * norm(linear)`.
+
+    Attributes:
+        linear, residual, scale, norm: The terms of the sum.
+        absorbed: The values that the op replaces. They include the product with `scale`, and the
+            norm.
+    """
 
     linear: FewTokens
     residual: View
@@ -57,8 +62,12 @@ class Sum:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A sum and its linears. stores: the sum, and the linear that goes into it. products: the
-    linears of all its sides, which a miss accounts for."""
+    """A sum and the linears that it adds.
+
+    Attributes:
+        stores: The sum, and the linear that goes into it.
+        products: The linears of all sides of the sum. A miss accounts for them.
+    """
 
     stores: tuple[Value, Value]
     products: tuple[Value, ...]
@@ -66,7 +75,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class LinearResidual:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "linear_residual"
     op: str = "linear_residual"
@@ -80,8 +89,9 @@ class LinearResidual:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Anchor | Missed]:
-        """Yields sums with linears for few tokens, also sums that the op cannot take: they become
-        misses. Also yields norms before such linears that the op cannot take."""
+        """Yields the sums that add linears for few tokens, even if the op cannot compute a sum,
+        because such a sum becomes a miss. Also yields misses for norms in front of such linears
+        that the op cannot compute."""
         for value in flow.values:
             if value.op != "aten.add":
                 continue
@@ -99,9 +109,11 @@ class LinearResidual:
         if not taken:
             if sums:
                 product = sums[0].linear.product
-                message = f"{product}: a norm reads it, and its number of tokens is a symbol; for "
+                message = f"{product}: a norm reads it, and its number of tokens is symbolic; for "
                 message += f"more than {MOST_TOKENS}, the graph's own product and norm are faster"
-                hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
+                hint = (
+                    "compile this graph for one number of tokens: torch.compile(..., dynamic=False)"
+                )
                 reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)
             if near := [*_unlike(end), *norms_between(end)]:
                 raise Reject(near[0].miss)
@@ -116,8 +128,8 @@ class LinearResidual:
         raise refused[0]
 
     def _of(self, anchor: Value, found: Sum) -> Match:
-        """Returns the match of a sum, of which one side is the linear and the other the residual;
-        raises Reject."""
+        """Returns the match of a sum. One side of the sum is the linear, the other side is the
+        residual. Raises Reject."""
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
         weights = match_codes([linear], [WEIGHT_NAMES])
@@ -144,8 +156,8 @@ class LinearResidual:
 
 
 def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
-    """Yields a Sum for each side of an addition that is a linear for few tokens and that nothing
-    else reads."""
+    """Yields a Sum for each side of an addition that is a linear for few tokens and that has no
+    other reader."""
     if value.kwargs.get("alpha", 1) != 1:
         return
     for product, residual in value.either_way:
@@ -157,14 +169,15 @@ def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
 
 
 def _is_taken(found: Sum) -> bool:
-    """Whether the op takes a sum: with a norm, only for a number of tokens that is not symbolic."""
+    """Whether the op can compute a sum. If the sum has a norm, the number of tokens must not be
+    symbolic."""
     return found.norm is None or isinstance(found.linear.x.shape[0], int)
 
 
 def _products(value: Value, sums: Sequence[Sum]) -> Iterator[Value]:
-    """Yields the linears for few tokens that are sides of an addition, first the linears of its
-    `sums`. The others are summed over ranks, have another form, or have a norm that the op does not
-    take."""
+    """Yields the linears for few tokens that are sides of an addition. The linears of `sums` come
+    first. The other linears are summed over ranks, have another form, or have a norm that the op
+    does not support."""
     yield from (found.linear.product for found in sums)
     for near in (*_unlike(value), *norms_between(value)):
         yield from near.products
@@ -173,16 +186,16 @@ def _products(value: Value, sums: Sequence[Sum]) -> Iterator[Value]:
 
 
 def _unlike(value: Value) -> list[Missed]:
-    """Returns the sides of an addition of two tensors that are products in a form that no op
-    takes."""
+    """Returns the misses for the sides of an addition of two tensors that are products, but have a
+    form that no op supports."""
     sides = [side for side, other in value.either_way if len(other.shape) > 1]
     found = (match_unlike(weighed(side, strip=True)[0]) for side in sides)
     return [one for one in found if one is not None]
 
 
 def _summed_over_ranks(value: Value) -> Value | None:
-    """Returns the linear for few tokens whose sum over ranks is one side of an addition, or
-    None."""
+    """Returns the linear for few tokens whose sum over ranks is one side of an addition. Returns
+    None if there is no such linear."""
     for side in value.operands:
         part = part_of_a_sum(side) if side.shape == value.shape else None
         linear = None if part is None else match_few_tokens(part)

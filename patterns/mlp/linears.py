@@ -1,5 +1,5 @@
-"""The linears that patterns of this family look for: few tokens, and a weight that the model
-stores."""
+"""The linears that the patterns of this folder search for. They have few tokens, and the model
+stores their weight."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tilewright.patterns.recognise.gemm import (
 )
 from tilewright.patterns.recognise.linear import match_columns, unread
 
-# The most steps from a stored tensor to a weight that the graph computes.
+# The largest number of steps from a stored tensor to a weight that the graph computes.
 _REACH = 64
-# Operations of values that the model stores.
+# The operations whose values the model stores.
 STORED = ("constant", "input")
-# A product with fewer columns or rows is a factor of an adapter, or a gate.
+# A product that has fewer columns or rows than this is a factor of an adapter, or a gate.
 LEAST_COLUMNS = 64
 #: The ops' argument names for their weight, or for the first of two weights.
 WEIGHT_NAMES = ("weight", "weight_scale", "weight_zero", "weight_factor")
@@ -45,12 +45,20 @@ WEIGHT_NAMES = ("weight", "weight_scale", "weight_zero", "weight_factor")
 
 @dataclass(frozen=True)
 class FewTokens:
-    """x @ weight^T + bias: x [T, K], weight [N, K], bias [N] or None.
+    """The linear `x @ weight^T + bias`.
 
-    coded: the weight is computed from codes. rounded: x is decoded from codes, which a library's
-    GEMM can multiply with the weight's codes. sums_scale [N]: multiplies a product of codes.
-    x_scale [T or 1, K / block or 1], weight_scale [N, K]: the scales of x and weight if their codes
-    are multiplied.
+    Attributes:
+        x: The activation, [T, K].
+        weight: The weight, [N, K].
+        bias: The bias, [N], or None.
+        absorbed: The values that the linear consists of.
+        coded: Whether the weight is computed from codes.
+        rounded: Whether x is decoded from codes, so that a library's GEMM can multiply these codes
+            with the codes of the weight.
+        sums_scale: The scale [N] that multiplies a product of codes.
+        x_scale: The scale of x, [T or 1, K / block or 1], if the codes of x and of the weight are
+            multiplied.
+        weight_scale: The scale of the weight, [N, K], in the same case.
     """
 
     x: View
@@ -70,7 +78,7 @@ class FewTokens:
 
     @property
     def rows(self) -> View | Computed:
-        """x in the form that the op takes: decoded, if it has codes."""
+        """x in the form that the op expects. If x has codes, this is the decoded activation."""
         if self.x_scale is None:
             return self.x
         return Computed(decoded_rows, (self.x, self.x_scale), (("dtype", self.product.dtype),))
@@ -83,17 +91,18 @@ class FewTokens:
 
     @property
     def product(self) -> Value:
-        """The product, which reads x."""
+        """The product, whose operand is x."""
         return self.absorbed[-1]
 
     @property
     def codes(self) -> dict[str, bool]:
-        """Which operands are codes, in the form that the op's `slower` takes."""
+        """Which operands are codes. The answer has the form of the arguments of the op's
+        `slower`."""
         return {"coded": self.coded, "rounded": self.rounded}
 
     @property
     def float_values(self) -> tuple[Value, ...]:
-        """The activation and the weight, without those that are codes."""
+        """The activation if it is not codes, and the weight if it is not codes."""
         if self.x_scale is not None:
             return ()
         return (self.x.value,) if self.coded else (self.x.value, self.weight.value)
@@ -103,15 +112,16 @@ class FewTokens:
 def match_few_tokens(
     view: View, by_head: bool = False, target: Target | None = None
 ) -> FewTokens | None:
-    """Returns the linear whose result, or some of whose columns, a view [tokens..., N] is. None for
-    another view, and if there are certainly too many tokens for the op.
+    """Returns the linear whose result is a view [tokens..., N], or has this view as some of its
+    columns. Returns None for every other view, and for a linear that certainly has too many tokens
+    for the op.
 
-    by_head: the view may have its columns in several dimensions, such as [tokens..., heads, width].
-    target: the chip, which may have a kernel for any number of tokens.
+    by_head: whether the columns of the view may be in several dimensions, as in [tokens..., heads,
+    width]. target: the chip, which may have a kernel for any number of tokens.
     """
     value = value_before_casts(view.value)
-    # A sum of two tensors of its own shape adds a residual. Neither tensor is a bias, so there is
-    # no linear to find.
+    # A sum of two tensors of the result's own shape adds a residual. Neither tensor is a bias, so
+    # the sum is not a linear.
     by_column = value.op in ("aten.add", "aten.mul") and any(
         v.shape != value.shape for v in value.operands
     )
@@ -129,7 +139,7 @@ def match_few_tokens(
         if by_head and not coded and scale is None:
             weight = weight.matrix
             bias = bias and bias.reshape(weight.shape[0])
-            if len(effects.coalesce(weight.effect.dims[0])) > 1:  # its rows are in another order
+            if len(effects.coalesce(weight.effect.dims[0])) > 1:  # the rows are reordered
                 return None
     except InexpressibleError:
         return None
@@ -137,7 +147,7 @@ def match_few_tokens(
         return None
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in weight.shape):
         return None
-    # Where x has no codes, the library's GEMM would need dequantised weights.
+    # If x has no codes, the library's GEMM would need dequantised weights.
     rounded = coded and (linear.gemm.x_scale is not None or _is_rounded(x))
     if not _few(x.shape[0], coded, rounded, target):
         return None
@@ -151,7 +161,7 @@ def _is_rounded(x: View) -> bool:
     return isinstance(match_coded_rows(x), CodedRows)
 
 
-# The most casts, biases and numbers between a product and its reader.
+# The largest number of casts, biases and numbers between a product and its reader.
 _STEPS = 6
 _PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
 _ONCE = "compute it once, when the model is loaded"
@@ -162,9 +172,10 @@ _NUMBERS = (
 
 
 def weighed(view: View, strip: bool = False) -> tuple[View, float, tuple[Value, ...]]:
-    """Returns (x, factor, values) of a view that is x * factor; (view, 1, ()) for another view.
+    """Returns (x, factor, values) if a view is the product x * factor. Returns (view, 1, ()) for
+    every other view.
 
-    strip: also removes the casts of x.
+    strip: whether to remove the casts of x too.
     """
     found = (_STRIPPED if strip else _WEIGHED).match(view)
     if found is None:
@@ -177,15 +188,16 @@ _WEIGHED = tensor("x", strip=lambda view: (view, ())) * number("factor")
 
 
 def bare_product(value: Value) -> Value | None:
-    """Returns the product that a value is, ignoring casts and arithmetic with numbers, stored
-    tensors and inputs; None for another value."""
+    """Returns the product that a value is computed from by casts and by arithmetic with numbers,
+    stored tensors and inputs only. Returns None if there is no such product."""
     before = _passed(value, lambda other: _is_stored(other) or other.op in STORED)
     return next((passed for passed in before if match_gemm(passed) is not None), None)
 
 
 def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
-    """Yields a value, and values before it. Continues to an operand while a value is computed from
-    one operand of its own shape, by a cast or with numbers and values that `holds` accepts."""
+    """Yields a value and the values that it is computed from. Continues from a value to its operand
+    as long as the value has the same shape as this operand, and is computed from it by a cast, or
+    by arithmetic with numbers and with values for which `holds` returns true."""
     for _ in range(_STEPS):
         yield value
         wide = [v.value for v in value.operands if v.shape == value.shape]
@@ -196,8 +208,9 @@ def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
 
 
 def match_unlike(view: View) -> Missed | None:
-    """Returns the miss of a view that is a product, ignoring casts and vectors, if
-    :func:`match_few_tokens` refuses it because of its weight; None for another view."""
+    """Returns the miss for a view that is a product, apart from casts and vectors, if
+    :func:`match_few_tokens` refuses this product because of its weight. Returns None for every
+    other view."""
     scaled = None
     for value in _passed(view.value, _is_stored):
         gemm = match_gemm(value)
@@ -210,15 +223,15 @@ def match_unlike(view: View) -> Missed | None:
 
 
 def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
-    """Returns the miss of a product; None if it is not to be reported. scaled: the multiplication
-    or division after it, by a number or a vector."""
+    """Returns the miss for a product, or None if no miss is reported. scaled: the multiplication or
+    division of the product by a number or a vector, if there is one."""
     x, weight = gemm.flat_x, gemm.weight
     rows, columns = weight.shape
     if not _few(x.shape[0]) or weight.value.projected:
         return None
     given = f"{gemm.value}: its weight"
     if not all(isinstance(n, int) for n in (rows, columns)):
-        why = f"{given} has sizes that are symbols, {rows} x {columns}"
+        why = f"{given} has symbolic sizes, {rows} x {columns}"
         of_model = _is_kept(weight.value) or _of_codes(weight.value)
         return _missed(gemm.value, why, _NUMBERS) if of_model else None
     if min(rows, columns) < LEAST_COLUMNS:
@@ -229,7 +242,8 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
         return _missed(
             gemm.value,
             f"{gemm.value}: activation and weight are both eight-bit codes",
-            "the op reads activations of 16 bits: keep them so where few tokens are computed",
+            "the op reads activations of 16 bits: do not quantise them where few tokens are "
+            "computed",
         )
     if weight.value.op in STORED:
         if len(weight.value.shape) == 2:
@@ -248,16 +262,16 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
 
 
 def _missed(product: Value, why: str, hint: str) -> Missed:
-    """Returns the miss of a product for few tokens with a weight of the model, in a form that no op
-    takes."""
+    """Returns the miss for a product of few tokens with a weight of the model, in a form that no op
+    supports."""
     return Missed(
         miss_at("LINEAR_FORM", Stage.GUARDS, why, product, hint=hint), products=(product,)
     )
 
 
 def _unread(value: Value, x: View) -> Missed | None:
-    """Returns the miss of a product by an unknown operator; None if it is too small or has many
-    tokens."""
+    """Returns the miss for a product by an unknown operator. Returns None if the product is too
+    small, or has many tokens."""
     if not _few(effects.product(x.shape[:-1])):
         return None
     wide = (value.shape[-1], x.shape[-1])
@@ -267,8 +281,8 @@ def _unread(value: Value, x: View) -> Missed | None:
 
 
 def _is_kept(weight: Value) -> bool:
-    """Whether a weight is a stored tensor, or a cast of one to the activation's dtype. The cast
-    stays in the graph."""
+    """Whether a weight is a stored tensor, or a stored tensor that is cast to the dtype of the
+    activation. The cast stays in the graph."""
     return (weight.operands[0].value if is_float_cast(weight) else weight).op in STORED
 
 
@@ -278,17 +292,18 @@ def _of_codes(weight: Value) -> bool:
 
 
 def _is_stored(value: Value) -> bool:
-    """Whether a value is computed from stored tensors only."""
+    """Whether a value is computed only from stored tensors."""
     before = list(upstream(value, _REACH))
     leaves = [v for v in before if not v.operands]
     return len(before) < _REACH and bool(leaves) and all(v.op == "constant" for v in leaves)
 
 
 def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[str, Any]:
-    """Returns the op's arguments for the weights of linears, under the names given for each weight.
+    """Returns the op's arguments for the weights of linears. `names` gives the names of the
+    arguments for each weight.
 
-    Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that the op does not know, and if not all
-    weights have one format.
+    Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) if the op does not know the codes, and if the weights
+    have different formats.
     """
     if not any(linear.coded for linear in linears):
         return {codes: one.weight for (codes, *_), one in zip(names, linears, strict=False)}
@@ -300,7 +315,7 @@ def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[st
         if found is None:
             refuse(weight, "the other weight is not")
         if not is_stored_as_is(found.codes.value):
-            refuse(weight, "these are not what the model stores")
+            refuse(weight, "the model does not store these codes as they are")
         weights.append(found)
     return weight_arguments(weights, names)
 
@@ -313,24 +328,24 @@ def is_stored_as_is(codes: Value) -> bool:
 def _few(
     tokens: Any, coded: bool = False, rounded: bool = False, target: Target | None = None
 ) -> bool:
-    """Whether there are few enough tokens for the op. A number that depends on data never counts as
-    few, because it belongs to a mixture of experts."""
+    """Whether the number of tokens is small enough for the op. A number that depends on data is
+    never small enough, because it belongs to a mixture of experts."""
     slow = OP.slower(tokens=tokens, coded=coded, rounded=rounded, target=target)
     return slow is None and not effects.only_data_tell(tokens)
 
 
 def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Value) -> None:
-    """Raises Reject (DTYPE, UNSUPPORTED) for dtypes without kernels."""
+    """Raises Reject (DTYPE, UNSUPPORTED) for dtypes that have no kernel."""
     linears = list(linears)
     given = [value.dtype for one in linears for value in one.float_values]
-    # The op computes the values between a product and its reader in float32.
+    # The op computes the values between a product and the reader of the product in float32.
     made = [v.dtype for one in linears for v in one.absorbed if v.dtype != torch.float32]
     more = [view.value.dtype for view in others]
     check_dtypes([*given, *made, *more, end.dtype], "activations and weights", end, HALVES)
 
 
 def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the facts of a linear for reports. arguments: the arguments of the op."""
+    """Returns the facts that reports show about a linear. arguments: the arguments of the op."""
     tokens, columns = linear.x.shape
     return {
         "x": rows_fact(linear.x.value.dtype, tokens, columns),
@@ -340,8 +355,8 @@ def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, A
 
 
 def _cast_fact(linear: FewTokens) -> dict[str, Any]:
-    """Returns the dtype that a weight is cast from in every call, as a fact. A weight stored in the
-    activation's dtype would save memory traffic."""
+    """Returns a fact that names the dtype from which every call casts a weight. If the weight were
+    stored in the dtype of the activation, each call would read and write less memory."""
     weight = linear.weight.value
     if not is_float_cast(weight):
         return {}

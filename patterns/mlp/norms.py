@@ -1,4 +1,4 @@
-"""Finds norms that no op takes, next to linears for few tokens: before a linear, or between a
+"""Finds norms that no op supports, either in front of a linear for few tokens, or between such a
 linear and the sum after it."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_of
 
 
 def norms_before(linear: FewTokens) -> Iterator[Missed]:
-    """Yields a miss for the norm that a linear reads, if no op supports the norm because it is
-    gated or runs over parts of rows."""
+    """Yields a miss for the norm that a linear reads, if no op supports this norm because it is
+    gated or normalizes parts of rows."""
     normed = linear.x.value
     norm = norm_of(normed.whole)
     described = None if norm is None else _described(norm)
@@ -28,7 +28,7 @@ def norms_before(linear: FewTokens) -> Iterator[Missed]:
 
 
 def norms_between(end: Value) -> Iterator[Missed]:
-    """Yields the misses of norms between the sides of an addition and their linears."""
+    """Yields the misses for norms between an addition and the linears that it adds."""
     for side in end.operands:
         norm = norm_of(weighed(side)[0]) if side.shape == end.shape else None
         product = None if norm is None else bare_product(norm.x.value)
@@ -37,13 +37,14 @@ def norms_between(end: Value) -> Iterator[Missed]:
         linear = match_few_tokens(product.whole)
         if linear is not None and effects.product(product.shape) == effects.product(end.shape):
             between = _described_between(norm, side, product.shape[-1])
-            message = f"{between} stands between {linear.product} and the sum behind it"
+            message = f"{between} is between {linear.product} and the sum after it"
             miss = miss_at("SUM_PATH", Stage.ACTIVATION, message, linear.product)
             yield Missed(miss, products=(linear.product,))
 
 
 def _described(norm: Norm) -> str | None:
-    """Returns a description of a norm before a linear; None for a plain one of whole rows."""
+    """Returns a description of a norm in front of a linear. Returns None for a plain norm of whole
+    rows."""
     kind = "an RMS norm" if norm.kind == "rms" else "a layer norm"
     gated = match_activation(norm.x)
     of = "" if gated is None or gated.up is None else " of a product that is gated"

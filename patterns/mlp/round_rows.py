@@ -3,10 +3,10 @@
     x = rms_norm(x) * norm_weight, or act(gate) * up, or any x
     codes, scale = e4m3(x / scale), amax(|x|) / 448       ⇒   round_rows(x, ...)
 
-The pattern is tried after all others, and for few tokens. In the graph that the others have
-rewritten, some linears read codes and scales, and other linears read the numbers that these stand
-for. One kernel replaces the kernels that Inductor would make, and lets the kernel after it start
-early.
+The pattern is tried after all other patterns, and only for few tokens. At that time the other
+patterns have rewritten the graph, and some linears read codes and scales, while other linears read
+decoded activations. One kernel replaces the kernels that Inductor would generate. This kernel also
+lets the next kernel start early.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from tilewright.patterns.recognise.row_norm import (
     unread,
 )
 
-# The fused ops whose activations this pattern makes.
+# The fused ops whose activations this pattern computes.
 READERS = ("fused_qkv_paged", "linear_activation", "linear_residual", "scaled_linear")
 _READERS = frozenset(f"{kind}tilewright::{name}" for kind in ("", "opaque:") for name in READERS)
-# The most values between codes and the op that reads them.
+# The largest number of values between codes and the op that reads them.
 _REACH = 12
 
 
 @dataclass(frozen=True)
 class RoundRows:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "round_rows"
     op: str = "round_rows"
@@ -59,11 +59,12 @@ class RoundRows:
     )
 
     def asked_afterwards(self, flow: Dataflow) -> bool:
-        """Whether the graph, before other patterns rewrite it, rounds a quotient to codes."""
+        """Whether the graph rounds a quotient to codes. The method is called before other patterns
+        rewrite the graph."""
         return any(map(is_rounded, flow.values))
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields codes that a fused linear reads, decoded or not, for few tokens."""
+        """Yields the codes for few tokens that a fused linear reads, as they are or decoded."""
         for value in flow.values:
             if is_rounded(value) and (read := _as_read(value, flow)) is not None:
                 tokens, _ = read
@@ -96,8 +97,8 @@ class RoundRows:
 
 
 def _as_read(codes: Value, flow: Dataflow) -> tuple[Size, Size] | None:
-    """Returns the tokens and columns of codes, or of the numbers that they stand for, as a fused
-    linear reads them; None if none does."""
+    """Returns the numbers of tokens and columns that a fused linear reads from codes, or from the
+    decoded activation. Returns None if no fused linear reads them."""
     between = {"cast", "aten.mul", DECODED_ROWS}
     found = flow.downstream(codes, _REACH, lambda one: one.op in between or one.op in _READERS)
     for reader in (one for one in found if one.op in _READERS):
@@ -108,8 +109,8 @@ def _as_read(codes: Value, flow: Dataflow) -> tuple[Size, Size] | None:
 
 
 def _group_of(rows: RoundedRows, made: tuple[Size, Size]) -> int:
-    """Returns the columns that share a scale, 0 for all. Raises Reject (ACTIVATION_FORMAT) for
-    groups that the op does not have."""
+    """Returns the number of columns that share a scale, or 0 if all columns share one. Raises
+    Reject (ACTIVATION_FORMAT) for a number that the op does not support."""
     if rows.is_given or rows.width == made[1]:
         return 0
     if rows.width == ACTIVATION_BLOCK and isinstance(made[1], int) and made[1] % rows.width == 0:
@@ -119,8 +120,8 @@ def _group_of(rows: RoundedRows, made: tuple[Size, Size]) -> int:
 
 
 def _scales(rows: RoundedRows, made: Sequence[Any], flow: Dataflow) -> Iterator[Result]:
-    """Yields the results that hold scales in float32. Raises Reject (ESCAPES) if other values read
-    the scales."""
+    """Yields the results that are float32 scales. Raises Reject (ESCAPES) if other values read the
+    scales."""
     tokens, columns = made
     own = {rows.codes, *rows.absorbed}
     if rows.is_given:
@@ -140,7 +141,7 @@ def _scales(rows: RoundedRows, made: Sequence[Any], flow: Dataflow) -> Iterator[
 
 
 def _widens(value: Value) -> bool:
-    """Whether a value is scales cast to float32, in any shape."""
+    """Whether a value is the scales, cast to float32 and reshaped in any way."""
     cast = value.op == "cast" and value.dtype == torch.float32
     return cast and value.operands[0].is_regrouped
 
@@ -152,8 +153,8 @@ def _source(
     inside: Sequence[Value],
     flow: Dataflow,
 ) -> tuple[dict[str, Any], tuple[Value, ...]]:
-    """Returns the op's arguments for the numbers that are rounded, and the values that vanish with
-    them."""
+    """Returns the op's arguments for the numbers that are rounded, and the values that the op
+    replaces with them."""
     numbers, place = rows.x.reshape(*made), flow.positions[end.node]
     norm = match_norm_before(numbers, inside, place, flow, OP)
     if norm is not None and norm.kind == "rms":

@@ -1,12 +1,13 @@
-"""Linears whose activation and weight are both float8 codes, and that no other pattern takes.
+"""Linears that no other pattern matches, and whose activation and weight are both float8 codes.
 
     x   = (e4m3 codes) * x_scale, rounded; weight = (e4m3 codes) * weight_scale, rounded
     out = linear(x, weight, bias)     ⇒   scaled_linear(codes, codes, weight_scale, x_scale, ...)
 
-The pattern takes any number of tokens and any rounding of x. The codes and the scale of x stay in
-the graph, where Inductor computes them in one kernel with the operations before them. For many
-tokens, a library's operator that multiplies such codes (`compiler/quantised/operators.py`) becomes
-the op too. A scaled product that the graph calls itself stays.
+The pattern matches any number of tokens, and any way to round x. The codes and the scale of x stay
+in the graph. Inductor computes them in one kernel, together with the operations before them. For
+many tokens, the pattern also replaces an operator of a library that multiplies such codes
+(`compiler/quantised/operators.py`). It leaves a scaled product unchanged if the graph itself calls
+one.
 """
 
 from __future__ import annotations
@@ -41,20 +42,24 @@ from tilewright.patterns.quantised.weights import DequantizedWeight, match_scale
 from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 
-_HINT = "known format: float8_e4m3fn codes with one scale in all, per token, or per 128 columns"
+_HINT = (
+    "the known format is float8_e4m3fn codes with one scale for the tensor, for each "
+    "token, or for 128 columns"
+)
 _ARGUMENTS = ("weight", "weight_scale", "scale_block", "weight_format")
-# Most tokens for which a quantisation library's own operator stays if no other pattern takes it.
+# The largest number of tokens for which an operator of a quantisation library stays in the graph,
+# if no other pattern matches it.
 _MOST_OF_OPERATOR = 16
 
 
 @dataclass(frozen=True)
 class ScaledLinear:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "scaled_linear"
     op: str = "scaled_linear"
     takes_leftovers: bool = True
-    asked_last: ClassVar[bool] = True  # patterns whose kernels do more come first
+    asked_last: ClassVar[bool] = True  # after the patterns whose kernels compute more operations
     asked_before: ClassVar[tuple[str, ...]] = ("coded_linear",)
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
@@ -63,8 +68,8 @@ class ScaledLinear:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
-        """Yields products of a weight of float8 codes with an activation of such codes, and misses
-        for products whose activation is rounded differently."""
+        """Yields the products of a weight of float8 codes with an activation of float8 codes. Also
+        yields misses for products whose activation is rounded in another way."""
         for value in flow.values:
             gemm = match_gemm(value)
             if gemm is None or not _is_linear(gemm):
@@ -109,15 +114,15 @@ class ScaledLinear:
 
 
 def _is_linear(gemm: Gemm) -> bool:
-    """Whether a product multiplies [tokens..., K] with a large enough matrix, and is not the
-    graph's own product of codes."""
+    """Whether a product multiplies [tokens..., K] with a large enough matrix, and is not a product
+    of codes that the graph itself calls."""
     value, (rows, columns) = gemm.value, gemm.weight.shape
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in (rows, columns)):
         return False
     if gemm.shape != value.shape or not effects.is_identity(gemm.layout, gemm.shape):
         return False
     tokens = effects.product(gemm.shape[:-1])
-    if effects.only_data_tell(tokens):  # of a mixture's experts
+    if effects.only_data_tell(tokens):  # the product belongs to a mixture of experts
         return False
     if gemm.x_scale is None:
         return True
@@ -127,7 +132,8 @@ def _is_linear(gemm: Gemm) -> bool:
 
 @once
 def _rows_of(gemm: Gemm) -> CodedRows | UnknownRows | None:
-    """Returns the codes that a product's activation is decoded from, or is multiplied as."""
+    """Returns the codes that a product multiplies as its activation, or that this activation is
+    decoded from."""
     try:
         rows = gemm.flat_x
     except InexpressibleError:
@@ -137,7 +143,8 @@ def _rows_of(gemm: Gemm) -> CodedRows | UnknownRows | None:
 
 @once
 def _weight_of(gemm: Gemm) -> DequantizedWeight | None:
-    """Returns the weight of a product if it is stored float8 codes with scales; else None."""
+    """Returns the weight of a product if the model stores it as float8 codes with scales; else
+    None."""
     try:
         found = match_scaled_weight(piece_of(gemm.weight), gemm.weight_scale)
     except (Reject, InexpressibleError):
@@ -148,7 +155,9 @@ def _weight_of(gemm: Gemm) -> DequantizedWeight | None:
 
 
 def _missed(gemm: Gemm, rows: UnknownRows) -> Missed:
-    message = f"{gemm.value}: its weight is float8 codes, its activation is decoded from {rows.why}"
+    message = (
+        f"{gemm.value}: its weight is float8 codes, but its activation is decoded from {rows.why}"
+    )
     code, stage = "ACTIVATION_FORMAT", Stage.GUARDS
     miss = miss_at(code, stage, message, gemm.value, hint=_HINT, weight="advice")
     return Missed(miss, products=(gemm.value,))

@@ -1,12 +1,13 @@
-"""Traces a router's choice, from the chosen experts back to the logits.
+"""Traces the choice of a router, from the chosen experts back to the logits.
 
     scores = softmax(logits), or sigmoid(logits)
-    choice = scores (+ correction)                               a number per expert
+    choice = scores (+ correction)                               one number for each expert
     choice = choice.masked_fill(~mask, -inf)                     only the best groups of experts
     ids    = topk(choice, S)[1]
 
-The mask comes from group scores: the largest score of each group of experts, or the sum of the two
-largest. T tokens, E experts, S slots (top-k), G groups.
+The mask is computed from one score for each group of experts. This score is the largest score in
+the group, or the sum of the two largest scores. Dimension letters: T tokens, E experts, S slots
+(top-k), G groups.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _SCORES = {"aten.softmax": "softmax", "aten.sigmoid": "sigmoid"}
 
 @dataclass(frozen=True)
 class Groups:
-    """A choice among `kept` of `count` groups of neighbouring experts: the groups with the largest
-    sum of their `top` best scores."""
+    """The choice of `kept` groups among `count` groups of neighbouring experts. The chosen groups
+    have the largest sums of their `top` best scores."""
 
     count: int
     kept: int
@@ -43,11 +44,17 @@ class Groups:
 
 @dataclass(frozen=True)
 class Choice:
-    """The numbers by which `ids` were chosen.
+    """The scores and logits by which experts were chosen.
 
-    ids: the indices of a topk. scores: "softmax", "sigmoid" or "logits". scored: the value that
-    holds the scores. logits: [T, E] before casts. correction: [E], added to the scores for the
-    choice.
+    Attributes:
+        ids: The indices of a topk.
+        num_slots: The number of experts that each token chooses.
+        scores: "softmax", "sigmoid" or "logits".
+        scored: The value that has the scores.
+        logits: The logits [T, E], before casts.
+        correction: The numbers [E] that are added to the scores for the choice only, or None.
+        groups: The choice of groups that comes first, or None.
+        absorbed: The values that the op replaces.
     """
 
     ids: Value
@@ -67,12 +74,12 @@ class Choice:
 
     @property
     def biased(self) -> bool:
-        """Whether the compared numbers differ from the scores."""
+        """Whether experts are compared by other numbers than their scores."""
         return self.correction is not None
 
 
 def is_choice(value: Value) -> bool:
-    """Whether a value is the indices of the largest numbers in rows of a matrix."""
+    """Whether a value is the indices of the largest numbers in each row of a matrix."""
     if value.op != "aten.topk" or value.kwargs.get("output") != 1 or len(value.shape) != 2:
         return False
     return isinstance(value.args[0].shape[-1], int) and isinstance(value.shape[1], int)
@@ -83,11 +90,11 @@ def _takes_largest_of_rows(choice: Value) -> bool:
 
 
 def match_choice(ids: Value) -> Choice:
-    """Returns the choice that made `ids`, a value for which :func:`is_choice` holds. Raises Reject
-    if the choice cannot be read."""
+    """Returns the choice that computed `ids`. :func:`is_choice` must be true for `ids`. Raises
+    Reject if the choice has an unknown form."""
     compared = ids.args[0]
     if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
-        message = "the choice is not of the largest numbers of whole rows"
+        message = "the choice does not select the largest numbers of whole rows"
         reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
     slots = ids.shape[1]
     assert isinstance(slots, int)
@@ -95,7 +102,7 @@ def match_choice(ids: Value) -> Choice:
     groups, masked, absorbed = None, numbers.value, [ids]
     if masked.op in ("aten.masked_fill", "aten.where"):
         if not numbers.is_regrouped:
-            reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{masked} is read in parts", numbers)
+            reject("ROUTER_CHOICE", Stage.ACTIVATION, f"only a part of {masked} is read", numbers)
         compared, groups, steps = _grouped(masked, numbers)
         absorbed += [*casts, *steps]
         numbers, casts = strip_casts(compared)
@@ -107,13 +114,13 @@ def match_choice(ids: Value) -> Choice:
         absorbed += [*casts, *steps, *more, value]
         logits = value.args[0]
     if scores == "softmax" and reduced_dims(value) != (1,):
-        reject("ROUTER_CHOICE", Stage.ACTIVATION, "the softmax is not over experts", value)
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, "the softmax is not over the experts", value)
     if not scored.is_whole or len(logits.shape) != 2 or logits != logits.value.whole.matrix:
-        reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{scored.value} is read in parts", scored)
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, f"only a part of {scored.value} is read", scored)
     may_be_less = correction is not None or scores == "logits"
     if groups is not None and may_be_less and not _fills_infinity(masked):
         what = "a logit" if correction is None else "a corrected score"
-        message = f"experts of other groups get 0, and {what} may be less than 0"
+        message = f"experts of other groups get 0, but {what} may be less than 0"
         reject("ROUTER_GROUPS", Stage.GUARDS, message, masked, hint="masked_fill(~mask, -inf)")
     experts = logits.shape[1]
     assert isinstance(experts, int)
@@ -128,19 +135,19 @@ def _are_scores(view: View) -> bool:
 
 
 def _is_per_expert(view: View) -> bool:
-    """Whether a view has one number for each expert, the same for all tokens."""
+    """Whether a view has one number for each expert, and the same numbers for all tokens."""
     *tokens, experts = view.effect.dims or ((),)
     varies = len(experts) == 1 and experts[0].axis is not None
     return all(map(effects.repeats, tokens)) and varies and not view.value.projected
 
 
-# A linear's bias is part of the logits, not a correction of scores.
+# The bias of a linear is a part of the logits. It is not a correction of scores.
 _CORRECTED = tensor("scores", holds=_are_scores) + tensor("correction", holds=_is_per_expert)
 
 
 def _corrected(compared: View) -> tuple[View, View | None, tuple[Value, ...]]:
-    """Returns (scores, correction [E], values absorbed) of scores + correction; the correction is
-    None if nothing is added."""
+    """Returns (scores, correction [E], values absorbed) for the sum `scores + correction`. The
+    correction is None if nothing is added."""
     found = _CORRECTED.match(compared)
     if found is None or found.bound["scores"].shape != compared.shape:
         return compared, None, ()
@@ -157,24 +164,27 @@ def _fills_infinity(masked: Value) -> bool:
 
 
 def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Value, ...]]:
-    """Returns (numbers before the mask, groups, values absorbed); raises Reject (ROUTER_GROUPS).
+    """Returns (numbers before the mask, groups, values absorbed). Raises Reject (ROUTER_GROUPS).
 
-    flat: the masked numbers as [T, E], if they are [T, G, E / G].
+    flat: the masked numbers as [T, E], if the mask has the shape [T, G, E / G].
     """
     unmasked = _unmasked(masked, flat.shape)
     found = unmasked and _mask_of_groups(*unmasked[1:])
     known = _fills_infinity(masked) or is_filled(masked.args[2], 0.0)
     if unmasked is None or found is None or not known:
-        message = f"{masked} leaves out experts in an unknown way"
+        message = f"{masked} excludes experts in an unknown way"
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, masked)
     numbers, (chosen, num_groups, steps) = unmasked[0], found
     if not is_choice(chosen) or not _takes_largest_of_rows(chosen):
-        message = f"the groups are {chosen}, not the best of each token"
+        message = f"the groups are {chosen}, not the best groups of each token"
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, chosen)
     scores = chosen.args[0]
     top, of_scores = _group_scores(scores.value, numbers, num_groups)
     if top is None or not scores.is_whole:
-        message = f"groups are compared by {scores.value}, not by their one or two best experts"
+        message = (
+            f"groups are compared by {scores.value}, and not by their best expert or "
+            "their two best experts"
+        )
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, scores)
     kept = chosen.shape[1]
     assert isinstance(kept, int)
@@ -183,8 +193,8 @@ def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Valu
 
 
 def _unmasked(masked: Value, shape: tuple[Size, ...]) -> tuple[View, View, bool] | None:
-    """Returns (numbers, mask, whether the mask is True where numbers are kept), views of `shape`;
-    None for another value."""
+    """Returns (numbers, mask, whether the mask is True where numbers are kept). The numbers and the
+    mask are views of shape `shape`. Returns None if `masked` is another operation."""
     chosen, stays = chosen_by_mask(masked), masked.op == "aten.where"
     numbers = chosen and chosen[1 if stays else 2]
     if chosen is None or not isinstance(numbers, View):
@@ -194,12 +204,12 @@ def _unmasked(masked: Value, shape: tuple[Size, ...]) -> tuple[View, View, bool]
 
 
 def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] | None:
-    """Returns (ids of groups, number of groups, values absorbed) of a mask [T, E] over experts;
+    """Returns (ids of groups, number of groups, values absorbed) for a mask [T, E] over experts;
     else None.
 
-    The mask repeats each element of a mask [T, G] over the group's experts. That mask of groups is
-    zeros, into which ones are scattered at the ids. stays: whether the mask is True for kept
-    experts, rather than for removed ones.
+    The mask repeats each element of a mask [T, G] for all experts of the group. This mask of groups
+    starts as zeros, and ones are scattered into it at the ids. stays: whether the mask is True for
+    the experts that are kept, and not for the experts that are removed.
     """
     absorbed: list[Value] = []
     while True:
@@ -212,7 +222,7 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
         absorbed.append(value)
         mask = value.args[0].through(mask.effect)
     groups = value.shape[-1]
-    mark = int(stays)  # 1: kept groups are ones among zeros; 0: they are zeros among ones
+    mark = int(stays)  # 1: kept groups are ones among zeros; 0: kept groups are zeros among ones
     if len(value.shape) != 2 or not isinstance(groups, int):
         return None
     tokens, experts = mask.shape
@@ -228,7 +238,8 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
 
 
 def _are_best(view: View) -> bool:
-    """Whether a view is the largest one or two numbers along the last dimension."""
+    """Whether a view has the largest number, or the two largest numbers, along the last
+    dimension."""
     return view.is_whole and are_largest(view.value) and view.shape[-1] in (1, 2)
 
 
@@ -240,8 +251,9 @@ _GROUP_SCORES = largest(tensor("numbers"), "size") | reduction(
 def _group_scores(
     scores: Value, numbers: View, num_groups: int
 ) -> tuple[int | None, tuple[Value, ...]]:
-    """Returns (top, values absorbed). top: 1 if groups are compared by their largest number, 2 if
-    by the sum of the two largest; None if it is not known."""
+    """Returns (top, values absorbed). `top` is 1 if groups are compared by their largest number, 2
+    if they are compared by the sum of their two largest numbers, and None if they are compared in
+    an unknown way."""
     tokens, experts = numbers.shape
     size = effects.divides(num_groups, experts)
     found = None if size is None else _GROUP_SCORES.match(scores.whole.unsqueeze(len(scores.shape)))

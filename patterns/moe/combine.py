@@ -1,5 +1,6 @@
-"""Follows the rows of the experts' last GEMM back to tokens: weighting, un-permutation and sum over
-slots, in any order and spelling."""
+"""Follows the rows of the experts' last GEMM to the result for each token. On the way the rows are
+multiplied by the expert weights, put back into the order of the tokens, and summed over the slots.
+These steps may come in any order, and may be written in any way."""
 
 from __future__ import annotations
 
@@ -31,20 +32,25 @@ from tilewright.patterns.recognise.routing import (
     rows_added_to,
 )
 
-# Operations that read a tensor's shape, not its elements.
+# Operations that read only the shape of a tensor.
 SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
 _PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
-# The most steps from the experts' results to their sum.
+# The largest number of steps from the results of the experts to their sum.
 _STEPS = 8
 
 
 @dataclass(frozen=True)
 class Combine:
-    """The operations between the down GEMM's rows and the tokens.
+    """The operations between the rows of the down GEMM and the tokens.
 
-    weights: expert weights [T, S]; None if the rows were weighted before the experts. `factor` then
-    multiplies all results. end: the result [T, H]. added: the tensor that the sum is added to; None
-    for zeros.
+    Attributes:
+        weights: The expert weights [T, S]. None if the rows were multiplied by weights before the
+            experts; then `factor` multiplies all results.
+        num_slots: S.
+        end: The result [T, H].
+        absorbed: The values that the op replaces.
+        added: The tensor that the sum is added to; None if it is zeros.
+        factor: The number that multiplies all results if `weights` is None.
     """
 
     weights: View | Computed | None
@@ -58,9 +64,11 @@ class Combine:
 def match_combine(
     flow: Dataflow, down: ExpertGemm, order: Order, num_slots: Any, weighed: bool = False
 ) -> Combine:
-    """Follows the down GEMM's result through weighting, un-permutation and sum; raises Reject.
+    """Follows the result of the down GEMM through the multiplication with weights, the
+    un-permutation and the sum. Raises Reject.
 
-    weighed: the rows were weighted before the experts, and are not weighted again.
+    weighed: whether the rows were multiplied by weights before the experts, and must not be
+    multiplied by weights again.
     """
     value, absorbed, factor = down.end, list[Value](), 1.0
     weights: View | Computed | None = None
@@ -100,14 +108,14 @@ def match_combine(
 
 
 def _keeps_rows(user: Value, value: Value) -> bool:
-    """Whether an element-wise operation reads the whole value, rows in order."""
+    """Whether an element-wise operation reads the whole value with its rows in order."""
     own = [v for v in user.operands if v.value is value]
     return len(own) == 1 and user.shape == own[0].shape and own[0].is_regrouped
 
 
 def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | None:
-    """Returns the weights [T, S] if a product computes einsum("ts, tsh -> th", weights, value) in
-    any spelling; else None.
+    """Returns the weights [T, S] if a product computes einsum("ts, tsh -> th", weights, value),
+    however it is written; else None.
 
     last: (S, H).
     """
@@ -126,7 +134,7 @@ def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | N
 
 
 def times(found: Combine, factor: float) -> Combine:
-    """Returns the combine with all results also multiplied by a number. The weights become float32,
+    """Returns the combine with all results multiplied by a number too. The weights become float32,
     so that their product with the number is not rounded to a smaller dtype."""
     if found.weights is None or factor == 1.0:
         return replace(found, factor=factor)
@@ -136,14 +144,14 @@ def times(found: Combine, factor: float) -> Combine:
 
 def _only_user(flow: Dataflow, value: Value) -> Value | None:
     users = [u for u in dict.fromkeys(flow.users.get(value, ())) if u.op not in SHAPED_LIKE]
-    # An in-place op is two values: the computation, and the store of its result.
+    # An in-place operation has two values: the computation, and the store of its result.
     users = [u for u in users if not (u.op == "store" and u.store and u.store.source == value.whole
                                       and not u.store.index)]  # fmt: skip
     return users[0] if len(users) == 1 else None
 
 
 def _weights(product: Value, value: Value, order: Order, num_slots: Any) -> View | Computed | None:
-    """Returns the expert weights [T, S] of value * weight, or None."""
+    """Returns the expert weights [T, S] if a product is `value * weight`; else None."""
     weight = next((v for v in product.operands if v.value is not value), None)
     if weight is None or len(product.operands) != 2 or not _keeps_rows(product, value):
         return None
@@ -153,12 +161,13 @@ def _weights(product: Value, value: Value, order: Order, num_slots: Any) -> View
 
 
 def weights_in_order(weight: View, order: Order, num_slots: Any) -> View | Computed | None:
-    """Returns expert weights [T, S] from a number for each row, in sorted order; else None."""
+    """Returns the expert weights [T, S] for a view that has one number for each row, in sorted
+    order; else None."""
     column = per_row(strip_casts(weight)[0])
     if column is None:
         return None
     base, _ = strip_casts(flat(column))
-    # A column [M, 1] may be gathered like a list [M].
+    # A column [M, 1] may be gathered in the same way as a list [M].
     taken = gathered(base.value.whole) if base == flat(base.value.whole) else None
     if taken is None or taken[1] != order.permutation:
         return None
@@ -171,7 +180,7 @@ def weights_in_order(weight: View, order: Order, num_slots: Any) -> View | Compu
 
 
 def _by_token(view: View | None, num_slots: Any) -> View | None:
-    """Returns [T * S] or [T, S] as [T, S]."""
+    """Returns a view [T * S] or [T, S] as [T, S]."""
     if view is None:
         return None
     total = effects.product(view.shape)
@@ -182,7 +191,7 @@ def _by_token(view: View | None, num_slots: Any) -> View | None:
 
 
 def _is_unpermuted(user: Value, value: Value, order: Order) -> bool:
-    """Whether `user` is `value` in the routes' own order."""
+    """Whether `user` is `value` with its rows put back into the original order of the routes."""
     taken = gathered(user.whole)
     if taken is not None and taken[0] == value.whole and match_inverse(taken[1], order):
         return True
@@ -195,7 +204,7 @@ def _is_unpermuted(user: Value, value: Value, order: Order) -> bool:
 
 
 def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
-    """Whether `user` is value, viewed as [T, S, H], summed over S."""
+    """Whether `user` sums `value`, viewed as [T, S, H], over S."""
     if user.op != "aten.sum" or not user.operands or user.operands[0].value is not value:
         return False
     view = user.operands[0]
@@ -208,12 +217,12 @@ def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
 
 
 def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
-    """Whether `user` adds each row of value to its token."""
+    """Whether `user` adds each row of `value` to the row of its token."""
     added = rows_added_to(user)
     if added is None or user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
-        return False  # or the sum has more rows than there are tokens
+        return False  # otherwise, the sum has more rows than there are tokens
     _, index, source = added
     column = per_row(index) if len(index.shape) == 2 else None
     if column is not None and index.shape != source.shape:
-        return False  # a scatter of some columns only
+        return False  # the scatter writes only some columns
     return match_rows(column or index, order) == num_slots and source == value.whole

@@ -1,5 +1,5 @@
-"""The MLP of a mixture's experts: its GEMMs and the activation between them, in the form that
-`fused_moe` takes, with dense or quantised weights. Dimension letters: E experts, N outputs, K
+"""The MLP of the experts of a mixture: its GEMMs and the activation between them, in the form that
+`fused_moe` expects. The weights are dense or quantised. Dimension letters: E experts, N outputs, K
 inputs, T tokens."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tilewright.patterns.recognise.routing import rows_added_to
 
 @dataclass(frozen=True)
 class Layer:
-    """The MLP down(activation(gate(x), up(x))). up: None if the MLP is not gated. gate and up may
-    be parts of one GEMM."""
+    """The MLP `down(activation(gate(x), up(x)))`. `up` is None if the MLP is not gated. `gate` and
+    `up` may be parts of one GEMM."""
 
     gate: ExpertGemm
     up: ExpertGemm | None
@@ -49,11 +49,11 @@ class Layer:
             refuse_rows(self.down.x)
 
     def check_kernels(self, x: View, anchor: Value, arguments: Mapping[str, Any]) -> None:
-        """Raises Reject (DTYPE) for dtypes without kernels. arguments: the op's arguments for the
-        weights.
+        """Raises Reject (DTYPE) for dtypes that have no kernel. arguments: the op's arguments for
+        the weights.
 
-        The graph may widen rows and weights to fp32 for a GEMM, if bfloat16 can hold all numbers of
-        the weights' format. The kernels sum in fp32 as well.
+        For a GEMM, the graph may convert rows and weights to float32, if bfloat16 can represent all
+        numbers of the weights' format. The kernels compute their sums in float32 as well.
         """
         dtype, dtypes = x.value.dtype, {x.value.dtype, self.down.x.value.dtype}
         exact = dtype == torch.bfloat16 and _has_powers_of_two(arguments)
@@ -62,9 +62,10 @@ class Layer:
         check_dtypes(dtypes, "activation and expert weights", anchor, HALVES)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the op's arguments except x and the routes: weights, biases, activation.
+        """Returns the op's arguments for the weights, the biases and the activation. They do not
+        include x and the routes.
 
-        Raises Reject as _weight_arguments does.
+        Raises Reject in the same cases as `_weight_arguments`.
         """
         named = {"gate": self.gate, "up": self.up, "down": self.down}
         views = {name: gemm.weight for name, gemm in named.items() if gemm is not None}
@@ -75,8 +76,8 @@ class Layer:
         return {**weights, **biases, "activation": activation.name, **numbers}
 
     def facts(self, x: View, num_slots: Any, weights: str, **own: Any) -> dict[str, Any]:
-        """Returns the facts of the layer for reports. own: further facts, which the calling pattern
-        adds."""
+        """Returns the facts that reports show about the layer. own: further facts, which the
+        calling pattern adds."""
         experts, hidden, inner = self.down.weight.shape
         return {
             "experts": experts,
@@ -90,35 +91,36 @@ class Layer:
 
 
 def _has_powers_of_two(arguments: Mapping[str, Any]) -> bool:
-    """Whether weights are E2M1 numbers, each times a power of two and nothing else."""
+    """Whether each weight is an E2M1 number that is multiplied only by a power of two."""
     form = WEIGHT_FORMATS.get(arguments.get("weight_format", "dense"))
     factors = any(f"{name}_expert_scale" in arguments for name in ("gate", "up", "down"))
     return form is not None and form.expert_scales == ("u8",) and not factors
 
 
 def refuse_rows(culprit: View) -> NoReturn:
-    """Rejects with ACTIVATION."""
+    """Raises Reject with the code ACTIVATION."""
     reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", culprit)
 
 
 def refuse_activation(found: View) -> NoReturn:
-    """Rejects with EXPERT_ACTIVATION."""
+    """Raises Reject with the code EXPERT_ACTIVATION."""
     message = f"found {found.value} between the experts' GEMMs"
     reject("EXPERT_ACTIVATION", Stage.ACTIVATION, message, found)
 
 
 def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
-    """Rejects with EXPERT_COMBINE because of the operations that read the experts' results."""
+    """Raises Reject with the code EXPERT_COMBINE, because of the operations that read the experts'
+    results."""
     refuse_sum(
-        f"the experts' results are read by {reader or 'several operations'}; expected weights, the "
-        "inverse order and a sum over a token's experts",
+        f"the experts' results are read by {reader or 'several operations'}; expected weights, "
+        "the inverse order and a sum over the experts of each token",
         reader or result,
         hint="" if reader is None or not _adds_in_rows(reader) else _TO_ZEROS,
     )
 
 
 def refuse_sum(message: str, culprit: Value, hint: str = "") -> NoReturn:
-    """Rejects with EXPERT_COMBINE."""
+    """Raises Reject with the code EXPERT_COMBINE."""
     reject("EXPERT_COMBINE", Stage.GUARDS, message, culprit, hint=hint)
 
 
@@ -136,10 +138,11 @@ def _adds_in_rows(value: Value) -> bool:
 def first_gemm(
     part: View, name: str, gemms_of: Callable[[Value], Iterable[ExpertGemm]]
 ) -> ExpertGemm:
-    """Returns the GEMM whose gate or up half is `part`, with the weight and bias of that half.
-    Raises Reject.
+    """Returns the GEMM that computes `part`, the gate half or the up half, with the weight and bias
+    of this half. Raises Reject.
 
-    gemms_of: returns the GEMMs that a value may be, each with the bias that follows it.
+    gemms_of: a function that returns the GEMMs whose result a value may be, each with the bias that
+    is added after it.
     """
     for candidate in (part.value, *(v.value for v in part.value.operands)):
         for gemm in gemms_of(candidate):
@@ -152,15 +155,17 @@ def first_gemm(
 
 
 def _rows(view: View, columns: Columns) -> View:
-    """Returns the rows (dimension 1) of a weight or bias [E, N, ...] that make some columns."""
+    """Returns the rows (dimension 1) of a weight or bias [E, N, ...] that compute certain
+    columns."""
     return view.narrow(1, *columns)
 
 
 def sum_of_experts(
     flow: Dataflow, end: Value, dtype: torch.dtype, absorbed: Collection[Value]
 ) -> tuple[tuple[Value, ...], View | None]:
-    """Returns (ends, added). ends: the experts' sum `end` and, if there is one, its cast to the
-    tokens' `dtype`. added: the tensor that the sum is added to, as in :class:`Result`.
+    """Returns (ends, added). `ends` are the sum of the experts, `end`, and the cast of this sum to
+    the tokens' `dtype`, if there is one. `added` is the tensor that the sum is added to, as in
+    :class:`Result`.
 
     absorbed: the values that the op replaces. Raises Reject (EXPERT_COMBINE).
     """
@@ -173,7 +178,8 @@ def sum_of_experts(
 
 
 def _cast_back(flow: Dataflow, end: Value, dtype: torch.dtype) -> tuple[Value, ...]:
-    """Returns the experts' sum and, if a cast is its only reader, the cast to the tokens' dtype.
+    """Returns the sum of the experts. If a cast to the tokens' dtype is the only reader of the sum,
+    returns the cast too.
 
     Raises Reject (EXPERT_COMBINE) if the sum keeps another dtype.
     """
@@ -181,24 +187,26 @@ def _cast_back(flow: Dataflow, end: Value, dtype: torch.dtype) -> tuple[Value, .
         return (end,)
     user = flow.only_user(end)
     if user is None or not is_float_cast(user) or user.dtype != dtype:
-        message = f"the sum stays {end.dtype}, the tokens are {dtype}"
-        hint = "cast the sum back to the dtype of the tokens, and use that alone"
+        message = f"the sum stays {end.dtype}, but the tokens are {dtype}"
+        hint = "cast the sum back to the dtype of the tokens, and use only the result of the cast"
         refuse_sum(message, end, hint=hint)
     return end, user
 
 
 def _added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) -> View | None:
-    """Returns the tensor that the experts' sum is added to; None for zeros.
+    """Returns the tensor that the sum of the experts is added to, or None if it is zeros.
 
-    ends: the sum, cast or not. Raises Reject (EXPERT_COMBINE) if that tensor has another shape or
-    dtype than the tokens, or comes from the experts.
+    ends: the sum, and its cast if there is one. Raises Reject (EXPERT_COMBINE) if this tensor has
+    another shape or dtype than the tokens, or is computed from the experts.
     """
     if is_filled(base, 0):
         return None
     if base.value in absorbed:
         refuse_combine(ends[0], base.value)
     if len(ends) > 1 or base.shape != ends[0].shape or base.value.dtype != ends[0].dtype:
-        message = f"the experts' results are added to {base.value}, of another shape or dtype"
+        message = (
+            f"the experts' results are added to {base.value}, which has another shape or dtype"
+        )
         refuse_sum(message, ends[0], hint=_TO_ZEROS)
     return base
 
@@ -207,11 +215,11 @@ def _added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) ->
 
 
 def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
-    """Returns the op's arguments for weights by name (gate, up, down), views [E, N, K]. They must
-    be all dense and stored as they are, or all of one format.
+    """Returns the op's arguments for the weights, which are views [E, N, K] named gate, up and
+    down. All weights must be dense and stored in this form, or all must have the same format.
 
-    Raises Reject (EXPERT_WEIGHT) for weights that are computed, but not from codes. Raises Reject
-    (WEIGHT_FORMAT, SCALE_BLOCK) for codes that the op cannot take together.
+    Raises Reject (EXPERT_WEIGHT) if a weight is computed, but not from codes. Raises Reject
+    (WEIGHT_FORMAT, SCALE_BLOCK) if the op does not support the codes, or their combination.
     """
     found = {name: _codes_of(view) for name, view in views.items()}
     quantised = {name: weight for name, weight in found.items() if weight is not None}
@@ -219,7 +227,7 @@ def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
         return {f"{name}_weight": view for name, view in views.items()}
     if len(quantised) != len(found):
         dense = ", ".join(name for name in found if name not in quantised)
-        message = f"of the experts' weights {', '.join(quantised)} are quantised, {dense} are not"
+        message = f"the experts' weights {', '.join(quantised)} are quantised, but {dense} are not"
         reject("WEIGHT_FORMAT", Stage.GUARDS, message, *(views[name] for name in quantised))
     return expert_arguments(
         {(f"{n}_weight", f"{n}_scale", f"{n}_expert_scale"): w for n, w in quantised.items()}
@@ -227,12 +235,12 @@ def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
 
 
 def _codes_of(weight: View) -> DequantizedExperts | None:
-    """Returns the codes that a weight is dequantised from; None for one that is stored. Raises
-    Reject."""
+    """Returns the codes that a weight is dequantised from. Returns None if the weight is stored.
+    Raises Reject."""
     if weight.value.op in ("constant", "input"):
         return None
     found = match_dequantized_experts(weight)
     if found is None:
-        message = f"the expert weight is {weight.value}, computed in the graph"
+        message = f"the expert weight is {weight.value}, which the graph computes"
         reject("EXPERT_WEIGHT", Stage.GUARDS, message, weight)
     return found

@@ -1,13 +1,13 @@
-"""The experts of a mixture, as one grouped GEMM per projection.
+"""The experts of a mixture, computed by one grouped GEMM for each projection.
 
     order = sort(expert_ids)
     rows  = x[order // S]
     h     = activation(grouped_mm(rows, gate_up, ends))          ⇒   fused_moe
     y     = grouped_mm(h, down, ends) * expert_weights[order]
-    out   = y, back in the tokens' order, summed over their S slots
+    out   = y, put back into the order of the tokens, and summed over the S slots of each token
 
-If the graph quantises both rows and h before fp8 weights, the op does so too. The router is not a
-part of the op. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
+If the graph quantises both `rows` and `h`, and the weights are fp8, the op quantises them too. The
+op does not compute the router. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ from tilewright.patterns.recognise.grouped_gemm import (
 from tilewright.patterns.recognise.outside import Outside, both, experts_argument, is_natural
 from tilewright.patterns.recognise.routing import Order, flat, gathered, in_order, per_row
 
-# The most values from a GEMM's rows back to the GEMM before it.
+# The largest number of values from the rows of a GEMM back to the GEMM before it.
 _REACH = 48
-# The most values from a GEMM's routes back, through the router and the norm before it.
+# The largest number of values from the routes of a GEMM back, through the router and the norm in
+# front of it.
 _ROUTING_REACH = 192
 
 
 @dataclass(frozen=True)
 class Moe:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "moe"
     op: str = "fused_moe"
@@ -79,8 +80,8 @@ class Moe:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
-        """Yields GEMMs with expert weights whose rows come from another such GEMM through an
-        activation. Two such GEMMs without an activation are a LoRA adapter."""
+        """Yields the GEMMs with expert weights whose rows come from another such GEMM through an
+        activation. Two such GEMMs without an activation between them are a LoRA adapter."""
         for value in flow.values:
             rows = rows_of(value)
             if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
@@ -94,7 +95,7 @@ class Moe:
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         down = match_expert_gemm(anchor, flow)
         if down is None:
-            message = f"the weight of {anchor} is computed in the graph"
+            message = f"the graph computes the weight of {anchor}"
             reject("EXPERT_WEIGHT", Stage.ACTIVATION, message, anchor)
         down, coded = before_quantisation(before_widening_rows(down))
         activated, masked = unmasked(down.x)
@@ -104,7 +105,7 @@ class Moe:
         regrouped = activated.is_regrouped
         activation = match_activation(activated.value.whole if regrouped else activated)
         if activation is None and holds_codes(down.x):
-            refuse_format(down.x, "are quantised in another way than the op does")
+            refuse_format(down.x, "are quantised in another way than the op quantises them")
         if activation is None:
             refuse_activation(down.x)
         gate, gate_coded = before_quantisation(_first_gemm(activation.gate, "gate", flow))
@@ -113,7 +114,7 @@ class Moe:
             up, up_coded = before_quantisation(_first_gemm(activation.up, "up", flow))
         layer = Layer(gate, up, down, activation)
         if holds_codes(gate.x):
-            refuse_format(gate.x, "are quantised in another way than the op does")
+            refuse_format(gate.x, "are quantised in another way than the op quantises them")
         rows = rows_in_order(gate)
         x, order = rows.x, rows.order
         layer.check_rows()
@@ -122,8 +123,8 @@ class Moe:
         early = coded and not gate_coded and rows.weights is None
         tokens = match_quantised_rows(x) if early else None
         if tokens is not None:
-            # Quantised before the gather, possibly for other readers too. If there are none, it is
-            # dead code.
+            # The graph quantises the tokens before it gathers them, perhaps for other readers too.
+            # If there are no other readers, the quantisation becomes dead code.
             x, gate_coded = tokens.source, True
         check_groups(layer.gemms, order)
         early_weights = rows.weights is not None or weighed is not None
@@ -142,21 +143,26 @@ class Moe:
 
 @dataclass(frozen=True)
 class _Weighed:
-    """A weighted input of the last GEMM: rows * factor, with one factor for each row."""
+    """The last GEMM's input, if it is a product `rows * factor` that has one factor for each
+    row."""
 
     rows: View
     factor: View
     absorbed: tuple[Value, ...]
 
     def weigh(self, combine: Combine, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
-        """Returns the combine with the factors as weights. Raises Reject if they are not weights of
-        routes, or if there is a bias that they do not multiply."""
+        """Returns the combine with the factors as its weights. Raises Reject if the factors are not
+        weights of routes, or if there is a bias that the factors do not multiply."""
         weights = weights_in_order(self.factor, order, num_slots)
         if weights is None:
-            refuse_order(f"{self.factor.value} weighs the rows, not in their order", self.factor)
+            refuse_order(
+                f"{self.factor.value} multiplies the rows, but not in their order", self.factor
+            )
         if down.bias is not None:
-            message = "the rows are weighed before the last GEMM, and its bias is not"
-            refuse_order(message, self.factor, hint="weigh the experts' results")
+            message = "the rows are multiplied by weights before the last GEMM, but its bias is not"
+            refuse_order(
+                message, self.factor, hint=("multiply the experts' results by the weights")
+            )
         absorbed = (*combine.absorbed, *self.absorbed)
         return times(replace(combine, weights=weights, absorbed=absorbed), combine.factor)
 
@@ -173,8 +179,8 @@ def _weighed_inside(entering: View) -> _Weighed | None:
 
 
 def _of_earlier_layers(value: Value) -> set[Value]:
-    """Returns the GEMMs that a GEMM's routes are computed from. They belong to earlier layers,
-    since a layer's routes are known before its first GEMM."""
+    """Returns the GEMMs that the routes of a GEMM are computed from. They belong to earlier layers,
+    because the routes of a layer are known before its first GEMM."""
     routes = routes_of(value)
     if routes is None:
         return set()
@@ -183,7 +189,7 @@ def _of_earlier_layers(value: Value) -> set[Value]:
 
 
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
-    """Returns the GEMM whose gate or up half is `part`, with or without a mask of rows."""
+    """Returns the GEMM whose gate half or up half is `part`. A mask of rows may be between them."""
     part, masked = unmasked(part)
 
     found = first_gemm(part, name, lambda value: filter(None, [match_expert_gemm(value, flow)]))
@@ -217,7 +223,7 @@ def _match(
         if user.op in SHAPED_LIKE and user.operands[0].value is value
     }
     made = flow.values_at(value.node for value in absorbed)
-    # `max` over a dimension gives values and indices: both outputs are absorbed.
+    # A `max` over a dimension has two outputs, values and indices. The op replaces both.
     absorbed |= {v for v in made if v.op == "aten.max"}
     scratch = tuple(v for v in made if v.op == "store")
     weights = arguments.get("weight_format", "dense")
@@ -246,8 +252,8 @@ def _match(
 
 
 def _routed_experts(ids: View, num_experts: Any) -> Any:
-    """Returns the number of experts that a router chooses from, if this device holds only some of
-    them; else None."""
+    """Returns the number of experts among which a router chooses, if this device has only some of
+    these experts; else None."""
     choice = next(choices_of(ids.value, _ROUTING_REACH), None)
     among = None if choice is None else choice.args[0].shape[-1]
     return None if among == num_experts else among
@@ -256,20 +262,23 @@ def _routed_experts(ids: View, num_experts: Any) -> Any:
 def _expert_ids(
     ids: View, order: Order, absorbed: Iterable[Value], gemms: Sequence[ExpertGemm]
 ) -> Any:
-    """Returns the expert_ids argument. Ids of experts on other devices become -1 if the graph masks
-    their rows. They also become -1 if the graph clamps them for the biases, because their rows come
-    after the last end and are undefined."""
+    """Returns the `expert_ids` argument.
+
+    The ids of experts on other devices become -1 if the graph masks the rows of these experts. They
+    also become -1 if the graph clamps the ids before it looks up the biases. In that case the rows
+    of these experts come after the last end, so that the graph does not define their results.
+    """
     num_experts = gemms[-1].weight.shape[0]
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]
     for value, found in masks:
         if not in_order(found[0], order) or found[1] != num_experts:
-            refuse_order(f"{value} does not fill the rows of experts {num_experts} and up", value)
+            refuse_order(
+                f"{value} does not fill the rows of the experts from {num_experts} on", value
+            )
     outside = _outside(gemms, order)
     if outside is None and not is_natural(ids):
-        message = (
-            f"for a number in {ids.value} below 0, weight and bias are those of different experts"
-        )
-        refuse_order(message, ids, hint="clamp the experts' numbers from below, at 0")
+        message = f"for numbers below 0 in {ids.value}, weight and bias belong to different experts"
+        refuse_order(message, ids, hint="clamp the experts' numbers to at least 0")
     outside = outside or gemms[-1].outside
     ends, permutation = gemms[-1].ends, order.permutation
     by = None if ends is None or permutation is None else (ends, permutation)
@@ -277,7 +286,8 @@ def _expert_ids(
 
 
 def _outside(gemms: Sequence[ExpertGemm], order: Order) -> Outside | None:
-    """Returns how all weights and biases treat numbers that name no expert; None if they differ."""
+    """Returns how the weights and biases treat a number that is not the number of an expert.
+    Returns None if they do not all treat it in the same way."""
     found: Outside | None = gemms[0].outside
     for gemm in gemms:
         found = found and both(found, gemm.outside)
@@ -290,8 +300,9 @@ def _outside(gemms: Sequence[ExpertGemm], order: Order) -> Outside | None:
 
 
 def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
-    """Returns the expert_weights argument: the combine's weights or, if rows were weighted before
-    the experts, a tensor filled with the combine's factor."""
+    """Returns the `expert_weights` argument. This is the weights of the combine. If the rows were
+    multiplied by weights before the experts, it is a tensor that is filled with the factor of the
+    combine."""
     if combine.weights is not None:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))

@@ -1,17 +1,18 @@
-"""A mixture computed densely: every token goes through every expert, and most results are weighted
-by 0.
+"""A mixture that is computed densely: every expert computes a result for every token, and most
+results are multiplied by 0.
 
     y   = bmm(activation(bmm(x, gate_up)), down)           [E, T, H]
     out = sum over e of scores[t, e] * y[e, t]             ⇒   fused_moe on the chosen experts
 
-The scores must be zero outside of a router's choice, which the graph must show:
+The scores of all experts that a router did not choose must be zero, and the graph must show this:
 
     scores = zeros(T, E).scatter(1, ids, weights)
     scores = full(T, E, -inf).scatter(1, ids, logits).sigmoid()
 
-The op skips experts that were not chosen. If their results are finite, they do not change the sum;
-infinite results would make it NaN. Scores may also multiply the input (Llama-4), for one expert per
-token. Dimension letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
+The op does not compute the experts that were not chosen. If the results of these experts are
+finite, they do not change the sum. If they are infinite, the graph's sum is NaN and the op's sum is
+not. If each token has only one expert, the scores may also multiply the input, as in Llama-4.
+Dimension letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -63,20 +64,21 @@ from tilewright.patterns.recognise.routing import (
 )
 
 _PRODUCTS = ("aten.bmm", "aten.matmul")
-# Operations between the two products: the activation, in any spelling.
+# The operations that may be between the two products. They compute the activation, however it is
+# written.
 _BETWEEN = {
     "cast", "aten.mul", "aten.add", "aten.silu", "aten.sigmoid", "aten.gelu", "aten.relu",
     "aten.clamp", "aten.pow", "aten.square", "aten.tanh", "aten.clamp_max", "aten.sin",
 }  # fmt: skip
-# The most values between the two products.
+# The largest number of values between the two products.
 _REACH = 48
-# The most steps from the experts' results to their sum.
+# The largest number of steps from the results of the experts to their sum.
 _STEPS = 6
 
 
 @dataclass(frozen=True)
 class MoeDense:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "moe_dense"
     op: str = "fused_moe"
@@ -88,8 +90,8 @@ class MoeDense:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields GEMMs with every expert's weight, on rows that differ by expert and come from
-        another such GEMM."""
+        """Yields the GEMMs that have the weights of all experts, and rows that differ by expert and
+        come from another such GEMM."""
         for value in flow.values:
             if any(map(_is_second, _products_of(value))):
                 yield value
@@ -115,10 +117,13 @@ class MoeDense:
             reject(
                 "EXPERT_SCORES",
                 Stage.GUARDS,
-                f"{scores.value} weighs the experts' results, and may be nonzero for every expert",
+                f"{scores.value} multiplies the experts' results, and may be nonzero for every "
+                "expert",
                 scores,
-                hint="make the scores by zeros(T, E).scatter(1, expert_ids, weights), with ids of "
-                "a topk; a weighted sum over all experts is not fused",
+                hint=(
+                    "compute the scores by zeros(T, E).scatter(1, expert_ids, weights), with "
+                    "ids from a topk; a weighted sum over all experts is not fused"
+                ),
             )
         if on_input and any(gemm.bias is not None for gemm in layer.gemms):
             message = (
@@ -148,7 +153,8 @@ class MoeDense:
 
 def _products_of(value: Value) -> Iterator[ExpertGemm]:
     """Yields each way to read a value as the product of every expert's rows x [E, T, K] with the
-    expert's weight: as bmm(x, weight [E, K, N]), or as bmm(weight [E, N, K], x^T)."""
+    expert's weight. The product is written bmm(x, weight [E, K, N]) or bmm(weight [E, N, K],
+    x^T)."""
     if value.op not in _PRODUCTS or [len(v.shape) for v in value.operands] != [3, 3]:
         return
     one, other = value.operands
@@ -164,7 +170,7 @@ def _is_by_expert(weight: View) -> bool:
 
 
 def _is_second(gemm: ExpertGemm) -> bool:
-    """Whether a GEMM's rows differ by expert and come from another such GEMM through a few
+    """Whether the rows of a GEMM differ by expert, and come from another such GEMM through a few
     element-wise steps, at least one."""
     activated = gemm.x.value
     if _repeats(gemm.x)[0]:
@@ -174,7 +180,8 @@ def _is_second(gemm: ExpertGemm) -> bool:
 
 
 def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
-    """Returns the GEMM with the bias [E, N] that is added to every token's row, if any."""
+    """Returns the GEMM with the bias [E, N] that is added to the row of every token, if there is a
+    bias."""
     value, add = gemm.end, flow.only_user(gemm.end)
     if add is None or add.op != "aten.add" or add.kwargs.get("alpha", 1) != 1:
         return gemm
@@ -191,12 +198,12 @@ def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
 
 
 def _refuse_lookups(weight: View) -> None:
-    """Raises Reject (EXPERT_WEIGHT) if the graph looks up a weight for each row in a stack, by
-    expert number. Another pattern fuses such mixtures, but it does not know this form."""
+    """Raises Reject (EXPERT_WEIGHT) if, for each row, the graph looks up a weight in a stack by the
+    number of an expert. Another pattern fuses such mixtures, but it does not support this form."""
     taken = weight.value
     numbers = [v for v in taken.operands if not v.value.dtype.is_floating_point]
     if taken.op in TAKEN and any(v.value.op != "constant" for v in numbers):
-        message = f"{taken} takes a weight for each row in a form that is not known"
+        message = f"{taken} takes a weight for each row in an unknown form"
         hint = "take whole matrices of the stack: weight[expert_ids], weight [E, N, K]"
         reject("EXPERT_WEIGHT", Stage.GUARDS, message, taken, hint=hint)
 
@@ -205,13 +212,13 @@ def _refuse_lookups(weight: View) -> None:
 
 
 def _weighted(flow: Dataflow, down: ExpertGemm) -> Combine:
-    """Follows the experts' results [E, T, H] through scores and the sum over experts. The returned
-    combine's weights are the scores [T, E], or None if no scores multiply the results. Raises
-    Reject."""
+    """Follows the results of the experts [E, T, H] through the scores and the sum over experts.
+    Returns a combine whose weights are the scores [T, E], or None if no scores multiply the
+    results. Raises Reject."""
     value, scores, absorbed = down.end, None, list[Value]()
     for _ in range(_STEPS):
         user = flow.only_user(value)
-        if user is None or down.column_axis != 2:  # 2: results [E, T, H]
+        if user is None or down.column_axis != 2:  # the axis of H in the results [E, T, H]
             break
         absorbed.append(user)
         summed = user.op == "aten.sum" and reduced_dims(user) == (0,) and not keeps_dim(user)
@@ -231,7 +238,7 @@ def _weighted(flow: Dataflow, down: ExpertGemm) -> Combine:
 
 
 def _adds_experts(user: Value, value: Value) -> bool:
-    """Whether `user` adds the rows of every expert, [E * T, H], to the tokens."""
+    """Whether `user` adds the rows of all experts, [E * T, H], to the tokens."""
     added = rows_added_to(user)
     if added is None:
         return False
@@ -241,8 +248,8 @@ def _adds_experts(user: Value, value: Value) -> bool:
 
 
 def _scores(product: Value, value: Value) -> View | None:
-    """Returns the scores [T, E] of value * scores, if they repeat along the hidden dimension; else
-    None."""
+    """Returns the scores [T, E] of the product `value * scores`, if the scores repeat along the
+    hidden dimension; else None."""
     other = next((v for v in product.operands if v.value is not value), None)
     if other is None:
         return None
@@ -257,7 +264,7 @@ def _scores(product: Value, value: Value) -> View | None:
 
 def _tokens(gate: ExpertGemm, scores: Any) -> tuple[View, View, bool]:
     """Returns (x [T, H], scores [T, E], whether the scores multiply x). scores: the scores that
-    multiply the experts' results; None if the results have none."""
+    multiply the results of the experts; None if no scores multiply them."""
     _, tokens, hidden = gate.x.effect.dims
     if _repeats(gate.x)[0] and scores is not None:
         return gate.x.with_dims(tokens, hidden), scores, False
@@ -277,23 +284,23 @@ def _tokens(gate: ExpertGemm, scores: Any) -> tuple[View, View, bool]:
 
 
 def _repeats(view: View) -> list[bool]:
-    """Returns, for each dimension of a view [E, T, n], whether the view only repeats along it. For
-    T this is False if there is a single token."""
+    """Returns, for each dimension of a view [E, T, n], whether all elements along this dimension
+    are equal because the view repeats them. For T the answer is False if there is a single
+    token."""
     one = view.shape[1] == 1
     found = [effects.repeats(dim) for dim in view.effect.dims]
     return [found[0], found[1] and not one, found[2]]
 
 
 def _chosen_experts(scores: View) -> View | None:
-    """Returns ids [T, S], distinct for each token, such that scores [T, E] are zero for all other
-    experts; None if that is not known."""
+    """Returns ids [T, S] such that the scores [T, E] of all other experts are zero. The ids of a
+    token are distinct. Returns None if no such ids are known."""
     ids = _outside(scores, 0.0)
     return ids if ids is not None and is_distinct(ids) else None
 
 
 def _outside(view: View, number: float) -> View | None:
-    """Returns ids [T, S] such that a view [T, E] holds `number` for all other experts; else
-    None."""
+    """Returns ids [T, S] such that a view [T, E] has `number` for all other experts; else None."""
     value = view.value
     if value.op in ("cast", "aten.clone"):
         return _outside(value.args[0].through(view.effect), number)
@@ -307,13 +314,13 @@ def _outside(view: View, number: float) -> View | None:
 
 
 def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
-    """Returns the op's x, expert_ids and expert_weights."""
+    """Returns the arguments `x`, `expert_ids` and `expert_weights` of the op."""
     weights = Computed("gather", (scores, 1, ids))
     if not on_input:
         return {"x": x, "expert_ids": ids, "expert_weights": weights}
     if ids.shape[1] != 1 or scores.value.dtype != x.value.dtype:
         message = (
-            f"the scores of {ids.shape[1]} experts multiply the input of a token; at most one may"
+            f"the scores of {ids.shape[1]} experts multiply the input of a token, but only one may"
         )
         reject("UNSUPPORTED", Stage.CAPABILITY, message, scores)
     options = (("dtype", torch.float32), ("device", x.value.device))

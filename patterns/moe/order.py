@@ -1,4 +1,5 @@
-"""Checks that rows, weights and biases of a mixture's GEMMs follow one order of the routes.
+"""Checks that the rows, the weights and the biases of a mixture's GEMMs follow one order of the
+routes.
 
 Dimension letters: T tokens, S slots, E experts, H hidden.
 """
@@ -28,20 +29,26 @@ from tilewright.patterns.recognise.routing import (
 )
 
 _SORTS = ("aten.sort", "aten.argsort")
-# The most values from the row numbers back to their sort.
+# The largest number of values from the row numbers back to their sort.
 _REACH = 24
 
 
 def refuse_order(message: str, culprit: Value | View, hint: str = "") -> NoReturn:
-    """Rejects with EXPERT_ORDER."""
+    """Raises Reject with the code EXPERT_ORDER."""
     reject("EXPERT_ORDER", Stage.ACTIVATION, message, culprit, hint=hint)
 
 
 @dataclass(frozen=True)
 class RouteRows:
-    """The rows x[order // num_slots] that the first GEMM of a mixture reads.
+    """The rows `x[order // num_slots]` that the first GEMM of a mixture reads.
 
-    x: [T, H]. weights: [T, 1], by which x is multiplied before the experts; None if it is not.
+    Attributes:
+        order: The order of the routes.
+        num_slots: S.
+        x: The tokens, [T, H].
+        weights: The weights [T, 1] that multiply x before the experts; None if no weights multiply
+            it.
+        absorbed: The values that the op replaces.
     """
 
     order: Order
@@ -52,14 +59,14 @@ class RouteRows:
 
     @property
     def argument(self) -> View | Computed:
-        """x as the op takes it."""
+        """x in the form that the op expects."""
         return self.x if self.weights is None else Computed("mul", (self.x, self.weights))
 
 
 def rows_in_order(gemm: ExpertGemm) -> RouteRows:
     """Returns the rows that the first GEMM of a mixture reads.
 
-    Raises Reject (EXPERT_ORDER) for rows that are not gathered by a sort of the experts.
+    Raises Reject (EXPERT_ORDER) if the rows are not gathered in the order of a sort of the experts.
     """
     if gemm.ends is None:
         return _rows_by_route(gemm)
@@ -72,16 +79,19 @@ def rows_in_order(gemm: ExpertGemm) -> RouteRows:
 
 
 def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
-    """Returns the rows with their weights. by_route: the numbers, one for each sorted route, that
-    multiply the rows before the experts. Raises Reject."""
+    """Returns the rows with their weights. by_route: the numbers that multiply the rows before the
+    experts, one number for each sorted route. Raises Reject."""
     taken = gathered(by_route)
     one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
     one_each &= rows.order.cells is None
     if not one_each or taken is None or taken[1] != rows.order.permutation:
         message = (
-            f"{product} weighs the rows before the experts; this is fused for one expert per token"
+            f"{product} multiplies the rows by weights before the experts; this is fused only "
+            "for one expert per token"
         )
-        hint = "weigh the experts' results (torchtitan: score_before_experts=False)"
+        hint = (
+            "multiply the experts' results by the weights (torchtitan: score_before_experts=False)"
+        )
         refuse_order(message, product, hint=hint)
     weights = taken[0].reshape(rows.x.shape[0], 1)
     return replace(rows, weights=weights, absorbed=(product, *rows.absorbed))
@@ -100,19 +110,19 @@ def _gathered_rows(view: View) -> RouteRows:
             if num_slots == 1:
                 num_slots, source = _repeated_tokens(source)
             return RouteRows(order, num_slots, source, absorbed=(view.value,))
-    refuse_order("the rows are not taken in the order of a sort of the expert numbers", rows)
+    refuse_order("the rows are not in the order of a sort of the expert numbers", rows)
 
 
 def _rows_by_route(gemm: ExpertGemm) -> RouteRows:
-    """Returns the rows of a first GEMM whose routes stay in their own order."""
+    """Returns the rows of a first GEMM that reads the routes in their original order."""
     assert gemm.experts is not None
     num_slots, tokens = _repeated_tokens(gemm.x)
     return RouteRows(Order(None, gemm.experts), num_slots, tokens)
 
 
 def _repeated_tokens(rows: View) -> tuple[Any, View]:
-    """Returns (S, x [T, H]) of rows [T * S, H] that hold each token S times, one after the other; S
-    is 1 if tokens do not repeat."""
+    """Returns (S, x [T, H]) for rows [T * S, H] that repeat each token S times, one copy after the
+    other. S is 1 if the tokens are not repeated."""
     rows = without_counting(rows)
     by_row, hidden = rows.effect.dims
     if not by_row or by_row[-1].axis is not None:
@@ -121,7 +131,7 @@ def _repeated_tokens(rows: View) -> tuple[Any, View]:
 
 
 def _permutations(rows: View) -> Iterator[View]:
-    """Yields the sorts that the row numbers are computed from."""
+    """Yields the sorts from which the row numbers are computed."""
     if rows.value.op in _SORTS:
         yield rows
     for value in upstream(rows.value, _REACH, lambda v: v.op not in _SORTS):
@@ -130,8 +140,8 @@ def _permutations(rows: View) -> Iterator[View]:
 
 
 def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
-    """Raises Reject (EXPERT_ENDS) unless all GEMMs use each row's own expert, and Reject
-    (EXPERT_ORDER) unless their biases do."""
+    """Raises Reject (EXPERT_ENDS) if a GEMM does not multiply each row with the weight of the row's
+    own expert. Raises Reject (EXPERT_ORDER) if a bias is not the bias of the row's own expert."""
     for gemm in gemms:
         num_experts = gemm.weight.shape[0]
         if gemm.ends is None:
@@ -144,7 +154,10 @@ def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
             place = gemm.ends or gemm.experts
             assert place is not None
             if sent := collective_behind(place.value, _REACH):
-                message = f"{sent} sends rows and counts between ranks: the experts' rows are no "
+                message = (
+                    f"{sent} sends rows and counts between ranks, so the experts' rows "
+                    "are not in the "
+                )
                 reject(
                     "COLLECTIVE", Stage.ACTIVATION, f"{message}order of this rank's tokens", sent
                 )
@@ -156,4 +169,4 @@ def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
         index = gemm.bias_index
         known = () if index is None else (index, unclamped(index, num_experts))
         if known and not any(in_order(ids, order) for ids in known):
-            refuse_order("the bias is not that of each row's expert", known[0])
+            refuse_order("the bias does not belong to the expert of each row", known[0])

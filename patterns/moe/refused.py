@@ -1,12 +1,13 @@
-"""Mixtures of experts that are never fused, only reported, with advice on what to change.
+"""Mixtures of experts that are never fused. They are only reported, and the report says what to
+change.
 
-- EXPERT_LOOP: a Python loop over the experts. The number of tokens of each expert decides shapes
-  there, so Dynamo ends the graph before the loop. The graph then only prepares the routing and
-  returns it. With `capture_dynamic_output_shape_ops` the graph may hold the whole loop.
-- EXPERT_KERNEL: a library's operator that takes stacked quantised weights. Hugging Face's
-  `FP8Experts` (`integrations/finegrained_fp8.py`) call the hub's `finegrained-fp8` or DeepGEMM:
-  matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets). The graph
-  does not show how such a kernel quantises the rows.
+- EXPERT_LOOP: a Python loop over the experts. The number of tokens of each expert determines shapes
+  in the loop, so Dynamo ends the graph before the loop. The graph then only prepares the routing,
+  and returns it. With `capture_dynamic_output_shape_ops` the graph may have the whole loop.
+- EXPERT_KERNEL: an operator of a library that takes stacked quantised weights. Hugging Face's
+  `FP8Experts` (`integrations/finegrained_fp8.py`) calls the `finegrained-fp8` kernel of the hub, or
+  DeepGEMM: matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets).
+  The graph does not show how such a kernel quantises the rows.
 """
 
 from __future__ import annotations
@@ -33,33 +34,34 @@ from tilewright.patterns.recognise.linear import match_columns
 
 
 def refused_experts(flow: Dataflow) -> Iterator[Missed]:
-    """Yields at most one miss for all loops of a graph and one for all kernels."""
+    """Yields at most one miss for all loops of a graph, and at most one miss for all kernels."""
     yield from filter(None, (_loops(flow), _kernels(flow)))
 
 
 # --- a loop in Python -----------------------------------------------------------------------------
 
-# Operations by which a loop finds each expert's tokens.
+# The operations by which a loop finds the tokens of each expert.
 _PREPARED = {
     "aten.one_hot", "aten.eq", "aten.sort", "aten.argsort", "aten.histc", "aten.bincount",
     "aten.nonzero", "aten.unique", "aten.where", "opaque:unique", "opaque:bincount",
 }  # fmt: skip
-# The most values back to a router's choice, or on to the graph's output.
+# The largest number of values back to the choice of a router, or forward to the output of the
+# graph.
 _NEAR = 12
 
 
 def _missed(
     values: Sequence[Value], code: str, message: str, hint: str, products: Sequence[Value] = ()
 ) -> Missed:
-    """Returns one miss for values that show such a mixture, since they share one cause. products:
-    the experts' products, if they are in the graph."""
+    """Returns one miss for all `values`, because they have the same cause. products: the products
+    of the experts, if the graph has them."""
     miss = miss_at(code, Stage.ANCHORED, message, *values, hint=hint)
     return Missed(miss, values=tuple(values), products=tuple(products))
 
 
 def _loops(flow: Dataflow) -> Missed | None:
-    """Returns the miss of a graph that was cut before a loop over experts, or holds one; else
-    None."""
+    """Returns the miss for a graph that was cut before a loop over experts, or that has such a
+    loop; else None."""
     prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
     multiplied = _choices_of_gemms(flow) if prepared else frozenset()
     prepared = [v for v in prepared if multiplied.isdisjoint(choices_of(v, _NEAR))]
@@ -74,8 +76,10 @@ def _loops(flow: Dataflow) -> Missed | None:
         "EXPERT_LOOP",
         "a loop over experts was captured; the number of rows of its products depends on data"
         if whole
-        else "the experts run in a Python loop over the tokens that each of them gets: their "
-        "products are in no graph, or each is in a graph of its own",
+        else (
+            "the experts run in a Python loop over the tokens of each expert; their products "
+            "are in no graph, or each product is in a separate graph"
+        ),
         "experts_implementation='grouped_mm' (model.set_experts_implementation)"
         if any(is_in_package(v.node, "transformers") for v in found)
         else "keep the experts' weights in one tensor [E, N, K], sort the routes by expert and "
@@ -91,26 +95,27 @@ def _is_of_found_rows(value: Value) -> bool:
 
 
 def choices_of(value: Value, reach: int) -> Iterator[Value]:
-    """Yields the choices of experts that a value is computed from, up to `reach` values away."""
+    """Yields the choices of experts from which a value is computed. Searches up to `reach` values
+    back."""
     return (item for item in upstream(value, reach) if item.op == "aten.topk")
 
 
 def _choices_of_gemms(flow: Dataflow) -> frozenset[Value]:
-    """Returns the choices that select experts for the graph's own products. Other values computed
-    from such choices, such as counts for statistics, do not prepare a loop."""
+    """Returns the choices that select experts for products of the graph itself. Other values that
+    are computed from such choices, such as counts for statistics, do not prepare a loop."""
     routes = (routes_of(v) for v in flow.values if is_expert_gemm(v))
     return frozenset(c for view in routes if view for c in choices_of(view.value, 4 * _NEAR))
 
 
 def _finds_tokens(value: Value) -> bool:
-    """Whether a value's size depends on data. If so, Dynamo captured the operation instead of
-    cutting the graph there."""
+    """Whether the size of a value depends on data. If it does, Dynamo captured the operation and
+    did not cut the graph there."""
     return value.op == "aten.nonzero" or (value.op == "aten.where" and len(value.args) == 1)
 
 
 def _is_lone_expert(value: Value) -> bool:
-    """Whether a value is an MLP whose weights are one of many in a tensor: a graph for one
-    expert."""
+    """Whether a value is an MLP whose weights are one matrix of a stacked tensor. The graph then
+    computes one expert."""
     if value.op != "aten.linear" or not _is_one_of_many(value.args[1]):
         return False
     activation = match_activation(strip_casts(value.args[0])[0])
@@ -130,15 +135,16 @@ _CALLS = 2
 
 
 def _of_experts(value: Value) -> bool:
-    """Whether a name in the user's code, of the file or of the module contains "expert" or "moe".
-    This guess is enough for a message."""
+    """Whether a name in the user's code, the name of the file, or the name of the module contains
+    "expert" or "moe". This guess is good enough for a message."""
     named = calls_of(value.node.meta.get("stack_trace") or "")[-_CALLS:]
     words = " ".join((*named, value.scope)).lower()
     return "expert" in words or "moe" in words
 
 
 def _by_ids(value: Value) -> bool:
-    """Whether a value comes from expert numbers: a router's choice, or integers from outside."""
+    """Whether a value is computed from expert numbers: from the choice of a router, or from
+    integers that are inputs of the graph."""
     return any(
         item.op == "aten.topk" or (item.op == "input" and not item.dtype.is_floating_point)
         for item in upstream(value, _NEAR)
@@ -147,7 +153,7 @@ def _by_ids(value: Value) -> bool:
 
 
 def _leaves(value: Value, flow: Dataflow) -> bool:
-    """Whether the graph returns a value, or masks and indices computed from it."""
+    """Whether the graph returns a value, or masks and indices that are computed from it."""
     made = flow.downstream(value, _NEAR, lambda v: not v.dtype.is_floating_point)
     return not value.dtype.is_floating_point and any(v in flow.output_values for v in made)
 
@@ -158,8 +164,8 @@ _CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
 def _kernels(flow: Dataflow) -> Missed | None:
-    """Returns the miss of unknown operators that take stored codes [E, N, K] and scales [E, ...];
-    None without any."""
+    """Returns the miss for unknown operators that take stored codes [E, N, K] and scales [E, ...].
+    Returns None if there are no such operators."""
     found = tuple(v for v in flow.values if _is_foreign(v.op) and _takes_experts(v))
     if not found:
         return None
@@ -167,9 +173,9 @@ def _kernels(flow: Dataflow) -> Missed | None:
     return _missed(
         found,
         "EXPERT_KERNEL",
-        f"{names} multiplies with stacked weights of codes",
-        "in transformers load the model with FineGrainedFP8Config(dequantize=True), or write the "
-        "dequantisation in PyTorch in front of torch._grouped_mm: that is fused",
+        f"{names} multiplies by stacked weights that are quantised",
+        "in transformers load the model with FineGrainedFP8Config(dequantize=True), or write "
+        "the dequantisation in PyTorch before torch._grouped_mm: this form is fused",
     )
 
 

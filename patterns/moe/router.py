@@ -1,13 +1,13 @@
-"""A router: chooses the experts of each token in a mixture, and their weights.
+"""The router of a mixture: it chooses the experts of each token, and computes their weights.
 
     logits  = x @ weight^T
     scores  = softmax(logits)
     w, ids  = topk(scores, S)            ⇒   moe_router
     weights = w / w.sum(-1)
 
-If other values also read the logits, their product stays, and the op chooses from its result.
-Unknown operations after the weights stay as well. Dimension letters: T tokens, K hidden, E experts,
-S slots (top-k).
+If other values also read the logits, their product stays in the graph, and the op chooses from its
+result. Unknown operations after the weights stay in the graph as well. Dimension letters: T tokens,
+K hidden, E experts, S slots (top-k).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, named_product
 from tilewright.patterns.recognise.routing import match_order
 
-# A top-k over more entries is not routing (for example, over a vocabulary).
+# A top-k over more entries than this is not a router; for example, it may be over a vocabulary.
 MOST_EXPERTS = 1024
-# The most values from a choice back to the logits' product.
+# The largest number of values from a choice back to the product of the logits.
 _REACH = 32
 
 
 @dataclass(frozen=True)
 class MoeRouter:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "moe_router"
     op: str = "moe_router"
@@ -60,10 +60,11 @@ class MoeRouter:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
-        """Yields the last choice after each product, as a choice of groups may come before it.
+        """Yields the last choice after each product. It yields only the last one, because a choice
+        of groups may come first.
 
-        Also yields misses for expert ids by which the graph sorts the routes, but which come from
-        no choice. Ids that are renumbered for one rank still come from a choice.
+        Also yields misses for expert ids by which the graph sorts the routes, but which no choice
+        computed. Ids that were renumbered for one rank still come from a choice.
         """
         made = (v for v in flow.values if is_choice(v) and _of_experts(v) and _is_used(v, flow))
         choices = {v: set(_before(v)) for v in made}
@@ -122,8 +123,8 @@ class MoeRouter:
 
 
 def _is_used(choice: Value, flow: Dataflow) -> bool:
-    """Whether anything reads a choice or the scores of its experts. Dynamo keeps choices that
-    nothing reads."""
+    """Whether the graph uses a choice, or the scores of the chosen experts. Dynamo keeps choices
+    that are not used."""
     return any(flow.users.get(v) or v in flow.output_values for v in flow.values_at([choice.node]))
 
 
@@ -137,8 +138,9 @@ def _is_product(value: Value) -> bool:
 
 
 def _is_projection(value: Value) -> bool:
-    """Whether a value is a product with a weight, which is computed from other inputs than the
-    activation. In the product of tokens with each other, both sides come from one input."""
+    """Whether a value is a product with a weight. The weight is computed from other inputs than the
+    activation. In a product of the tokens with each other, both operands are computed from the same
+    input."""
     gemm = match_gemm(value)
     if gemm is None:
         return False
@@ -147,33 +149,34 @@ def _is_projection(value: Value) -> bool:
 
 
 def _is_of_activations(value: Value) -> bool:
-    """Whether a value is a product of two results of earlier products, like an attention's
-    scores."""
+    """Whether a value is a product of the results of two earlier products, as the scores of
+    attention are."""
     product = named_product(value)
     return product is not None and all(side.view.value.projected for side in product.sides)
 
 
 def _before(choice: Value) -> Iterable[Value]:
-    """Returns the values that a choice is computed from, back to products, including products of
-    activations."""
+    """Returns the values that a choice is computed from. The search stops at products, which
+    include products of activations."""
     found = upstream(choice, _REACH, lambda v: not (_is_product(v) or _is_of_activations(v)))
     return [value for value in found if value is not choice]
 
 
 def _softmaxes(ids: Value, flow: Dataflow) -> Iterator[Value]:
-    """Yields softmaxes of the scores by which experts were chosen; they have a number for each
-    expert."""
+    """Yields the softmaxes of the scores by which experts were chosen. Such a softmax has one
+    number for each expert."""
     for product in filter(_is_product, upstream(ids, _REACH, lambda v: not _is_product(v))):
         yield from (v for v in _of_width(product, flow) if v.op == "aten.softmax")
 
 
 def _of_width(product: Value, flow: Dataflow) -> list[Value]:
-    """Returns the values computed from a product through values of the same width."""
+    """Returns the values that are computed from a product through values of the same width."""
     return flow.downstream(product, None, lambda v: v.shape[-1:] == product.shape[-1:])
 
 
 def _shaped_like(flow: Dataflow, absorbed: set[Value]) -> set[Value]:
-    """Returns tensors that only take the shape of absorbed values, and are read only by them."""
+    """Returns the tensors that only use the shape of absorbed values, and that only absorbed values
+    read."""
     users = {user for value in absorbed for user in flow.users.get(value, ())}
     made = {user for user in users if user.op in SHAPED_LIKE}
     return {v for v in made if set(flow.users.get(v, ())) <= absorbed}
@@ -186,7 +189,7 @@ def _logits(
     flow: Dataflow, choice: Choice, absorbed: set[Value]
 ) -> tuple[View, View | None, View | None, tuple[Value, ...]]:
     """Returns (x, weight, bias, values absorbed). If the product of the logits cannot be absorbed,
-    for example because other values read it, x is the logits and the weight is None."""
+    for example because other values read it, `x` is the logits and `weight` is None."""
     logits, casts = strip_casts(choice.logits)
     gemm = match_gemm(logits.value)
     steps = (*casts, logits.value)
@@ -203,15 +206,15 @@ def _logits(
 
 
 def _is_plain(gemm: Gemm, logits: View) -> bool:
-    """Whether logits [T, E] are a whole product of numbers that are not codes, with features
-    last."""
+    """Whether logits [T, E] are a whole product that multiplies no codes, with the features as the
+    last dimension."""
     plain = gemm.x_scale is None and gemm.weight_scale is None
     order = gemm.layout == effects.identity(gemm.shape)
     return plain and order and logits == logits.value.whole.matrix and len(logits.shape) == 2
 
 
 def _escapes(flow: Dataflow, steps: tuple[Value, ...], absorbed: set[Value]) -> bool:
-    """Whether anything but the router reads the logits, cast or not."""
+    """Whether a value outside of the router reads the logits, or a cast of them."""
     inside = absorbed.union(steps)
     readers = {user for value in steps for user in flow.users.get(value, ())}
     return bool(readers - inside) or not flow.output_values.isdisjoint(steps)
@@ -225,7 +228,8 @@ def _check(
     weights: Weights,
     absorbed: set[Value],
 ) -> None:
-    """Raises Reject (DTYPE, UNSUPPORTED) for dtypes without kernels: kernels compute in fp32."""
+    """Raises Reject (DTYPE, UNSUPPORTED) for dtypes that have no kernel. The kernels compute in
+    float32."""
     tensors = (x, weight, bias, choice.correction)
     dtypes = {view.value.dtype for view in tensors if view is not None} | {weights.end.dtype}
     if not dtypes <= set(FLOATS):
@@ -240,15 +244,15 @@ def _check(
 
 
 def _result(value: Value, output: int) -> Result | Parts:
-    """Returns the replacement of a value by an output of the op. If the value's node has several
-    values, the readers of this one are redirected."""
+    """Returns the result that replaces a value by an output of the op. If the node of the value has
+    several values, only the readers of this value are redirected."""
     if "output" in value.kwargs:
         return Parts(value, lambda effect: effect, output)
     return Result(value, effects.identity(value.shape), output)
 
 
 def _facts(x: View, weight: View | None, choice: Choice, weights: Weights) -> dict[str, Any]:
-    """Returns the facts of the router for reports."""
+    """Returns the facts that reports show about the router."""
     groups = choice.groups
     return {
         "experts": choice.num_experts,

@@ -1,12 +1,12 @@
-"""Recognises routes to experts on other devices (expert parallelism). Their ids are E or larger, so
-that they sort after all others, and their rows are filled with zeros.
+"""Recognises routes to experts on other devices (expert parallelism). The ids of such experts are E
+or larger, so that they sort after all other ids. Their rows are filled with zeros.
 
     foreign = (sorted_ids >= E)[:, None]
     rows    = rows.masked_fill(foreign, 0)
-    sorted_ids.clamp_(max=E - 1)                  so that they may index biases
+    sorted_ids.clamp_(max=E - 1)                  so that the ids can index biases
 
-Hugging Face writes both into every mixture up to transformers 5.17. Such routes become expert -1,
-which `fused_moe` skips.
+Hugging Face transformers uses both the mask and the clamp in every mixture up to version 5.17. Such
+routes become expert -1, and `fused_moe` skips them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def is_row_mask(value: Value) -> bool:
 
 
 def foreign_experts(value: Value) -> tuple[View, Size] | None:
-    """Returns (experts by row, E) of masked_fill(rows, experts >= E, 0); None for another value."""
+    """Returns (the expert of each row, E) for masked_fill(rows, experts >= E, 0). Returns None for
+    every other value."""
     chosen = chosen_by_mask(value) if value.op == "aten.masked_fill" else None
     if chosen is None:
         return None
@@ -40,12 +41,13 @@ def foreign_experts(value: Value) -> tuple[View, Size] | None:
 
 
 def unmasked(view: View) -> tuple[View, tuple[Value, ...]]:
-    """Returns (rows before masks of experts on other devices, the masked values)."""
+    """Returns (the rows before the masks for experts on other devices, the masked values)."""
     return strip_while(view, is_row_mask)
 
 
 def unclamped(ids: View, num_experts: Size) -> View:
-    """Returns expert ids before a clamp that changes only ids of experts on other devices."""
+    """Returns the expert ids before a clamp that changes only the ids of experts on other
+    devices."""
     ids = strip_integer_casts(ids)
     low, high = clamp_bounds(ids.value) or (None, None)
     if low not in (None, 0) or high != num_experts - 1:
@@ -54,7 +56,7 @@ def unclamped(ids: View, num_experts: Size) -> View:
 
 
 def clamps(flow: Dataflow, order: Order, num_experts: Size) -> list[Value]:
-    """Returns the clamped values of in-place clamps of the sorted expert ids."""
+    """Returns the results of in-place clamps of the sorted expert ids."""
     stores = (store.store for store in flow.stores if store.store is not None)
     sources = [s.source for s in stores if s.kind in ("clamp_", "clamp_max_") and s.source]
     return [

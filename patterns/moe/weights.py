@@ -1,12 +1,12 @@
-"""Follows the scores of the chosen experts to their weights, which may be normalised and scaled, in
-any spelling.
+"""Follows the scores of the chosen experts to the weights of these experts. The weights may be
+normalised and scaled, and the graph may write this in any way.
 
     w = topk(scores, S)[0], or scores.gather(1, ids)
-    w = softmax(w)                                       of chosen logits
+    w = softmax(w)                                       if the scores are logits
     w = w / (w.sum(-1, keepdim=True) + eps), or / w.sum(-1, keepdim=True).clamp(min=least)
     w = w * scaling
 
-S slots (top-k) per token.
+Each token has S slots (top-k).
 """
 
 from __future__ import annotations
@@ -30,14 +30,21 @@ from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.moe.choice import Choice
 
-# The most values computed from the scores, up to the weights.
+# The largest number of values that are computed from the scores, up to the weights.
 _REACH = 16
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights computed from the chosen scores. end: the value [T, S]. scores: the op's argument
-    of that name. The other fields are the steps that the op performs."""
+    """The weights that are computed from the chosen scores.
+
+    Attributes:
+        end: The value of the weights, [T, S].
+        scores: The op's argument `scores`.
+        normalise, norm_eps, norm_min, scaling: The op's arguments with these names, for the steps
+            that it performs.
+        absorbed: The values that the op replaces.
+    """
 
     end: Value
     scores: str
@@ -49,7 +56,7 @@ class Weights:
 
 
 def match_weights(flow: Dataflow, choice: Choice) -> Weights:
-    """Returns the weights of a choice, as far as their steps are known; raises Reject."""
+    """Returns the weights of a choice after all steps that the op knows. Raises Reject."""
     start = _chosen_scores(flow, choice)
     shapes = start.shape, (start.shape[0], 1)
     ends = reversed(flow.downstream(start, _REACH, lambda value: value.shape in shapes))
@@ -61,8 +68,8 @@ def match_weights(flow: Dataflow, choice: Choice) -> Weights:
 
 
 def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
-    """Returns the scores of the chosen experts, [T, S]: a gather, or the topk's own values. Raises
-    Reject."""
+    """Returns the scores of the chosen experts, [T, S]. They come from a gather, or are the values
+    of the topk itself. Raises Reject."""
     ids = choice.ids
     gathers = [user for user in flow.users.get(ids, ()) if _gathers(user, choice)]
     if gathers:
@@ -72,12 +79,13 @@ def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
     if values is None or not _is_read(flow, values):
         _refuse_changed(flow, choice)
         message = (
-            f"the scores of the experts of {ids} are not read by gather, nor the topk's values"
+            f"the scores of the experts {ids} are neither read by a gather nor the values of "
+            "the topk"
         )
         reject("ROUTER_WEIGHTS", Stage.ACTIVATION, message, ids)
     if choice.biased:
         message = "the weights are computed from corrected scores"
-        hint = "scores.gather(1, ids) of scores without the correction"
+        hint = "gather scores without the correction: scores.gather(1, ids)"
         reject("ROUTER_WEIGHTS", Stage.GUARDS, message, values, hint=hint)
     return values
 
@@ -87,7 +95,8 @@ def _is_read(flow: Dataflow, value: Value) -> bool:
 
 
 def _refuse_changed(flow: Dataflow, choice: Choice) -> None:
-    """Raises Reject if the tensor that is gathered for the chosen experts was written before."""
+    """Raises Reject if the tensor from which the scores of the chosen experts are gathered was
+    changed before the gather."""
     gathers = [u for u in flow.users.get(choice.ids, ()) if u.op == "aten.gather"]
     sources = [strip_casts(u.args[0])[0].value.node for u in gathers]
     write = next((v.store for v in flow.values_at(sources) if v.store is not None), None)
@@ -99,12 +108,15 @@ def _refuse_changed(flow: Dataflow, choice: Choice) -> None:
         f"the scores that are gathered for {choice.ids} were changed in place ({write.kind}) after "
         "they were computed",
         choice.ids,
-        hint="mask a copy of the scores: masked_fill or where, or clone before the write",
+        hint=(
+            "mask a copy of the scores: use masked_fill or where, or clone the scores before "
+            "the write"
+        ),
     )
 
 
 def _gathers(user: Value, choice: Choice) -> bool:
-    """Whether a value is the scores at the chosen experts."""
+    """Whether a value gathers the scores of the chosen experts."""
     if user.op != "aten.gather" or user.argument(1, "dim") not in (1, -1):
         return False
     source, index = user.args[0], user.argument(2, "index")
@@ -121,8 +133,8 @@ def _is_over_slots(softmax: Value) -> bool:
 
 
 def _from(scores: Formula) -> Formula:
-    """Matches the weights computed from scores: divided by their sum, or not, and scaled, or
-    not."""
+    """Matches the weights that are computed from scores. They may be divided by their sum, and they
+    may be scaled."""
     total = reduction("sum", scores, "slots")
     least = clamp(total, number("least"), ABSENT)
     divided = scores / (total | total + number("eps") | least)
@@ -141,8 +153,8 @@ _WEIGHTS = (
 def _made(
     found: Found, *, end: Value, start: Value, choice: Choice, flow: Dataflow
 ) -> Weights | None:
-    """Returns `end` as weights. None if they come from other scores than `start`, if other values
-    read a step before them, or if the op would give other numbers."""
+    """Returns `end` as weights. Returns None if the weights are computed from other scores than
+    `start`, if other values read an intermediate step, or if the op would compute other numbers."""
     named = found.bound
     scores, eps, least = named.get("scores"), named.get("eps", 0.0), named.get("least")
     if named["chosen"] != start.whole or end.shape != start.shape:
@@ -151,10 +163,10 @@ def _made(
         return None
     if scores is not None and choice.scores != "logits":
         return None
-    # Sums of logits may choose other groups than sums of sigmoids do.
+    # Sums of logits may choose other groups than sums of sigmoids would choose.
     if scores == "sigmoid" and choice.groups is not None and choice.groups.top == 2:
         return None
-    # For the op, a bound of 0 means none, while sums of logits may be negative.
+    # A bound of 0 means for the op that there is no bound, but sums of logits may be negative.
     if eps < 0 or (least is not None and not least > 0):
         return None
     absorbed = {start, *found.absorbed}

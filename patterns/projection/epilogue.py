@@ -1,4 +1,5 @@
-"""QK norm and RoPE between a projection and its reader, in either order."""
+"""The norm of the heads (QK norm) and RoPE, in either order, between a projection and its
+reader."""
 
 from __future__ import annotations
 
@@ -20,11 +21,16 @@ from tilewright.patterns.recognise.rope_terms import joined_axes, summed_axis
 
 @dataclass(frozen=True)
 class HeadEpilogue:
-    """Norm and rotation of heads.
+    """The norm and the rotation of heads.
 
-    head: the input of the norm and rotation, with the dimensions of the matched view. head_weights:
-    the norm's weight [D] of each head, if heads have their own. factor: multiplies the heads before
-    the rotation.
+    Attributes:
+        head: The input of the norm and the rotation. It has the dimensions of the matched view.
+        norm, rope: The norm and the rotation, or None.
+        norm_after_rope: Whether the norm comes after the rotation.
+        absorbed: The values that the op replaces.
+        head_weights: The weights [D] of the norm, one for each head, if each head has its own
+            weight.
+        factor: The number that multiplies the heads before the rotation.
     """
 
     head: View
@@ -38,10 +44,16 @@ class HeadEpilogue:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm as the op takes it: see `fused_qkv_paged`.
+    """A norm in the form that `fused_qkv_paged` expects.
 
-    width: `head` or `row`, the features that one norm runs over. weight, bias: [D], or [H, D], or
-    None. factor: `offset + weight` as the graph computes it.
+    Attributes:
+        kind: The kind of norm.
+        width: The features that one norm runs over: `head` or `row`.
+        after_rope: Whether the norm comes after the rotation.
+        weight, bias: Tensors of shape [D] or [H, D], or None.
+        offset: The number that is added to `weight`.
+        factor: `offset + weight` as the graph computes it.
+        eps: The epsilon of the norm.
     """
 
     kind: str
@@ -55,15 +67,16 @@ class HeadNorm:
 
     @property
     def with_factor(self) -> HeadNorm:
-        """This norm, with the offset added to its weight."""
+        """This norm with a weight that includes the offset."""
         return replace(self, weight=self.factor, offset=0.0)
 
 
 def match_epilogue(view: View, stage: Stage, factors: bool = False) -> HeadEpilogue:
-    """Returns the norm and rotation, if any, whose result is `view` [..., H, ..., D].
+    """Returns the norm and the rotation whose result is `view` [..., H, ..., D]. Each of them may
+    be absent.
 
-    factors: allows numbers that multiply the heads before the rotation and after the norm. Raises
-    Reject for a norm or rotation of a kind that the op does not have.
+    factors: whether numbers may multiply the heads before the rotation and after the norm. Raises
+    Reject for a kind of norm or rotation that the op does not support.
     """
     head, absorbed = strip_casts(view)
     factor = 1.0
@@ -99,8 +112,8 @@ def match_epilogue(view: View, stage: Stage, factors: bool = False) -> HeadEpilo
 
 
 def unscaled(view: View) -> tuple[View, float, tuple[Value, ...]]:
-    """Returns (x, factor, values) of a view that is x times numbers, with casts in between. values:
-    the products and casts."""
+    """Returns (x, factor, values) for a view that is x multiplied by numbers, with casts in
+    between. `values` are the products and casts."""
     factor, absorbed = 1.0, []
     inner, casts = strip_casts(view)
     while (found := constant_factor(inner.value)) is not None:
@@ -112,7 +125,8 @@ def unscaled(view: View) -> tuple[View, float, tuple[Value, ...]]:
 
 
 def _is_delta(view: View) -> bool:
-    """Whether a view is an adapter's delta: a part of the projection, not of its rotation."""
+    """Whether a view is the delta of an adapter. Such a delta is a part of the projection, and not
+    a part of its rotation."""
     return match_delta(view) is not None
 
 
@@ -121,8 +135,8 @@ def head_norm(
 ) -> HeadNorm:
     """Returns the norm of an epilogue.
 
-    layout: the dimensions of the epilogue's input on the product's axes. feature: the axis of the
-    product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
+    layout: the dimensions of the epilogue's input, expressed on the axes of the product. feature:
+    the axis of the product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
     """
     norm = epilogue.norm
     assert norm is not None
@@ -132,8 +146,8 @@ def head_norm(
     starts = layout.start[feature] == rows.first
     if layout.dims[-1] != run or not (norm.width == rows.head_dim or (whole_row and starts)):
         message = (
-            f"the norm runs over {norm.width} features, the projection has {rows.num_heads} heads "
-            f"of {rows.head_dim}"
+            f"the norm runs over {norm.width} features, but the projection has {rows.num_heads} "
+            f"heads of {rows.head_dim}"
         )
         reject("NORM_WIDTH", stage, message, norm.x)
     by_head = norm.width == rows.head_dim
@@ -153,10 +167,16 @@ def head_norm(
 def _each_head(
     epilogue: HeadEpilogue, layout: Effect, feature: int, heads: tuple[int, int], stage: Stage
 ) -> Computed:
-    """Returns the weights of heads that are normalised one by one, as [H, D]. Raises Reject."""
+    """Returns the weights of heads that are normalised one by one, as one tensor [H, D]. Raises
+    Reject."""
     apart = [dim for dim in layout.dims[:-1] if any(a.axis == feature for a in dim)]
     if len(epilogue.head_weights) != heads[0] or [len(dim) for dim in apart] != [1]:
-        reject("UNSUPPORTED", stage, "the norms are those of some heads", *epilogue.head_weights)
+        reject(
+            "UNSUPPORTED",
+            stage,
+            "the norms do not belong to exactly the heads of this projection",
+            *epilogue.head_weights,
+        )
     return Computed("reshape", (Computed("cat", (epilogue.head_weights, 0)), list(heads)))
 
 
@@ -168,15 +188,15 @@ def _weight(
     by_head: bool,
     stage: Stage,
 ) -> View:
-    """Returns a norm's weight or bias as the op takes it: [D] for all heads, or [H, D]. Raises
-    Reject."""
+    """Returns the weight or bias of a norm in the form that the op expects: [D] for all heads, or
+    [H, D]. Raises Reject."""
     *lead, last = view.effect.dims
     along = [i for i, dim in enumerate(lead) if dim]
     axes = {a.axis for i in along for a in layout.dims[i]}
     if not axes <= {feature} or (along and not by_head):
-        reject("UNSUPPORTED", stage, "the norm's weight or bias varies from token to token", view)
-    # The op numbers heads by their rows in the projection: the outer dimension has the largest
-    # step.
+        reject("UNSUPPORTED", stage, "the norm's weight or bias differs between tokens", view)
+    # The op numbers the heads by their rows in the projection. The outermost dimension of the heads
+    # has the largest step.
     split = [i for i, dim in enumerate(layout.dims[:-1]) if any(a.axis == feature for a in dim)]
     steps = [a.step for i in split for a in layout.dims[i] if a.axis == feature]
     if along and (along != split or steps != sorted(steps, reverse=True)):
@@ -192,7 +212,7 @@ def _weight(
 def norm_arguments(
     q: HeadNorm | None, k: HeadNorm | None, v: HeadNorm | None, culprit: Value
 ) -> dict[str, Any]:
-    """Returns the op's arguments for the norms of q, k and v; raises Reject (UNSUPPORTED)."""
+    """Returns the op's arguments for the norms of q, k and v. Raises Reject (UNSUPPORTED)."""
     norms = [n for n in (q, k) if n is not None]
     if v is not None and norms:
         v = replace(v, after_rope=norms[0].after_rope)  # v has no rotation
@@ -240,7 +260,7 @@ def _describe(norm: HeadNorm | None) -> str:
 
 
 def norm_fact(norm: HeadNorm | None) -> str:
-    """Returns a norm in the words of reports."""
+    """Returns the description of a norm that reports show."""
     if norm is None:
         return "none"
     words = [norm.kind]
@@ -252,9 +272,9 @@ def norm_fact(norm: HeadNorm | None) -> str:
 
 
 def one_head_axis(view: View) -> tuple[View, Effect]:
-    """Returns (heads, effect): a view of the value with each head in one last dimension, and the
-    given view as an effect on it. A stack of pairs [..., D/2, 2] or of halves [..., 2, D/2] becomes
-    [..., D]."""
+    """Returns (heads, effect). `heads` is a view of the value in which each head is the last
+    dimension. `effect` expresses the given view as an effect on `heads`. A stack of pairs [...,
+    D/2, 2] or of halves [..., 2, D/2] becomes [..., D]."""
     value, effect = view.value, view.effect
     if not _is_pairs(view):
         return value.whole, effect
@@ -279,8 +299,8 @@ def one_head_axis(view: View) -> tuple[View, Effect]:
 
 
 def _is_pairs(view: View) -> bool:
-    """Whether the last two axes of a value, joined from pieces or summed pair by pair, are one head
-    in this view."""
+    """Whether the last two axes of a value are one head in this view. The value is joined from
+    pieces, or summed pair by pair."""
     value = view.value
     last = len(value.shape) - 1
     if value.op == "aten.sum" and last > 0:
@@ -289,5 +309,6 @@ def _is_pairs(view: View) -> bool:
         return False
     if value.op == "aten.view_as_real" or value.args[1] == last or value.shape[last] == 1:
         return True
-    # Joined heads are in separate dimensions; the halves of one head are in one dimension.
+    # Heads that were joined are in separate dimensions. The halves of one head are in one
+    # dimension.
     return any({last - 1, last} <= {atom.axis for atom in dim} for dim in view.effect.dims)

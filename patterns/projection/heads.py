@@ -1,4 +1,5 @@
-"""Follows a tensor of heads back to its projection: rotation and norm, bias, linear.
+"""Follows a tensor of heads back to its projection, through the rotation, the norm, the bias and
+the linear.
 
 Dimension letters: B batch, S sequence, T = B*S tokens, H heads, D head_dim, N output features of
 the linear, K hidden size.
@@ -34,13 +35,19 @@ from tilewright.patterns.recognise.rope import Rope, Table, table_argument
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of Q, K or V: `rope(norm(linear))` or `norm(rope(linear))`, where norm and rope are
-    optional.
+    """The heads of Q, K or V: `rope(norm(linear))` or `norm(rope(linear))`. The norm and the
+    rotation are optional.
 
-    path: codes and words for misses. linear: product, bias, clamp. rows: which of the product's
-    features are these heads. layout: the heads' dimensions on the product's axes [tokens..., N].
-    end: the last absorbed value, which holds the heads. factor: multiplies the normalised and
-    rotated heads.
+    Attributes:
+        path: The codes and words that misses use.
+        linear: The product, the bias and the clamp.
+        rows: Which of the product's features are these heads.
+        layout: The dimensions of the heads, expressed on the axes [tokens..., N] of the product.
+        norm, rope: The norm and the rotation, or None.
+        rope_layout: The layout of the heads at the rotation, or None.
+        end: The last absorbed value, which has the heads.
+        absorbed: The values that the op replaces.
+        factor: The number that multiplies the normalised and rotated heads.
     """
 
     path: Path
@@ -56,17 +63,17 @@ class Heads:
 
     @property
     def product(self) -> Value:
-        """The product's value."""
+        """The value of the product."""
         return self.linear.gemm.value
 
     @property
     def feature(self) -> int:
-        """The axis of the product's features in `layout`."""
+        """The axis in `layout` that has the features of the product."""
         return self.linear.gemm.feature
 
     @property
     def tokens(self) -> tuple[Size, ...]:
-        """The sizes of the product's token axes."""
+        """The sizes of the token axes of the product."""
         return self.linear.gemm.shape[:-1]
 
     @property
@@ -89,7 +96,7 @@ class Heads:
 
     @property
     def float_operands(self) -> tuple[Value, ...]:
-        """The activation and the weight, without those that are codes."""
+        """The activation if it is not codes, and the weight if it is not codes."""
         coded = self.quantized is not None
         kept = () if coded else (self.weight.value,)
         return kept if self.x_scale is not None else (self.x.value, *kept)
@@ -100,12 +107,13 @@ class Heads:
 
     @cached_property
     def weight(self) -> View:
-        """The projection's rows of the weight, [H, D, K], or [groups, G, D, K]."""
+        """The rows of the weight that belong to this projection, [H, D, K], or [groups, G, D,
+        K]."""
         return piece_of(self.rows.of(self.linear.gemm.weight))
 
     @cached_property
     def quantized(self) -> DequantizedWeight | None:
-        """The codes that the projection's rows of the weight are computed from, or None.
+        """The codes from which this projection's rows of the weight are computed, or None.
 
         Raises Reject (WEIGHT_FORMAT).
         """
@@ -119,9 +127,9 @@ class Heads:
         return match_scaled_weight(self.weight, sums, weights)
 
     def expand_rows(self, delta: LoraDelta) -> View:
-        """Returns this projection's rows of an adapter's B, [G, W, R].
+        """Returns the rows of an adapter's B that belong to this projection, [G, W, R].
 
-        Raises InexpressibleError for several adapters of a packed projection.
+        Raises InexpressibleError if a packed projection has several adapters.
         """
         run = self._run_of_rows()
         if run is not None:
@@ -131,9 +139,9 @@ class Heads:
         return self.rows.of(delta.expand.select(0, 0)).matrix.unsqueeze(0)
 
     def delta_columns(self, delta: LoraDelta) -> View:
-        """Returns this projection's columns of an adapter's delta, [T, W].
+        """Returns the columns of an adapter's delta that belong to this projection, [T, W].
 
-        Raises InexpressibleError if they are not contiguous.
+        Raises InexpressibleError if these columns are not contiguous.
         """
         run = self._run_of_rows()
         if run is None:
@@ -141,8 +149,8 @@ class Heads:
         return delta.view.matrix.narrow(1, *run)
 
     def _run_of_rows(self) -> tuple[int, int] | None:
-        """Returns (first, number) of this projection's output features if they are contiguous; else
-        None."""
+        """Returns (first, number) of the output features of this projection if they are contiguous;
+        else None."""
         indices = self.rows.indices()
         low, count = min(indices), len(indices)
         in_order = indices == frozenset(range(low, low + count)) and len(self.rows.heads) < 2
@@ -150,7 +158,8 @@ class Heads:
 
     @property
     def bias_rows(self) -> View | Computed | None:
-        """The projection's part of the bias, with the shape of the weight without K."""
+        """The part of the bias that belongs to this projection. It has the shape of the weight
+        without K."""
         bias = self.linear.bias
         if bias is None:
             return None
@@ -162,10 +171,10 @@ class Heads:
 def match_heads(
     view: View, path: Path, head_dim: int | None = None, factors: bool = False
 ) -> Heads:
-    """Returns the projection whose heads `view` [..., H, ..., D] holds.
+    """Returns the projection that computes the heads in `view` [..., H, ..., D].
 
-    head_dim: D, if the view does not separate heads: it then splits the feature dimension. factors:
-    allows numbers that multiply the heads. Raises Reject with the codes of `path`.
+    head_dim: D, for a view that does not separate the heads; the feature dimension is then split.
+    factors: whether numbers may multiply the heads. Raises Reject with the codes of `path`.
     """
     stage, end = path.stage, view.value
     view, factor, scaled = unscaled(view) if factors else (view, 1.0, ())
@@ -179,7 +188,7 @@ def match_heads(
     layout = effects.compose(head.effect, linear.layout)
     rows = heads_of(layout, linear.gemm.feature, head_dim)
     if rows is None:
-        message = f"{head.shape} does not separate heads, each a run of consecutive features"
+        message = f"{head.shape} does not separate heads that are runs of consecutive features"
         reject("LAYOUT", stage, message, head)
     norm = rope_layout = None
     if epilogue.norm is not None:
@@ -206,13 +215,15 @@ def match_heads(
 
 
 def _layout_of(view: View, path: Path) -> Effect:
-    """Returns a view between the product and its reader, as an effect on the product's axes."""
+    """Returns a view between the product and its reader, as an effect on the axes of the
+    product."""
     head = match_epilogue(view, path.stage).head
     return effects.compose(head.effect, match_linear(head.value, path, match_delta).layout)
 
 
 def same_activation(one: Heads, other: Heads) -> bool:
-    """Whether two products have the same activation; a quantised one may be computed twice."""
+    """Whether two products have the same activation. The graph may compute a quantised activation
+    twice."""
     scale, wanted = one.x_scale, other.x_scale
     if scale is None or wanted is None:
         return scale is wanted and equal_values(one.x, other.x)
@@ -220,18 +231,18 @@ def same_activation(one: Heads, other: Heads) -> bool:
 
 
 def on_heads(heads: Heads, effect: Effect) -> Effect:
-    """Returns an effect on the product's axes in terms of the op's output [T, H, D].
+    """Converts an effect on the axes of the product to an effect on the op's output [T, H, D].
 
-    Raises InexpressibleError if it takes features of another projection.
+    Raises InexpressibleError if the effect selects features of another projection.
     """
     return heads.rows.restate(effect, heads.tokens)
 
 
 def rope_table(heads: Heads, table: Table) -> View | Computed:
-    """Returns cos or sin as the op takes it: [T or S or 1, width]; the rows repeat over leading
-    token axes.
+    """Returns cos or sin in the form that the op expects, [T or S or 1, width]. The rows repeat
+    over the leading token axes.
 
-    Raises Reject (ROPE_TABLE) if it varies from head to head.
+    Raises Reject (ROPE_TABLE) if the table differs between heads.
     """
     assert heads.rope_layout is not None
     return table_argument(table, heads.rope_layout, heads.feature, heads.tokens, heads.path.stage)

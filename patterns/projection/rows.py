@@ -1,4 +1,4 @@
-"""The rows of a packed weight that are one projection's heads.
+"""The rows of a packed weight that are the heads of one projection.
 
 Dimension letters: N rows of the weight, H heads, G heads of a group, D head_dim, T tokens.
 """
@@ -19,10 +19,14 @@ from tilewright.patterns.recognise.linear import rows_of
 
 @dataclass(frozen=True)
 class Rows:
-    """Heads of `head_dim` rows each, the first of which begins at row `first`.
+    """Heads of `head_dim` rows each.
 
-    heads: (count, step) of the heads, outermost first: empty for one head; one pair for heads that
-    are `step` rows apart; two for heads in groups, [groups, G].
+    Attributes:
+        first: The first row of the first head.
+        heads: The (count, step) of each dimension of heads, outermost first. It is empty for one
+            head. It has one pair for heads that are `step` rows apart, and two pairs for heads in
+            groups, [groups, G].
+        head_dim: The number of rows of each head.
     """
 
     first: int
@@ -35,12 +39,12 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[H, D], or [groups, G, D]."""
+        """The shape [H, D], or [groups, G, D]."""
         return (*(count for count, _ in self.heads or ((1, 0),)), self.head_dim)
 
     def dims(self, feature: int, repeat: int = 1) -> tuple[Dim, Dim]:
-        """Returns (heads, head_dim) on the axes [tokens..., N]. Each head stands `repeat` times,
-        one copy after another."""
+        """Returns (heads, head_dim) on the axes [tokens..., N]. Each head is repeated `repeat`
+        times, one copy after another."""
         outer = [Atom(feature, step, count) for count, step in self.heads]
         inner = effects.coalesce([Atom(feature, 1, self.head_dim)])
         return effects.coalesce([*outer, Atom(None, 0, repeat)]), inner
@@ -50,15 +54,16 @@ class Rows:
         return _indices(self)
 
     def of(self, view: View, base: int = 0) -> View:
-        """Returns these rows [H, D, ...] of `view` [N - base, ...], which begins at row `base`."""
+        """Returns these rows of `view` as [H, D, ...]. `view` is [N - base, ...], and its first row
+        is the row `base`."""
         dims = [effects.coalesce([Atom(0, step, count)]) for count, step in self.heads or ((1, 0),)]
         dims.append(effects.coalesce([Atom(0, 1, self.head_dim)]))
         return rows_of(view, dims, self.first - base)
 
     def restate(self, effect: Effect, tokens: Sequence[Size]) -> Effect:
-        """Returns an effect on [tokens..., N] in terms of the op's output [T, H, D].
+        """Converts an effect on [tokens..., N] to an effect on the op's output [T, H, D].
 
-        Raises InexpressibleError if it takes other rows.
+        Raises InexpressibleError if the effect selects other rows.
         """
         feature, digits = len(tokens), self._digits()
         first_row = effect.start[feature] - self.first
@@ -92,8 +97,8 @@ class Rows:
         return Effect(tuple(dims), tuple(first))
 
     def _digits(self) -> list[effects.Digit]:
-        """Returns the heads, outermost first, and head_dim as digits of a row number, with their
-        places on [T, H, D]."""
+        """Returns the dimensions of the heads, outermost first, and head_dim, as the digits of a
+        row number. Each digit has its place on [T, H, D]."""
         found, out = [(Atom(2, 1, self.head_dim), 1)], 1
         for count, step in reversed(self.heads):
             found.append((Atom(1, out, count), step))
@@ -101,7 +106,7 @@ class Rows:
         return found[::-1]
 
 
-@lru_cache(maxsize=64)  # thousands of numbers, which layers share
+@lru_cache(maxsize=64)  # the result has thousands of numbers, and layers share it
 def _indices(rows: Rows) -> frozenset[int]:
     at = np.array([rows.first])
     for count, step in (*rows.heads, (rows.head_dim, 1)):
@@ -110,9 +115,10 @@ def _indices(rows: Rows) -> frozenset[int]:
 
 
 def heads_of(layout: Effect, feature: int, head_dim: int | None) -> Rows | None:
-    """Returns the rows that a view of [tokens..., N] takes, or None if they are not heads.
+    """Returns the rows that a view of [tokens..., N] selects, or None if these rows are not heads.
 
-    head_dim: if None, it is the length of the view's dimension that has step 1 along N.
+    head_dim: the number of rows of a head. If it is None, it is the length of the dimension of the
+    view that has step 1 along N.
     """
     first = layout.start[feature]
     by_dim = [[a for a in d if a.axis == feature] for d in layout.dims]
@@ -140,7 +146,8 @@ def heads_of(layout: Effect, feature: int, head_dim: int | None) -> Rows | None:
 
 
 def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | None:
-    """Returns rows in normal form, or None if heads would be grouped more than once."""
+    """Returns rows in normal form, or None if the heads would have more than one level of
+    groups."""
     joined: list[tuple[int, int]] = []
     for count, step in heads:
         if joined and joined[-1][1] == step * count:
@@ -151,9 +158,8 @@ def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | 
 
 
 def rest_of(size: int, taken: frozenset[int], head_dim: int) -> Rows | None:
-    """Returns the heads in the rest of `size` rows, without the rows `taken`. None if no rows
-    remain, or if the remaining rows are not runs of whole heads that have equal lengths and
-    distances."""
+    """Returns the heads in `size` rows without the rows in `taken`. Returns None if no rows remain,
+    or if the remaining rows are not runs of whole heads with equal lengths and distances."""
     gone = np.fromiter(taken, dtype=np.int64)
     remain = np.ones(size, dtype=bool)
     remain[gone[(gone >= 0) & (gone < size)]] = False

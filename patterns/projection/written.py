@@ -1,4 +1,5 @@
-"""Checks of a cache write's source: whole heads of a projection, every token once and in order."""
+"""Checks that a cache write stores whole heads of a projection, and that it stores every token once
+and in order."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from tilewright.patterns.recognise.linear import holds_all_tokens
 
 
 def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
-    """Returns the number of adjacent cache heads that each head of the projection is written to.
+    """Returns the number of adjacent heads of the cache that each head of the projection is written
+    to.
 
-    The written dimensions must be exactly the product's tokens in order, heads, head_dim; raises
-    Reject if they are not.
+    The written dimensions must be exactly the tokens of the product in order, the heads, and
+    head_dim. Otherwise the function raises Reject.
     """
     source = heads.layout
     if not holds_all_tokens(source, place.token_rank, heads.tokens):
@@ -24,16 +26,14 @@ def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
     repeat = effects.divides(heads.num_heads, written[0])
     if written[1] != heads.head_dim or not isinstance(repeat, int):
         message = (
-            f"the cache holds {written[0]} heads of {written[1]}, the {who} projection makes "
-            f"{heads.num_heads} of {heads.head_dim}"
+            f"the cache has {written[0]} heads of {written[1]}, but the {who} projection "
+            f"computes {heads.num_heads} of {heads.head_dim}"
         )
-        hint = (
-            f"allocate the cache with heads of its own: [..., {heads.num_heads}, {heads.head_dim}]"
-        )
+        hint = f"allocate a cache that has these heads: [..., {heads.num_heads}, {heads.head_dim}]"
         reject("CACHE_LAYOUT", stage, message, heads.product, hint=hint)
     if source.dims[place.token_rank :] != heads.rows.dims(heads.feature, repeat):
         message = (
-            f"{who} is not written head by head, each {repeat} times, with its features in order"
+            f"the heads of {who} are not written {repeat} times each with their features in order"
         )
         reject("LAYOUT", stage, message, heads.product)
     return repeat

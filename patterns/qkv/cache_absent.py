@@ -1,6 +1,6 @@
-"""Caches that cannot be written in place: those that grow by `cat`, or are updated out of place.
+"""Caches that an op cannot write in place, because they grow by `cat` or are updated out of place.
 
-The pattern never matches: its anchors exist to tell the user what to change.
+The pattern never matches. Its anchors exist only to tell the user what to change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _OUT_OF_PLACE = {"aten.index_put", "aten.index_copy", "aten.scatter"}
 
 @dataclass(frozen=True)
 class AbsentCache:
-    """All sites of one kind in a graph. They share one cause, so they get one Miss."""
+    """All sites of one kind in a graph. They have the same cause, so one Miss reports all of
+    them."""
 
     code: str
     values: tuple[Value, ...]
@@ -39,7 +40,8 @@ class AbsentCache:
 
 @dataclass(frozen=True)
 class CacheAbsent:
-    """The pattern; see the module. `op` is the op that would take the writes."""
+    """The pattern that the module's docstring describes. `op` is the op that would perform the
+    writes."""
 
     name: str = "cache_absent"
     op: str = "fused_qkv_paged"
@@ -70,21 +72,22 @@ class CacheAbsent:
 
 
 def _grows(value: Value, flow: Dataflow) -> bool:
-    """Whether a value is a growing cache: cat([past, new]) of projected data that the graph
+    """Whether a value is a growing cache: a cat([past, new]) of projected data that the graph
     returns."""
     if value.op != "aten.cat" or value not in flow.output_values or len(value.shape) < 2:
         return False
     past, *new = value.args[0]
     if len(value.shape) == 2 and (value.args[1] != 0 or not flow.users.get(value)):
-        return False  # joined features: the graph reads a grown cache [tokens, width] again
+        return False  # the cat joins features: a grown cache [tokens, width] is read again
     held = past.value.op == "input" or past.value.shape == (0,)
     return held and any(v.value.projected for v in new)
 
 
 def _fresh(value: Value, flow: Dataflow) -> bool:
-    """Whether a value writes projected data into memory allocated in the graph, as into a cache. It
-    does if it writes at slots, or a part of a tensor that attention reads, or a part of a tensor
-    that is returned while attention reads the same data."""
+    """Whether a value writes projected data to memory that the graph allocates, as if this memory
+    were a cache. There are three such writes: a write at slots, a write to a part of a tensor that
+    attention reads, and a write to a part of a tensor that is returned while attention reads the
+    same data."""
     store = value.store
     if store is None or store.memory.is_input or len(store.memory.shape) < 3:
         return False
@@ -100,7 +103,7 @@ def _fresh(value: Value, flow: Dataflow) -> bool:
 
 
 def _is_made_anew(made: Any) -> bool:
-    """Whether memory is new, or a copy of an input in another dtype or on another device."""
+    """Whether memory is new, or is a copy of an input in another dtype or on another device."""
     if not isinstance(made, View):
         return False
     source = made.value
@@ -111,8 +114,8 @@ def _is_made_anew(made: Any) -> bool:
 
 
 def _is_part(store: Store, flow: Dataflow) -> bool:
-    """Whether the copies into a memory leave a part of it unwritten. A rotation that is assembled
-    in an empty tensor fills it."""
+    """Whether the copies to a memory leave a part of it unwritten. If a rotation is assembled in an
+    empty tensor, the copies fill the whole tensor."""
     stores = [value.store for value in flow.written.get(store.memory, ()) if value.store]
     filled = sum(effects.product(each.target.shape) for each in stores)
     total = effects.product(store.memory.shape)
@@ -129,7 +132,7 @@ def _holds_keys(value: Value, store: Store, flow: Dataflow) -> bool:
 
 
 def _is_scratch(anchor: AbsentCache, flow: Dataflow) -> bool:
-    """Whether all values write slices of memory that is not returned. Such memory may be
+    """Whether all values write slices of memory that the graph does not return. Such memory may be
     padding."""
     stores = [value.store for value in anchor.values]
     return anchor.code == "FRESH_CACHE" and all(
@@ -143,7 +146,7 @@ def _is_returned(memory: Memory, flow: Dataflow) -> bool:
     return any(view.value in written for view in flow.outputs)
 
 
-#: Products of two activations, and the operations allowed between keys and such a product.
+#: Products of two activations, and the operations that may be between keys and such a product.
 _ATTENTION = {
     "aten.matmul", "aten.bmm", "aten.baddbmm", "aten.einsum", "aten.scaled_dot_product_attention"
 }  # fmt: skip
@@ -152,7 +155,8 @@ _REACH = 16
 
 
 def _is_attended(value: Value, flow: Dataflow) -> bool:
-    """Whether attention reads a value: a product combines it with another projected value."""
+    """Whether attention reads a value. This is so if a product combines the value with another
+    projected value."""
     return any(
         user.op in _ATTENTION
         and match_gemm(user) is None
@@ -163,19 +167,20 @@ def _is_attended(value: Value, flow: Dataflow) -> bool:
 
 
 def _updates(value: Value, flow: Dataflow) -> bool:
-    """Whether a value is an out-of-place indexed update of an input with projected data."""
+    """Whether a value is an indexed update, out of place, of an input of the graph with projected
+    data."""
     if value.op not in _OUT_OF_PLACE or len(value.shape) < 3:
         return False
     target, *others = value.operands
     return target.value.op == "input" and any(v.value.projected for v in others)
 
 
-#: Code -> (test of a value, message, hint for code of transformers).
+#: For each code: (the test of a value, the message, the hint for users of transformers).
 _KINDS: dict[str, tuple[Callable[[Value, Dataflow], bool], str, str]] = {
     "GROWING_CACHE": (
         _grows,
-        "caches grow by torch.cat: every step copies them whole, and there is no memory for a "
-        "fused op to write into",
+        "caches grow by torch.cat, so every step copies whole caches, and a fused op has no "
+        "memory to write into",
         "use a static cache: StaticCache, or cache_implementation='static'",
     ),
     "FUNCTIONAL_WRITE": (
@@ -185,9 +190,9 @@ _KINDS: dict[str, tuple[Callable[[Value, Dataflow], bool], str, str]] = {
     ),
     "FRESH_CACHE": (
         _fresh,
-        "cache writes go into memory that the graph itself allocates, so it is no cache yet",
-        "make the cache before the compiled call (StaticCache.early_initialization, or run the "
-        "prompt uncompiled)",
+        "cache writes go into memory that the graph itself allocates, which is not a cache yet",
+        "create the cache before the compiled call (StaticCache.early_initialization, or run "
+        "the prompt uncompiled)",
     ),
 }
 

@@ -1,7 +1,7 @@
-"""The cache write alone, for heads whose projection could not be absorbed.
+"""A cache write without its projection, for heads whose projection could not be absorbed.
 
-A step should still touch only the slots that it writes: torch.compile alone copies the whole cache
-for a write through a view.
+The op writes only the slots of the new tokens. With torch.compile alone, a write through a view
+copies the whole cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 
 @dataclass(frozen=True)
 class CacheStore:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "cache_store"
     op: str = "paged_kv_store"

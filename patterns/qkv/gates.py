@@ -3,8 +3,8 @@
     x ─ linear ─┬─ [norm] ─ [rope] ─▶ q ─▶ attention ─▶ · sigmoid(gate)
                 └─▶ gate ──────────────────────────────────▲
 
-The linear has as many rows for gates as for queries, beside each query head or after all of them.
-The op computes both, and normalises and rotates only the queries.
+The linear has as many rows for gates as for queries. The rows of the gates are beside each query
+head, or after all query heads. The op computes both, but normalises and rotates only the queries.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tilewright.patterns.qkv.query import Query, covers
 
 
 def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Query:
-    """Returns the query with the other rows of its product, if these are gates that something
-    reads; else the query as it is."""
+    """Returns the query together with the other rows of its product, if these rows are gates that
+    the graph uses. Otherwise returns the query unchanged."""
     q, (result,) = query.heads, query.results
     if not isinstance(result, Result) or not covers(q.linear) or kv[1].norm is not None:
         return query
@@ -46,8 +46,8 @@ def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Query:
 
 
 def _for_all_heads(norm: HeadNorm) -> bool:
-    """Whether a norm runs over single heads and has one weight for all of them. The rows of gates
-    need no weight of their own then."""
+    """Whether a norm runs over single heads and has one weight for all heads. In this case the rows
+    of gates need no weight of their own."""
     vectors = [vector for vector in (norm.weight, norm.bias) if vector is not None]
     return norm.width == "head" and all(
         isinstance(vector, View) and len(vector.shape) == 1 for vector in vectors
@@ -55,14 +55,14 @@ def _for_all_heads(norm: HeadNorm) -> bool:
 
 
 def _is_read(flow: Dataflow, q: Heads) -> bool:
-    """Whether the projection has other readers than the query."""
+    """Whether values other than the query read the projection."""
     inside, value = set(q.absorbed), q.linear.value
     return value in flow.output_values or not inside.issuperset(flow.users.get(value, ()))
 
 
 def _run(both: Rows, queries: Rows) -> int:
-    """Returns the length of alternating runs of queries and gates; 0 if they do not alternate in
-    equal runs."""
+    """Returns the length of the alternating runs of queries and gates. Returns 0 if they do not
+    alternate in runs of equal length."""
     is_query = [row in queries.indices() for row in sorted(both.indices())[:: both.head_dim]]
     run = is_query.index(False) if False in is_query else 0
     regular = [run > 0 and at // run % 2 == 0 for at in range(len(is_query))]
@@ -70,8 +70,9 @@ def _run(both: Rows, queries: Rows) -> int:
 
 
 def _restated(wide: Heads, gates: Heads, effect: Effect) -> Effect:
-    """Returns an effect on the projection in terms of the op's output. Raises InexpressibleError if
-    the effect reads queries, because the op's output has them normalised and rotated."""
+    """Converts an effect on the projection to an effect on the op's output. Raises
+    InexpressibleError if the effect reads queries, because the queries in the op's output are
+    normalised and rotated."""
     on_product = effects.compose(effect, wide.linear.layout)
     on_heads(gates, on_product)
     return on_heads(wide, on_product)

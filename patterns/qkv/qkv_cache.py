@@ -1,12 +1,13 @@
-"""QKV projection and KV-cache write: three projections of one activation, optional bias, per-head
-RMS norm and rotation, with K and V written into a cache by slot. Gates of q's linear are included.
+"""A QKV projection and the write of K and V to the KV cache. There are three projections of one
+activation, each with an optional bias. Q and K may have a per-head RMS norm and a rotation. K and V
+are written to a cache by slot. If the linear of q also computes gates, the op computes these too.
 
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ q
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
     x ─ linear ─ [+bias] ──────────────────▶ v ─▶ cache[slots] = v
 
-The match includes the RMS or layer norm that made x, if tokens are few and no other value reads its
-result.
+The match includes the RMS norm or layer norm that computed x, if there are few tokens and no other
+value reads the norm's result.
 
 Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
 """
@@ -51,14 +52,14 @@ from tilewright.patterns.recognise.linear import Path
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
-_ALONE = "their write is fused by itself, and what stands in front of it stays in the graph"
+_ALONE = "their write is fused by itself, and the operations before it stay in the graph"
 _KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
 _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """K or V: the heads of a projection, and the place they are written to."""
+    """K or V: the heads of a projection, and the place that they are written to."""
 
     heads: Heads
     place: Address
@@ -67,7 +68,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class QkvCache:
-    """The pattern; see the module."""
+    """The pattern that the module's docstring describes."""
 
     name: str = "qkv_cache"
     op: str = "fused_qkv_paged"
@@ -88,7 +89,7 @@ class QkvCache:
         keys, values = _keys_and_values((first, anchor.first), (second, anchor.second))
         k, v = keys.heads, values.heads
         if not same_activation(k, v):
-            message = f"K projects {k.x.value}, V projects {v.x.value}"
+            message = f"K projects {k.x.value}, but V projects {v.x.value}"
             reject("ACTIVATION", Stage.ACTIVATION, message, k.product, v.product)
         repeat = _check_written(keys, values)
         stored = (*keys.place.absorbed, *values.place.absorbed)
@@ -119,7 +120,7 @@ class QkvCache:
 
 
 def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
-    """Rejects a write of data that is not projected, or one without a twin."""
+    """Rejects a write of data that is not projected, and a write that has no partner."""
     write = anchor.first
     writes = [one for one in (anchor.first, anchor.second) if one is not None]
     weight: Weight | None = None
@@ -127,13 +128,15 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
     code = "LONE_WRITE"
     if not any(one.is_projected for one in writes):
         code, culprits = "EARLIER_GRAPH", anchor.stores
-        message = f"{write.store} writes an input of this graph, which has no projection of it"
+        message = (
+            f"{write.store} writes an input of this graph, and the graph has no projection of it"
+        )
         hint = "remove the graph break between projection and write"
     elif anchor.unlike is not None and anchor.unlike.written is not None:
         widths = [place.window.head_dim, anchor.unlike.written.view.shape[-1]]
         message = (
-            f"the twin at the same slots has heads of {widths[1]}, this write of {widths[0]}: "
-            "one op writes keys and values of one width"
+            f"the write at the same slots has heads of {widths[1]}, and this write has heads of "
+            f"{widths[0]}: one op writes keys and values of one width"
         )
         hint, weight = "each write is fused by itself", "advice"  # no op has both
     elif (joined := joined_features(write)) is not None:
@@ -143,26 +146,27 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
             f"joins them into rows of {joined.shape[-1]}"
         )
         hint = (
-            "give keys and values a dimension of their own, [..., 2, heads, head_dim], or "
-            "a cache each"
+            "give keys and values separate dimensions, [..., 2, heads, head_dim], or separate "
+            "caches"
         )
     else:
-        message = "this write has no twin at the same slots: K and V are written in pairs"
+        message = "no other write goes to the same slots, but K and V are written in pairs"
         hint = (
-            "write keys and values by the same index, in one module; this op does not write a "
-            "tensor that is cached alone"
+            "write keys and values with the same index, in one module; this op does not write "
+            "a tensor that is cached alone"
         )
     reject(code, Stage.ANCHORED, message, *culprits, hint=hint, weight=weight)
 
 
 def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Stored]:
-    """Returns K and V. K is the write that is rotated or normalised; if neither is, the first.
-    Raises Reject."""
+    """Returns K and V. K is the write that is rotated or normalised. If neither write is, K is the
+    first one. Raises Reject."""
     first, second = writes
     try:
         k = match_heads(first[0].source, _KEYS, factors=True)
     except Reject as rejection:
-        # Try the other order only if the second write is rotated or normalised, which V never is.
+        # The other order is tried only if the second write is rotated or normalised, because V
+        # never is.
         swapped = _rotated(second[0])
         if swapped is None:
             raise rejection from None
@@ -179,7 +183,7 @@ def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Store
         message = "the values are normalised with a weight; the op normalises them without one"
         reject("V_PATH", Stage.V_PATH, message, v.end, hint="their write is fused by itself")
     if k.product is v.product and k.rows.indices() & v.rows.indices():
-        message = "K and V are made of one projection; the op would compute it twice"
+        message = "one projection computes both K and V, and the op would compute it twice"
         reject("V_PATH", Stage.V_PATH, message, v.product, hint="their write is fused by itself")
     return Stored(k, *first), Stored(v, *second)
 
@@ -199,7 +203,8 @@ def _check_written(keys: Stored, values: Stored) -> int:
     for stored, who in ((keys, "K"), (values, "V")):
         heads, place = stored.heads, stored.place
         repeats.append(check_tokens(heads, place, who, heads.path.stage))
-        # The op rounds once, to the activation's dtype; a cache of another dtype needs another op.
+        # The op rounds once, to the dtype of the activation. A cache of another dtype needs another
+        # op.
         written, projected = place.source.value.dtype, heads.product.dtype
         if written != projected and place.dtype not in FP8_DTYPES:
             names = [dtype_name(d) for d in (projected, written)]
@@ -207,11 +212,11 @@ def _check_written(keys: Stored, values: Stored) -> int:
             hint = "keep the cache in the activation's dtype"
             reject("CAST", heads.path.stage, message, place.source, hint=hint)
     if repeats[0] != repeats[1]:
-        message = f"K's heads are written {repeats[0]} times each, V's {repeats[1]} times"
+        message = f"K's heads are written {repeats[0]} times each, but V's heads {repeats[1]} times"
         reject("UNSUPPORTED", Stage.GUARDS, message, keys.heads.product)
     clips = [stored.heads.linear.clip for stored in (keys, values)]
     if clips[0] != clips[1]:
-        message = f"K is clamped to {clips[0] or 'nothing'}, V to {clips[1] or 'nothing'}"
+        message = f"K is clamped to {clips[0] or 'nothing'}, but V to {clips[1] or 'nothing'}"
         hint = "clamp q, k and v alike, or none of them"
         reject("UNSUPPORTED", Stage.GUARDS, message, keys.heads.product, hint=hint)
     return repeats[0]
@@ -256,9 +261,9 @@ def _arguments(q: Heads, keys: Stored, values: Stored) -> dict[str, Any]:
 
 
 def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -> Norm | None:
-    """Returns the norm that made x, if the kernel for few tokens computes it; else None. Its tiles
-    have no room for that with quantised weights, or with a norm over all heads. place: where the op
-    will stand."""
+    """Returns the norm that computed x, if the kernel for few tokens can compute this norm; else
+    None. With quantised weights, or with a norm over all heads, the tiles of the kernel have no
+    room for it. place: where the op will be inserted."""
     by_row = any(h.norm is not None and h.norm.width == "row" for h in heads)
     if by_row or any(h.quantized is not None for h in heads):
         return None
@@ -267,18 +272,21 @@ def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -
 
 
 def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
-    """Returns the numbers that K and V are multiplied by, as scales of the cache. Raises Reject."""
+    """Returns the numbers that multiply K and V, as scales of the cache. Raises Reject."""
     k, v = keys.heads, values.heads
     if k.factor == v.factor == 1.0:
         return {}
     for stored in (keys, values):
         heads = stored.heads
         if stored.place.scale is not None:
-            message = "a constant factor on what the cache scales already"
+            message = "a constant factor multiplies numbers that the cache scales already"
             hint = "multiply the projection's weight by it once, when the model is loaded"
             reject("UNSUPPORTED", Stage.GUARDS, message, heads.end, hint=hint)
         if not can_scale(heads.factor):
-            message = f"the factor {heads.factor} is no scale of the cache: those are float32"
+            message = (
+                f"the factor {heads.factor} cannot be a scale of the cache, because such "
+                "scales are float32"
+            )
             reject("UNSUPPORTED", Stage.GUARDS, message, heads.end)
     options = (("dtype", torch.float32), ("device", k.product.device))
     return {
@@ -288,8 +296,8 @@ def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
 
 
 def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
-    """Returns the sum of the projections' adapters, columns of q, k and v side by side; None
-    without any."""
+    """Returns the sum of the deltas of the projections' adapters. The columns of q, k and v are
+    side by side. Returns None if there are no adapters."""
     if not any(h.linear.deltas for h in heads):
         return None
     widths = [h.num_heads * h.head_dim for h in heads]
@@ -305,15 +313,15 @@ def _own_deltas(heads: tuple[Heads, Heads, Heads]) -> bool:
 
 
 def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
-    """Returns the arguments of quantised weights and activations."""
+    """Returns the op's arguments for quantised weights and activations."""
     found = [p.quantized for p in (q, k, v)]
     weights = [weight for weight in found if weight is not None]
     if not weights:
         return {}
     if len(weights) != len(found):
-        refuse(weights[0].codes, "not those of all three projections")
+        refuse(weights[0].codes, "the weights of the other projections are not")
     arguments = weight_arguments(weights)
-    if k.x_scale is not None:  # q shares k's codes of x, so those made for q have no readers
+    if k.x_scale is not None:  # q uses k's codes of x, so the codes of x for q are not read
         return arguments | {"x": k.x, "x_scale": k.x_scale, "out_dtype": k.product.dtype}
     rows = _coded_x(k, arguments)
     if rows is None:
@@ -322,7 +330,7 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
 
 
 def _coded_x(k: Heads, weights: Mapping[str, Any]) -> CodedRows | None:
-    """Returns the codes that the graph decodes the activation from, if the op multiplies them with
+    """Returns the codes from which the graph decodes the activation, if the op multiplies them with
     the codes of the weights; else None. weights: the op's arguments for the weights."""
     rows = match_coded_rows(k.x) if weights["weight_format"] == "fp8" else None
     whole = weights["scale_block"][1] in (ACTIVATION_BLOCK, k.x.shape[1])

@@ -1,8 +1,8 @@
-"""Finds the query projection that belongs to a K and a V projection.
+"""Finds the query projection that belongs to a K projection and a V projection.
 
-If K is rotated, Q is rotated with the same cos and sin. Otherwise Q is the projection of the same
-activation that meets the written cache in attention. It may be the rest of the product that K or V
-is a part of, or another product.
+If K is rotated, Q is rotated with the same cos and sin. Otherwise, Q is a projection of the same
+activation whose result attention combines with the written cache. Q may be another product, or the
+rest of the product that computes K or V.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.linear import Linear, Path
 from tilewright.patterns.recognise.rope import same_table
 
-# Operations between a projection and attention: bias, norm, RoPE, casts. The walk from the
-# projection goes through these only.
+# The operations between a projection and attention: a bias, a norm, RoPE and casts. The search from
+# the projection goes only through these operations.
 _INSIDE = {
     "aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.cat", "aten.pow", "aten.square",
     "aten.mean", "aten.rsqrt", "aten.rms_norm", "aten.clamp", "aten.hardtanh", "cast", "aten.var",
@@ -45,16 +45,20 @@ _KNOWN = (
     "a rotation by K's cos and sin"
 )
 
-# Operations in which a query may meet the output of attention without attending to it: residuals,
-# gates.
+# Operations that may combine a query with the output of attention, and that are not attention to
+# this query: residuals and gates.
 _JOINS = {"aten.add", "aten.sub", "aten.mul", "aten.div", "aten.cat", "aten.where", "cast"}
 
 
 @dataclass(frozen=True)
 class Query:
-    """Q's heads, and the parts of the graph that they replace.
+    """The heads of Q, and the parts of the graph that they replace.
 
-    run: the length of alternating runs of queries and gates among the heads; 0 without gates.
+    Attributes:
+        heads: The heads.
+        results: The replaced parts of the graph.
+        run: The length of the alternating runs of queries and gates among the heads, or 0 if there
+            are no gates.
     """
 
     heads: Heads
@@ -70,10 +74,12 @@ def find_query(
     inside: frozenset[Value],
     place: int,
 ) -> Query:
-    """Returns the query beside K and V; raises Reject (Q_PATH) if there is none, or more than one.
+    """Returns the query that belongs to K and V. Raises Reject (Q_PATH) if there is no such query,
+    or more than one.
 
     store: the write of K. inside: the values that the match absorbs for K and V. place: where the
-    op will stand, in program order; a query must not depend on values that are computed later.
+    op will be inserted, in program order; a query must not depend on values that are computed after
+    this place.
     """
     if k.rope is not None:
         rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)
@@ -89,7 +95,7 @@ def find_query(
         reject(
             "Q_PATH",
             Stage.Q_PATH,
-            f"K and V project {k.x.value}, and their queries project another activation, as in "
+            f"K and V project {k.x.value}, but their queries project another activation, as in "
             "cross-attention",
             k.product,
             hint="keys and values are written by themselves",
@@ -100,7 +106,7 @@ def find_query(
         reject(
             "Q_PATH",
             Stage.Q_PATH,
-            f"the query is rotated like K and stays {read}, but its projection makes {made}",
+            f"the query is rotated like K and stays {read}, but its projection computes {made}",
             wide.end,
             hint=f"cast the rotated query as the keys are: query = query.to(torch.{made})",
         )
@@ -120,8 +126,8 @@ def find_query(
 def _products_of(flow: Dataflow, k: Heads, v: Heads) -> list[Value]:
     """Returns every product of K's activation with a weight.
 
-    Libraries quantise an activation once for each linear that reads it. If only K and V read K's
-    activation, products of an equal value count as well.
+    Libraries quantise an activation separately for each linear that reads it. If only K and V read
+    K's activation, products of an equal activation count as well.
     """
     if k.x_scale is None:
         found = _multiplying(flow.users.get(k.x.value, ()), k)
@@ -131,14 +137,14 @@ def _products_of(flow: Dataflow, k: Heads, v: Heads) -> list[Value]:
 
 
 def _holds_more(k: Heads, v: Heads) -> bool:
-    """Whether K and V are parts of one product that has other rows too, such as those of a packed
-    query."""
+    """Whether K and V are parts of one product that also has other rows, such as the rows of a
+    packed query."""
     rows = k.rows.indices() | v.rows.indices()
     return k.product is v.product and k.linear.gemm.weight.shape[0] != len(rows)
 
 
 def _multiplying(users: Iterable[Value], k: Heads) -> list[Value]:
-    """Returns the values that are products of an activation that equals K's."""
+    """Returns the values that are products of an activation equal to K's activation."""
     found = []
     for user in dict.fromkeys(users):
         gemm = match_gemm(user)
@@ -151,7 +157,7 @@ def _multiplying(users: Iterable[Value], k: Heads) -> list[Value]:
 
 
 def _is_cross(flow: Dataflow, k: Heads, v: Heads, store: Value) -> bool:
-    """Whether attention reads the keys, and only K and V project their activation."""
+    """Whether attention reads the keys, and only K and V are projections of their activation."""
     others = set(_products_of(flow, k, v)) - {k.product, v.product}
     return not others and _Meetings(flow, store).any()
 
@@ -166,8 +172,8 @@ def _query_at(
     inside: frozenset[Value],
     place: int,
 ) -> Query | None:
-    """Returns Q computed from this product: the furthest value downstream with K's rotation and
-    clamp; else None."""
+    """Returns Q if it is computed from this product. Q is the value furthest downstream that has
+    K's rotation and clamp. Returns None if there is no such value."""
     k, _ = kv
     sharing = [h for h in kv if h.product is product]
     taken = [h.rows.indices() for h in sharing]
@@ -198,7 +204,7 @@ def _query_at(
 
 
 def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
-    """Returns a query that fails only because of its dtype; else None."""
+    """Returns a query that is unsuitable only because of its dtype; else None."""
     for product in _products_of(flow, k, v):
         for end in _ends(flow, product):
             try:
@@ -213,8 +219,8 @@ def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
 
 
 def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
-    """Raises Reject with the obstacle if a projection other than K's and V's might be the
-    query's."""
+    """Raises Reject and names the obstacle, if a projection other than the projections of K and V
+    might be the query."""
     for product in _products_of(flow, k, v):
         for end in _ends(flow, product):
             try:
@@ -245,14 +251,14 @@ def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
 
 
 def _is_ready(flow: Dataflow, q: Heads, place: int) -> bool:
-    """Whether bias and norm of Q are computed before a place in program order."""
+    """Whether the bias and norm of Q are computed before `place` in program order."""
     weight = None if q.norm is None else q.norm.weight
     operands = [view for view in (q.linear.bias, weight) if isinstance(view, View)]
     return all(flow.positions[view.value.node] < place for view in operands)
 
 
 def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:
-    """Whether Q's end is the only value of Q that others read."""
+    """Whether other values read no value of Q except its end."""
     within = {*q.absorbed, *inside}
     return all(
         value is q.end
@@ -262,13 +268,14 @@ def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:
 
 
 def _ends(flow: Dataflow, product: Value) -> list[Value]:
-    """Returns values downstream of a product, furthest first."""
+    """Returns the values downstream of a product. The furthest value comes first."""
     found = flow.downstream(product, _REACH, lambda value: value.op in _INSIDE)
     return sorted(found, key=lambda value: -value.position)
 
 
 def _mirrors(q: Heads, k: Heads) -> bool:
-    """Whether one op can compute both: the same rotation, clamp and head_dim."""
+    """Whether one op can compute both q and k, because they have the same rotation, clamp and
+    head_dim."""
     return q.end.dtype == q.product.dtype and _same_projection(q, k)
 
 
@@ -297,7 +304,7 @@ def _same_rotation(q: Heads, k: Heads) -> bool:
 
 
 def _rests(k: Heads, v: Heads) -> Iterator[Query]:
-    """Yields the rest of each product that K or V is a part of, as a query."""
+    """Yields, for each product that K or V is a part of, the rest of this product as a query."""
     shared = k.product is v.product
     for heads in (k,) if shared else (k, v):
         taken = heads.rows.indices() | (v.rows.indices() if shared else frozenset())
@@ -319,7 +326,8 @@ def _rests(k: Heads, v: Heads) -> Iterator[Query]:
 
 
 def covers(linear: Linear) -> bool:
-    """Whether bias and clamp were applied to all features, not to a part of them."""
+    """Whether the bias and the clamp were applied to all features, and not only to a part of the
+    features."""
     return effects.product(linear.layout.shape) == effects.product(linear.gemm.shape)
 
 
@@ -333,8 +341,8 @@ def _restated(q: Heads, effect: Effect) -> Effect:
 def _attending(
     flow: Dataflow, found: dict[Value, Query], kv: tuple[Heads, Heads], store: Value
 ) -> dict[Value, Query]:
-    """Returns the candidates that reach attention over the written cache, if the graph shows
-    that."""
+    """Returns the candidates that reach attention over the written cache, if the graph shows which
+    candidates do."""
     if not found:
         return found
     meetings = _Meetings(flow, store)
@@ -345,9 +353,11 @@ def _attending(
 
 
 class _Meetings:
-    """Places where data read from the written cache meets other projected data: attention.
+    """The places where data from the written cache is combined with other projected data, as in
+    attention.
 
-    The graph is walked only as far as a question needs: attention is near, and many layers follow.
+    The graph is searched only as far as a question requires, because attention is near and many
+    layers follow.
     """
 
     def __init__(self, flow: Dataflow, store: Value) -> None:
@@ -363,7 +373,7 @@ class _Meetings:
         return False
 
     def of(self, query: Value, kv: tuple[Heads, Heads]) -> bool:
-        """Whether values computed from `query`, other than K and V, reach such a place."""
+        """Whether values that are computed from `query`, other than K and V, reach such a place."""
         own = {value for heads in kv for value in heads.absorbed if value is not query}
         made = self.flow.downstream(query, None, lambda v: v not in own and self._carries(v))
         return any(
@@ -383,7 +393,8 @@ class _Meetings:
         return value in self._reading
 
     def _carries(self, value: Value) -> bool:
-        """Whether a value may carry a query; a choice of experts, or the cache, does not."""
+        """Whether a value may be computed from a query. A choice of experts, or the cache, may
+        not."""
         plain = value.op != "store" and value.dtype.is_floating_point
         return plain and not self._reads(value)
 

@@ -1,14 +1,14 @@
-"""Activations that the graph quantises to e4m3 before a GEMM with expert weights.
+"""Activations that the graph quantises to e4m3 in front of a GEMM with expert weights.
 
     blocks = x.float().view(M, K / 128, 128)
     scale  = blocks.abs().amax(-1, keepdim=True) / 448           or clamped from below
     codes  = (blocks / scale).clamp(-448, 448).to(float8_e4m3fn)
     rows   = (codes.float() * scale).view(M, K).to(x.dtype)      ⇒   x, activation_format="fp8"
 
-The division may also be a product with the reciprocal. Alternatively only the divisor may be
-clamped, to a very small number. The op differs at the ends: it gives zeros for zero blocks, where
-the graph may divide by zero, and it clamps no scale from below. Dimension letters: M rows, K
-columns.
+The graph may multiply by the reciprocal instead of dividing. It may also clamp only the divisor to
+a very small number. The op computes a different result in two cases: it gives zeros for a block of
+zeros, where the graph may divide by zero, and it does not clamp a scale from below. Dimension
+letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -41,33 +41,38 @@ from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 
-#: The operation of values that other patterns decode by :func:`decoded_rows`.
+#: The operation of values that other patterns decode with :func:`decoded_rows`.
 DECODED_ROWS = "opaque:python::decoded_rows"
-# The largest lower bound of a scale that counts as a guard against dividing by zero.
+# The largest lower bound of a scale that is treated only as a guard against division by zero.
 LARGEST_BOUND = 1e-2
-# The largest bound if only the divisor is clamped. The graph then divides by the bound if the scale
-# is smaller, but multiplies by the scale.
+# The largest bound if only the divisor is clamped. If the scale is smaller than the bound, the
+# graph divides by the bound, but multiplies by the scale.
 LARGEST_DIVISOR_BOUND = 1e-10
-# The relative difference allowed from 448 or 1 / 448, as rounded to fp32.
+# The largest relative difference that a number may have from 448, or from 1 / 448 rounded to
+# float32.
 CLOSE = 1e-6
 _DECODING = {"cast", "bitcast", "aten.mul", "aten.div", "aten.clone"}
 _CODES = (torch.float8_e4m3fn, torch.int8)
-# The most values that are searched from rows back to their codes.
+# The largest number of values that the search visits from rows back to their codes.
 _REACH = 24
 
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """source [M, K]: the numbers that are quantised. absorbed: the values that quantise and decode
-    them."""
+    """Rows that the graph quantises.
+
+    Attributes:
+        source: The numbers [M, K] that are quantised.
+        absorbed: The values that quantise and decode them.
+    """
 
     source: View
     absorbed: tuple[Value, ...]
 
 
 def match_quantised_rows(rows: View) -> QuantisedRows | None:
-    """Returns the source that the rows [M, K] of a GEMM are quantised from; None if they are not
-    quantised, or not as the op does it."""
+    """Returns the source from which the rows [M, K] of a GEMM are quantised. Returns None if they
+    are not quantised, or are quantised in another way than the op does it."""
     if len(rows.shape) != 2:
         return None
     try:
@@ -79,7 +84,7 @@ def match_quantised_rows(rows: View) -> QuantisedRows | None:
 
 
 def holds_codes(rows: View) -> bool:
-    """Whether rows are decoded from codes of eight bits, a few element-wise steps back."""
+    """Whether rows are decoded from codes of eight bits by a few element-wise steps."""
     return any(
         value.op in _DECODING and value.dtype in _CODES
         for value in upstream(rows.value, _REACH, lambda v: v.op in _DECODING)
@@ -87,14 +92,15 @@ def holds_codes(rows: View) -> bool:
 
 
 def decoded_rows(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the numbers [T, K] that codes [T, K] with scales [T or 1, K / block or 1] stand for,
-    rounded once."""
+    """Returns the decoded activation [T, K] for codes [T, K] with scales [T or 1, K / block or 1].
+    Each result is rounded once."""
     blocks = codes.float().unflatten(-1, (scale.shape[-1], -1))
     return (blocks * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def before_quantisation(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
-    """Returns the GEMM with its rows before the graph quantised them, and whether it did."""
+    """Returns the GEMM with the rows that the graph had before it quantised them, and whether the
+    graph quantised them."""
     found = match_quantised_rows(gemm.x)
     if found is None:
         return gemm, False
@@ -108,17 +114,22 @@ def check_formats(
     op's arguments for the weights."""
     if not (hidden_coded and rows_coded):
         which = "the activation's result" if hidden_coded else "the tokens"
-        refuse_format(x, f"are not all quantised: of both GEMMs' rows only {which}")
+        refuse_format(x, f"are quantised for one of the two GEMMs only: {which}")
     if hidden.value.dtype != x.value.dtype:
         refuse_format(hidden, f"are quantised from {hidden.value.dtype}")
     if layer.get("weight_format") != "fp8" or layer["scale_block"][1] != BLOCK:
-        refuse_format(x, f"are quantised, the weights are not, by blocks of {BLOCK} columns")
+        refuse_format(
+            x, f"are quantised, but the weights are not quantised by blocks of {BLOCK} columns"
+        )
 
 
 def refuse_format(view: View, why: str) -> NoReturn:
-    """Rejects with ACTIVATION_FORMAT."""
+    """Raises Reject with the code ACTIVATION_FORMAT."""
     message = f"activations of the experts {why}"
-    hint = "fused are e4m3 codes with amax / 448 per row and 128 columns, in front of both GEMMs"
+    hint = (
+        "the op quantises to e4m3 codes with amax / 448 per row and 128 columns, in front "
+        "of both GEMMs"
+    )
     reject("ACTIVATION_FORMAT", Stage.GUARDS, message, view, hint=hint)
 
 
@@ -126,7 +137,7 @@ def refuse_format(view: View, why: str) -> NoReturn:
 
 
 def _bounded(of: Formula, name: str) -> Formula:
-    """Matches a formula, or a clamp of it to a lower bound."""
+    """Matches a formula, or a clamp of this formula to a lower bound."""
     return of | clamp(of, number(name), ABSENT)
 
 
@@ -135,7 +146,7 @@ def _over_448(of: Formula) -> Formula:
 
 
 def _to(dtypes: str, of: Formula) -> Formula:
-    """Matches a cast to e4m3 codes, or from them to floats."""
+    """Matches a cast to e4m3 codes, or a cast from e4m3 codes to floats."""
     return call("cast", of, holds=_CASTS[dtypes])
 
 
@@ -154,8 +165,8 @@ _ROWS = _to("floats", _ENCODED) * _BLOCK_SCALE.named("scale")
 
 
 def _taken(found: Found) -> QuantisedRows | None:
-    """Returns the rows if they are quantised as the op does it: by its blocks, with no scale or
-    quotient rounded on the way; else None."""
+    """Returns the rows if they are quantised as the op does it: in the op's blocks, and without
+    rounding a scale or a quotient. Returns None otherwise."""
     least = [found.bound.get(name, 0.0) for name in ("least", "least_scale")]
     if found.bound["block"] != BLOCK or not max(least) <= LARGEST_BOUND:
         return None

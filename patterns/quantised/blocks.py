@@ -1,4 +1,5 @@
-"""Reduces scales per element to scales per block, where neighbouring elements share a scale."""
+"""Reduces scales with one number for each element to scales with one number for each block of
+neighbouring elements."""
 
 from __future__ import annotations
 
@@ -7,22 +8,22 @@ from collections.abc import Sequence
 from tilewright.patterns import effects
 from tilewright.patterns.effects import Atom, Dim, InexpressibleError, Size
 
-#: (rows, columns) that share a number; None: all of them.
+#: The numbers of (rows, columns) that share a scale. None means all rows, or all columns.
 Block = tuple[int | None, int | None]
 
 
 def block_of(dims: Sequence[Dim]) -> Block:
-    """Returns the block of rows and columns; raises InexpressibleError if numbers repeat in another
-    way."""
+    """Returns the block of rows and columns. Raises InexpressibleError if the scales repeat in
+    another way."""
     (_, rows), (_, columns) = (unrepeated(dim) for dim in dims)
     return rows, columns
 
 
 def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
-    """Returns (a dimension without its innermost repetition, how often each number repeats). The
-    second is None if the dimension is nothing but one number, repeated.
+    """Returns (a dimension without its innermost repetition, how often each number is repeated).
+    The second value is None if the whole dimension repeats one number.
 
-    Raises InexpressibleError if it repeats in another way.
+    Raises InexpressibleError if the numbers repeat in another way.
     """
     if all(a.axis is None for a in dim):
         return (), None
@@ -34,8 +35,8 @@ def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
 
 
 def common_block(blocks: Sequence[Block]) -> Block:
-    """Returns the largest block into which all of these can be cut. Raises InexpressibleError if,
-    in a dimension, a length is not a multiple of the smallest one."""
+    """Returns the largest block into which all these blocks can be cut. Raises InexpressibleError
+    if, in some dimension, one length is not a multiple of the smallest length."""
     found: list[int | None] = []
     for axis in (0, 1):
         known = sorted({size for b in blocks if (size := b[axis]) is not None})
@@ -48,8 +49,8 @@ def common_block(blocks: Sequence[Block]) -> Block:
 def cut_to_blocks(
     dims: Sequence[Dim], sizes: Sequence[Size], block: Sequence[int | None]
 ) -> list[Dim]:
-    """Cuts dimensions with a number per element to a number per block. If `block` is smaller than
-    the dimension's own blocks, numbers repeat."""
+    """Changes dimensions that have a number for each element, so that they have one number for each
+    block. If `block` is smaller than the blocks of the dimensions, numbers repeat."""
     found = []
     for dim, size, wanted in zip(dims, sizes, block, strict=True):
         kept, own = unrepeated(dim)

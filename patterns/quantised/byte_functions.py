@@ -1,8 +1,9 @@
-"""Decoders of 8-bit codes, recognised by running them on all 256 bytes.
+"""Recognises decoders of 8-bit codes by running them on all 256 bytes.
 
-Unpacking, look-up tables, sign and exponent arithmetic, reinterpreting casts: any decoder is a
-function of one byte, and two decoders are the same exactly when they agree on all bytes. Each
-operation is run in its own dtype, so that it wraps around and rounds as in the graph.
+A decoder may unpack bits, use a look-up table, compute with sign and exponent, or reinterpret bytes
+as another dtype. In each case it is a function of one byte. Two decoders are equal if and only if
+their results are equal for all bytes. Each operation runs in its own dtype, so that it wraps around
+and rounds as it does in the graph.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ _ELEMENTWISE = frozenset({
     "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "logical_and", "logical_or",
     "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "masked_fill",
 })  # fmt: skip
-# The most values back to a look-up table.
+# The largest number of values back to a look-up table.
 _REACH = 64
 _OPTIONS = {"alpha", "rounding_mode", "min", "max"}
 
 
 @dataclass(frozen=True, eq=False)
 class ByteFunction:
-    """A view in which every element is `table[byte]` for the byte at the same place in `leaf`.
+    """A view in which each element is `table[byte]`, where `byte` is the element at the same place
+    in `leaf`.
 
-    leaf: a view of stored (or computed) bytes, with the view's own shape; its dtype may be an 8-bit
-    float's. table: [256], or [16] if only bytes below 16 can be looked up.
+    Attributes:
+        leaf: A view of stored or computed bytes, with the same shape as the decoded view. Its dtype
+            may be an 8-bit float.
+        table: The results, [256], or [16] if only bytes below 16 can be looked up.
     """
 
     leaf: View
@@ -46,9 +50,11 @@ class ByteFunction:
 
 
 def byte_function(view: View, size: int = 256) -> ByteFunction | None:
-    """Returns a view as a function of one byte for each element; None if it is not one.
+    """Returns a view as a function of one byte for each element. Returns None if the view is no
+    such function.
 
-    size: 16 considers only bytes below 16, for tables that hold no more.
+    size: the number of bytes to try. 16 tries only the bytes below 16, for tables that have no more
+    entries.
     """
     try:
         found = _Trial(size).run(view)
@@ -62,8 +68,12 @@ def byte_function(view: View, size: int = 256) -> ByteFunction | None:
 
 @dataclass(frozen=True, eq=False)
 class _Numbers:
-    """Results for every byte. numbers: [size], or [1] or 0-d if all are equal. leaves: the views of
-    bytes that they depend on."""
+    """The results for every byte.
+
+    Attributes:
+        numbers: The results, [size]. If they are all equal, the shape is [1] or [].
+        leaves: The views of bytes that the results depend on.
+    """
 
     numbers: torch.Tensor
     leaves: frozenset[View]
@@ -88,8 +98,9 @@ class _Trial:
         return _Numbers(stored, frozenset((view,)))
 
     def _computed(self, view: View) -> _Numbers | None:
-        """Returns the operation's results for every byte; None if it mixes bytes. The view itself
-        may then be a byte that the table is indexed by."""
+        """Returns the results of the operation for every byte. Returns None if the operation
+        combines several bytes. In that case the view itself may be the bytes that index the
+        table."""
         value = view.value
         if value.op in ("input", "constant", "store"):
             return None
@@ -139,7 +150,7 @@ class _Trial:
         return part and _Numbers(part.numbers.contiguous().view(view.value.dtype), part.leaves)
 
     def look_up(self, view: View) -> _Numbers | None:
-        """Returns the results of table[index] for every byte, if the graph computes the table from
+        """Returns the result of table[index] for every byte, if the graph computes the table from
         constants; else None."""
         table, index = _table_and_index(view.value)
         if table is None or len(table.shape) != 1:
@@ -164,7 +175,8 @@ _RULES: dict[str, Callable[[_Trial, View], _Numbers | None]] = {
 
 
 def _table_and_index(value: Value) -> tuple[View | None, View | None]:
-    """Returns (table, index) of an operation table[index] whose result has the index's shape."""
+    """Returns (table, index) for an operation table[index] whose result has the shape of the
+    index."""
     table, *rest = value.args
     if value.op == "aten.index":
         (items,) = rest
@@ -177,8 +189,8 @@ def _table_and_index(value: Value) -> tuple[View | None, View | None]:
 
 
 def looked_up_inputs(view: View) -> Value | None:
-    """Returns a look-up table that a view is computed from, if the table is stored, so that its
-    numbers may change; else None."""
+    """Returns the look-up table that a view is computed from, if the table is stored and its
+    numbers may therefore change; else None."""
     for value in upstream(view.value, _REACH, lambda v: not v.projected):
         if value.op in ("aten.index", "aten.index_select", "aten.take") and not value.projected:
             table, index = _table_and_index(value)
@@ -196,10 +208,11 @@ def _stored(view: View) -> bool:
 
 
 def _constant(view: View) -> torch.Tensor | None:
-    """Returns the number that a view holds everywhere, if it depends on no input; else None."""
+    """Returns the number that all elements of a view are equal to, if this number depends on no
+    input; else None."""
     numbers = constant_of(view)
     if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
         return None
-    # A 0-d tensor does not promote other dtypes, so it stays 0-d here.
+    # A 0-d tensor does not promote other dtypes, so it must stay 0-d.
     shape = (1,) if view.value.shape else ()
     return torch.tensor(numbers.flat[0].item()).to(view.value.dtype).expand(shape)

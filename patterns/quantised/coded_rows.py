@@ -1,9 +1,9 @@
-"""Activations that the graph decodes from e4m3 codes before a GEMM.
+"""Activations that the graph decodes from e4m3 codes in front of a GEMM.
 
     rows = (codes.to(dtype) * scale).to(dtype)      codes [M, K], scale [M or 1, 1 or K / 128]
 
-Codes and scale may be computed in any way. An op that reads codes and scale, instead of rows, does
-not round to dtype. Dimension letters: M rows, K columns.
+The codes and the scale may be computed in any way. An op that reads the codes and the scale, and
+not the rows, does not round to dtype. Dimension letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tilewright.patterns.quantised.blocks import Block, block_of, cut_to_blocks
 from tilewright.patterns.quantised.factors import fp32, match_coded
 from tilewright.patterns.quantised.words import follow
 
-# The most values computed from the source of codes that are searched for equal codes.
+# The largest number of values, computed from the source of codes, that are searched for equal
+# codes.
 _REACH = 64
-# The most steps from numbers to their codes.
+# The largest number of steps from numbers to their codes.
 _STEPS = 6
 _ROUNDING = frozenset({"cast", "aten.clamp", "aten.div", "aten.mul"})
 _INSIDE = _ROUNDING | {
@@ -34,27 +35,30 @@ _INSIDE = _ROUNDING | {
 
 @dataclass(frozen=True)
 class CodedRows:
-    """codes [M, K] e4m3; scale [M or 1, 1 or K / 128] of any floats, None for 1."""
+    """The e4m3 codes [M, K], and their scale [M or 1, 1 or K / 128] in any floating-point dtype.
+    The scale is None if it is 1."""
 
     codes: View
     scale: View | None
 
     @property
     def x_scale(self) -> Computed | None:
-        """The scale as ops take it: float32, so that a scale computed in float32 is not rounded."""
+        """The scale in the form that ops expect. It is float32, so that a scale that is computed in
+        float32 is not rounded."""
         return None if self.scale is None else fp32(self.scale)
 
 
 @dataclass(frozen=True)
 class UnknownRows:
-    """Rows that are decoded from codes of eight bits, and the reason why no op takes them."""
+    """Rows that are decoded from codes of eight bits but that no op supports, and the reason."""
 
     why: str
 
 
 @once
 def match_coded_rows(rows: View) -> CodedRows | UnknownRows | None:
-    """Returns the codes that rows [M, K] of a GEMM are decoded from; None for other rows."""
+    """Returns the codes from which the rows [M, K] of a GEMM are decoded. Returns None for other
+    rows."""
     if len(rows.shape) != 2:
         return None
     try:
@@ -80,7 +84,7 @@ def match_coded_rows(rows: View) -> CodedRows | UnknownRows | None:
 
 
 def _code(view: View) -> View | None:
-    """Returns the codes that a view is cast from; None if it is not."""
+    """Returns the codes that a view casts to floats. Returns None if it casts no codes."""
     value = view.value
     if value.op != "cast" or not value.dtype.is_floating_point or value.dtype.itemsize == 1:
         return None
@@ -106,8 +110,8 @@ def _in_words(block: Block) -> str:
 
 
 def first_alike(rows: CodedRows, flow: Dataflow) -> CodedRows:
-    """Returns the first rows in the graph with the same codes and scale. Libraries round an
-    activation once for each linear that reads it."""
+    """Returns the first rows in the graph that have equal codes and an equal scale. Libraries round
+    an activation separately for each linear that reads it."""
     source = rows.codes.value
     for _ in range(_STEPS):
         if source.op not in _ROUNDING or not isinstance(source.args[0], View):
@@ -120,8 +124,7 @@ def first_alike(rows: CodedRows, flow: Dataflow) -> CodedRows:
 
 
 def _first_equal(view: View, values: Sequence[Value]) -> View:
-    """Returns the view on the first of some values, in program order, that holds the same
-    numbers."""
+    """Returns an equal view of the first value, in program order, that has the same numbers."""
     own = view.value
     for value in values:
         if value.position >= own.position:

@@ -1,4 +1,5 @@
-"""Quantised expert weights as op arguments: codes, one scale per block, factors per expert.
+"""Converts quantised expert weights to arguments of an op: codes, one scale for each block, and
+factors for each expert.
 
 Dimension letters: E experts, N rows, K columns, M rows of activations.
 """
@@ -22,13 +23,21 @@ from tilewright.patterns.quantised.signs import never_negative
 
 @dataclass(frozen=True)
 class DequantizedExperts:
-    """A weight codes * scale * expert factors, in a format of `ops/formats/expert_weight.py`.
+    """A weight that is the product of codes, scales and factors of the experts, in a format of
+    `ops/formats/expert_weight.py`.
 
-    data: the codes as stored, [E, N, K / per byte], for activations [M, K / 2]. shape: (E, N, K).
-    scale: [E, N, K], one number per element with repetitions; None if there are only factors.
-    steps: applied to the scale after it is cut to blocks. unsigned: whether the scale's sign is
-    then removed. factors, divisors: fp32 numbers by expert, views [E] (for activations by row,
-    [M]), to multiply and divide by. number: one more factor, the same for all elements.
+    Attributes:
+        data: The codes as the model stores them, [E, N, K / codes per byte]. For activations the
+            shape is [M, K / 2].
+        format: The name of the format.
+        shape: (E, N, K).
+        scale: The scale, [E, N, K], with one number for each element, so that numbers repeat. None
+            if there are only factors.
+        steps: The steps that are applied to the scale after it is cut to blocks.
+        unsigned: Whether the sign of the scale is removed after these steps.
+        factors, divisors: Float32 numbers that multiply or divide each expert. They are views [E],
+            or views [M] with one number per row for activations.
+        number: One more factor, which is the same for all elements.
     """
 
     data: View | Computed
@@ -49,12 +58,12 @@ class DequantizedExperts:
 
     @property
     def has_natural_scale(self) -> bool:
-        """Whether the graph shows that no block's scale is negative."""
+        """Whether the graph shows that the scales of all blocks are zero or positive."""
         return self.unsigned or (self.scale is not None and never_negative(self.scale))
 
     def expert_scale(self) -> Computed | None:
-        """Returns the product of all factors per expert (or row), fp32 and contiguous; None without
-        factors."""
+        """Returns the product of all factors of each expert (or row), float32 and contiguous.
+        Returns None if there are no factors."""
         parts = (self.factors, self.divisors, self.number)
         if parts == ((), (), 1) and self.scale is not None:
             return None
@@ -65,31 +74,34 @@ class DequantizedExperts:
 
 
 def blocks_of(weight: DequantizedExperts) -> Block:
-    """Returns (rows, columns) that share a scale; None: all of them. Raises InexpressibleError."""
+    """Returns the numbers of (rows, columns) that share a scale. None means all of them. Raises
+    InexpressibleError."""
     if weight.scale is None:
         return None, None
     own = block_of(weight.scale.effect.dims[1:])
     fixed = WEIGHT_FORMATS[weight.format].expert_block
     if fixed is None and own == (1, 1):
-        raise InexpressibleError("every element has a scale of its own")
+        raise InexpressibleError("every element has its own scale")
     if fixed is None:
         return own
     for size, block, wanted in zip(weight.shape[1:], own, fixed, strict=True):
         if (size if block is None else block) % wanted:
-            raise InexpressibleError(f"{weight.format} has a scale per {list(fixed)}, not {own}")
+            raise InexpressibleError(
+                f"{weight.format} has one scale for {list(fixed)}, not for {own}"
+            )
     return fixed
 
 
-#: The argument names of the codes, the scale and the expert's factor of one weight.
+#: The names of the arguments for one weight: its codes, its scale, and its factor for each expert.
 Names = tuple[str, str, str]
 
 
 def expert_arguments(weights: Mapping[Names, DequantizedExperts]) -> dict[str, Any]:
-    """Returns the arguments of an op that takes these weights together: codes, scales [E, N/bn,
-    K/bk], and factors [E] for weights that have any.
+    """Returns the arguments for an op that reads these weights together: the codes, the scales [E,
+    N/bn, K/bk], and factors [E] for the weights that have factors.
 
-    Raises Reject (WEIGHT_FORMAT) for different formats, and Reject (SCALE_BLOCK) for blocks of no
-    common size.
+    Raises Reject (WEIGHT_FORMAT) if the formats differ. Raises Reject (SCALE_BLOCK) if the blocks
+    have no common size.
     """
     first = next(iter(weights.values()))
     anchor = first.data if isinstance(first.data, View) else first.data.operands[0]
@@ -113,15 +125,16 @@ def expert_arguments(weights: Mapping[Names, DequantizedExperts]) -> dict[str, A
 
 
 def _common_block(weights: Sequence[DequantizedExperts]) -> tuple[int, int]:
-    """Returns the largest block that all weights' blocks consist of; a weight without blocks fits
-    any."""
+    """Returns the largest block into which the blocks of all weights can be divided. A weight
+    without blocks can be divided into blocks of any size."""
     rows, columns = common_block([blocks_of(w) for w in weights])
     widest = [max(w.shape[axis] for w in weights) for axis in (1, 2)]
     return rows or widest[0], columns or widest[1]
 
 
 def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
-    """Returns the scale as one number per block, [E, N/bn, K/bk]; for activations [M, K/bk]."""
+    """Returns the scale with one number for each block, [E, N/bn, K/bk], or [M, K/bk] for
+    activations."""
     if weight.scale is None:
         counts = [-(-n // b) for n, b in zip(weight.shape[1:], block, strict=True)]
         options = (("dtype", torch.float32), ("device", weight.device))

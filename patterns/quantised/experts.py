@@ -1,14 +1,15 @@
-"""Stacked expert weights that the graph dequantises before a GEMM.
+"""Stacked expert weights that the graph dequantises in front of a GEMM.
 
     w[e, n, k] = decode(byte of (e, n, k)) * block scale * factors of an expert
 
-The decoding is recognised by its results for all 256 bytes (:mod:`.byte_functions`), the factors by
-the dimensions along which they vary. The result is what `ops/formats/expert_weight.py` takes. The
-first and last codes of E8M0 follow that format: 0 is 2^-127, 255 is NaN. NVFP4's scales keep their
-sign if the graph's decoder keeps it.
+The decoding is recognised by its results for all 256 bytes (:mod:`.byte_functions`). The factors
+are recognised by the dimensions along which they vary. The result has the form that
+`ops/formats/expert_weight.py` expects. The first and last codes of E8M0 have the meaning of that
+format: 0 is 2^-127, and 255 is NaN. The scales of NVFP4 keep their sign if the decoder of the graph
+keeps it.
 
-Also matches activations [M, K] that the graph decodes from NVFP4 codes and scales. Dimension
-letters: E experts, N rows, K columns.
+The module also matches activations [M, K] that the graph decodes from NVFP4 codes and scales.
+Dimension letters: E experts, N rows, K columns.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ from tilewright.patterns.quantised.positions import every, joined
 from tilewright.patterns.quantised.words import holds_codes
 
 _EXPERTS = {name for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
-# Formats of experts, and formats of linears whose codes stand for numbers other than themselves.
+# The formats of experts, and the formats of linears whose codes are not themselves the numbers of
+# the weight.
 _CODED = {n: form for n, form in WEIGHT_FORMATS.items() if form.expert_scales or form.number}
-# The scales of formats whose scales are not plain numbers.
+# The formats in which scales are stored, for the formats whose scales are not plain numbers.
 _STORED_SCALES: dict[tuple[str, ...], str] = {("fp8e4nv",): "e4m3", ("u8",): "e8m0"}
 
 
 def _all_numbers(form: WeightFormat) -> torch.Tensor:
-    """Returns the numbers that the codes of a format stand for: 16 or 256."""
+    """Returns the numbers into which the codes of a format are decoded. There are 16 or 256 of
+    them."""
     (dtype,) = torch_types(form.stored)
     codes = torch.arange(2**form.bits)
     if form.packed_axis is None:
@@ -68,8 +71,8 @@ _E2M1 = _NUMBERS["nvfp4"]
 
 
 def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
-    """Returns the codes that a view [E, N, K] of a product's weight is dequantised from; None if
-    there are none.
+    """Returns the codes from which a view [E, N, K] of a product's weight is dequantised. Returns
+    None if it is not dequantised.
 
     Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that are used in another way.
     """
@@ -82,10 +85,11 @@ def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
 
 
 def match_dequantized_rows(rows: View) -> DequantizedExperts | None:
-    """Returns the NVFP4 codes and scales that activations [M, K] are decoded from, or None.
+    """Returns the NVFP4 codes and scales from which activations [M, K] are decoded, or None.
 
-    data is [M, K/2] packed (a `Computed` that packs if the graph keeps a code per byte), scale [M,
-    K] with repetitions, factors by row or for all.
+    `data` is the packed codes [M, K/2]. If the graph keeps one code per byte, it is a `Computed`
+    that packs them. `scale` is [M, K], with repetitions. The factors are one number for each row,
+    or one number for all rows.
     """
     found = _match(rows)
     return found if found is not None and found.format == "nvfp4" else None
@@ -127,14 +131,15 @@ def _one_by_one(weight: View) -> DequantizedExperts | None:
 
 
 def _joined_each(factors: Sequence[Sequence[View]]) -> tuple[View, ...]:
-    """Returns the factors of all experts, joined: all first ones, all second ones, and so on."""
+    """Joins the factors of all experts: one view joins their first factors, one view joins their
+    second factors, and so on."""
     views = (joined(list(views), 0) for views in zip(*factors, strict=True))
     return tuple(view for view in views if view is not None)
 
 
 def match_packed(weight: View) -> DequantizedExperts | None:
-    """Returns the codes that weights [E, N, K] or [N, K] are dequantised from, if they are packed
-    two to a byte along K in the format's own order; else None. Raises InexpressibleError."""
+    """Returns the codes from which weights [E, N, K] or [N, K] are dequantised, if each byte has
+    two codes along K in the order of the format; else None. Raises InexpressibleError."""
     axis, columns = len(weight.shape) - 1, weight.shape[-1]
     if not isinstance(columns, int) or columns % 2:
         return None
@@ -162,7 +167,8 @@ def match_packed(weight: View) -> DequantizedExperts | None:
 
 
 def _whole(weight: View) -> DequantizedExperts | None:
-    """Matches one code per byte: float8_e4m3fn; for activations also E2M1, which is then packed."""
+    """Matches one code per byte: float8_e4m3fn codes, and for activations also E2M1 codes, which
+    are then packed."""
     coded = _coded(weight)
     if coded is not None and (known := _decoded_as(coded.code.table)) is not None:
         name, factor = known
@@ -184,8 +190,8 @@ def _as_dtype(leaf: View, dtype: torch.dtype) -> View | Computed:
 
 
 def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
-    """Returns (format, unit) of a byte's first (0) or second (1) code, if that code alone
-    determines the result; else None."""
+    """Returns (format, unit) for the first code (0) or the second code (1) of a byte, if this code
+    alone determines the result; else None."""
     if table.shape[0] != 256:
         return None
     for nibble, by_nibble in enumerate((table.view(16, 16).T, table.view(16, 16))):
@@ -197,8 +203,8 @@ def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
 
 
 def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
-    """Returns (name, unit) of the first format whose numbers, times the unit, are the table's; else
-    None."""
+    """Returns (name, unit) of the first format whose numbers, multiplied by the unit, equal the
+    numbers of the table; else None."""
     for name, numbers in _NUMBERS.items():
         unit = multiple(table, numbers)
         if unit is not None:
@@ -207,7 +213,7 @@ def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
 
 
 def _coded(view: View, size: int = 256) -> Coded[ByteFunction] | None:
-    """Returns the codes of a view and their factors, if each element comes from a byte of its own;
+    """Returns the codes and the factors of a view if each element is computed from a separate byte;
     else None."""
 
     def match_code(view: View) -> ByteFunction | None:
@@ -220,8 +226,8 @@ def _coded(view: View, size: int = 256) -> Coded[ByteFunction] | None:
 def _scaled(
     weight: View, data: View | Computed, decoded: str, given: Sequence[Factor], number: float
 ) -> DequantizedExperts | None:
-    """Returns the weight with these codes and factors; None if no format has both. decoded: a
-    format with such codes."""
+    """Returns the weight with these codes and factors. Returns None if no format has both. decoded:
+    a format that has such codes."""
     found: Factors | None = Factors(number=number)
     for factor in given:
         found = None if found is None else with_factor(found, factor)
@@ -251,8 +257,8 @@ def _scaled(
 
 
 def _format_of(decoded: str, scales: str | None) -> str | None:
-    """Returns the format with these codes and this kind of scales, or None. scales: None if the
-    weight has none."""
+    """Returns the format that has these codes and this kind of scale, or None. scales: None if the
+    weight has no scale."""
     for name, form in _CODED.items():
         kind = _STORED_SCALES.get(form.expert_scales, "float")
         same = multiple(_NUMBERS[name], _NUMBERS[decoded]) == 1
@@ -268,17 +274,18 @@ def _refuse(weight: View) -> NoReturn:
     table = looked_up_inputs(weight)
     if table is not None:
         message = (
-            f"the expert weight is decoded by the table {table}, whose numbers are the model's "
-            "data and may change"
+            f"the expert weight is decoded by the table {table}, whose numbers are data of the "
+            "model and may change"
         )
         hint = (
-            "make the table where it is used, torch.tensor([0.0, 0.5, ...]), and compile the model "
-            "itself: torch.export makes an input of such a table"
+            "create the table where it is used, torch.tensor([0.0, 0.5, ...]), and compile the "
+            "model itself, because torch.export makes such a table an input"
         )
         reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
-    message = f"{weight.value} is dequantised from codes, in a format that the op does not have"
+    message = f"{weight.value} is dequantised from codes, in a format that the op does not support"
     hint = (
-        "known formats: NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (an e8m0 scale per 32 "
-        "columns), and float8_e4m3fn or nibbles from -8 to 7 with scales by blocks"
+        "the known formats are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (an e8m0 "
+        "scale per 32 columns), and float8_e4m3fn or nibbles from -8 to 7 with one scale per "
+        "block"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)

@@ -1,8 +1,9 @@
-"""Splits decoded weights into codes and factors.
+"""Separates decoded weights into codes and factors.
 
-A weight of experts may have one scale per block, and factors per expert. A factor that is constant
-within an expert stays as the graph computes it. At most one factor may vary within an expert:
-either stored e4m3 or e8m0 bytes, recognised by their values for all bytes, or any floats.
+A weight of experts may have one scale for each block, and factors for each expert. A factor that is
+constant within an expert stays in the form in which the graph computes it. At most one factor may
+vary within an expert. This factor is either stored e4m3 or e8m0 bytes, which are recognised by
+their values for all bytes, or it is floats of any kind.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tilewright.patterns.quantised.byte_functions import byte_function
 from tilewright.patterns.quantised.words import follow
 
 Code = TypeVar("Code")
-# Steps that the rewriter applies to a view: ("to", dtype), ("bitcast", dtype) or ("bitwise_and",
-# number).
+# The steps that the rewriter applies to a view: ("to", dtype), ("bitcast", dtype) or
+# ("bitwise_and", number).
 Steps = tuple[tuple[str, torch.dtype | int], ...]
-#: Steps that remove the signs of e4m3 numbers.
+#: The steps that remove the signs of e4m3 numbers.
 MAGNITUDE: Steps = (
     ("bitcast", torch.uint8), ("bitwise_and", 0x7F), ("bitcast", torch.float8_e4m3fn),
 )  # fmt: skip
@@ -36,9 +37,14 @@ _E8M0 = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 12
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of a decoded weight, one number per element. kind: "times", "over", "exponent" (of
-    two), or "nan_where" (a condition under which the product is NaN). casts: the casts that the
-    graph applies to the factor."""
+    """A factor of a decoded weight, with one number for each element.
+
+    Attributes:
+        view: The factor.
+        kind: "times" (multiply), "over" (divide), "exponent" (multiply by two to this power), or
+            "nan_where" (a condition under which the product is NaN).
+        casts: The casts that the graph applies to the factor.
+    """
 
     view: View
     kind: str = "times"
@@ -47,8 +53,8 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Coded(Generic[Code]):
-    """Numbers that are a code times a number times factors, in the order in which the graph applies
-    them."""
+    """Numbers that are the product of a code, a number and factors. The factors are in the order in
+    which the graph applies them."""
 
     code: Code
     factors: tuple[Factor, ...] = ()
@@ -56,9 +62,9 @@ class Coded(Generic[Code]):
 
 
 def match_coded(view: View, match_code: Callable[[View], Code | None]) -> Coded[Code] | None:
-    """Returns the codes and factors whose product a view is; None if it has no codes.
+    """Returns the codes and factors whose product is a view. Returns None if the view has no codes.
 
-    match_code: returns the codes of a view that has no factors, or None.
+    match_code: a function that returns the codes of a view that has no factors, or None.
     """
     view = follow(view)
     code = match_code(view)
@@ -84,8 +90,8 @@ _QUOTIENTS = {"aten.div": "over", "aten.ldexp": "exponent"}
 
 
 def _products(view: View) -> list[tuple[str, View, Any]]:
-    """Returns (kind, multiplied view, factor) of a view of a product, in all orders. Orders whose
-    multiplied view repeats no element come first."""
+    """Returns (kind, multiplied view, factor) for each way to read a view as a product. The ways in
+    which the multiplied view repeats no element come first."""
     op, args = view.value.op, () if view.value.kwargs else view.value.args
     ways: list[tuple[str, Any, Any]] = []
     if op == "aten.where" and len(args) == 3 and args[1] != args[1]:
@@ -103,7 +109,7 @@ def _products(view: View) -> list[tuple[str, View, Any]]:
 
 
 def repeats(effect: Effect) -> bool:
-    """Whether an effect takes an element of the value more than once."""
+    """Whether an effect selects some element of the value more than once."""
     return any(atom.axis is None for dim in effect.dims for atom in dim)
 
 
@@ -114,8 +120,8 @@ def product_of(
     shape: Sequence[Any],
     device: torch.device,
 ) -> Computed:
-    """Returns the product of factors, of the reciprocals of divisors, and of a number, in fp32 with
-    this shape."""
+    """Returns the product of the factors, the reciprocals of the divisors, and a number, in float32
+    and with this shape."""
     items = [fp32(view) for view in factors]
     items += [Computed("reciprocal", (fp32(view),)) for view in divisors]
     if number != 1 or not items:
@@ -134,8 +140,14 @@ def fp32(item: View | Computed) -> Computed:
 
 @dataclass(frozen=True)
 class BlockScale:
-    """The only factor of a product that varies within an expert. kind: "e4m3", "e8m0" or "float".
-    unsigned: the graph removes the sign of e4m3."""
+    """The only factor of a product that varies within an expert.
+
+    Attributes:
+        view: The factor.
+        kind: "e4m3", "e8m0" or "float".
+        steps: The steps that are applied to the view.
+        unsigned: Whether the graph removes the sign of e4m3.
+    """
 
     view: View
     kind: str
@@ -145,8 +157,15 @@ class BlockScale:
 
 @dataclass(frozen=True)
 class Factors:
-    """The parts of a product. factors, divisors: by expert [E], for activations by row [M]. guard:
-    bytes that make the product NaN where they are 255."""
+    """The parts of a product.
+
+    Attributes:
+        block: The factor that varies within an expert, or None.
+        factors, divisors: Factors with one number for each expert [E]. For activations there is one
+            number for each row [M].
+        number: One more factor.
+        guard: Bytes that make the product NaN where they are 255, or None.
+    """
 
     block: BlockScale | None = None
     factors: tuple[View, ...] = ()
@@ -156,15 +175,15 @@ class Factors:
 
 
 def is_factor(item: Any, tensor: bool = False) -> bool:
-    """Whether an argument can be a factor: a tensor or, unless `tensor` is set, a positive
-    number."""
+    """Whether an argument can be a factor. It can be a tensor or, unless `tensor` is true, a
+    positive number."""
     number = not tensor and isinstance(item, (int, float)) and item > 0
     return number or isinstance(item, View)
 
 
 def with_factor(found: Factors, factor: Factor) -> Factors | None:
-    """Returns `found` with one more factor, which is split into its own factors as far as possible;
-    None for an unknown one."""
+    """Returns `found` with one more factor, which is separated into its own factors as far as
+    possible. Returns None for an unknown factor."""
     view = follow(factor.view)
     value = view.value
     if factor.kind == "nan_where":
@@ -195,12 +214,12 @@ def _with_guard(found: Factors, view: View) -> Factors | None:
 
 
 def _is_constant_within(effect: Effect) -> bool:
-    """Whether the number is the same for all elements of an expert, or of a row of activations."""
+    """Whether a factor has one number for all elements of an expert, or of a row of activations."""
     return all(a.axis is None for dim in effect.dims[1:] for a in dim)
 
 
 def _with_constant(found: Factors, view: View, factor: Factor) -> Factors | None:
-    """Returns `found` with a constant factor, which stays as the graph computes it."""
+    """Returns `found` with a constant factor, in the form in which the graph computes it."""
     if not view.value.dtype.is_floating_point or view.value.dtype.itemsize == 1:
         return None
     if factor.casts:
@@ -218,7 +237,7 @@ def _with_block(found: Factors, block: BlockScale, unit: float = 1.0) -> Factors
 
 
 def _before_cast(view: View, factor: Factor) -> Factor:
-    """Returns the factor before a cast. If the cast rounds, it is recorded in `casts`."""
+    """Returns the factor before a cast. If the cast rounds, it is added to `casts`."""
     (operand,) = view.value.operands
     to = view.value.dtype
     rounds = torch.promote_types(operand.value.dtype, to) != to
@@ -227,8 +246,8 @@ def _before_cast(view: View, factor: Factor) -> Factor:
 
 
 def _with_product(found: Factors, view: View) -> Factors | None:
-    """Returns `found` with each part of a product or quotient as a factor. Rounding the parts
-    together would be less exact."""
+    """Returns `found` with each part of a product or quotient as a separate factor. Rounding the
+    parts together would be less exact."""
     value: Value = view.value
     kinds = ("times", "over" if value.op == "aten.div" else "times")
     more: Factors | None = found
@@ -245,7 +264,7 @@ def _with_product(found: Factors, view: View) -> Factors | None:
 
 
 def _stored_scale(view: View, kind: str) -> tuple[BlockScale, float] | None:
-    """Returns (block scale, unit) of a scale that is a function of a stored byte; else None."""
+    """Returns (block scale, unit) if a scale is a function of a stored byte; else None."""
     found = byte_function(view) if kind in ("times", "exponent") else None
     if found is None:
         return None
@@ -265,8 +284,8 @@ def _stored_as(leaf: View, dtype: torch.dtype) -> Steps:
 
 
 def multiple(table: torch.Tensor, numbers: torch.Tensor) -> float | None:
-    """Returns the positive unit such that a table is exactly `numbers` times the unit; else
-    None."""
+    """Returns the positive unit such that a table exactly equals `numbers` multiplied by the unit;
+    else None."""
     if table.shape != numbers.shape:
         return None
     at = int(torch.where(numbers.isnan() | (numbers < 0), 0, numbers).argmax())

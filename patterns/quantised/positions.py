@@ -1,4 +1,4 @@
-"""Views of the elements at one position of every word, and their inverse."""
+"""Views that select one position of every word, and the inverse operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 
 
 def every(rows: View, axis: int, per: int, position: int) -> View:
-    """Returns every `per`-th element along `axis`, from `position` on."""
+    """Returns every `per`-th element along `axis`, starting at `position`."""
     shape = list(rows.shape)
     shape[axis : axis + 1] = [shape[axis] // per, per]
     apart = effects.reshape(rows.effect, shape)
@@ -18,10 +18,10 @@ def every(rows: View, axis: int, per: int, position: int) -> View:
 
 
 def joined(views: Sequence[View | None], axis: int) -> View | None:
-    """Joins the views of all positions into one, the inverse of :func:`every`; None if all are
-    None.
+    """Joins the views of all positions to one view. This is the inverse of :func:`every`. Returns
+    None if all views are None.
 
-    Raises InexpressibleError if they do not interleave.
+    Raises InexpressibleError if the views do not interleave.
     """
     first = views[0]
     if first is None or any(v is None or v.value is not first.value for v in views):

@@ -1,13 +1,14 @@
-"""Activations that the graph rounds to e4m3 codes, and what it computes with them.
+"""Activations that the graph rounds to e4m3 codes, and the values that the graph computes with
+these codes.
 
     largest = x.abs().amax(-1, keepdim=True)
     scale   = where(s == 0, e, s), s = largest.clamp(min=least) / 448        or a stored number
     codes   = (x / scale.clamp(min=least_divisor)).clamp(-448, 448).to(float8_e4m3fn)
     numbers = (codes.to(dtype) * scale).to(dtype)
 
-x is [..., K], or [..., K / 128, 128]. `largest` may also be the larger of x.amax().clamp(min=0) and
--x.amin().clamp(max=0). All parts but the quotient by the scale may be absent. All arithmetic has
-one dtype, x's or float32, and no other step rounds.
+x is [..., K], or [..., K / 128, 128]. `largest` may also be the larger one of x.amax().clamp(min=0)
+and -x.amin().clamp(max=0). All steps may be absent, except the division by the scale. All
+arithmetic has one dtype, which is the dtype of x or float32. No other step rounds.
 """
 
 from __future__ import annotations
@@ -38,18 +39,22 @@ from tilewright.patterns.quantised.activations import DECODED_ROWS
 from tilewright.patterns.recognise.dtypes import dtype_name
 
 _HINT = (
-    "known scales: amax / 448 of a token, or of 128 columns, computed in the activation's dtype or "
-    "in float32, as compressed-tensors and finegrained-fp8 do"
+    "the known scales are amax / 448 of a token, or of 128 columns, computed in the "
+    "activation's dtype or in float32, as in compressed-tensors and finegrained-fp8"
 )
 
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """A rounding of activations to codes.
+    """The rounding of activations to codes.
 
-    x [..., width]: all numbers of a value, before they are rounded; `width` columns share a scale.
-    codes: the result. scale [..., 1]. options: arguments of `round_rows` by name. absorbed: the
-    values between x and the codes, the scale among them.
+    Attributes:
+        x: All numbers of a value before they are rounded, [..., width]. `width` columns share a
+            scale.
+        codes: The result.
+        scale: The scale, [..., 1].
+        options: Arguments of `round_rows` by name.
+        absorbed: The values between x and the codes, including the scale.
     """
 
     x: View
@@ -69,7 +74,8 @@ class RoundedRows:
 
 
 def is_rounded(value: Value) -> bool:
-    """Whether a value is a quotient, clamped or not, that is cast to codes of activations."""
+    """Whether a value is a quotient that is cast to codes of activations. The quotient may be
+    clamped."""
     if value.op != "cast" or value.dtype != ACTIVATION_CODES:
         return False
     (view,) = value.operands
@@ -80,8 +86,8 @@ def is_rounded(value: Value) -> bool:
 
 
 def match_rounded_rows(codes: Value) -> RoundedRows:
-    """Returns the rounding that makes codes, a value that :func:`is_rounded` accepts. Raises Reject
-    (ACTIVATION_FORMAT) if the rounding has another form."""
+    """Returns the rounding that computes `codes`. :func:`is_rounded` must be true for `codes`.
+    Raises Reject (ACTIVATION_FORMAT) if the rounding has another form."""
     found = _Walk(codes)
     quotient = found.whole(codes.args[0], "the codes")
     bounds = clamp_bounds(quotient)
@@ -104,7 +110,7 @@ def match_rounded_rows(codes: Value) -> RoundedRows:
     if is_given_scale(divisor):
         scale = divisor.value
         options = {"scale": divisor.reshape(1), "rounded": dtype == x.value.dtype}
-        # If the division is in x's dtype, a scalar in float32 would be rounded first.
+        # If the division is in the dtype of x, a scale in float32 would be rounded first.
         if scale.dtype not in (x.value.dtype, dtype):
             found.refuse(scale, f"have a scale in {dtype_name(scale.dtype)}")
         if bounds is None:  # a quotient out of range gives NaN, not the largest code
@@ -119,7 +125,8 @@ def match_rounded_rows(codes: Value) -> RoundedRows:
 
 @dataclass
 class _Walk:
-    """The walk from codes to the numbers that they stand for. taken: the values on the way."""
+    """The search from codes back to the numbers that were rounded. `taken` are the values that it
+    passed."""
 
     codes: Value
     taken: list[Value]
@@ -135,10 +142,10 @@ class _Walk:
         reject("ACTIVATION_FORMAT", Stage.GUARDS, message, value, hint=_HINT, weight="advice")
 
     def whole(self, item: Any, what: str) -> Value:
-        """Returns a view's value. Refuses the rounding if the view is only a part of it. what: the
-        name of the view in the message."""
+        """Returns the value of a view. Refuses the rounding if the view is only a part of this
+        value. what: the name of the view in the message."""
         if not isinstance(item, View) or not item.is_whole:
-            self.refuse(self.codes, f"read a part of {what}")
+            self.refuse(self.codes, f"use only a part of {what}")
         return item.value
 
 
@@ -150,7 +157,8 @@ def is_given_scale(view: View) -> bool:
 def _scale_of(
     found: _Walk, divisor: View, x: View, dtype: torch.dtype
 ) -> tuple[Value, dict[str, Any]]:
-    """Returns the scale that a quotient divides by, and options for the bounds on the scale."""
+    """Returns the scale by which a quotient divides, and the options for the bounds on the
+    scale."""
     scale, options = found.whole(divisor, "the scales"), dict[str, Any]()
     if (least := _lower_bound(scale)) is not None:
         options["least_divisor"] = least
@@ -167,7 +175,7 @@ def _scale_of(
         options["zero_scale"] = _held(number, scale.dtype)
         found.take(mask.value, computed)
     if computed.op != "aten.div" or len(computed.args) != 2 or computed.kwargs:
-        found.refuse(computed, f"have scales by {computed}")
+        found.refuse(computed, f"have scales that {computed} computes")
     largest, most = computed.args
     if given_number(most) != E4M3_MAX or {scale.dtype, computed.dtype} != {dtype}:
         found.refuse(computed, "have scales other than amax / 448, or in another dtype")
@@ -179,12 +187,13 @@ def _scale_of(
         found.take(value)
         value = found.whole(value.args[0], "the largest magnitudes")
     if not _is_largest(found, value, x):
-        found.refuse(value, f"have scales by {value}")
+        found.refuse(value, f"have scales that {value} computes")
     return scale, options
 
 
 def _lower_bound(value: Value) -> float | None:
-    """Returns the bound, at least 0, of a clamp from below; None for any other value."""
+    """Returns the bound of a clamp from below, if the bound is 0 or larger. Returns None for every
+    other value."""
     bounds = clamp_bounds(value)
     if bounds is None or bounds[1] is not None:
         return None
@@ -193,7 +202,7 @@ def _lower_bound(value: Value) -> float | None:
 
 
 def _held(number: float, dtype: torch.dtype) -> float:
-    """Returns a number as a tensor of a dtype holds it."""
+    """Returns a number after rounding to a dtype."""
     return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
@@ -220,8 +229,9 @@ def _is_largest(found: _Walk, value: Value, x: View) -> bool:
 
 
 def _extreme(found: _Walk, value: Value, x: View) -> str:
-    """Returns "aten.amax" for the largest number of each run of x, clamped to at least 0, and
-    "aten.amin" for minus the smallest number, clamped to at most 0; else ""."""
+    """Returns "aten.amax" for the largest number of each run of x, clamped to at least 0. Returns
+    "aten.amin" for the negated smallest number, clamped to at most 0. Returns "" for every other
+    value."""
     wanted = "aten.amax"
     if value.op == "aten.neg":
         wanted = "aten.amin"
@@ -239,13 +249,13 @@ def _extreme(found: _Walk, value: Value, x: View) -> str:
 
 
 def _is_by_run(value: Value) -> bool:
-    """Whether a value reduces the last dimension alone, and keeps it."""
+    """Whether a value reduces only the last dimension, and keeps this dimension with length 1."""
     rank = len(value.operands[0].shape)
     return reduced_dims(value) == (rank - 1,) and keeps_dim(value)
 
 
 def _same(found: _Walk, view: View, x: View) -> bool:
-    """Whether a view, before casts to wider types, is x."""
+    """Whether a view, without casts to wider types, is x."""
     before, casts = strip_widening(view)
     found.take(*casts)
     return before == x
@@ -255,8 +265,8 @@ def _same(found: _Walk, view: View, x: View) -> bool:
 
 
 def decoded_from(rows: RoundedRows, flow: Dataflow) -> tuple[Value, ...]:
-    """Returns the values that decode the codes, in order: the last one holds the numbers in x's
-    dtype. Returns () if any other value reads the codes."""
+    """Returns the values that decode the codes, in order. The last value is the decoded numbers in
+    the dtype of x. Returns () if any other value reads the codes."""
     path: list[Value] = []
     value = flow.only_user(rows.codes)
     if value is not None and value.op == DECODED_ROWS:
@@ -282,7 +292,8 @@ def decoded_from(rows: RoundedRows, flow: Dataflow) -> tuple[Value, ...]:
 
 
 def _multiplies(value: Value, codes: Value, rows: RoundedRows) -> bool:
-    """Whether a value is codes times their scales, in groups as the graph rounded them."""
+    """Whether a value is the product of the codes and their scales, in the groups in which the
+    graph rounded them."""
     if value.op != "aten.mul" or value.kwargs:
         return False
     each = value.shape[-1] == rows.width, (*value.shape[:-1], 1)

@@ -1,4 +1,5 @@
-"""Scales and zero points of quantised weights, one number per block, as the op takes them."""
+"""Converts the scales and zero points of quantised weights to the form that the op expects, one
+number for each block."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tilewright.patterns.quantised.factors import fp32, product_of, repeats
 from tilewright.patterns.quantised.positions import joined
 from tilewright.patterns.quantised.weights import DequantizedWeight, packed, refuse
 
-#: The argument names of a weight's codes, scale, zero and factor. If several weights share the name
-#: of the factor, that argument holds the factors of all, one after the other.
+#: The names of the arguments for a weight's codes, scale, zero and factor. If several weights have
+#: the same name for the factor, this argument has the factors of all of them, one after the other.
 Names = tuple[str, str, str, str]
 QKV_NAMES: tuple[Names, ...] = tuple(
     (f"{x}_weight", f"{x}_scale", f"{x}_zero", "factors") for x in "qkv"
@@ -28,11 +29,11 @@ QKV_NAMES: tuple[Names, ...] = tuple(
 def weight_arguments(
     weights: Sequence[DequantizedWeight], names: Sequence[Names] = QKV_NAMES
 ) -> dict[str, Any]:
-    """Returns the op's arguments for its weights, which must be quantised in the same way.
+    """Returns the op's arguments for its weights, which must all be quantised in the same way.
 
-    names: the arguments of each weight, by default those of q, k and v. Raises Reject
-    (WEIGHT_FORMAT) if the weights differ or have no scale, and Reject (SCALE_BLOCK) if their scales
-    are not by blocks.
+    names: the names of the arguments for each weight. The default is the names for q, k and v.
+    Raises Reject (WEIGHT_FORMAT) if the weights are quantised differently or have no scale. Raises
+    Reject (SCALE_BLOCK) if their scales are not one number for each block.
     """
     first = weights[0]
     for weight in weights:
@@ -72,19 +73,19 @@ def weight_arguments(
 
 
 def _order(weight: DequantizedWeight) -> list[int]:
-    """Returns the order of nibbles; empty if they count up."""
+    """Returns the order of the nibbles, or an empty list if they are in ascending order."""
     order = weight.nibble_order
     return [] if order == tuple(range(len(order))) else list(order)
 
 
 def _cut(view: View, block: Block) -> View:
-    """Cuts a view [N, K] to one number per block."""
+    """Reduces a view [N, K] to one number for each block."""
     dims = tuple(cut_to_blocks(view.effect.dims, view.shape, block))
     return view.with_dims(*dims)
 
 
 def _has_one_factor(weight: DequantizedWeight) -> bool:
-    """Whether every factor besides the scale is one number for the whole weight."""
+    """Whether every factor, except the scale, is one number for the whole weight."""
     device = weight.codes.value.device
     parts = (*weight.factors, *weight.divisors)
     whole = all(block_of(v.effect.dims) == (None, None) and v.value.device == device for v in parts)
@@ -92,7 +93,7 @@ def _has_one_factor(weight: DequantizedWeight) -> bool:
 
 
 def _factors(weights: Sequence[DequantizedWeight], names: Sequence[str]) -> dict[str, Computed]:
-    """Returns the factors of whole weights, fp32 [weights], by the names of arguments."""
+    """Returns the factors of whole weights, float32 [weights], by the names of their arguments."""
     sharing: dict[str, list[DequantizedWeight]] = {}
     for weight, name in zip(weights, names, strict=False):
         sharing.setdefault(name, []).append(weight)
@@ -100,8 +101,8 @@ def _factors(weights: Sequence[DequantizedWeight], names: Sequence[str]) -> dict
 
 
 def _in_a_row(weights: Sequence[DequantizedWeight]) -> Computed:
-    """Returns the factors of weights: as they are stored, if one tensor holds them in this
-    order."""
+    """Returns the factors of weights in one tensor. If the model stores them in one tensor in this
+    order, returns this tensor."""
     if len(weights) > 1 and (stored := _stored_in_a_row(weights)) is not None:
         return fp32(stored)
     parts = [
@@ -118,7 +119,9 @@ def _in_a_row(weights: Sequence[DequantizedWeight]) -> Computed:
 
 
 def _stored_in_a_row(weights: Sequence[DequantizedWeight]) -> View | None:
-    """Returns the part of a tensor that holds the only factors of weights, one after the other."""
+    """Returns the part of one tensor in which the model stores the factors of all weights, one
+    after the other. Returns None if a weight has more than one factor, or if there is no such
+    tensor."""
     if any(len(w.factors) != 1 or w.divisors or w.number != 1 for w in weights):
         return None
     views = [_number(weight.factors[0]) for weight in weights]
@@ -130,13 +133,13 @@ def _stored_in_a_row(weights: Sequence[DequantizedWeight]) -> View | None:
 
 
 def _number(view: View) -> View:
-    """Returns the one number, [1], that a view has for all of a weight."""
+    """Returns, as a tensor [1], the single number that a view has for a whole weight."""
     return _cut(view, (None, None)).reshape(1)
 
 
 def _scale(weight: DequantizedWeight, block: Block, apart: bool) -> View | Computed:
-    """Returns the scale with one number per block. If the weight has other factors, the scale is
-    multiplied by them, unless they are a separate argument (`apart`)."""
+    """Returns the scale with one number for each block. If the weight has other factors, the scale
+    is multiplied by them, unless they are a separate argument (`apart`)."""
     assert weight.scale is not None
     item: View | Computed = _cut(weight.scale, block)
     for function, given in weight.steps:
@@ -154,8 +157,8 @@ def _scale(weight: DequantizedWeight, block: Block, apart: bool) -> View | Compu
 
 
 def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str, Any]:
-    """Returns zero points as words of eight rows if they are packed like the weight, else as
-    numbers that the graph unpacks."""
+    """Returns the zero points. If they are packed like the weight, they are words of eight rows;
+    otherwise they are numbers that the graph unpacks."""
     if WEIGHT_FORMATS[weight.format].packed_axis is None:
         return dict(unpacked)
     words, points = {}, set()
@@ -169,5 +172,5 @@ def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str,
         points |= {e.zero_point for e in found[2]}
     if len(points) != 1:
         return dict(unpacked)
-    # GPTQ stores each zero point minus one: code - (zero + 1).
+    # GPTQ stores each zero point minus one, so a weight is computed from code - (zero + 1).
     return {**words, "zero_point": weight.zero_point - points.pop()}

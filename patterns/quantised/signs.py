@@ -1,4 +1,4 @@
-"""Values that the graph shows to be never negative."""
+"""Values for which the graph shows that they are never negative."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tilewright.patterns.arithmetic.constants import constant_of
 from tilewright.patterns.arithmetic.steps import chosen_by_mask, clamp_bounds, filled_with
 from tilewright.patterns.dataflow import Value, View
 
-# The largest number of values to follow back from a value.
+# The largest number of values that a search follows back from a value.
 _REACH = 24
 _ALWAYS = frozenset(
     f"aten.{name}" for name in ("abs", "exp", "exp2", "sigmoid", "softmax", "square")
 )
-# Operations whose result is not negative if no operand is.
+# Operations whose result is not negative if no operand is negative.
 _KEEPING = frozenset(
     f"aten.{name}"
     for name in (
@@ -26,9 +26,10 @@ _KEEPING = frozenset(
 
 
 def never_negative(item: Any, *, zero: bool = True, reach: int = _REACH) -> bool:
-    """Whether no element of a view, or no number, is below zero; elements may be NaN.
+    """Whether no element of a view is below zero, or whether a number is not below zero. Elements
+    may be NaN.
 
-    zero: whether -0 is allowed; a number divided by it would be negative.
+    zero: whether -0 is allowed. A number that is divided by -0 would be negative.
     """
     if isinstance(item, (bool, int, float)):
         return item >= 0 and not (item == 0 and np.signbit(item))

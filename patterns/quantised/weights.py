@@ -1,10 +1,11 @@
-"""The dequantisation of a linear's weight, from stored codes to the GEMM, recognised by its result.
+"""Recognises the dequantisation of a linear's weight, from the stored codes to the GEMM, by its
+result.
 
     w[n, k] = (code[n, k] - zero[n / bn, k / bk]) * scale[n / bn, k / bk]
 
-Each position within a word is examined separately. The view of the elements at a position is
-followed back to the words that hold their bits, and to their zero and scale. All positions together
-give the format.
+Each position within a word is examined separately. The view of the elements at one position is
+followed back to the words that have their bits, and to their zero and scale. All positions together
+determine the format.
 
 Dimension letters: N rows (`h * D + d` of one projection), K hidden size, H heads, D head_dim.
 """
@@ -36,15 +37,15 @@ from tilewright.patterns.quantised.words import (
     is_code,
 )
 
-# Every (format of linears, dtype that it is stored in).
+# Every (format of linears, dtype in which it is stored).
 _STORED = [
     (name, dtype)
     for name, form in WEIGHT_FORMATS.items()
     if form.linears
     for dtype in torch_types(form.stored)
 ]
-# Formats with a code per stored number, by dtype; with codes that are floats of four bits; and with
-# integers that share a word.
+# Three kinds of formats: formats with one code per stored number, by dtype; formats whose codes are
+# floats of four bits; and formats in which several integers share a word.
 _WHOLE = {dtype: name for name, dtype in _STORED if WEIGHT_FORMATS[name].packed_axis is None}
 _FLOATS = {name for name, _ in _STORED if WEIGHT_FORMATS[name].number}
 _PACKED = [one for one in _STORED if one[0] not in {*_WHOLE.values(), *_FLOATS}]
@@ -52,13 +53,22 @@ _PACKED = [one for one in _STORED if one[0] not in {*_WHOLE.values(), *_FLOATS}]
 
 @dataclass(frozen=True)
 class DequantizedWeight:
-    """(codes - zero - zero_point) * scale, in one of the formats of `codegen/formats.py`; with
-    `added_zeros`, (codes - zero_point) * scale + zero.
+    """A quantised weight, (codes - zero - zero_point) * scale, in one of the formats of
+    `codegen/formats.py`. If the format has `added_zeros`, the weight is (codes - zero_point) *
+    scale + zero.
 
-    codes: [H, D, K], packed along K in `int4_k` and along D in `int4_n`. scale, zero: [N, K],
-    repeating over blocks: `weight_arguments` (`patterns/quantised/scales.py`) cuts them to one
-    number per block. steps: applied to the scale afterwards. factors, divisors: [N, K], more
-    scales, by larger blocks; number: a factor for the whole weight.
+    Attributes:
+        codes: The codes, [H, D, K]. They are packed along K in the format `int4_k`, and along D in
+            the format `int4_n`.
+        format: The name of the format.
+        scale, zero: The scale and the zero, [N, K], or None. Their numbers repeat over blocks.
+            `weight_arguments` (`patterns/quantised/scales.py`) reduces them to one number per
+            block.
+        zero_point: The zero point.
+        nibble_order: The order of the nibbles in a word.
+        steps: The steps that are applied to the scale afterwards.
+        factors, divisors: Further scales [N, K], which have larger blocks.
+        number: A factor for the whole weight.
     """
 
     codes: View
@@ -78,8 +88,8 @@ class DequantizedWeight:
 
 
 def match_weight(weight: View) -> DequantizedWeight | None:
-    """Returns the quantised weight that a view [H, D, K] (or [groups, G, D, K]) of a product's
-    weight is computed from; None if no codes go into it.
+    """Returns the quantised weight from which a view [H, D, K] (or [groups, G, D, K]) of a
+    product's weight is computed. Returns None if it is not computed from codes.
 
     Raises Reject (WEIGHT_FORMAT) for codes that are used in another way.
     """
@@ -90,9 +100,12 @@ def match_weight(weight: View) -> DequantizedWeight | None:
         reject(
             "SCALE_BLOCK",
             Stage.GUARDS,
-            f"{weight.value}: its rows, head by head, do not begin and end with blocks of scales",
+            f"{weight.value}: the boundaries of its heads are not boundaries of blocks of scales",
             weight,
-            hint="store q, k and v apart, or one behind the other, and quantise them so",
+            hint=(
+                "store q, k and v separately, or one after the other, and quantise them in "
+                "this form"
+            ),
         )
     if found is None:
         refuse(weight, "in no format that the op knows")
@@ -100,7 +113,7 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     if WEIGHT_FORMATS[found.format].packed_axis == -2:
         per = len(found.nibble_order)
         if not isinstance(shape[-1], int) or shape[-1] % per:
-            refuse(weight, f"{per} rows share a word, head_dim is {shape[-1]}")
+            refuse(weight, f"{per} rows share a word, but head_dim is {shape[-1]}")
         shape[-1] //= per
     return replace(found, codes=found.codes.reshape(*shape, found.codes.shape[1]))
 
@@ -117,10 +130,10 @@ def _decoded(rows: View) -> DequantizedWeight | None:
 
 
 def match_scaled_weight(weight: View, *outside: View | None) -> DequantizedWeight | None:
-    """Returns the quantised weight of a product whose result or operands may also be scaled.
+    """Returns the quantised weight of a product whose result or operands may be scaled too.
 
-    outside: the scales of result and operands, [N, K]. Raises Reject (WEIGHT_FORMAT) as
-    :func:`match_weight` does, and for more than one scale.
+    outside: the scales of the result and the operands, [N, K]. Raises Reject (WEIGHT_FORMAT) in the
+    cases of :func:`match_weight`, and if there is more than one scale.
     """
     found = match_weight(weight)
     if found is None:
@@ -132,18 +145,18 @@ def match_scaled_weight(weight: View, *outside: View | None) -> DequantizedWeigh
 
 
 def repeated(rows: View, hidden: int) -> View:
-    """Returns a number per row [H, D] as one per element [N, K]."""
+    """Expands one number for each row [H, D] to one number for each element [N, K]."""
     flat = effects.reshape(rows.effect, (effects.product(rows.shape), 1))
     return View(rows.value, effects.expand(flat, (flat.shape[0], hidden)))
 
 
 def refuse(weight: View, why: str) -> NoReturn:
-    """Rejects with WEIGHT_FORMAT."""
+    """Raises Reject with the code WEIGHT_FORMAT."""
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
-        "known formats: (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight "
-        "nibbles in a word of uint8 or int32; code * scale + offset with nibbles along K; NVFP4, "
-        "MXFP4, and bitsandbytes' NF4 and FP4"
+        "the known formats are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two "
+        "or eight nibbles in a word of uint8 or int32; code * scale + offset with nibbles "
+        "along K; NVFP4, MXFP4, and bitsandbytes' NF4 and FP4"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
 
@@ -186,7 +199,7 @@ def _nibbles(rows: View) -> DequantizedWeight | None:
 
 
 def _floats(rows: View) -> DequantizedWeight | None:
-    """Matches two codes per byte that stand for floats."""
+    """Matches two codes per byte, where each code is decoded to a float."""
     hidden = rows.shape[1]
     found = match_packed(rows) if isinstance(hidden, int) else None
     if found is None or found.format not in _FLOATS or not isinstance(found.data, View):
@@ -236,7 +249,8 @@ def packed(
 
 @dataclass(frozen=True)
 class Element:
-    """(code - zero - zero_point) * scale + added; code: bits of words, or stored numbers."""
+    """The formula (code - zero - zero_point) * scale + added. `code` is bits of words, or stored
+    numbers."""
 
     code: Bits | View
     scale: View | None = None
@@ -246,12 +260,13 @@ class Element:
 
 
 def _element(view: View) -> Element | None:
-    """Returns the formula that dequantises a view's elements; None for another formula."""
+    """Returns the formula that dequantises the elements of a view. Returns None for another
+    formula."""
     return _scaled(view) or _shifted(view)
 
 
 def _shifted(view: View) -> Element | None:
-    """Matches a product of codes and a scale, to which a number per block is added."""
+    """Matches a product of codes and a scale, to which one number for each block is added."""
     view = follow(view)
     while is_float_cast(view.value):
         view = follow(view.of_operand(view.value.operands[0]))
@@ -276,7 +291,7 @@ def _scaled(view: View) -> Element | None:
 
 
 def _unscaled(view: View) -> Element | None:
-    """Returns a view's elements as code - zero; None for anything else."""
+    """Returns the elements of a view as code - zero. Returns None for every other formula."""
     view = follow(view)
     value = view.value
     if value.op == "cast" and (is_float_cast(value) or _from_code(value)):
@@ -294,7 +309,8 @@ def _unscaled(view: View) -> Element | None:
 
 
 def _from_code(value: Value) -> bool:
-    """Whether a cast makes floats, exactly, from codes or from integers unpacked from them."""
+    """Whether a cast converts codes, or integers that are unpacked from codes, to floats
+    exactly."""
     source = value.operands[0].value.dtype
     whole = not source.is_floating_point and not source.is_complex and source != torch.bool
     return value.dtype.is_floating_point and value.dtype.itemsize > 1 and (whole or is_code(source))
@@ -327,7 +343,7 @@ def _has_room(difference: Value) -> bool:
 
 
 def _bare(view: View) -> View:
-    """Returns a scale or zero point before gathers and before casts. fp32 arithmetic may omit these
+    """Returns a scale or zero point before gathers and casts. Arithmetic in float32 may omit these
     casts."""
     view = follow(view)
     while is_float_cast(view.value):

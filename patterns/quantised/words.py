@@ -1,7 +1,8 @@
-"""Finds which bits of stored words the elements of unpacked integer weights consist of.
+"""Finds the bits of stored words from which the elements of unpacked integer weights are computed.
 
-Unpacking is masks, shifts and layout in any order. A view that takes one element of every word is
-followed down to the words; the result is the first bit and the number of bits.
+Unpacking consists of masks, shifts and changes of layout, in any order. A view that selects one
+element of every word is followed back to the words. The result is the first bit and the number of
+bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _GATHERS = ("aten.index", "aten.index_select")
 
 @dataclass(frozen=True)
 class Bits:
-    """Bits `shift` to `shift + width` of every word of a view, as a signed or unsigned number."""
+    """The bits `shift` to `shift + width` of every word of a view, as a signed or unsigned
+    number."""
 
     word: View
     shift: int
@@ -33,8 +35,8 @@ class Bits:
 
 
 def follow(view: View) -> View:
-    """Returns a view of the tensor that concatenations and constant gathers take all the view's
-    elements from; the view itself if there is no such tensor."""
+    """Returns a view of the tensor from which concatenations and constant gathers take all elements
+    of the given view. Returns the given view if there is no such tensor."""
     while True:
         if view.value.op == "aten.cat":
             piece = piece_of(view)
@@ -51,7 +53,8 @@ def follow(view: View) -> View:
 
 
 def bits_of(view: View) -> Bits | None:
-    """Returns a view's elements as bits of words; None if they are not."""
+    """Returns the elements of a view as bits of words. Returns None if they are not bits of
+    words."""
     view = follow(view)
     value = view.value
     if value.op in _RULES and value.operands:
@@ -63,8 +66,8 @@ def bits_of(view: View) -> Bits | None:
 
 
 def _shifted(view: View) -> Bits | None:
-    """Handles `word >> n`, arithmetic for signed words, and `word // 2^n`, which floors in the same
-    way."""
+    """Reads `word >> n`, which is arithmetic for signed words, and `word // 2^n`, which rounds down
+    in the same way."""
     inner, by = _with_number(view)
     if by is not None and view.value.op == "aten.floor_divide":
         by = by.bit_length() - 1 if by > 0 and not by & (by - 1) else None
@@ -74,7 +77,7 @@ def _shifted(view: View) -> Bits | None:
 
 
 def _masked(view: View) -> Bits | None:
-    """Handles `word & (2^n - 1)`, and `word % 2^n`, which is never negative in PyTorch."""
+    """Reads `word & (2^n - 1)`, and `word % 2^n`, which is never negative in PyTorch."""
     modulo = view.value.op == "aten.remainder"
     inner, number = _with_number(view, either=not modulo)
     size = 0 if number is None else number + (not modulo)
@@ -87,7 +90,7 @@ def _masked(view: View) -> Bits | None:
 
 
 def _cast(view: View) -> Bits | None:
-    """Handles a cast between integers, which keeps the low bits."""
+    """Reads a cast between integer types, which keeps the low bits."""
     target = view.value.dtype
     if target not in _WORDS:
         return None
@@ -97,13 +100,13 @@ def _cast(view: View) -> Bits | None:
         return None
     if inner.width >= room:
         return replace(inner, width=room, signed=target.is_signed)
-    # A wider unsigned type does not keep a negative number.
+    # A wider unsigned type cannot represent a negative number.
     return inner if target.is_signed or not inner.signed else None
 
 
 def _bitcast(view: View) -> Bits | None:
-    """Handles a bitcast. A field of fewer bits than the dtype is unchanged in another dtype of the
-    same size. Other results are words themselves, such as the bytes of larger words."""
+    """Reads a bitcast. A field that has fewer bits than the dtype does not change in another dtype
+    of the same size. Other results are treated as words, such as the bytes of larger words."""
     value = view.value
     (operand,) = value.operands
     room = value.dtype.itemsize * 8
@@ -127,13 +130,13 @@ _RULES = {
 
 
 def _with_number(view: View, either: bool = False) -> tuple[Bits | None, int | None]:
-    """Returns (bits of the first operand, the second operand) if the second is one integer for all
-    elements; else (None, None).
+    """Returns (bits of the first operand, the second operand) if the second operand is one integer
+    for all elements; else (None, None).
 
-    The result's dtype must hold that integer. PyTorch wraps others: for an int32 word, `word &
-    0xFFFFFFFF` is `word`.
+    The dtype of the result must be able to represent this integer, because PyTorch wraps other
+    integers: for an int32 word, `word & 0xFFFFFFFF` is `word`.
 
-    either: the operands may be swapped.
+    either: whether the operands may be swapped.
     """
     first, second = view.value.args[:2]
     for word, other in ((first, second), (second, first)):
@@ -165,7 +168,7 @@ _SHIFTS = ("aten.bitwise_right_shift", "aten.floor_divide")
 
 
 def fits(value: Value) -> bool:
-    """Whether no element of an integer value can be too large, or too small, for its dtype."""
+    """Whether all elements of an integer value fit the range of its dtype."""
     return _are_within(_integers(value), value.dtype)
 
 
@@ -175,8 +178,8 @@ def _are_within(found: tuple[int, int], dtype: torch.dtype) -> bool:
 
 
 def _integers(value: Value) -> tuple[int, int]:
-    """Returns the least and the largest possible element, before they wrap around in their
-    dtype."""
+    """Returns the smallest and the largest possible element, before the elements wrap around in
+    their dtype."""
     limits = torch.iinfo(value.dtype)
     second = value.args[1] if len(value.args) > 1 else 0
     number = second if isinstance(second, int) else 0
@@ -198,8 +201,8 @@ def _integers(value: Value) -> tuple[int, int]:
 
 
 def _held(item: Any) -> tuple[int, int]:
-    """Returns the least and the largest element of a view (of a number, the number twice); the
-    limits of the dtype if some may have wrapped around."""
+    """Returns the smallest and the largest element of a view. If `item` is a number, returns this
+    number as both. Returns the limits of the dtype if some elements may have wrapped around."""
     if not isinstance(item, View) or item.value.dtype not in _WORDS:
         return (item, item) if isinstance(item, int) else (-(2**63), 2**63)
     limits, found = torch.iinfo(item.value.dtype), _integers(item.value)
@@ -210,11 +213,11 @@ def _held(item: Any) -> tuple[int, int]:
 
 
 def _before_store(view: View) -> View | None:
-    """Returns a view of memory after one write, as a view of either the written data or the memory
+    """Rewrites a view of memory after one write as a view of the written data, or of the memory
     before the write.
 
-    None if the view takes elements of both. The write must be a plain one into the graph's own
-    memory.
+    Returns None if the view has elements of both. The write must be a plain write to memory that
+    the graph allocated.
     """
     store = view.value.store
     before = view.value.args[0]
@@ -234,10 +237,10 @@ def _before_store(view: View) -> View | None:
 
 
 def _inside(effect: Effect, target: Effect) -> Effect | None:
-    """Returns `effect` as an effect on the selection `target` of the same base; None if they share
-    no element.
+    """Returns `effect` as an effect on the selection `target` of the same base. Returns None if the
+    two have no common element.
 
-    Raises InexpressibleError if they overlap in part, or if that is unknown.
+    Raises InexpressibleError if they overlap only in part, or if the overlap is unknown.
     """
     walked = {dim[0].axis: (i, dim[0]) for i, dim in enumerate(target.dims) if len(dim) == 1}
     if sum(len(dim) for dim in target.dims) != len(walked) or None in walked:
@@ -260,8 +263,9 @@ def _inside(effect: Effect, target: Effect) -> Effect | None:
 
 
 def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | None:
-    """Returns the index along `atom` at which a selection begins on an axis; None if they share no
-    element. offset: from the atom's first element to the selection's."""
+    """Returns the index along `atom` at which a selection on an axis begins. Returns None if they
+    have no common element. offset: the distance from the first element of the atom to the first
+    element of the selection."""
     taken = [a for dim in effect.dims for a in dim if a.axis == axis]
     numbers = [offset, atom.length, *(n for a in taken for n in (a.step, a.length))]
     if not all(isinstance(n, int) for n in numbers):
@@ -279,7 +283,7 @@ def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | 
 
 
 def _before_gather(view: View) -> View | None:
-    """Returns a view of `x[index]` as a view of x, for an index along one dimension that is
+    """Returns a view of `x[index]` as a view of x, if the index selects along one dimension and is
     constant in the graph; else None."""
     if view.value.op == "aten.index_select":
         base, dim, index = view.value.args
@@ -301,7 +305,7 @@ def _before_gather(view: View) -> View | None:
 
 
 def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
-    """Returns an effect on x[rows] as an effect on x; the rows that it takes must form runs with
+    """Returns an effect on x[rows] as an effect on x. The rows that it selects must form runs with
     one stride."""
     first = rows[int(effect.start[dim])]
     dims = []
@@ -319,8 +323,8 @@ def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
             reach = (reach[:, None] + (at - effect.start[dim])).reshape(-1)
             total = (total[:, None] + rows[at] - first).reshape(-1)
         dims.append(effects.coalesce(atoms))
-    # The strides of a dimension's runs must add up: each row number is the sum of its runs'
-    # offsets.
+    # The strides of the runs of a dimension must add up: each row number must be the sum of the
+    # offsets of its runs.
     if not np.array_equal(rows[reach], total):
         raise InexpressibleError("rows that are not taken in runs")
     start = tuple(int(first) if a == dim else s for a, s in enumerate(effect.start))
@@ -354,7 +358,7 @@ def _run(step: int, length: int, axis: int) -> Atom:
 _BEFORE = {**dict.fromkeys(_GATHERS, _before_gather), "store": _before_store}
 
 
-# Operations that do not multiply: they keep, move or add numbers.
+# Operations that do not multiply. They keep, move or add numbers.
 _UNSCALED = frozenset(
     ("cast", "bitcast", "store", *_GATHERS, *(f"aten.{n}" for n in ("cat", "add", "sub")))
 )
@@ -362,9 +366,9 @@ _UNSCALED = frozenset(
 
 def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
     """Whether a value is computed from stored integers or 8-bit floats, or from stored data that
-    the graph views as such.
+    the graph reinterprets as such.
 
-    known: results for other values; this call adds its own.
+    known: the results for other values. The call adds its own results.
     """
     known = {} if known is None else known
     if value not in known:
@@ -382,16 +386,16 @@ def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
 
 
 def _has_small_table(index: Value) -> bool:
-    """Whether a look-up uses a table of the graph's own with as many numbers as codes of 4 or 8
-    bits."""
+    """Whether a look-up uses a table that the graph computes, and that has one entry for each code
+    of 4 or 8 bits."""
     table = index.args[0]
     small = table.shape in ((16,), (256,))
     return small and not table.value.projected and constant_of(table) is not None
 
 
 def is_scaled(weight: Value) -> bool:
-    """Whether decoded codes are multiplied on their way to `weight`, or changed in an unknown
-    way."""
+    """Whether decoded codes are multiplied, or changed in an unknown way, before they become
+    `weight`."""
     if not weight.dtype.is_floating_point or is_code(weight.dtype):
         return False
     if weight.op not in _UNSCALED:
@@ -401,6 +405,6 @@ def is_scaled(weight: Value) -> bool:
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """Whether codes are stored in a dtype."""
+    """Whether a dtype is a dtype in which codes are stored."""
     eight_bits = dtype.is_floating_point and dtype.itemsize == 1
     return eight_bits or dtype in (torch.int8, torch.uint8, torch.int32)

@@ -1,4 +1,5 @@
-"""Activations between the two GEMMs of an MLP, gated or not, recognised by their formula."""
+"""Recognises the activation between the two GEMMs of an MLP by its formula. The activation may be
+gated or not."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ _DEFAULT_ALPHA = 1.702
 
 @dataclass(frozen=True)
 class Activation:
-    """`name(gate, up)`; see ops.moe.ACTIVATIONS.
+    """The activation `name(gate, up)`. The names are in `ops.moe.ACTIVATIONS`.
 
-    gate, up: the inputs. up: None if the activation is not gated. alpha: the factor in
-    clamped_swiglu's sigmoid. limit: a gated activation clamps gate to at most limit, and up to
-    -limit .. limit; 0 means no clamp.
+    Attributes:
+        gate, up: The inputs. `up` is None if the activation is not gated.
+        absorbed: The values that the op replaces.
+        alpha: The factor in the sigmoid of clamped_swiglu.
+        limit: A gated activation clamps gate to at most `limit`, and up to the range from -limit to
+            limit. 0 means that there is no clamp.
     """
 
     name: str
@@ -92,10 +96,10 @@ def _clamped(found: Found) -> Activation | None:
 
 
 def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
-    """Returns (x, limit, values) of clamps of x to at most limit, and to at least -limit if `both`.
-    A limit of 0 means no clamp.
+    """Returns (x, limit, values) for clamps of x to at most `limit`, and also to at least -limit if
+    `both` is true. A limit of 0 means that there is no clamp.
 
-    Consecutive clamps combine to the largest lower bound and the smallest upper one.
+    Consecutive clamps are combined: the largest lower bound and the smallest upper bound apply.
     """
     inner, values = view, tuple[Value, ...]()
     lows: list[float] = []

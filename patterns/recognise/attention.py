@@ -1,7 +1,8 @@
-"""Reads attention in a graph as one normal form: softmax(q @ k^T * scale + mask) @ v.
+"""Reads attention in a graph and returns it in one normal form: softmax(q @ k^T * scale + mask) @
+v.
 
-Dimension letters: B sequences, S queries and K keys of each, H heads, D head_dim, V head_dim of the
-values; T = B * S.
+Dimension letters: B sequences, S queries of each sequence, K keys of each sequence, H heads, D
+head_dim, V head_dim of the values, T = B * S.
 """
 
 from __future__ import annotations
@@ -31,22 +32,31 @@ from tilewright.patterns.recognise.attention_varlen import FORMS, arguments_of, 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention, token-major.
+    """One attention. The tokens come before the heads in its tensors.
 
-    terms: q [B, S, H, d] and k [B, K, H, d] for each part of the heads with a separate product;
-        most graphs have one term, for whole heads.
-    v: [B, K, H, V].
-    mask: [B or 1, H or 1, S or 1, K], boolean: a query sees a key where it equals `sees`.
-    added: [B or 1, H or 1, S or 1, K], added to the scaled products, or subtracted from them if
-        `subtracted`; of any dtype: True is 1.
-    causal: query i sees the keys up to i. scale: of q @ k^T. softcap c: the logits before the mask
-        are c * tanh(scale * q @ k^T / c); 0: no cap. sinks [H]: an additional logit for each head,
-        without a value.
-    row_offsets, key_offsets: [B + 1], for ragged batches; the B of q, k and v is then one, and
-        causal counts from the last query and key.
-    end: the result. layout: the dimensions of `end` on the axes [B, S, H, width]. width: V, or
-        more if the values, and so the result, are padded with columns of zeros.
-    absorbed: all values from the products to `end`, including `end`.
+    Attributes:
+        terms: Queries q [B, S, H, d] and keys k [B, K, H, d] for each part of the heads that has a
+            separate product. Most graphs have one term, for whole heads.
+        v: The values, [B, K, H, V].
+        mask: A boolean mask [B or 1, H or 1, S or 1, K], or None. A query attends to a key where
+            the mask equals `sees`.
+        causal: Whether query i attends only to the keys up to i.
+        scale: The factor of q @ k^T.
+        end: The result.
+        layout: The dimensions of `end`, expressed on the axes [B, S, H, width].
+        width: V. It is larger if the values, and therefore the result, are padded with columns of
+            zeros.
+        absorbed: All values from the products to `end`, including `end`.
+        sees: The value of `mask` where a query attends to a key.
+        added: A tensor [B or 1, H or 1, S or 1, K] that is added to the scaled products, or None.
+            It has any dtype; True counts as 1.
+        subtracted: Whether `added` is subtracted instead.
+        softcap: If this is a number c other than 0, the logits before the mask are c * tanh(scale *
+            q @ k^T / c).
+        sinks: An additional logit for each head [H], which has no value, or None.
+        row_offsets, key_offsets: The offsets [B + 1] of a ragged batch, or None. For a ragged
+            batch, the B of q, k and v is one, and `causal` counts from the last query and the last
+            key.
     """
 
     terms: tuple[tuple[View, View], ...]
@@ -77,8 +87,8 @@ class Attention:
         return batch, queries, heads
 
     def scratch(self, flow: Dataflow) -> tuple[Value, ...]:
-        """Returns the in-place writes into the logits or the weights, including the write at the
-        end of `logits[...] += mask`."""
+        """Returns the in-place writes to the logits or the weights. They include the write that
+        completes `logits[...] += mask`."""
         made = flow.values_at(value.node for value in self.absorbed)
         writes = {value: value.store.memory for value in made if value.store is not None}
         again = (write for value in self.absorbed for write in flow.written_back(value))
@@ -87,15 +97,15 @@ class Attention:
         return tuple(dict.fromkeys((*writes, *ends)))
 
     def result(self) -> Result | Parts:
-        """Returns `end` in terms of an output [T, H, V]."""
-        # An output of a node with several outputs has no node of its own.
+        """Returns the result that replaces `end` by an output [T, H, V]."""
+        # One of several outputs of a node has no node of its own.
         if self.width == self.v.shape[-1] and "output" not in self.end.kwargs:
             return Result(self.end, self._on_output(effects.identity(self.end.shape)))
         return Parts(self.end, self._on_output)
 
     def _on_output(self, effect: Effect) -> Effect:
-        """Returns an effect on `end` as one on [T, H, V]; raises InexpressibleError for padded
-        columns."""
+        """Converts an effect on `end` to an effect on [T, H, V]. Raises InexpressibleError for
+        columns of padding."""
         batch, queries, heads = self.queries
         width = self.v.shape[-1]
         taken = effects.compose(effect, self.layout)
@@ -108,7 +118,7 @@ class Attention:
 
 
 def is_spelled_softmax(value: Value) -> bool:
-    """Whether a value is exp(x) divided by its sum."""
+    """Whether a value is exp(x) divided by the sum of exp(x)."""
     if value.op not in ("aten.div", "aten.mul"):
         return False
     for above, below in value.either_way:
@@ -123,11 +133,11 @@ def is_spelled_softmax(value: Value) -> bool:
 
 
 def is_of_shared_keys(value: Value) -> bool:
-    """Whether a softmax that :func:`logits_of` cannot read looks like attention that the op would
-    make faster.
+    """Whether a softmax that :func:`logits_of` cannot read is probably attention that the op would
+    compute faster.
 
     This is so if its product reads a cached tensor or repeated heads, if it is masked, or if the
-    softmax is spelled out.
+    softmax is written as separate operations.
     """
     if len(value.shape) > 2 and is_spelled_softmax(value):
         return bool(_products_above(value))
@@ -140,13 +150,13 @@ def is_of_shared_keys(value: Value) -> bool:
 
 
 def factors_of(value: Value) -> list[View]:
-    """Returns the operands of the nearest products that a value is computed from."""
+    """Returns the operands of the nearest products from which a value is computed."""
     return [view for product in _products_above(value) for view in product.operands]
 
 
 def _is_masked(value: Value) -> bool:
-    """Whether a value combines a batched product with an operand that comes from no product, as a
-    mask does."""
+    """Whether a value combines a batched product with an operand that is not computed from a
+    product. A mask is such an operand."""
     if value.op not in _MASKING:
         return False
     above = [(view, _products_above(view.value)) for view in value.operands]
@@ -155,13 +165,13 @@ def _is_masked(value: Value) -> bool:
 
 
 def _products_above(value: Value) -> list[Value]:
-    """Returns the nearest products that a value is computed from."""
+    """Returns the nearest products from which a value is computed."""
     above = upstream(value, _REACH, lambda v: not _multiplies(v))
     return [v for v in above if _multiplies(v)]
 
 
 def _repeats_heads(view: View) -> bool:
-    """Whether a dimension of a batch of matrices holds several elements, each several times."""
+    """Whether a dimension of a batch of matrices has several elements and repeats each of them."""
     return len(view.shape) > 2 and any(
         {atom.axis is None for atom in dim} == {True, False} for dim in view.effect.dims
     )
@@ -172,15 +182,17 @@ def _multiplies(value: Value) -> bool:
 
 
 def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = None) -> Attention:
-    """Returns the attention that a value is, or is a part of; :func:`keys_of` must find keys for
-    it.
+    """Returns the attention whose result or intermediate result is `value`. :func:`keys_of` must
+    find keys for this value.
 
     heads_of: as for `logits_of`. Raises Reject (ATTENTION_FORM, CHUNKED_PREFIX).
     """
     if value.op == "aten.logsumexp":
         _refuse_chunk(value)
     if is_spelled_softmax(value):
-        refuse("its softmax is spelled out", value, hint="torch.softmax(logits, -1)")
+        refuse(
+            "its softmax is written as separate operations", value, hint="torch.softmax(logits, -1)"
+        )
     if value.op == _SDPA:
         return _scaled_dot_product(value)
     if value.op == "aten.softmax":
@@ -189,9 +201,11 @@ def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = Non
 
 
 def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
-    """Yields guesses at the keys of a possible attention, each as parts [B, K, H, d].
+    """Yields possible keys of a value that may be attention. Each item is the parts [B, K, H, d] of
+    such keys.
 
-    An unknown operator gives one guess per operand; a value that is not attention gives none.
+    For an unknown operator, yields one item for each operand. For a value that is not attention,
+    yields nothing.
     """
     if value.op in ("aten.softmax", "aten.logsumexp"):
         logits = logits_of(value)
@@ -211,8 +225,8 @@ def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A quick look at an attention: q [B, S, H, d], k [B, K, H or fewer, d], and whether there is a
-    mask tensor."""
+    """The main facts of an attention: q [B, S, H, d], k [B, K, H or fewer, d], and whether there is
+    a mask tensor."""
 
     q: View
     k: View
@@ -220,8 +234,8 @@ class Sketch:
 
 
 def sketch_of(value: Value) -> Sketch | None:
-    """Returns a sketch; None for a value that is not attention, or whose heads have several
-    parts."""
+    """Returns the main facts of an attention. Returns None for a value that is not attention, and
+    for an attention whose heads have several parts."""
     if value.op == _SDPA:
         given = value.named(*_NAMES)
         q, k = given.get("query"), given.get("key")
@@ -240,9 +254,10 @@ def sketch_of(value: Value) -> Sketch | None:
 
 # Products that also add a tensor.
 _WITH_SUM = frozenset({"aten.linear", "aten.addmm", "aten.baddbmm"})
-# The most values between a quotient and the sum in it: a reciprocal, a clamp, an epsilon.
+# The largest number of values between a quotient and the sum in it. They may be a reciprocal, a
+# clamp and an epsilon.
 _IN_A_SUM = 4
-# The most operations between a product and its softmax.
+# The largest number of operations between a product and its softmax.
 _REACH = 24
 # Operations that combine a mask and scores.
 _MASKING = frozenset({"aten.add", "aten.sub", "aten.where", "aten.masked_fill"})
@@ -259,7 +274,7 @@ def _scaled_dot_product(value: Value) -> Attention:
     if rank not in (3, 4) or any(len(view.shape) != rank for view in (k, v)):
         refuse(f"q, k and v have {len(q.shape)}, {len(k.shape)} and {len(v.shape)} axes", value)
     batch = (q.shape[0],) if rank == 4 else ()
-    # The product broadcasts a batch of one, and also one head.
+    # The product broadcasts a batch of one, and also a single head.
     q, k, v = (_token_major(view, (*batch, *view.shape[len(batch) :])) for view in (q, k, v))
     shared = bool(given.get("enable_gqa"))
     k, v = (_with_heads(view, q.shape[2], shared) for view in (k, v))
@@ -287,13 +302,15 @@ def _scaled_dot_product(value: Value) -> Attention:
 
 
 def _check_heads(q: View, k: View, v: View, value: Value) -> None:
-    """Raises Reject (ATTENTION_FORM) unless all [B, S, H, D] have the same number of heads."""
+    """Raises Reject (ATTENTION_FORM) unless all tensors [B, S, H, D] have the same number of
+    heads."""
     if len({view.shape[2] for view in (q, k, v)}) != 1:
         refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
 
 
 def _with_heads(view: View, count: Size, shared: bool) -> View:
-    """Returns [B, K, H, D] with its heads repeated to `count`, where PyTorch would repeat them."""
+    """Returns [B, K, H, D] with its heads repeated to `count` heads, if PyTorch would repeat
+    them."""
     batch, keys, heads, width = view.effect.dims
     group = effects.divides(view.shape[2], count)
     if group is None or not (shared or view.shape[2] == 1):
@@ -303,7 +320,7 @@ def _with_heads(view: View, count: Size, shared: bool) -> View:
 
 
 def _token_major(view: View, shape: tuple[Size, ...]) -> View:
-    """Returns [B, H, S, D], or without B, as [B, S, H, D]."""
+    """Returns [B, H, S, D], or [H, S, D], as [B, S, H, D]."""
     effect = effects.expand(view.effect, shape)
     if len(shape) == 3:
         effect = effects.unsqueeze(effect, 0)
@@ -311,8 +328,8 @@ def _token_major(view: View, shape: tuple[Size, ...]) -> View:
 
 
 def _four_axes(mask: View, keys: Size, value: Value) -> View:
-    """Returns a mask [..., S, K] as [B or 1, H or 1, S or 1, K], without dimensions that only
-    repeat."""
+    """Returns a mask [..., S, K] as [B or 1, H or 1, S or 1, K]. Dimensions that only repeat become
+    1."""
     if not 0 < len(mask.shape) <= 4:
         refuse(f"its mask has {len(mask.shape)} axes", value)
     effect = effects.expand(mask.effect, (*mask.shape[:-1], keys))
@@ -324,15 +341,18 @@ def _refuse_chunk(value: Value) -> NoReturn:
     reject(
         "CHUNKED_PREFIX",
         Stage.ACTIVATION,
-        f"the log-sum-exp of {value} is used: it is a part of an attention, to be merged",
+        f"the log-sum-exp of {value} is used, so it is one part of an attention whose parts are "
+        "merged",
         value,
-        hint="give all keys to one attention; the op makes no key or value tensor that could be "
-        "too large",
+        hint=(
+            "compute one attention with all keys; the op does not create a key or value "
+            "tensor that could be too large"
+        ),
     )
 
 
 def refuse(why: str, value: Value, hint: str = "") -> NoReturn:
-    """Rejects with ATTENTION_FORM."""
+    """Raises Reject with the code ATTENTION_FORM."""
     reject("ATTENTION_FORM", Stage.ACTIVATION, f"{value}: {why}", value, hint=hint)
 
 
@@ -342,20 +362,23 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
     above = None if logits is None else weighted_by(softmax, logits, flow)
     if logits is not None and logits.finite:
         refuse(
-            "its mask is a large number, not minus infinity",
+            "its mask is a large number instead of minus infinity",
             softmax,
-            hint='hide keys by float("-inf"), or add torch.where(seen, 0.0, number) to the logits',
+            hint=(
+                'exclude keys with float("-inf"), or add torch.where(seen, 0.0, number) to '
+                "the logits"
+            ),
         )
     if logits is None:
         _refuse_logits(softmax)
     if above is None:
         refuse(
-            "it is not read by one product with values alone",
+            "its result is not read by one product with values only",
             softmax,
-            hint="return no attention weights, and compute nothing else of them",
+            hint="do not return the attention weights, and do not use them for anything else",
         )
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
-    # The part that all heads share (RoPE) comes last.
+    # The part that all heads share (the part with RoPE) comes last.
     parts = sorted(logits.terms, key=lambda term: term[1].effect.dims[2] == ())
     terms = tuple(
         (_expanded(q, (batch, queries, heads)), _expanded(k, (batch, k.shape[1], heads)))
@@ -384,25 +407,29 @@ def _refuse_logits(softmax: Value) -> NoReturn:
     step = unread_step(softmax)
     if step is not None and step.op == "aten.mul" and len(step.operands) == 2:
         refuse(
-            f"its products of queries and keys are multiplied by a tensor ({step}); the op scales "
-            "them by one number",
+            f"its products of queries and keys are multiplied by a tensor ({step}), but the op "
+            "scales them by one number",
             softmax,
-            hint='hide keys by masked_fill(mask == 0, float("-inf")), or add torch.where(mask == '
-            "0, number, 0.0) to the products",
+            hint=(
+                'exclude keys with masked_fill(mask == 0, float("-inf")), or add '
+                "torch.where(mask == 0, number, 0.0) to the products"
+            ),
         )
-    why = "its logits are no known sum of products of queries and keys"
+    why = "its logits are not a known sum of products of queries and keys"
     if step is not None and step.store is not None:
         why = f"a part of its products of queries and keys is changed in place ({step})"
     refuse(
         why,
         softmax,
-        hint="add up what is added to the products, and give scaled_dot_product_attention the "
-        "sum as attn_mask",
+        hint=(
+            "add all tensors that are added to the products, and pass the sum to "
+            "scaled_dot_product_attention as attn_mask"
+        ),
     )
 
 
 def _with_all_outputs(values: Sequence[Value], flow: Dataflow) -> tuple[Value, ...]:
-    """Returns the values with the other outputs of their nodes, such as the indices of a
+    """Returns the values together with the other outputs of their nodes, such as the indices of a
     maximum."""
     several = {v.node: v.operands[0].value for v in values if "output" in v.kwargs}
     others = [u for node, x in several.items() for u in flow.users[x] if u.node is node]
@@ -418,14 +445,17 @@ def _expanded(view: View, lead: tuple[Size, ...]) -> View:
 
 
 def _ragged(value: Value, flow: Dataflow) -> Attention:
-    """Matches a library's varlen operator, known by its name."""
+    """Matches a varlen operator of a library, which is recognised by its name."""
     form = FORMS.get(name_of_op(value))
     if form is None:
         refuse(
-            "what this operator computes is not known",
+            "it is not known what this operator computes",
             value,
-            hint="use torch's scaled_dot_product_attention or varlen_attn, or tell tilewright "
-            "what it is: tilewright.patterns.recognise.attention_varlen.register_varlen",
+            hint=(
+                "use torch's scaled_dot_product_attention or varlen_attn, or declare what the "
+                "operator computes: "
+                "tilewright.patterns.recognise.attention_varlen.register_varlen"
+            ),
         )
     given = arguments_of(value)
     names = (form.query, form.key, form.value, form.row_offsets, form.key_offsets)
@@ -463,7 +493,8 @@ def _ragged(value: Value, flow: Dataflow) -> Attention:
 
 
 def without_padding(found: Attention) -> Attention:
-    """Returns the attention with its values' own width, if columns of zeros were added to them."""
+    """Returns the attention with the original width of the values, if columns of zeros were added
+    to the values."""
     columns = unpadded(found.v)
     if columns is None or columns[0] != 0:
         return found
@@ -471,8 +502,8 @@ def without_padding(found: Attention) -> Attention:
 
 
 def unpadded(view: View) -> tuple[int, View] | None:
-    """Returns (first, columns) of a view [..., D] that is zero except for a run of columns; None if
-    it is not padded."""
+    """Returns (first, columns) for a view [..., D] that is zero except in one run of columns.
+    Returns None if the view is not padded."""
     value = view.value
     if value.op != "aten.pad" or len(value.args) < 2 or value.kwargs:
         return None

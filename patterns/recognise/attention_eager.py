@@ -1,12 +1,13 @@
-"""Reads attention spelled out as matmul, softmax, matmul. The names of dimensions in the products
-tell their roles.
+"""Reads attention that is written as matmul, softmax, matmul. The roles of the dimensions follow
+from their names in the two products.
 
     weights = softmax(scale * (q @ k^T), capped, masked)
     out = weights @ v
 
-The logits may be a sum of products of parts of the heads (nope and rope separately). A sink is an
-additional logit of each head, without a value: it is joined to the others before the softmax, and
-its weight is removed after the softmax. Dimension letters: as in `patterns/recognise/attention.py`.
+The logits may be a sum of products, one for each part of the heads (for example, one without RoPE
+and one with RoPE). A sink is an additional logit of each head that has no value: the graph joins it
+to the other logits before the softmax, and removes its weight after the softmax. Dimension letters
+are explained in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -34,23 +35,35 @@ from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
 from tilewright.patterns.recognise.gemm import NamedProduct, Side, layout_on, named_product
 
-# The most operations between a product and its softmax.
+# The largest number of operations between a product and its softmax.
 _REACH = 12
 
-#: Returns which dimension of a query is its heads; None if that is not known.
+#: Returns which dimension of a query is the heads. Returns None if this is not known.
 HeadsOf = Callable[[Side], str | None]
 
 
 @dataclass
 class Logits:
-    """The logits of a softmax. terms: products q [B, S, H, d], k [B, K, H, d], which are summed.
+    """The logits of a softmax.
 
-    mask: over the softmax's dimensions; a key is seen where it equals `sees`. finite: the mask
-    hides logits by a large number instead of minus infinity. added: numbers added to the scaled
-    products, or subtracted from them if `subtracted`. softcap c: the logits before the mask are
-    `c * tanh(scaled products / c)`; 0: no cap. sinks [H]. roles: which of the softmax's dimensions
-    are B (or none), H (two dimensions if heads come in groups), S (or none, if heads_of says which
-    are the heads) and K. unread: the operation that could not be read.
+    Attributes:
+        scale: The factor of the products.
+        mask: A mask over the dimensions of the softmax, or None. A query attends to a key where the
+            mask equals `sees`.
+        sees: The value of `mask` where a query attends to a key.
+        finite: Whether the mask uses a large negative number instead of minus infinity.
+        added: Numbers that are added to the scaled products, or None.
+        subtracted: Whether `added` is subtracted instead.
+        softcap: If this is a number c other than 0, the logits before the mask are `c * tanh(scaled
+            products / c)`.
+        sinks: The sinks [H], or None.
+        terms: The products of q [B, S, H, d] and k [B, K, H, d], which are summed.
+        absorbed: The values that compute the logits.
+        roles: Which dimensions of the softmax are B, H, S and K. B may have no dimension. H has two
+            dimensions if the heads are in groups. S may have no dimension if `heads_of` says which
+            dimension is the heads.
+        heads_of: The argument of :func:`logits_of`.
+        unread: The operation that could not be read, or None.
     """
 
     scale: float = 1.0
@@ -70,8 +83,14 @@ class Logits:
 
 @dataclass(frozen=True)
 class Weighted:
-    """The product of the softmax with v [B, K, H, V]. layout: the dimensions of `end` on the axes
-    [B, S, H, V]."""
+    """The product of the softmax and the values.
+
+    Attributes:
+        v: The values, [B, K, H, V].
+        end: The result.
+        layout: The dimensions of `end`, expressed on the axes [B, S, H, V].
+        absorbed: The values that compute the product.
+    """
 
     v: View
     end: Value
@@ -80,11 +99,11 @@ class Weighted:
 
 
 def logits_of(softmax: Value, heads_of: HeadsOf | None = None) -> Logits | None:
-    """Returns the logits of a softmax (or log-sum-exp) over the last dimension; None if it is not
-    part of attention.
+    """Returns the logits of a softmax (or log-sum-exp) over the last dimension. Returns None if the
+    softmax is not a part of attention.
 
-    heads_of: says which dimension is the heads if all heads share the keys: the product then does
-    not tell heads from queries.
+    heads_of: a function that says which dimension is the heads. It is needed if all heads share the
+    keys, because then the product does not distinguish heads from queries.
     """
     found = Logits(absorbed=[softmax], heads_of=heads_of)
     if not _read(found, softmax) or not _keeps_sinks_by_head(found):
@@ -100,8 +119,9 @@ def unread_step(softmax: Value) -> Value | None:
 
 
 def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
-    """Returns the product of a softmax's result, without the sinks, and the values. Returns None
-    unless the product is the only reader of the result, with only casts between them."""
+    """Returns the product of the values with the result of a softmax, from which the sinks are
+    removed. Returns None unless this product is the only reader of the result, and only casts are
+    between them."""
     value, absorbed = softmax, []
     shape = (*softmax.shape[:-1], softmax.shape[-1] - int(logits.sinks is not None))
     while True:
@@ -121,8 +141,8 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
 
 
 def _read(found: Logits, softmax: Value) -> bool:
-    """Reads the logits of a softmax over the last dimension; False if it is not part of
-    attention."""
+    """Reads the logits of a softmax over the last dimension. Returns False if the softmax is not a
+    part of attention."""
     logits = softmax.args[0]
     if not isinstance(logits, View):
         return False
@@ -136,7 +156,8 @@ def _read(found: Logits, softmax: Value) -> bool:
 
 
 def _peel(found: Logits, view: View) -> bool:
-    """Walks back from the logits, operation by operation; False if one is unknown."""
+    """Goes back from the logits, operation by operation. Returns False if an operation is
+    unknown."""
     for _ in range(_REACH):
         value = found.unread = view.value
         if (product := _batched_sum(found, view) or product_of(value)) is not None:
@@ -167,14 +188,15 @@ def _peel(found: Logits, view: View) -> bool:
 
 
 def _sum(found: Logits, view: View) -> bool:
-    """Reads a sum of products. Only a product in which each head has its own keys tells the roles
-    of the dimensions, so a product that could not be read before it is tried again."""
+    """Reads a sum of products. Only a product in which each head has its own keys determines the
+    roles of the dimensions. A product that could not be read before such a product is therefore
+    tried again."""
     found.absorbed.append(view.value)
     left = [view.of_operand(v) for v in view.value.operands]
     around = _around(found)
     for _ in range(2):
         left = [part for part in left if not _peel(found, part)]
-    # A scale or mask on one product alone would not apply to the other.
+    # A scale or mask on one product would not apply to the other product.
     return not left and _around(found) == around
 
 
@@ -194,7 +216,8 @@ def _scaled(found: Logits, value: Value) -> View | None:
 
 
 def _capped(found: Logits, value: Value) -> View | None:
-    """Handles c * tanh(x / c); the scale so far, outside of the tanh, is c."""
+    """Reads c * tanh(x / c). The scale that has been read up to here is outside of the tanh, so it
+    is c."""
     if found.softcap or found.scale == 0 or found.terms:
         return None
     found.softcap, found.scale = abs(found.scale), math.copysign(1.0, found.scale)
@@ -206,7 +229,7 @@ _LESS_THE_LARGEST = _X - largest(_X, "keys")
 
 
 def _shifted(found: Logits, value: Value) -> View | None:
-    """Handles x - max(x), which does not change the softmax."""
+    """Reads x - max(x), which does not change the softmax."""
     match = _LESS_THE_LARGEST.match(value.whole) if _is_bare(found) else None
     if match is None:
         return None
@@ -216,8 +239,8 @@ def _shifted(found: Logits, value: Value) -> View | None:
 
 
 def _without_sinks(found: Logits, view: View) -> View | None:
-    """Handles cat(x, sinks) of x [..., K] and sinks [..., 1]. The product will tell which
-    dimensions of the sinks are heads."""
+    """Reads cat(x, sinks), where x is [..., K] and the sinks are [..., 1]. The product determines
+    later which dimensions of the sinks are heads."""
     parts, axis = view.value.args
     if not view.is_whole or len(parts) != 2 or not _is_bare(found) or found.sinks is not None:
         return None
@@ -229,7 +252,8 @@ def _without_sinks(found: Logits, view: View) -> View | None:
 
 
 def _keeps_sinks_by_head(found: Logits) -> bool:
-    """Reduces the sinks, if any, to [H]; False if they vary by sequence or query."""
+    """Reduces the sinks to [H], if there are any. Returns False if they differ between sequences or
+    queries."""
     if found.sinks is None:
         return True
     batch, heads, queries, _ = found.roles
@@ -245,13 +269,13 @@ def _varies(view: View | None, dim: int) -> bool:
 
 
 def _is_bare(found: Logits) -> bool:
-    """Whether no operation changes the logits between here and the softmax."""
+    """Whether no operation between this value and the softmax changes the logits."""
     plain = found.scale == 1.0 and not found.softcap and not found.terms
     return plain and not (found.mask or found.added)
 
 
 def _masked(found: Logits, value: Value, view: View) -> View | None:
-    """Handles a mask that sets logits to minus infinity."""
+    """Reads a mask that sets logits to minus infinity."""
     chosen = chosen_by_mask(value)
     if chosen is None or found.mask is not None:
         return None
@@ -272,8 +296,8 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
 
 
 def _added(found: Logits, value: Value, view: View) -> View | None:
-    """Handles a mask of numbers. It is added to the scaled products, or subtracted from them, so no
-    scale may follow it."""
+    """Reads a mask of numbers. The mask is added to the scaled products, or subtracted from them,
+    so a scale must not follow it."""
     products = [v for v in value.operands if v.value.projected]
     if len(products) != 1:
         products = [v for v in value.operands if _holds_product(v)]
@@ -290,13 +314,13 @@ def _added(found: Logits, value: Value, view: View) -> View | None:
 
 
 def _holds_product(view: View) -> bool:
-    """Whether a product of two tensors is a few steps back."""
+    """Whether a value a few steps back is a product of two tensors."""
     return any(named_product(value) is not None for value in upstream(view.value, _REACH))
 
 
 def product_of(value: Value) -> NamedProduct | None:
-    """Returns a value as a product of two tensors, including a linear x @ keys^T of one sequence;
-    None for another value."""
+    """Returns a value as a product of two tensors. The product may be a linear x @ keys^T for one
+    sequence. Returns None for every other value."""
     if value.op != "aten.linear" or len(value.operands) != 2 or len(value.args[1].shape) != 2:
         return named_product(value)
     x, weight = value.operands
@@ -305,8 +329,8 @@ def product_of(value: Value) -> NamedProduct | None:
 
 
 def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
-    """Returns the product in the result of baddbmm, alpha * product + beta * tensor, and records
-    the other terms; None for another value."""
+    """Returns the product of a baddbmm, alpha * product + beta * tensor, and records the other
+    terms of the baddbmm. Returns None for every other value."""
     value = view.value
     if value.op != "aten.baddbmm" or len(value.operands) != 3 or found.terms:
         return None
@@ -362,11 +386,12 @@ def _term(found: Logits, view: View, product: NamedProduct) -> bool:
 def _roles_in(
     dims: Sequence[str | None], q: Side, k_names: Sequence[str], found: Logits
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns which of the softmax's dimensions are B, H, S and K; () if the product does not tell.
+    """Returns which dimensions of the softmax are B, H, S and K. Returns () if the product does not
+    determine this.
 
-    Each head or group of heads must have its own keys, unless heads_of says which dimension is the
-    heads. If several dimensions could be B, the first one is, unless sinks vary along it; then it
-    is H.
+    Each head or group of heads must have its own keys, unless `heads_of` says which dimension is
+    the heads. If several dimensions could be B, the first of these dimensions is B. If the sinks
+    vary along it, it is H instead.
     """
     of_q = [n for n in dims[:-1] if n is not None and n in q.names]
     own = [n for n in of_q if n not in k_names]
@@ -386,7 +411,7 @@ def _roles_in(
 
 
 def without_repeats(side: Side, product: NamedProduct) -> Side:
-    """Returns a side without the names of dimensions that broadcast."""
+    """Returns a side without the names of the dimensions that broadcast."""
     sizes = product.sizes
     kept = [
         n
@@ -397,8 +422,8 @@ def without_repeats(side: Side, product: NamedProduct) -> Side:
 
 
 def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -> View:
-    """Returns a side with the dimensions of each axis merged. If it has only some dimensions of an
-    axis, it repeats along the others."""
+    """Returns a side in which the dimensions of each axis are merged. If the side has only some
+    dimensions of an axis, it repeats along the other dimensions of this axis."""
     dims, sizes = side.dims, product.sizes
     found: list[Dim] = []
     for names in axes:
@@ -414,8 +439,8 @@ def _named(
 ) -> tuple[NamedProduct, list[str | None]] | None:
     """Returns the product, and the name of each dimension of a view of its result; else None.
 
-    If the view splits a dimension (into heads and their sequences), the returned product is split
-    in the same way.
+    If the view splits a dimension (for example, into sequences and their heads), the returned
+    product is split in the same way.
     """
     dims = _names_of(effect, product.result, tuple(shape))
     if dims is not None:
@@ -449,7 +474,7 @@ def _named(
 
 
 def _tile(atoms: Sequence[Atom], size: Size) -> bool:
-    """Whether atoms of one axis, outermost first, walk all of its `size` indices in order."""
+    """Whether the atoms of one axis, outermost first, select all of its `size` indices in order."""
     step: Size = 1
     for atom in reversed(atoms):
         if atom.step != step:
@@ -459,10 +484,10 @@ def _tile(atoms: Sequence[Atom], size: Size) -> bool:
 
 
 def _split(product: NamedProduct, split: dict[str, list[Size]]) -> tuple[NamedProduct, list[str]]:
-    """Returns the product with some dimensions split, and the names of each of its result's
-    dimensions.
+    """Returns the product with some dimensions split, and the names of all dimensions of its
+    result.
 
-    Raises InexpressibleError if a side's dimension cannot be split.
+    Raises InexpressibleError if a dimension of a side cannot be split.
     """
     letters = iter(map(chr, range(0x3B1, 0x3C9)))
     names = {n: "".join(next(letters) for _ in sizes) for n, sizes in split.items()}
@@ -479,10 +504,11 @@ def _split(product: NamedProduct, split: dict[str, list[Size]]) -> tuple[NamedPr
 
 
 def _names_of(effect: Effect, names: str, shape: tuple[Size, ...]) -> list[str | None] | None:
-    """Returns the name of each of a view's dimensions, if each is one of the value's dimensions
-    with the length in `shape`.
+    """Returns the name of each dimension of a view, if each dimension is one dimension of the value
+    and has the length given in `shape`.
 
-    Dimensions of length one are interchangeable: they take the remaining names, in order.
+    Dimensions of length one can be exchanged for each other, so they get the remaining names in
+    order.
     """
     whole = effects.identity(shape).dims
     if any(effect.start):
@@ -498,7 +524,7 @@ def _names_of(effect: Effect, names: str, shape: tuple[Size, ...]) -> list[str |
 
 
 def by_roles(view: View, logits: Logits) -> View:
-    """Returns a view over the logits' dimensions as [B or 1, H or 1, S or 1, K]."""
+    """Returns a view over the dimensions of the logits as [B or 1, H or 1, S or 1, K]."""
     *lead, keys = (
         effects.coalesce(a for at in role for a in view.effect.dims[at]) for role in logits.roles
     )
@@ -516,11 +542,12 @@ def _weighted(
     logits: Logits,
     absorbed: tuple[Value, ...],
 ) -> Weighted | None:
-    """Returns the product of weights and values. shape: that of the weights without the sinks."""
+    """Returns the product of the weights and the values. shape: the shape of the weights without
+    the sinks."""
     p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
     if not product.names_differ or v.view.value is weights:
         return None
-    # Dimensions of the softmax that are merged in the product.
+    # Dimensions of the softmax that the product has as one merged dimension.
     merged = {
         n: [a.length for a in dim]
         for n, dim in zip(p.names, p.view.effect.dims, strict=True)
@@ -533,7 +560,7 @@ def _weighted(
     p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
     v = without_repeats(v, product)
     p_names, v_names = p.names, v.names
-    # Letters for the softmax's own dimensions.
+    # One letter for each dimension of the softmax.
     letters = "".join(chr(ord("a") + i) for i in range(len(shape)))
     at = _names_of(p.view.effect, letters, shape)
     if at is None or None in at:

@@ -1,7 +1,7 @@
 """Describes the arguments of libraries' operators for varlen attention.
 
-Such an operator is opaque to the graph, so it is recognised by its name: `FORMS` holds the known
-operators, and an engine adds its own with :func:`register_varlen`.
+The graph does not show what such an operator computes, so it is recognised by its name. `FORMS`
+lists the known operators. An engine adds its own operators with :func:`register_varlen`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from tilewright.patterns.dataflow import Value, View
 
 @dataclass(frozen=True)
 class VarlenForm:
-    """softmax(scale * q @ k^T) @ v within each sequence, q [T, H, D], k [K, H, D], v [K, H, V].
+    """The operator computes softmax(scale * q @ k^T) @ v within each sequence, with q [T, H, D], k
+    [K, H, D] and v [K, H, V]. The result is its only output, or its first output.
 
-    The fields name the operator's arguments. row_offsets and key_offsets are [B + 1]. causal is a
-    bool: if true, the last query of a sequence sees all its keys, the one before it all but one,
-    and so on; "" if the operator is always causal. allowed: further arguments, with the values that
-    change nothing. The result is the operator's only or first output.
+    Attributes:
+        query, key, value, scale: The names of the operator's arguments.
+        row_offsets, key_offsets: The names of the arguments that are the offsets [B + 1].
+        causal: The name of a boolean argument. If the argument is true, the last query of a
+            sequence attends to all keys of the sequence, the query before it attends to all keys
+            but one, and so on. The name is "" if the operator is always causal.
+        allowed: The names of further arguments, with the values that do not change the result.
     """
 
     query: str
@@ -57,14 +61,15 @@ FORMS: dict[str, VarlenForm] = {
 def register_varlen(op: str, form: VarlenForm) -> None:
     """Declares what an operator `namespace::name` of an engine computes.
 
-    Raises ValueError if it is already known as something else.
+    Raises ValueError if the operator is already known with another form.
     """
     if FORMS.setdefault(op, form) != form:
         raise ValueError(f"op: {op!r} is known as {FORMS[op]}, got {form}")
 
 
 def name_of_op(value: Value) -> str:
-    """Returns `namespace::name` of a library's operator; empty for anything else."""
+    """Returns `namespace::name` for an operator of a library. Returns an empty string for every
+    other value."""
     name = value.op.removeprefix("opaque:")
     return name if "::" in name and not name.startswith("python::") else ""
 
@@ -86,14 +91,14 @@ def arguments_of(value: Value) -> dict[str, Any]:
 
 
 def obstacle(form: VarlenForm, given: Mapping[str, Any]) -> str:
-    """Returns "name is value" for an argument that requires something that the op does not do; ""
-    if there is none."""
+    """Returns "name is value" for an argument that requests something that the op does not compute.
+    Returns "" if there is no such argument."""
     causal = bool(given[form.causal]) if form.causal else True
     for name, values in form.allowed.items():
         actual = given.get(name, values[0])
         actual = tuple(actual) if isinstance(actual, (list, tuple)) else actual
         if isinstance(actual, View) or actual not in values:
-            # A window of all earlier keys is the causal mask.
+            # A window that includes all earlier keys is equal to the causal mask.
             if name == "window_size" and actual == (-1, 0) and causal:
                 continue
             return f"{name} is {actual}"

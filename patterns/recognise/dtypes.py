@@ -1,4 +1,4 @@
-"""Dtypes that ops have kernels for, and their names in misses."""
+"""The dtypes for which ops have kernels, and the names that misses use for them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from tilewright.patterns.dataflow import Value
 from tilewright.patterns.effects import Size, size_fact
 from tilewright.patterns.language import Stage, reject
 
-#: Dtypes of projections and attention, and of experts' GEMMs.
+#: The dtypes of projections, of attention, and of the GEMMs of experts.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns a dtype's name, e.g. "bfloat16" for torch.bfloat16."""
+    """Returns the name of a dtype, for example "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def rows_fact(dtype: torch.dtype, rows: Size, columns: Size) -> str:
-    """Returns rows as reports show them, e.g. "bfloat16[T,64]" for rows of 64 numbers."""
+    """Returns the description of rows that reports show, for example "bfloat16[T,64]" for rows of
+    64 numbers."""
     return f"{dtype_name(dtype)}[{size_fact(rows)},{columns}]"
 
 
@@ -36,7 +37,8 @@ def check_dtypes(
     known: Collection[torch.dtype] = FLOATS,
     hint: str = "",
 ) -> None:
-    """Raises Reject (DTYPE) unless `what` (its tensors, in words) has one dtype, one of `known`."""
+    """Raises Reject (DTYPE) unless all `dtypes` are equal and in `known`. what: the words for the
+    tensors that have these dtypes."""
     found = set(dtypes)
     if len(found) != 1 or not found <= set(known):
         expected = f"expected one of {dtype_names(known)} for all"

@@ -1,8 +1,9 @@
-"""Reads GEMMs with a weight, in any spelling, as one normal form: x @ weight^T + bias.
+"""Reads GEMMs with a weight and returns them in one normal form: x @ weight^T + bias.
 
 `F.linear`, `addmm`, `x @ W`, `bmm` with a batch of one, a batched `matmul` and `einsum` differ only
-in the names of dimensions. A dimension that only x has is a token dimension, one that only the
-weight has is a feature, and one that both have and the result lacks is summed over.
+in the names of their dimensions. A dimension that only x has is a token dimension. A dimension that
+only the weight has is a feature dimension. A dimension that both have and the result lacks is
+summed.
 
 Dimension letters: N output features, K hidden size.
 """
@@ -22,12 +23,18 @@ from tilewright.patterns.effects import Atom, Dim, Effect, Size
 
 @dataclass(frozen=True)
 class Gemm:
-    """x @ weight^T + bias.
+    """The product x @ weight^T + bias.
 
-    value: the graph's tensor that holds the result. shape: [tokens..., N], x's token dimensions in
-    order and then N. layout: the dimensions of `value` on the axes of `shape`. x [tokens..., K];
-    weight [N, K]; bias [N]. x_scale: the scales of an x of eight-bit codes, [T or 1, K / block or
-    1]. weight_scale: the scales of a weight of codes, expanded to one per element, [N, K].
+    Attributes:
+        value: The tensor of the graph that has the result.
+        shape: The shape [tokens..., N]: the token dimensions of x in order, and then N.
+        layout: The dimensions of `value`, expressed on the axes of `shape`.
+        x: The activation, [tokens..., K].
+        weight: The weight, [N, K].
+        bias: The bias, [N], or None.
+        x_scale: The scales of x if x is eight-bit codes, [T or 1, K / block or 1].
+        weight_scale: The scales of the weight if it is codes, [N, K], expanded to one number for
+            each element.
     """
 
     value: Value
@@ -51,7 +58,7 @@ class Gemm:
 
 
 def match_gemm(value: Value) -> Gemm | None:
-    """Returns a value as a GEMM with a weight; None if it is not one."""
+    """Returns a value as a GEMM with a weight. Returns None if it is not a GEMM."""
     return _gemm_of(value) if value.op in _RULES else None
 
 
@@ -79,7 +86,8 @@ def _linear(value: Value) -> Gemm | None:
 
 
 def _scaled_mm(value: Value) -> Gemm | None:
-    """Matches a product of codes: (x * scale_a) @ (weight * scale_b), with scales over blocks."""
+    """Matches a product of codes: (x * scale_a) @ (weight * scale_b), where the scales may belong
+    to blocks."""
     given = value.named("self", "mat2", "scale_a", "scale_b", "bias", "scale_result")
     scale_a, scale_b = given.get("scale_a"), given.get("scale_b")
     if not isinstance(scale_a, View) or not isinstance(scale_b, View):
@@ -89,15 +97,15 @@ def _scaled_mm(value: Value) -> Gemm | None:
     return _of_codes(value, given, scale_a, scale_b)
 
 
-# Numbers of the scale recipes of `_scaled_mm_v2`: one scale for the tensor, one per row, one per
-# 128 columns of a row, one per block of 128 rows and 128 columns.
+# The numbers of the scale recipes of `_scaled_mm_v2`: one scale for the tensor, one for each row,
+# one for every 128 columns of a row, and one for every block of 128 rows and 128 columns.
 _TENSOR_WISE, _ROW_WISE, _BY_128, _BY_128_SQUARED = 0, 1, 4, 5
 _V2 = ("self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b", "swizzle_b")
 
 
 def _scaled_mm_v2(value: Value) -> Gemm | None:
-    """Matches a product of codes whose scales come in lists, each with the number of its recipe: by
-    tensor, by row or by blocks of 128."""
+    """Matches a product of codes whose scales are lists. Each scale comes with the number of its
+    recipe: one scale for the tensor, for each row, or for each block of 128."""
     given = value.named(*_V2, "bias", "out_dtype", "contraction_dim")
     x, weight = given.get("self"), given.get("mat2")
     if not isinstance(x, View) or not isinstance(weight, View):
@@ -124,8 +132,8 @@ def _scaled_mm_v2(value: Value) -> Gemm | None:
 def _by_recipe(
     given: Mapping[str, Any], side: str, shapes: Mapping[int, tuple[Size, Size]]
 ) -> View | None:
-    """Returns the scale of one side as [1, 1], or in the shape that `shapes` gives for its recipe;
-    None for another recipe, and for blocks in another order."""
+    """Returns the scale of one side as [1, 1], or in the shape that `shapes` gives for its recipe.
+    Returns None for another recipe, and for blocks in another order."""
     scales: Sequence[Any] = given.get(f"scale_{side}") or ()
     recipe: Sequence[Any] = given.get(f"recipe_{side}") or ()
     if len(scales) != 1 or len(recipe) != 1:
@@ -159,7 +167,8 @@ def _of_codes(value: Value, given: Mapping[str, Any], scale_a: View, scale_b: Vi
 
 
 def _two_dims(scale: View) -> View | None:
-    """Returns a scale as [rows or 1, blocks or 1]; a single number may have any rank."""
+    """Returns a scale as [rows or 1, blocks or 1]. The scale may have any rank if it is a single
+    number."""
     if len(scale.shape) == 2:
         return scale
     if effects.product(scale.shape) != 1:
@@ -168,7 +177,8 @@ def _two_dims(scale: View) -> View | None:
 
 
 def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
-    """Returns a scale per block as a scale per element; None if the blocks do not fit the shape."""
+    """Expands one scale for each block to one scale for each element. Returns None if the blocks do
+    not fit the shape."""
     flat = _two_dims(scale)
     if flat is None:
         return None
@@ -182,26 +192,27 @@ def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
 
 
 def _repeats(count: Size, size: Size) -> Size | None:
-    """Returns how many neighbouring elements share one of `count` scales: all, one, or a whole
-    block; None if the last block is not whole."""
+    """Returns how many neighbouring elements share one of `count` scales: all elements, one
+    element, or a whole block. Returns None if the last block is not whole."""
     repeats = effects.divides(count, size)
     return repeats if repeats in (1, size, BLOCK) else None
 
 
 @dataclass(frozen=True)
 class Side:
-    """One operand of a product. names: a letter for each of its dimensions."""
+    """One operand of a product. `names` has one letter for each dimension of the operand."""
 
     view: View
     names: str
 
     @property
     def dims(self) -> dict[str, Dim]:
-        """The dimensions by name; a repeated name has one entry."""
+        """The dimensions by name. A name that occurs twice has one entry."""
         return dict(zip(self.names, self.view.effect.dims, strict=True))
 
     def ordered(self, names: Sequence[str | None]) -> View:
-        """Returns the dimensions in another order; missing ones have length one."""
+        """Returns the dimensions in another order. A dimension that the operand lacks gets the
+        length one."""
         dims = self.dims
         effect = Effect(tuple(dims.get(n, ()) for n in names), self.view.effect.start)  # type: ignore[arg-type]
         return View(self.view.value, effect)
@@ -209,19 +220,21 @@ class Side:
 
 @dataclass(frozen=True)
 class NamedProduct:
-    """A product of two tensors. result: the names of its dimensions; the others are summed over."""
+    """A product of two tensors. `result` has the names of the dimensions of the result. The product
+    sums over all other dimensions."""
 
     sides: tuple[Side, Side]
     result: str
 
     @property
     def either_way(self) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
-        """The sides in both orders."""
+        """The two sides in both orders."""
         return self.sides, self.sides[::-1]
 
     @property
     def sizes(self) -> dict[str, Size]:
-        """The length of each dimension, by name; where one side broadcasts, the other side's."""
+        """The length of each dimension, by name. Where one side broadcasts, this is the length of
+        the other side."""
         found: dict[str, Size] = {}
         for side in self.sides:
             for name, size in zip(side.names, side.view.shape, strict=True):
@@ -230,18 +243,20 @@ class NamedProduct:
 
     @property
     def names_differ(self) -> bool:
-        """Whether no tensor has a name twice, as a diagonal would."""
+        """Whether the dimensions of each tensor have different names. If a tensor has a name twice,
+        the product takes its diagonal."""
         named = (*(side.names for side in self.sides), self.result)
         return all(len(set(names)) == len(names) for names in named)
 
 
 def named_product(value: Value) -> NamedProduct | None:
-    """Returns a value as a product of two tensors with named dimensions; None if it is not one."""
+    """Returns a value as a product of two tensors with named dimensions. Returns None if it is no
+    such product."""
     if value.op == "aten.einsum":
         return _einsum(value)
     if value.op not in ("aten.matmul", "aten.mm", "aten.bmm"):
         return None
-    # [..., M, K] @ [..., K, N]: leading dimensions broadcast.
+    # In [..., M, K] @ [..., K, N], the leading dimensions broadcast.
     if len(value.operands) != 2 or any(len(v.shape) < 2 for v in value.operands):
         return None
     batch = string.ascii_lowercase[: max(len(v.shape) for v in value.operands) - 2]
@@ -279,8 +294,8 @@ def _einsum(value: Value) -> NamedProduct | None:
 
 
 def _contracted(value: Value) -> Gemm | None:
-    """Returns the GEMM of a product whose weight may be either operand; a parameter is
-    preferred."""
+    """Returns the GEMM of a product in which either operand may be the weight. If both may be, a
+    parameter is preferred."""
     product = named_product(value)
     if product is None or not product.names_differ:
         return None
@@ -293,24 +308,24 @@ def _contracted(value: Value) -> Gemm | None:
 
 
 def is_weight(view: View) -> bool:
-    """Whether a view selects from a parameter, or from a cast or concatenation of one."""
+    """Whether a view selects from a parameter, or from a cast or concatenation of a parameter."""
     if view.value.op in ("aten.cat", "cast"):
         return any(is_weight(v) for v in view.value.operands)
     return view.value.op == "constant"
 
 
-# A product that sums fewer numbers is not a product with a weight. For example, positions times
-# frequencies give angles.
+# A product that sums fewer numbers than this is not a product with a weight. For example, the
+# product of positions and frequencies computes angles.
 _LEAST_SUMMED = 16
 _NO_OPERATIONS = ("input", "constant", "store", "cast", "bitcast")
 _KNOWN = ("aten.", "tilewright::", "opaque:tilewright::")
 _SCALED = ("aten._scaled_mm", "aten._scaled_mm_v2")
-# How many codes one stored element may hold.
+# The numbers of codes that one stored element may have.
 _CODES_IN_A_WORD = (1, 2, 4, 8)
 
 
 def multiplies_stored(value: Value) -> bool:
-    """Whether a value is a product with a stored tensor: a parameter, or a buffer."""
+    """Whether a value is a product with a stored tensor, that is, with a parameter or a buffer."""
     if any(is_weight(view) for view in value.operands):
         return True
     gemm = match_gemm(value)
@@ -324,9 +339,9 @@ def sums_enough(gemm: Gemm) -> bool:
 
 
 def unread_product(value: Value) -> tuple[View, View] | None:
-    """Returns (x, weight) of an unknown operation, or of a scaled product that cannot be read, if
-    the shapes show a product: x is [..., K], the result is [..., N], and a stored matrix has N * K
-    numbers or codes. The operation may write its result in place."""
+    """Returns (x, weight) for an unknown operation, or for a scaled product that cannot be read, if
+    the shapes show that it is a product: x is [..., K], the result is [..., N], and a stored matrix
+    has N * K numbers or codes. The operation may write its result in place."""
     written = value.op == "store" and value.store is not None and value.store.source is None
     known = value.op in _NO_OPERATIONS or value.op.startswith(_KNOWN)
     known = known and (value.op not in _SCALED or match_gemm(value) is not None)
@@ -345,15 +360,16 @@ def unread_product(value: Value) -> tuple[View, View] | None:
 
 
 def _is_stored(value: Value) -> bool:
-    """Whether a value is an input, a parameter, or one of these after a write in place:
-    bitsandbytes repacks its codes at the first call."""
+    """Whether a value is an input, a parameter, or one of these after an in-place write.
+    bitsandbytes makes such a write when it repacks its codes at the first call."""
     packed_anew = value.store is not None and value.store.memory.is_input
     return packed_anew or value.op in ("input", "constant")
 
 
 def _holds(weight: View, columns: Size, summed: Size) -> bool:
-    """Whether the shape of a stored matrix fits a weight of `columns` times `summed` numbers, as
-    they are or as codes. A parameter of codes with a row for each column fits, too."""
+    """Whether the shape of a stored matrix fits a weight of `columns` times `summed` numbers, which
+    are stored as numbers or as codes. A parameter of codes that has a row for each column fits,
+    too."""
     count = effects.product(weight.shape)
     if not all(isinstance(n, int) for n in (count, columns, summed)) or summed < _LEAST_SUMMED:
         return False
@@ -365,19 +381,20 @@ def _holds(weight: View, columns: Size, summed: Size) -> bool:
 
 
 def operator_of(value: Value) -> str:
-    """Returns the name of an unread product's operation."""
+    """Returns the name of the operation of an unread product."""
     named = value.store.kind if value.store is not None else value.op
     return named.removeprefix("opaque:")
 
 
 def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | None:
-    """Returns the GEMM of x and a weight; None for diagonals, batched weights and the like."""
+    """Returns the GEMM of x and a weight. Returns None for diagonals, batched weights and similar
+    products."""
     xs, ws = x.dims, weight.dims
     for name in xs.keys() & ws.keys():
         if name not in result:
             if bool(xs[name]) != bool(ws[name]):
                 return None
-        # A dimension that is broadcast in one operand belongs only to the other.
+        # A dimension that is broadcast in one operand belongs only to the other operand.
         elif effects.repeats(ws[name]):
             del ws[name]
         elif effects.repeats(xs[name]):
@@ -415,8 +432,8 @@ def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | Non
 def layout_on(
     axes: Sequence[Sequence[str]], dims: Sequence[Sequence[str]], sizes: Mapping[str, Size]
 ) -> Effect:
-    """Returns the effect on `axes` whose dimensions are `dims`. Both are lists of names, outermost
-    first, for each axis or dimension."""
+    """Returns the effect on `axes` whose dimensions are `dims`. Both arguments list names,
+    outermost first, for each axis or dimension."""
     atoms: dict[str, Atom] = {}
     for axis, names in enumerate(axes):
         step: Size = 1
@@ -438,10 +455,10 @@ _RULES = {
 
 
 def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | None:
-    """Returns (bias [n], first feature) of a tensor that is added to a product; None if it is not a
-    bias, which varies only by feature.
+    """Returns (bias [n], first feature) for a tensor that is added to a product. Returns None if
+    the tensor is not a bias, that is, if it varies along other dimensions than the features.
 
-    product: the tensor that the bias is added to, on the axes [tokens..., N]; it may hold only a
+    product: the tensor that the bias is added to, on the axes [tokens..., N]. It may have only a
     run of the features.
     """
     if not isinstance(bias, View) or bias.value.projected:
@@ -468,8 +485,8 @@ def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | No
 
 
 def piece_of(view: View) -> View:
-    """Returns a view of a concatenation as a view of the one operand that holds all its elements;
-    the view itself if no operand does, or if that operand's dtype is not the result's."""
+    """Rewrites a view of a concatenation as a view of one operand. Returns the given view if no
+    operand has all its elements, or if the dtype of this operand is not the dtype of the result."""
     value = view.value
     if value.op != "aten.cat":
         return view

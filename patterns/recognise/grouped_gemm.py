@@ -1,8 +1,9 @@
-"""GEMMs with one weight per expert: grouped over rows sorted by expert, or batched over routes.
+"""GEMMs that have one weight for each expert. They are grouped over rows that are sorted by expert,
+or batched over routes.
 
-grouped_mm(x [M, K], weight [E, K, N], ends [E])
-bmm(weight[experts] [M, N, K], x [M, K, 1])                   in either order, or as
-einsum("tk, tsnk -> tsn", x, weight[experts [T, S]])          with M = T * S routes
+    grouped_mm(x [M, K], weight [E, K, N], ends [E])
+    bmm(weight[experts] [M, N, K], x [M, K, 1])                   in either order, or as
+    einsum("tk, tsnk -> tsn", x, weight[experts [T, S]])          with M = T * S routes
 """
 
 from __future__ import annotations
@@ -30,13 +31,20 @@ _BATCHED = ("aten.bmm", "aten.einsum", "aten.matmul")
 
 @dataclass(frozen=True)
 class ExpertGemm:
-    """`x @ weight[expert]^T + bias[expert]`.
+    """The product `x @ weight[expert]^T + bias[expert]`.
 
-    x [M, K], or [E, T, K] if every expert multiplies T rows; weight [E, N, K], stored or computed.
-    end: the value that holds the result. column_axis: the axis of `end` that is N. bias [E, N];
-    bias_index: the experts by which the bias was gathered. ends [E]: the end of each expert's
-    sorted rows; None if `experts` [M] holds each row's expert. outside, bias_outside: how the
-    lookups of weight and bias treat numbers that name no expert.
+    Attributes:
+        x: The rows [M, K]. If every expert multiplies T rows, x is [E, T, K].
+        weight: The weights, [E, N, K], stored or computed.
+        end: The value that has the result.
+        absorbed: The values that the op replaces.
+        column_axis: The axis of `end` that is N.
+        bias: The biases, [E, N], or None.
+        bias_index: The experts by which the bias was gathered, or None.
+        ends: The end of the sorted rows of each expert, [E]. It is None if `experts` is given.
+        experts: The expert of each row, [M], or None.
+        outside, bias_outside: How the lookups of the weight and of the bias treat numbers that are
+            not the number of an expert.
     """
 
     x: View
@@ -52,8 +60,8 @@ class ExpertGemm:
     bias_outside: Outside = REFUSED
 
     def columns_of(self, part: View) -> Columns | None:
-        """Returns the columns that a view [M, n] (or [T, S, n]) of the result takes of every row;
-        None for another view."""
+        """Returns the columns that a view [M, n] (or [T, S, n]) of the result selects from every
+        row. Returns None for every other view."""
         last = part.effect.dims[-1] if len(part.effect.dims) > 1 else ()
         if part.value is not self.end or not any(a.axis == self.column_axis for a in last):
             return None
@@ -61,12 +69,13 @@ class ExpertGemm:
 
 
 def is_expert_gemm(value: Value) -> bool:
-    """Whether a value is a GEMM with one weight per expert."""
+    """Whether a value is a GEMM that has one weight for each expert."""
     return (value.op == _GROUPED or value.op in _BATCHED) and rows_of(value) is not None
 
 
 def rows_of(value: Value) -> View | None:
-    """Returns the rows that a GEMM with expert weights multiplies; None for another value."""
+    """Returns the rows that a GEMM with expert weights multiplies. Returns None for every other
+    value."""
     if value.op == _GROUPED:
         rows: View = value.args[0]
         return rows
@@ -75,14 +84,15 @@ def rows_of(value: Value) -> View | None:
 
 
 def routes_of(value: Value) -> View | None:
-    """Returns what determines each row's expert: the ends of the experts' rows, or the expert
+    """Returns what determines the expert of each row: the ends of the experts' rows, or the expert
     ids."""
     found = match_grouped(value) or match_batched(value)
     return None if found is None else found.ends or found.experts
 
 
 def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
-    """Returns the GEMM that `value` computes, with the bias that follows it, if any."""
+    """Returns the GEMM that computes `value`, with the bias that is added after it, if there is
+    one."""
     found = match_grouped(value) or match_batched(value)
     if found is None:
         return None
@@ -94,13 +104,14 @@ def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
 
 
 def before_widening_rows(gemm: ExpertGemm) -> ExpertGemm:
-    """Returns the GEMM with its rows before casts to wider floating types."""
+    """Returns the GEMM with its rows before casts to wider floating-point types."""
     x, casts = strip_widening(gemm.x)
     return replace(gemm, x=x, absorbed=(*gemm.absorbed, *casts))
 
 
 def match_grouped(value: Value) -> ExpertGemm | None:
-    """Returns a GEMM of rows sorted by group, without its bias; None for another value."""
+    """Returns a GEMM of rows that are sorted by group, without its bias. Returns None for every
+    other value."""
     if value.op != _GROUPED:
         return None
     weight = value.args[1]
@@ -114,15 +125,15 @@ def match_grouped(value: Value) -> ExpertGemm | None:
 
 
 def match_batched(value: Value) -> ExpertGemm | None:
-    """Returns a product with the operand weight[experts], without its bias; None for another
-    value."""
+    """Returns a product that has the operand weight[experts], without its bias. Returns None for
+    every other value."""
     product = named_product(value) if value.op in _BATCHED else None
     if product is None:
         return None
     for weight, x in product.either_way:
         try:
             found = _by_route(value, x, weight, product.result)
-        except effects.InexpressibleError:  # e.g. of zero routes
+        except effects.InexpressibleError:  # for example, if there are no routes
             continue
         if found is not None:
             return found
@@ -145,7 +156,7 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
     n = [name for name in own if name in result and name not in xs]
     if len(k) != 1 or len(n) != 1 or len(xs) != len(x.names) or weight.view.value is x.view.value:
         return None
-    # bmm has a dimension of one for the row.
+    # The bmm has a dimension of length one for the row.
     single = [a for a in xs if a not in routes and a != k[0]]
     if any(xs[a] for a in single) or [a for a in result if a not in single] != [*routes, n[0]]:
         return None
@@ -167,10 +178,10 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
 
 
 def _axes(view: View, lead: int) -> list[int] | None:
-    """Returns, for each dimension of a view, the axis of the view's value that it walks.
+    """Returns, for each dimension of a view, the axis of the view's value along which it selects.
 
-    None unless the view has each of the first `lead` axes once and whole. It may have only parts of
-    later axes.
+    Returns None unless the view has each of the first `lead` axes once and completely. The view may
+    have only parts of the later axes.
     """
     ones = [a for a, n in enumerate(view.value.shape) if n == 1]
     axes: list[int] = []
@@ -190,8 +201,9 @@ def _axes(view: View, lead: int) -> list[int] | None:
 
 
 def on_stack(stored: View, lead: int, dims: Sequence[Dim], start: Sequence[int]) -> View | None:
-    """Returns `dims` of stored[index] as a view [G, dims...] of the stack `stored`; None if they
-    are not dimensions of each matrix. In stored[index], `lead` axes replace the first axis."""
+    """Rewrites the dimensions `dims` of stored[index] as a view [G, dims...] of the stack `stored`.
+    Returns None if they are not dimensions of each matrix. In stored[index], `lead` axes replace
+    the first axis."""
     if any(start[:lead]) or any(a.axis is None or a.axis < lead for d in dims for a in d):
         return None
     first = effects.identity(stored.shape).dims[0]
@@ -225,11 +237,13 @@ def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:
 
 
 def _repeated_bias(view: View, gemm: ExpertGemm) -> View | None:
-    """Returns the bias [E, N] if each expert's bias is repeated for all rows up to the expert's
-    end; else None. The spellings are:
+    """Returns the bias [E, N] if the bias of each expert is repeated for all rows of the expert;
+    else None. The graph may write this in two ways:
 
-        repeat_interleave(bias, counts), or
-        repeat_interleave(cat(bias, zeros), cat(counts, rows that are left))
+            repeat_interleave(bias, counts), or
+            repeat_interleave(cat(bias, zeros), cat(counts, rows that are left))
+
+    The rows after the last expert's rows get zeros in the second form.
     """
     value, ends = view.value, None if gemm.ends is None else gemm.ends.value
     if value.op != "aten.repeat_interleave" or not view.is_whole or value.argument(2, "dim") != 0:
@@ -250,8 +264,8 @@ def _repeated_bias(view: View, gemm: ExpertGemm) -> View | None:
 
 
 def _joined(view: View) -> View | None:
-    """Returns the first of two tensors joined along their first dimension, if the second tensor has
-    length one there; else None."""
+    """Returns the first of two tensors that are joined along their first dimension, if the second
+    tensor has length one in this dimension; else None."""
     value = view.value
     if value.op != "aten.cat" or not view.is_whole or value.argument(1, "dim", 0) != 0:
         return None

@@ -1,11 +1,12 @@
-"""Recognises linears with bias, clamp and adapters, and the columns that a view takes of them.
+"""Recognises linears with a bias, a clamp and adapters, and the columns that a view selects from
+the result of a linear.
 
     y    = clamp(x @ weight^T * scale + bias + deltas)     x [tokens..., K], weight [N, K], bias [N]
-    view = some of y's columns, in dimensions of their own
+    view = some columns of y, in dimensions of their own
 
-:func:`match_linear` finds y. :func:`match_columns` finds the view: the rows of the weight and of
-the bias that make it, and the activation that they multiply. Dimension letters: N output features,
-K hidden size.
+:func:`match_linear` finds y. :func:`match_columns` finds the view, with the rows of the weight and
+of the bias that compute it, and the activation that they multiply. Dimension letters: N output
+features, K hidden size.
 """
 
 from __future__ import annotations
@@ -39,9 +40,13 @@ from tilewright.patterns.recognise.ranks import collective_of
 class Path:
     """The codes and words of a pattern's misses about the path from a linear to its reader.
 
-    code: the code for a path without a linear. masked: the code for a boolean mask that selects
-    rows on the path; "" to use `code`. reader: the reader of the linear's result, in words. hint:
-    the hint for misses that have none of their own.
+    Attributes:
+        code: The code for a path without a linear.
+        stage: The stage of the misses.
+        reader: The words for the reader of the linear's result.
+        masked: The code for a boolean mask on the path that selects rows. If it is "", `code` is
+            used.
+        hint: The hint for misses that have no other hint.
     """
 
     code: str
@@ -51,20 +56,28 @@ class Path:
     hint: str = ""
 
 
-#: The first of some columns, their number, and the distance from one to the next.
+#: The first of some columns, the number of columns, and the distance between two neighbouring
+#: columns.
 Columns = tuple[Size, Size, int]
-#: Reads a view as the delta of an adapter (a `LoraDelta` of `patterns/lora/delta.py`); returns None
-#: if it is not one. Families whose op takes adapters pass it in.
+#: Reads a view as the delta of an adapter (a `LoraDelta` of `patterns/lora/delta.py`). Returns None
+#: if the view is not a delta. A pattern passes such a function if its op supports adapters.
 MatchDelta = Callable[[View], Any]
 
 
 @dataclass(frozen=True)
 class Linear:
-    """clamp(x @ weight^T * scale + bias + deltas, -clip, clip), where only the product is required.
+    """The value clamp(x @ weight^T * scale + bias + deltas, -clip, clip). Only the product is
+    required.
 
-    value: the graph's tensor after the last of these steps. layout: the dimensions of `value` on
-    the gemm's axes [tokens..., N]. bias, scale: [n], for the columns from `bias_first` or
-    `scale_first` on. clip: 0 for no clamp.
+    Attributes:
+        gemm: The product.
+        value: The tensor of the graph after the last of these steps.
+        layout: The dimensions of `value`, expressed on the axes [tokens..., N] of the GEMM.
+        bias, scale: Tensors [n] for the n columns that start at `bias_first` or `scale_first`, or
+            None.
+        clip: The limit of the clamp, or 0 if there is no clamp.
+        absorbed: The values that the op replaces.
+        deltas: The deltas of adapters.
     """
 
     gemm: Gemm
@@ -80,14 +93,16 @@ class Linear:
 
     @property
     def product(self) -> Linear:
-        """The product alone, with the bias of `F.linear`."""
+        """The product without the later steps, except the bias of `F.linear`."""
         return _of_gemm(self.gemm)
 
 
 def match_linear(value: Value, path: Path, match_delta: MatchDelta | None = None) -> Linear:
-    """Returns the linear that ends at `value`; raises Reject, naming the obstacle.
+    """Returns the linear that ends at `value`. Raises Reject and names the obstacle if there is no
+    such linear.
 
-    match_delta: recognises deltas of adapters; None if no delta may be added.
+    match_delta: a function that recognises the deltas of adapters. If it is None, no delta may be
+    added.
     """
     return _Search(path, match_delta).run(value)
 
@@ -97,10 +112,12 @@ def match_linear(value: Value, path: Path, match_delta: MatchDelta | None = None
 
 @dataclass(frozen=True)
 class LinearColumns:
-    """The columns of a linear that a view [tokens..., columns...] of its result takes.
+    """The columns of a linear that a view [tokens..., columns...] of its result selects.
 
-    layout: the view's dimensions on the gemm's axes [tokens..., N]. rank: how many of these
-    dimensions are tokens.
+    Attributes:
+        linear: The linear.
+        layout: The dimensions of the view, expressed on the axes [tokens..., N] of the GEMM.
+        rank: How many of these dimensions are tokens.
     """
 
     linear: Linear
@@ -117,24 +134,25 @@ class LinearColumns:
 
     @property
     def weight(self) -> View:
-        """The rows of the weight that make these columns: [columns..., K]."""
+        """The rows of the weight that compute these columns, [columns..., K]."""
         return self._rows(self.linear.gemm.weight, 0)
 
     @property
     def weight_scale(self) -> View | None:
-        """The scale of the codes in these rows, [columns..., K]; None without one."""
+        """The scale of the codes in these rows, [columns..., K]. None if there is no scale."""
         scale = self.linear.gemm.weight_scale
         return None if scale is None else self._rows(scale, 0)
 
     @property
     def bias(self) -> View | None:
-        """The bias of these columns, [columns...]; None without one."""
+        """The bias of these columns, [columns...]. None if there is no bias."""
         bias = self.linear.bias
         return None if bias is None else self._rows(bias, self.linear.bias_first)
 
     @property
     def scale(self) -> View | None:
-        """The scale of the columns of a product of codes, [columns...]; None without one."""
+        """The scale of these columns of a product of codes, [columns...]. None if there is no
+        scale."""
         scale = self.linear.scale
         return None if scale is None else self._rows(scale, self.linear.scale_first)
 
@@ -153,10 +171,11 @@ class LinearColumns:
 
 
 def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
-    """Returns a view [tokens..., columns...] as columns of one linear; None if it is not that.
+    """Returns a view [tokens..., columns...] as columns of one linear. Returns None if the view is
+    anything else.
 
-    bare: accepts only a product alone, or `F.linear`. Raises InexpressibleError if a view in
-    between has no normal form.
+    bare: whether to accept only a product without further steps, or `F.linear`. Raises
+    InexpressibleError if an intermediate view has no normal form.
     """
     gemm = match_gemm(view.value)
     if gemm is not None:
@@ -189,33 +208,34 @@ def unread(value: Value, what: str) -> tuple[str, str]:
     named = f"{operator_of(value)} computes the {what}"
     if value.op.startswith("aten."):
         return f"{named}, with scales or operands of an unknown form", (
-            "scale e4m3 codes by tensor, by row, or by 128 columns with K a multiple of 512"
+            "use scales of e4m3 codes by tensor, by row, or by 128 columns with K a multiple of 512"
         )
-    return f"{named}, an operator whose arithmetic is not known", _READABLE
+    return f"{named}, and it is not known what this operator computes", _READABLE
 
 
-# For an optional linear, whose miss is never shown.
+# The path for an optional linear. Its misses are never shown.
 _UNNAMED = Path("UNSUPPORTED", Stage.ANCHORED, "its reader")
 _UNSAID = Miss("", _UNNAMED.code, _UNNAMED.stage, "no linear")
 
 
 def rows_of(tensor: View, dims: Sequence[Dim], first: int) -> View:
-    """Returns rows of a weight [N, ...] or bias [N], in dimensions that walk its axis 0 from
-    `first` on."""
+    """Returns rows of a weight [N, ...] or bias [N]. The dimensions `dims` select along axis 0,
+    which starts at row `first`."""
     rest = effects.identity(tensor.shape).dims[1:]
     return tensor.through(Effect((*dims, *rest), (first, *(0 for _ in tensor.shape[1:]))))
 
 
 def holds_all_tokens(layout: Effect, rank: int, tokens: Sequence[Size]) -> bool:
-    """Whether the first `rank` dimensions on the axes [tokens..., N] walk every token in order."""
+    """Whether the first `rank` dimensions on the axes [tokens..., N] select every token in
+    order."""
     walked = effects.coalesce(a for dim in layout.dims[:rank] for a in dim)
     whole = effects.coalesce(a for dim in effects.identity(tokens).dims for a in dim)
     return walked == whole and all(s == 0 for s in layout.start[: len(tokens)])
 
 
 def columns_along(part: View, axis: int) -> Columns | None:
-    """Returns (first, number, step) of the columns that a view takes along `axis` of its value, of
-    every row. None unless the rows are in order and the columns in one dimension."""
+    """Returns (first, number, step) of the columns that a view selects along `axis` of its value,
+    in every row. Returns None unless the rows are in order and the columns are in one dimension."""
     place = [i for i, dim in enumerate(part.effect.dims) if any(a.axis == axis for a in dim)]
     if len(place) != 1 or len(part.effect.dims[place[0]]) != 1:
         return None
@@ -233,8 +253,8 @@ def columns_along(part: View, axis: int) -> Columns | None:
 # --- the linear -----------------------------------------------------------------------------------
 
 _CLAMPS = ("aten.clamp", "aten.hardtanh")
-_ONE_CLAMP = "clamp once, to -c .. c with one number c"
-_NORM_LAST = "bias and clamp are fused right after the projection, a norm after them"
+_ONE_CLAMP = "use one clamp, from -c to c with one number c"
+_NORM_LAST = "bias and clamp are fused directly after the projection, and a norm after them"
 _HINTS = {
     "aten.clamp_min": _ONE_CLAMP,
     "aten.clamp_max": _ONE_CLAMP,
@@ -245,7 +265,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class _Search:
-    """The arguments of :func:`match_linear`."""
+    """The state of :func:`match_linear`, which are its arguments."""
 
     path: Path
     match_delta: MatchDelta | None
@@ -270,7 +290,7 @@ class _Search:
         self.refuse(value)
 
     def inner(self, value: Value, product: View) -> Linear | None:
-        """Returns the linear of an operand that has the result's shape; else None."""
+        """Returns the linear of an operand that has the shape of the result; else None."""
         if value.shape != product.shape:
             return None
         try:
@@ -287,7 +307,8 @@ class _Search:
         return found and replace(linear, bias=found[0], bias_first=found[1])
 
     def scaled(self, value: Value, product: View, scale: View) -> Linear | None:
-        """Handles a product of codes whose sums are scaled by output feature."""
+        """Reads a product of codes whose sums are multiplied by one scale for each output
+        feature."""
         linear = self.inner(value, product)
         if linear is None or linear.scale is not None or linear.bias is not None:
             return None
@@ -297,7 +318,7 @@ class _Search:
         return found and replace(linear, scale=found[0], scale_first=found[1])
 
     def adapted(self, value: Value, product: View, other: View) -> Linear | None:
-        """Handles the added delta of a low-rank adapter that reads the same activation."""
+        """Reads the addition of the delta of a low-rank adapter that reads the same activation."""
         delta = None if self.match_delta is None else self.match_delta(other)
         if delta is None or product.shape != other.shape:
             return None
@@ -353,10 +374,10 @@ class _Search:
             code, what = path.masked or code, "a boolean mask selects the tokens that are written"
         hint = _HINTS.get(value.op, path.hint if code == path.code else "")
         if code == path.code and _is_taken_by_input(value):
-            what += ", at positions that a tensor holds"
+            what += ", at positions that a tensor gives"
             hint = (
-                "where they are constant take them by a slice, x[:, :, 2:3], or compile the model "
-                "itself: torch.export makes an input of a list, x[:, :, [2]]"
+                "if the positions are constant, use a slice, x[:, :, 2:3], or compile the "
+                "model itself, because torch.export makes a list, x[:, :, [2]], an input"
             )
         if code == path.code and unread_product(value) is not None:
             what, hint = unread(value, "projection")
@@ -367,7 +388,8 @@ class _Search:
 
 
 def _is_taken_by_input(value: Value) -> bool:
-    """Whether a value indexes a projection by an input, along a dimension other than the first."""
+    """Whether a value selects from a projection by an input of the graph, along a dimension other
+    than the first."""
     if value.op != "aten.index" or not value.args[0].value.projected:
         return False
     return any(
@@ -376,7 +398,8 @@ def _is_taken_by_input(value: Value) -> bool:
 
 
 def _is_scaled_by_constant(value: Value) -> bool:
-    """Whether a value is a projection times, or over, one number that depends on no input."""
+    """Whether a value is a projection that is multiplied or divided by one number, which depends on
+    no input."""
     if value.op not in ("aten.mul", "aten.div"):
         return False
     scaled = [v for v in value.operands if v.value.projected]
@@ -396,7 +419,7 @@ def _through(inner: Linear, operand: View, value: Value) -> Linear:
 
 
 def _by_column(vector: View, linear: Linear) -> tuple[View, int] | None:
-    """Returns (numbers [n], first feature) if a vector holds a number per output feature; else
+    """Returns (numbers [n], first feature) if a vector has one number for each output feature; else
     None."""
     try:
         return bias_rows(vector, linear.layout, linear.gemm.feature)
@@ -405,5 +428,5 @@ def _by_column(vector: View, linear: Linear) -> tuple[View, int] | None:
 
 
 def same_floats(one: View, other: View) -> bool:
-    """Whether two tensors are equal, ignoring casts between floating types."""
+    """Whether two tensors are equal apart from casts between floating-point types."""
     return equal_values(strip_casts(one)[0], strip_casts(other)[0])

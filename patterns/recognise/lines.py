@@ -1,7 +1,8 @@
-"""Integers that are linear functions of their own indices, and the results of comparing them.
+"""Recognises integers that are a linear function of their own indices, and the results of
+comparisons of such integers.
 
-`arange`, differences, running sums and gathers of these give such integers. A mask that compares
-them can be decided, or reduced to one comparison, before any number is known.
+`arange`, differences, running sums and gathers of such tensors give such integers. A mask that
+compares them can be decided, or reduced to one comparison, before any number is known.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from tilewright.patterns.arithmetic.steps import INVERSIONS, filled_with, start_
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, Size
 
-#: Dtypes of indices.
+#: The dtypes of indices.
 INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class Line:
-    """offset + sum(slopes[d] * index[d]) at every index of a tensor."""
+    """The value offset + sum(slopes[d] * index[d]) at every index of a tensor."""
 
     offset: Size
     slopes: tuple[Size, ...]
@@ -34,14 +35,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Compared:
-    """True where low <= high + slack. low, high: views of integers, or an int."""
+    """A comparison that is True where low <= high + slack. `low` and `high` are views of integers,
+    or an int."""
 
     low: View | int
     high: View | int
     slack: int
 
 
-#: True or False for all elements, one comparison, or None: unknown.
+#: True or False for all elements, a comparison, or None if the truth is not known.
 Truth = bool | Compared | None
 
 
@@ -68,7 +70,8 @@ def _seen_through(line: Line, effect: Effect) -> Line | None:
 
 
 def line_of_operand(view: View, item: Any) -> Line | None:
-    """Returns the line of one operand of an element-wise value, as a view of that value sees it."""
+    """Returns the line of one operand of an element-wise value, in the shape of a view of this
+    value."""
     if isinstance(item, View):
         return line_of(view.of_operand(item))
     whole = isinstance(item, int) and not isinstance(item, bool)
@@ -111,7 +114,8 @@ def _filled(value: Value) -> Line | None:
 
 
 def _diff(value: Value) -> Line | None:
-    """Handles diff(x, dim, prepend=p): the slope of x along dim, if p continues x backwards."""
+    """Reads diff(x, dim, prepend=p). The result is the slope of x along dim, if p continues x
+    backwards."""
     x, before = value.args[0], value.kwargs.get("prepend")
     other = set(value.kwargs) - {"prepend", "dim"}
     if len(value.args) != 1 or other or not isinstance(before, View):
@@ -129,7 +133,7 @@ def _diff(value: Value) -> Line | None:
 
 
 def _running_sum(value: Value) -> Line | None:
-    """Handles the running sum of one number."""
+    """Reads the running sum of one number."""
     if len(value.args) + len(value.kwargs) != 2 or value.dtype not in INTEGERS:
         return None
     dim = value.argument(1, "dim", -1) % len(value.shape)
@@ -141,8 +145,8 @@ def _running_sum(value: Value) -> Line | None:
 
 
 def same_everywhere(view: View) -> Size | None:
-    """Returns the integer that a view holds everywhere, 1 for True; None if it varies or is
-    unknown."""
+    """Returns the integer that all elements of a view are equal to, where True counts as 1. Returns
+    None if the elements differ or are not known."""
     if view.value.dtype == torch.bool:
         truth = truth_of(view)
         return int(truth) if isinstance(truth, bool) else None
@@ -151,7 +155,7 @@ def same_everywhere(view: View) -> Size | None:
 
 
 def _gathered(value: Value) -> Line | None:
-    """Handles x[i, j, ...] with an index tensor for every dimension of x."""
+    """Reads x[i, j, ...], with an index tensor for every dimension of x."""
     base, indices = value.args
     if [dim for dim, _ in indices] != list(range(len(base.shape))):
         return None
@@ -166,7 +170,7 @@ def _gathered(value: Value) -> Line | None:
         if slope == 0:
             continue
         if not isinstance(index, View) or index.value.dtype not in INTEGERS:
-            return None  # bool and uint8 select rows rather than index them
+            return None  # bool and uint8 tensors are masks of rows, not indices
         at = line_of_operand(value.whole, index)
         # A negative index would count from the end.
         if at is None or not _never_negative(at):
@@ -194,12 +198,14 @@ _LINES: dict[str, Callable[[Value], Line | None]] = {
 
 
 def is_of_bits(value: Value) -> bool:
-    """Whether a value is a bitwise operation on integers, which is no logical one: `~1` is -2."""
+    """Whether a value is a bitwise operation on integers. Such an operation differs from the
+    logical one: `~1` is -2."""
     return value.op.startswith("aten.bitwise_") and value.dtype != torch.bool
 
 
 def truth_of(view: View) -> Truth:
-    """Returns the truth of a boolean tensor. The sides of a comparison are in the view's shape."""
+    """Returns the truth of a boolean tensor. The sides of a comparison have the shape of the
+    view."""
     value = view.value
     if is_of_bits(value):
         return None
@@ -224,7 +230,8 @@ def _both(one: Truth, other: Truth) -> Truth:
 
 
 def negated(truth: Truth) -> Truth:
-    """Returns the negation: not (low <= high + slack) is high <= low - slack - 1."""
+    """Returns the negation of a truth: the negation of low <= high + slack is high <= low - slack -
+    1."""
     if isinstance(truth, Compared):
         return Compared(truth.high, truth.low, -truth.slack - 1)
     return None if truth is None else not truth
@@ -235,7 +242,8 @@ _JOINED: dict[str, Callable[[Truth, Truth], Truth]] = {
     "aten.logical_and": _both,
 }
 
-#: op -> (whether its operands swap sides, slack): a <= b, a < b, a >= b, a > b.
+#: For each operation: (whether its operands are exchanged, slack), for a <= b, a < b, a >= b and a
+#: > b.
 _ORDERS = {
     "aten.le": (False, 0),
     "aten.lt": (False, -1),
@@ -270,7 +278,8 @@ def _holds_integers(item: Any) -> bool:
 
 
 def _difference(view: View) -> Size | None:
-    """Returns the difference of an element-wise value's operands, if it is the same everywhere."""
+    """Returns the difference of the operands of an element-wise value, if it is the same for all
+    elements."""
     lines = [line_of_operand(view, item) for item in view.value.args]
     if any(line is None for line in lines):
         return None

@@ -1,9 +1,10 @@
-"""The meaning of an attention mask: the keys that a query sees, read from the expressions that
-compute the mask.
+"""Reads the meaning of an attention mask, that is, the keys that each query attends to, from the
+operations that compute the mask.
 
-`arange(K) <= positions[:, None]` is causal by position; together with `arange(K) > positions[:,
-None] - n` it is a sliding window, and `padding[:, None, None]` hides further keys. `lines` reads
-counted indices and comparisons of them.
+The mask `arange(K) <= positions[:, None]` is causal by position. Together with `arange(K) >
+positions[:, None] - n` it is a sliding window. A term `padding[:, None, None]` excludes further
+keys. The module `lines` reads the indices that `arange` computes, and the comparisons of such
+indices.
 """
 
 from __future__ import annotations
@@ -41,11 +42,15 @@ from tilewright.patterns.recognise.lines import (
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys j that a query at position p sees.
+    """The keys j that a query at position p attends to.
 
-    mask: "none": all; "causal": j <= p; "sliding_window": p - window < j <= p; "chunked": j <= p
-    and j // window == p // window. positions: p of each query, [S], or [B * S]; None: p is i for
-    query i. padding: [B or 1, 1, 1, K], bool: a key must also be True here to be seen.
+    Attributes:
+        mask: "none": all keys; "causal": j <= p; "sliding_window": p - window < j <= p; "chunked":
+            j <= p and j // window == p // window.
+        positions: The p of each query, [S] or [B * S]. If it is None, the p of query i is i.
+        window: The length of the window or chunk.
+        padding: A boolean tensor [B or 1, 1, 1, K], or None. A query attends to a key only if the
+            tensor is True for the key.
     """
 
     mask: str
@@ -56,14 +61,20 @@ class Visible:
 
 @dataclass
 class _Terms:
-    """The terms of a mask, which shows a key if all terms do; j is the key's index.
+    """The terms of a mask. A query attends to a key if all terms are true. Below, j is the index of
+    the key.
 
-    upper: pairs (numbers, shift): j <= numbers + shift, with a number for each query; None stands
-    for query i's index i. lower: pairs (numbers, shift): j >= numbers + shift. chunks: pairs
-    (numbers, size): j // size == numbers // size. padding: pairs (view, sees) of terms that depend
-    only on keys: a key is seen where the view equals `sees`. rows: for each term whose numbers
-    index rows of a table, the number of rows; negative numbers count from the table's end. queries:
-    the number of queries. whole: whether the terms are the whole mask.
+    Attributes:
+        queries: The number of queries.
+        upper: Pairs (numbers, shift) for terms j <= numbers + shift, where `numbers` has one number
+            for each query. None means the index i of query i.
+        lower: Pairs (numbers, shift) for terms j >= numbers + shift.
+        chunks: Pairs (numbers, size) for terms j // size == numbers // size.
+        padding: Pairs (view, sees) for terms that depend only on keys. A term is true where the
+            view equals `sees`.
+        rows: For each term whose numbers index the rows of a table, the number of rows. Negative
+            numbers count from the end of the table.
+        whole: Whether the terms are the whole mask.
     """
 
     queries: Size
@@ -78,11 +89,11 @@ class _Terms:
 def visible_by(
     mask: View, batch: Size, queries: Size, sees: bool = True, added: bool = False
 ) -> Visible | None:
-    """Returns which keys a mask [B or 1, H or 1, S or 1, K] shows to `batch` times `queries`
-    queries; None if it cannot be read.
+    """Returns the keys that a mask [B or 1, H or 1, S or 1, K] lets `batch` times `queries` queries
+    attend to. Returns None if the mask cannot be read.
 
-    added: the mask holds zeros and minus infinities and is added to the logits; otherwise it is
-    boolean. sees: the value of a boolean mask for a key that is seen.
+    added: whether the mask consists of zeros and minus infinities, and is added to the logits;
+    otherwise it is boolean. sees: the value of a boolean mask where a query attends to a key.
     """
     terms = _Terms(queries)
     dtype = mask.value.dtype
@@ -107,7 +118,7 @@ def _visible(terms: _Terms, mask: View, batch: Size, queries: Size) -> Visible |
         return None
     limits = (*terms.upper, *terms.lower, *terms.chunks)
     if terms.rows and (len(terms.rows) != len(limits) or len(set(terms.rows)) != 1):
-        return None  # other terms do not count rows from the end
+        return None  # in other terms, a negative number does not count from the end
     if high is None:
         positions: View | Computed | None = _counted(shift, queries, mask)
     elif terms.rows:
@@ -126,20 +137,20 @@ def _visible(terms: _Terms, mask: View, batch: Size, queries: Size) -> Visible |
 
 
 def _joined(padding: Sequence[tuple[View, bool]]) -> View | Computed | None:
-    """Returns a mask that is True where all terms show a key."""
+    """Returns a mask that is True where all terms are true."""
     shown = [view if sees else Computed("invert", (view,)) for view, sees in padding]
     return reduce(lambda a, b: Computed("bitwise_and", (a, b)), shown) if shown else None
 
 
 def _counted(first: Size, queries: Size, mask: View) -> Computed | None:
-    """Returns first + i for each query i; None if that is i."""
+    """Returns first + i for each query i. Returns None if this equals i."""
     if first == 0:
         return None
     return Computed("arange", (first, first + queries), (("device", mask.value.device),))
 
 
 def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Computed | None:
-    """Returns high + shift for each query; None if that is i for query i."""
+    """Returns high + shift for each query. Returns None if this equals i for each query i."""
     line = line_of(high)
     steps = (0, 0, 0 if queries == 1 else 1, 0)
     if line is not None and line.slopes == steps and line.offset + shift == 0:
@@ -149,7 +160,7 @@ def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Co
 
 
 def _numbers(high: View, batch: Size, queries: Size) -> View:
-    """Returns one number per query as [S] or, if sequences differ, [B * S]."""
+    """Returns one number for each query as [S], or as [B * S] if the sequences differ."""
     of_batch, _, of_query, _ = high.effect.dims
     both = Effect((*effects.once((of_batch,)), of_query), high.effect.start)
     lead = 1 if effects.repeats(of_batch) else batch
@@ -164,7 +175,8 @@ _OR = {"aten.bitwise_or", "aten.logical_or"}
 
 
 def _collect(view: View, sees: bool, terms: _Terms) -> None:
-    """Adds the terms whose conjunction is the mask if `sees`, or the mask's negation if not."""
+    """Adds the terms whose conjunction is the mask if `sees` is true, or the negation of the mask
+    otherwise."""
     value = view.value
     if is_of_bits(value):
         terms.whole = False
@@ -197,7 +209,8 @@ def _add_comparison(view: View, sees: bool, terms: _Terms) -> bool:
 
 @dataclass(frozen=True)
 class _SortedOut:
-    """keys * j + more + the numbers of queries, each times its sign."""
+    """The sum keys * j + more + the numbers of queries, where each of these numbers is multiplied
+    by its sign."""
 
     keys: int
     more: int
@@ -205,8 +218,8 @@ class _SortedOut:
 
 
 def _sorted_out(item: Any, sign: int) -> _SortedOut | None:
-    """Splits integers, times a sign, into a part by key, parts by query and a constant; None if
-    they depend on anything else."""
+    """Splits integers, multiplied by a sign, into a part that depends on the key, parts that depend
+    on the query, and a constant. Returns None if they depend on anything else."""
     if isinstance(item, int) and not isinstance(item, bool):
         return _SortedOut(0, sign * item, ())
     if not isinstance(item, View):
@@ -245,7 +258,7 @@ def _add_chunks(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _quotient(view: View) -> tuple[View, int] | None:
-    """Returns (x, n) of x // n; else None."""
+    """Returns (x, n) for x // n; else None."""
     found = floor_quotient(view.value) if view.value.dtype in INTEGERS else None
     return None if found is None else (view.of_operand(found[0]), found[1])
 
@@ -262,7 +275,7 @@ def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _key_offset(view: View) -> int | None:
-    """Returns n for numbers that are n + j at every key j; else None."""
+    """Returns n for numbers that are n + j for every key j; else None."""
     line = line_of(view)
     if line is None or not isinstance(line.offset, int):
         return None
@@ -278,7 +291,7 @@ def _is_of_queries(view: View) -> bool:
 
 
 def _apart(one: View | None, other: View | None, more: int = 0) -> int | None:
-    """Returns one - other + more if that is the same everywhere; else None."""
+    """Returns one - other + more if this is the same for all elements; else None."""
     if one is None or other is None:
         return more if one is other else None
     (a, m), (b, n) = _shifted(one), _shifted(other)
@@ -292,11 +305,11 @@ def _apart(one: View | None, other: View | None, more: int = 0) -> int | None:
 
 
 def _shifted(view: View) -> tuple[View, int]:
-    """Returns (x, n) of integers x + n, without dimensions that only repeat."""
+    """Returns (x, n) for integers x + n. x has length one along dimensions that only repeat."""
     shift = 0
     while view.value.op in ("aten.add", "aten.sub") and len(view.value.args) == 2:
         if view.value.dtype not in INTEGERS:
-            break  # eight bits wrap
+            break  # arithmetic in eight bits wraps around
         x, n = view.value.args
         line = line_of_operand(view, n)
         known = None if line is None else line.constant
@@ -312,8 +325,13 @@ def _shifted(view: View) -> tuple[View, int]:
 
 @dataclass(frozen=True)
 class _Triangle:
-    """A matrix with one number in a triangle, and zeros elsewhere. lower: the triangle is j <= i +
-    diagonal, else j >= i + diagonal."""
+    """A matrix that has one number in a triangle, and zeros elsewhere.
+
+    Attributes:
+        lower: Whether the triangle is j <= i + diagonal. Otherwise it is j >= i + diagonal.
+        diagonal: The diagonal at which the triangle ends.
+        number: The number in the triangle.
+    """
 
     lower: bool
     diagonal: int
@@ -321,8 +339,8 @@ class _Triangle:
 
 
 def _triangle(value: Value) -> _Triangle | None:
-    """Returns the triangle of a value that is tril or triu of a matrix filled with one number; else
-    None."""
+    """Returns the triangle of a value that is the tril or triu of a matrix filled with one number;
+    else None."""
     if value.op not in ("aten.tril", "aten.triu") or len(value.shape) != 2:
         return None
     diagonal = value.argument(1, "diagonal", 0)
@@ -333,7 +351,8 @@ def _triangle(value: Value) -> _Triangle | None:
 
 
 def _number(view: View) -> float | None:
-    """Returns the one number of a tensor, 1 for True; else None."""
+    """Returns the number that all elements of a tensor are equal to, where True counts as 1; else
+    None."""
     made = filled_with(view)
     if made is not None:
         return made
@@ -342,7 +361,7 @@ def _number(view: View) -> float | None:
 
 
 def _add_triangle(view: View, sees: bool, terms: _Terms) -> bool:
-    """Adds a triangle of True, whole or in part, or rows of one: table[positions]."""
+    """Adds a triangle of True, or a part of it, or rows of it, as in table[positions]."""
     value = view.value
     if value.op in ("aten.index", "aten.index_select"):
         return _add_rows(view, sees, terms)
@@ -353,7 +372,8 @@ def _add_triangle(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _add_part(view: View, found: _Triangle, sees: bool, first: Size, terms: _Terms) -> bool:
-    """Adds a triangle over queries and keys; its first column is key `first`."""
+    """Adds a triangle over queries and keys. The first column of the triangle is the key
+    `first`."""
     *lead, queries, keys = effects.once(view.effect.dims)
     by_row = len(queries) == 1 and queries[0].axis == 0 and queries[0].step == 1
     by_row |= terms.queries == 1 and not queries
@@ -368,8 +388,8 @@ def _add_part(view: View, found: _Triangle, sees: bool, first: Size, terms: _Ter
 def _add_limit(
     numbers: View | None, shift: Size, found: _Triangle, sees: bool, terms: _Terms
 ) -> None:
-    """Adds the limit of a triangle, j <= row + diagonal or j >= row + diagonal; its negation unless
-    `sees`. The row of a query is numbers + shift."""
+    """Adds the limit of a triangle, j <= row + diagonal or j >= row + diagonal. If `sees` is false,
+    adds its negation. The row of a query is numbers + shift."""
     if found.lower == sees:
         terms.upper.append((numbers, shift + found.diagonal - (0 if sees else 1)))
     else:
@@ -409,8 +429,8 @@ def _add_rows(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _triangles(table: Value, sees: bool) -> list[_Triangle]:
-    """Returns triangles of True. The matrix is their intersection if `sees`, or their union if not.
-    Returns an empty list if there are no such triangles."""
+    """Returns triangles of True. The matrix is their intersection if `sees` is true, and their
+    union otherwise. Returns an empty list if there are no such triangles."""
     found = _triangle(table)
     if found is not None:
         return [found] if found.number == 1 else []
@@ -428,7 +448,7 @@ _HIDDEN = float("-inf")
 
 
 def _add_numbers(view: View, terms: _Terms) -> bool:
-    """Adds a mask that is zero where a key is seen, and minus infinity elsewhere."""
+    """Adds a mask that is zero where a query attends to a key, and minus infinity elsewhere."""
     value = view.value
     if is_float_cast(value):
         return _add_numbers(view.of_operand(value.operands[0]), terms)
@@ -446,8 +466,8 @@ def _add_numbers(view: View, terms: _Terms) -> bool:
 
 
 def _hiding(value: Value) -> tuple[View, bool] | None:
-    """Returns (condition, whether a key is seen where it is True) of where and masked_fill with
-    zero and minus infinity; else None."""
+    """Returns (condition, whether a query attends to a key where the condition is True) for `where`
+    and `masked_fill` with zero and minus infinity; else None."""
     chosen = chosen_by_mask(value)
     if chosen is None or chosen[0].value.dtype != torch.bool:
         return None
@@ -460,7 +480,7 @@ _TWO = [sorted(map(repr, (zero, _HIDDEN))) for zero in (0, 0.0)]
 
 
 def _add_joined(view: View, terms: _Terms) -> bool:
-    """Adds a mask that joins zeros for the keys of a cache and a triangle for the new keys."""
+    """Adds a mask that joins zeros for the keys of a cache with a triangle for the new keys."""
     pieces, axis = view.value.args
     if len(pieces) != 2 or axis != len(view.value.shape) - 1 or axis != 1:
         return False
@@ -468,14 +488,14 @@ def _add_joined(view: View, terms: _Terms) -> bool:
     found = _triangle(new.value)
     if found is None or found.number != _HIDDEN or _number(zeros) != 0 or not new.is_whole:
         return False
-    # Above the diagonal, no key of the cache would be hidden.
+    # If the triangle of minus infinities were not above the diagonal, more keys would be excluded.
     if found.lower or found.diagonal < 1:
         return False
     return _add_part(view, found, False, zeros.shape[1], terms)
 
 
-#: The possible kinds of a term, the most specific first. Each adds a view's term; False if it is
-#: another kind.
+#: The possible kinds of a term, the most specific kind first. Each function adds the term of a
+#: view, and returns False if the term is of another kind.
 _KINDS: tuple[Callable[[View, bool, _Terms], bool], ...] = (
     _add_triangle,
     _add_comparison,

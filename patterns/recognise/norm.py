@@ -1,8 +1,8 @@
-"""Recognises norms of attention heads or of any value, fused or spelled out, with or without casts
-in between.
+"""Recognises norms of attention heads, or of any other value. A norm may be one fused operation or
+several operations, and there may be casts between these.
 
-They are RMS norms and layer norms over the last dimension, with a weight, with `1 + weight`, or
-without; with a bias if the caller supports it.
+The norms are RMS norms and layer norms over the last dimension. They have a weight, `1 + weight`,
+or no weight. They may have a bias if the caller supports it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ from tilewright.patterns.language import Reject, Stage, reject
 
 @dataclass(frozen=True)
 class Norm:
-    """(x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias, over the last
+    """The norm (x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias, over the last
     dimension.
 
-    kind: `layer`, or `rms`, which subtracts no mean. x: the input, with dimensions like the
-    result's. weight, bias: with dimensions like x's, of length one where they do not vary; or None.
-    factor: `offset + weight` as the graph computes it. width: the length of the normalised
-    dimension.
+    Attributes:
+        kind: `layer`, or `rms`, which does not subtract the mean.
+        x: The input. Its dimensions correspond to the dimensions of the result.
+        weight, bias: Tensors whose dimensions correspond to the dimensions of x and have length one
+            where the tensor does not vary; or None.
+        offset: The number that is added to `weight`.
+        factor: `offset + weight` as the graph computes it.
+        eps: The epsilon of the norm.
+        width: The length of the normalised dimension.
+        absorbed: The values that compute the norm.
     """
 
     kind: str
@@ -52,10 +58,10 @@ class Norm:
 
 
 def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) -> Norm | None:
-    """Returns the norm whose result is `head`; None if it is not the result of one.
+    """Returns the norm whose result is `head`. Returns None if `head` is not the result of a norm.
 
-    head: heads of a projection, or any other value. biased: accepts a bias; otherwise a norm with a
-    bias raises Reject (UNSUPPORTED) at `stage`.
+    head: the heads of a projection, or any other value. biased: whether to accept a bias. If it is
+    false, a norm with a bias raises Reject (UNSUPPORTED) at `stage`.
     """
     found = _match_norm(head) if _NORM.may_match(head) else None
     if found is not None and found.bias is not None and not biased:
@@ -71,7 +77,8 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) ->
 
 
 def norm_of(value: View) -> Norm | None:
-    """Returns the norm whose result `value` is, with or without a bias; None for anything else."""
+    """Returns the norm whose result is `value`, with or without a bias. Returns None for every
+    other value."""
     try:
         return match_norm(value, biased=True)
     except (Reject, InexpressibleError):
@@ -85,8 +92,8 @@ def _match_norm(head: View) -> Norm | None:
 
 
 def _made(found: Found, head: View) -> Norm | None:
-    """Returns the norm of a match; None if the weight broadcasts the input, or if the width is
-    symbolic."""
+    """Returns the norm of a match. Returns None if the weight broadcasts the input, or if the width
+    is symbolic."""
     named, rank = found.bound, len(head.shape)
     width = named["width"]
     if named["x"].shape != head.shape or not isinstance(width, (int, float)):
@@ -106,8 +113,8 @@ def _made(found: Found, head: View) -> Norm | None:
 
 
 def by_runs(norm: Norm) -> Norm:
-    """Returns the norm with each run of `width` numbers in a separate last dimension; unchanged if
-    its weight cannot be viewed that way."""
+    """Returns the norm with each run of `width` numbers in a separate last dimension. Returns the
+    norm unchanged if its weight has no such view."""
     columns, width = norm.x.shape[-1], norm.width
     if columns == width:
         return norm
@@ -127,10 +134,11 @@ def by_runs(norm: Norm) -> Norm:
 
 @dataclass(frozen=True)
 class JoinedNorms:
-    """Norms of neighbouring heads, each with its own weight, joined again.
+    """Norms of neighbouring heads, each with its own weight, whose results are joined again.
 
-    norm: one norm of all these heads, without a weight. weights: the weight [D] of each head, in
-    order; () without any.
+    Attributes:
+        norm: One norm of all these heads, without a weight.
+        weights: The weight [D] of each head, in order. It is () if the norms have no weights.
     """
 
     norm: Norm
@@ -138,7 +146,8 @@ class JoinedNorms:
 
 
 def match_joined_norms(value: Value, stage: Stage = Stage.K_PATH) -> JoinedNorms | None:
-    """Returns the norms whose results `value` joins along a dimension before the last, or None."""
+    """Returns the norms whose results are joined by `value` along a dimension before the last one,
+    or None."""
     if value.op != "aten.cat" or value.args[1] >= len(value.shape) - 1:
         return None
     pieces, axis = value.args
@@ -179,7 +188,7 @@ def _given(norm: View) -> tuple[Any, ...] | None:
     None."""
     value = norm.value
     if value.kwargs.get("output", 0) != 0:
-        return None  # the mean or inverse root of the native layer norm
+        return None  # this output of the native layer norm is the mean or the inverse root
     layer = value.op != "aten.rms_norm"
     names = ["input", "normalized_shape", "weight", *(["bias"] if layer else []), "eps"]
     given = value.named(*names)
@@ -189,18 +198,18 @@ def _given(norm: View) -> tuple[Any, ...] | None:
         return None
     run = effects.coalesce((Atom(len(value.shape) - 1, 1, width),))
     if not norm.effect.dims or norm.effect.dims[-1][-1:] != run:
-        return None  # the view does not have the elements of a row side by side
+        return None  # the elements of a row are not next to each other in the view
     if eps is None and layer:
         eps = 1e-5
     if eps is None:
-        # PyTorch computes in float32 at least, and uses that type's epsilon.
+        # PyTorch computes in float32 or a wider type, and uses the epsilon of this type.
         eps = torch.finfo(torch.promote_types(x.value.dtype, torch.float32)).eps
     return x, width, number_of(eps), given.get("weight"), given.get("bias")
 
 
 def _may_be_weight(view: View) -> bool:
-    """Whether a factor may be a norm's weight: a vector, or a parameter; cos and sin are
-    neither."""
+    """Whether a factor may be the weight of a norm. It may be if it is a vector or a parameter; cos
+    and sin are neither."""
     dims = view.effect.dims
     varies = bool(dims) and not effects.repeats(dims[-1])
     return varies and (view.value.op == "constant" or len(dims) == 1) and not view.value.projected
@@ -228,7 +237,7 @@ def _over_root(of: Formula, radicand: Formula) -> Formula:
 
 
 def _with_offset(weight: Formula) -> Formula:
-    """Matches a weight, alone or added to a number; both stay in the graph."""
+    """Matches a weight, or the sum of a weight and a number. Both stay in the graph."""
     return aside((number("offset") + weight | weight).named("factor"))
 
 
@@ -258,7 +267,8 @@ _NORM = _UNBIASED | _fused(_ANY_FACTOR | ABSENT, _ANY_BIAS) | _BIAS + _UNBIASED
 
 
 def _aligned(vector: View | None, rank: int) -> View | None:
-    """Returns a weight with `rank` dimensions, of length one where it does not vary."""
+    """Returns a weight with `rank` dimensions, which have length one where the weight does not
+    vary."""
     if vector is None:
         return None
     dims = effects.once(vector.effect.dims)

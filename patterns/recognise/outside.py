@@ -1,8 +1,8 @@
-"""Adapts ids that name no expert or adapter to the op. The op takes -1 for no expert, and refuses
-other numbers out of range.
+"""Converts ids that are not the number of an expert or adapter to the form that the op expects. For
+the op, -1 means that there is no expert, and every other number out of range is an error.
 
-A graph's lookup may treat such numbers in another way. :func:`experts_argument` changes them so
-that the op treats them as that lookup does.
+A lookup in the graph may treat such numbers in another way. :func:`experts_argument` changes them
+so that the op computes the same result as the lookup.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.routing import is_top_indices, strip_integer_casts
 
-# The most values that are searched for a range.
+# The largest number of values that are searched for a range.
 _REACH = 8
 
 
 @dataclass(frozen=True)
 class Outside:
-    """The treatment of numbers outside of 0 to N - 1.
+    """How a lookup treats numbers outside of the range from 0 to N - 1.
 
-    below: the treatment of negative numbers. "error"; "none": no expert; "first": expert 0; "last":
-    counted from the last expert, an error before the first; "shifted": their rows are sorted before
-    all others but not counted, which shifts the counted ends, so later rows may get the weight of
-    another expert. above: the treatment of N and larger numbers, "error" or "none".
+    Attributes:
+        below: How it treats negative numbers. "error": they are an error. "none": they mean no
+            expert. "first": they mean expert 0. "last": they count from the last expert, and are an
+            error if they count further than the first expert. "shifted": their rows are sorted
+            before all other rows but are not counted; this shifts the counted ends, so that later
+            rows may get the weight of another expert.
+        above: How it treats N and larger numbers, "error" or "none".
     """
 
     below: Literal["error", "none", "first", "last", "shifted"]
     above: Literal["error", "none"]
 
 
-#: The treatment in a lookup weight[ids], by the name of its operation; REFUSED for all others.
+#: WRAPPED is how a lookup weight[ids] treats such numbers. REFUSED means that all such numbers are
+#: an error.
 WRAPPED, REFUSED = Outside("last", "error"), Outside("error", "error")
 LOOKUPS = {"aten.index": WRAPPED}
 
@@ -49,7 +53,7 @@ _COUNTED = {
 
 
 def outside_of_ends(ends: View) -> Outside:
-    """Returns how ends of experts' rows, found by `match_ends`, treat numbers out of range."""
+    """Returns how the ends of experts' rows, found by `match_ends`, treat numbers out of range."""
     value = strip_integer_casts(ends).value
     while value.op in ("aten.cumsum", "aten.sum", "cast"):
         value = value.args[0].value
@@ -58,8 +62,9 @@ def outside_of_ends(ends: View) -> Outside:
 
 
 def both(one: Outside, other: Outside) -> Outside | None:
-    """Returns how two lookups by the same ids treat numbers out of range; None for a combination
-    that no op can express: the weight of one expert with the bias of another."""
+    """Returns how two lookups by the same ids treat numbers out of range. Returns None if no op can
+    express this, because the two lookups combine the weight of one expert with the bias of another
+    expert."""
     ways = {one.below, other.below}
     if "error" in ways:
         below: Any = "error"
@@ -73,10 +78,10 @@ def both(one: Outside, other: Outside) -> Outside | None:
 def experts_argument(
     ids: View, count: Size, outside: Outside, sorted_by: tuple[View, View] | None = None
 ) -> Any:
-    """Returns the op's argument expert_ids for a lookup by ids in the graph.
+    """Returns the op's argument `expert_ids` for a lookup by `ids` in the graph.
 
-    count: the number of experts. sorted_by: for lookups that count: the end of each expert's rows,
-    and the permutation that sorts the rows.
+    count: the number of experts. sorted_by: for a lookup that counts rows, the end of the rows of
+    each expert, and the permutation that sorts the rows.
     """
     if outside.below != "shifted" or sorted_by is None or is_natural(ids):
         return _placed(ids, count, outside)
@@ -85,8 +90,8 @@ def experts_argument(
 
 
 def _placed(ids: View, count: Size, outside: Outside) -> Any:
-    """Returns ids in which numbers out of range are replaced: by -1, by a valid expert, or by a
-    number that the op refuses, as `outside` says."""
+    """Returns ids in which numbers out of range are replaced as `outside` says: by -1, by a valid
+    expert, or by a number that is an error for the op."""
     least, end = _range_of(ids)
     given: Any = ids
     found: Any = ids
@@ -108,8 +113,8 @@ def is_natural(ids: View) -> bool:
 
 
 def _shifted_back(ends: View, permutation: View, ids: View) -> Computed:
-    """Returns, for each route of ids, the expert whose weight the graph multiplies it with. The
-    ends determine that expert from the route's place in the sorted order."""
+    """Returns, for each route, the expert whose weight multiplies the row of the route in the
+    graph. The ends determine this expert from the place of the route in the sorted order."""
     options = (("dtype", ends.value.dtype), ("device", ids.value.device))
     (routes,) = permutation.shape
     places = Computed("arange", (routes,), options)
@@ -120,8 +125,8 @@ def _shifted_back(ends: View, permutation: View, ids: View) -> Computed:
 
 
 def _range_of(ids: Any, reach: int = _REACH) -> tuple[int | None, Size | None]:
-    """Returns bounds (least, end) of all ids: least is 0, or None if some may be negative; end is
-    exclusive, or None if it is not known."""
+    """Returns the bounds (least, end) of all ids. `least` is 0, or None if some ids may be
+    negative. `end` is exclusive, or None if it is not known."""
     if isinstance(ids, (int, float)):
         return (0, int(ids) + 1) if ids >= 0 and int(ids) == ids else (None, None)
     if not isinstance(ids, View) or reach == 0:
@@ -167,8 +172,8 @@ def _remainder(value: Value, reach: int) -> tuple[int | None, Size | None]:
 
 
 def _cast(value: Value, reach: int) -> tuple[int | None, Size | None]:
-    """Returns the range after a cast to integers: it does not change if every number fits, and is
-    unknown otherwise."""
+    """Returns the range after a cast to an integer type. The range does not change if every number
+    fits the type. Otherwise it is unknown."""
     least, end = _range_of(value.args[0], reach - 1)
     fits = not value.dtype.is_floating_point and isinstance(end, int) and end <= 1 << 31
     wide = value.dtype.itemsize >= 4 and not value.dtype.is_floating_point

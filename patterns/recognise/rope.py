@@ -1,8 +1,8 @@
-"""Rotary position embedding, recognised by what it computes, not by its spelling.
+"""Recognises rotary position embedding by what it computes, independent of how it is written.
 
-`rope_terms` writes every element of the rotated head as products of elements of the head with
-coefficients. This file reads that table: which elements are paired, and which columns of cos and
-sin they take, with which sign.
+`rope_terms` expresses every element of the rotated head as a sum of products of elements of the
+head with coefficients. This file reads the table of these products. It finds which elements are
+paired, which columns of cos and sin multiply them, and with which sign.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from tilewright.patterns.recognise.rope_terms import (
 
 @dataclass(frozen=True)
 class Table:
-    """cos or sin in the graph.
+    """The cos or sin of the graph.
 
-    view: [..., width], with dimensions like the rotated head's; width is rotary_dim or rotary_dim /
-    2. part: `real` or `imag` if the table is that part of a complex view. signs: the signs of the
-    first and of the second members of the pairs, relative to x0 * cos - x1 * sin, x1 * cos + x0 *
-    sin. second: the view [..., rotary_dim / 2] of the second members, if each member has a table of
-    its own; `view` is then that of the first. alternates: whether the members of a pair are
-    neighbours.
+    Attributes:
+        view: The table, [..., width]. Its dimensions correspond to the dimensions of the rotated
+            head. `width` is rotary_dim or rotary_dim / 2.
+        part: `real` or `imag` if the table is this part of a complex view; else "".
+        signs: The signs of the first and of the second members of the pairs, relative to x0 * cos -
+            x1 * sin and x1 * cos + x0 * sin.
+        second: The table of the second members, [..., rotary_dim / 2], if the first and second
+            members have separate tables; `view` is then the table of the first members.
+        alternates: Whether the two members of a pair are neighbours.
     """
 
     view: View
@@ -56,8 +59,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotation. style: `half`, `interleaved` or `interleaved_to_half`. x: the unrotated head,
-    with dimensions like the rotated one's."""
+    """A rotation.
+
+    Attributes:
+        style: `half`, `interleaved` or `interleaved_to_half`.
+        rotary_dim: The number of rotated elements of a head.
+        cos, sin: The tables.
+        x: The head before the rotation. Its dimensions correspond to the dimensions of the rotated
+            head.
+        absorbed: The values that compute the rotation.
+    """
 
     style: str
     rotary_dim: int
@@ -68,15 +79,16 @@ class Rope:
 
 
 class _Unknown(Exception):
-    """Raised for a rotation of a kind that the ops do not have; says why."""
+    """Raised for a kind of rotation that the ops do not support. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The pairs that a rotation turns, as one entry per rotated element.
+    """The pairs that a rotation rotates. Each field has one entry for each rotated element.
 
-    own, partner: the indices in x of the element and of its partner. second: 1 for the second
-    member of a pair, 0 for the first.
+    Attributes:
+        own, partner: The indices in x of the element and of its partner.
+        second: 1 for the second member of a pair, 0 for the first.
     """
 
     own: np.ndarray
@@ -85,11 +97,12 @@ class _Pairs:
 
 
 def match_rope(head: View, stage: Stage = Stage.K_PATH, is_addend: IsAddend = never) -> Rope | None:
-    """Returns the rotation whose result is `head` [..., head_dim]; None if there is no rotation.
+    """Returns the rotation whose result is `head` [..., head_dim]. Returns None if there is no
+    rotation.
 
-    is_addend: returns True for a view that is added before the rotation, and is no part of the
-    rotation's own sums. Raises Reject (ROPE_STYLE) at `stage` for a rotation of a kind that the ops
-    do not have.
+    is_addend: a function that returns True for a view that is added before the rotation, and is not
+    a part of the sums of the rotation. Raises Reject (ROPE_STYLE) at `stage` for a kind of rotation
+    that the ops do not support.
     """
     if not is_arithmetic(head.value):
         return None
@@ -125,7 +138,7 @@ def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) ->
         own = _column(terms, pairs.own + first, pairs.second)
         partner = _column(terms, pairs.partner + first, pairs.second)
         if own is not None and partner is not None:
-            # The second element of a pair adds x_partner * sin, the first subtracts it.
+            # The second element of a pair adds x_partner * sin. The first element subtracts it.
             partner = replace(partner, sign=partner.sign * (2 * pairs.second - 1))
             cos, sin = (_table(c, pairs, style) for c in (own, partner))
             cos, sin = _same_width(cos, sin, rotary_dim, style)
@@ -134,8 +147,8 @@ def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) ->
 
 
 def _rotated(terms: Sequence[Term], first: int, head_dim: int) -> int:
-    """Returns the number of rotated elements. Raises _Unknown unless they are the first ones of the
-    head, and each is a sum of two products."""
+    """Returns the number of rotated elements. Raises _Unknown unless they are the first elements of
+    the head, and each is a sum of two products."""
     products, passed = np.zeros(head_dim, dtype=int), np.zeros(head_dim, dtype=bool)
     for term in terms:
         if len(term.leaves) == 2:
@@ -170,9 +183,13 @@ def _styles(rotary_dim: int) -> dict[str, _Pairs]:
 
 @dataclass(frozen=True)
 class _Column:
-    """The column of a coefficient that each rotated element takes, and its sign.
+    """The column of a coefficient that multiplies each rotated element, and its sign.
 
-    leaves: the tensors of the coefficient, for the first and for the second members of the pairs.
+    Attributes:
+        leaves: The tensors of the coefficient, for the first and for the second members of the
+            pairs.
+        index: The columns.
+        sign: The signs.
     """
 
     leaves: tuple[Leaf, Leaf]
@@ -181,8 +198,8 @@ class _Column:
 
 
 def _column(terms: Sequence[Term], x: np.ndarray, second: np.ndarray) -> _Column | None:
-    """Returns the coefficient of the head's element x[i] in every rotated element i; None if an
-    element has none, or several.
+    """Returns the coefficient that multiplies the element x[i] of the head in every rotated element
+    i. Returns None if an element has no such coefficient, or several.
 
     second: which member of its pair an element is.
     """
@@ -208,8 +225,8 @@ def _column(terms: Sequence[Term], x: np.ndarray, second: np.ndarray) -> _Column
 
 
 def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
-    """Returns a coefficient's view with its last dimension cut to the columns in use. Raises
-    _Unknown."""
+    """Returns the view of a coefficient, in which the last dimension has only the used columns.
+    Raises _Unknown."""
     first, second = (column.sign[pairs.second == member] for member in (0, 1))
     if np.any(first != first[0]) or np.any(second != second[0]):
         raise _Unknown("its signs alternate")
@@ -228,11 +245,12 @@ def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
         step = reach // (width - 1) if width > 1 else 1
         if step > 0 and np.array_equal(column.index - low, place * step):
             return Table(leaf.columns(low, width, step), leaf.part, signs)
-    raise _Unknown("cos and sin are not laid out like the pairs")
+    raise _Unknown("the layout of cos and sin differs from the layout of the pairs")
 
 
 def _table_of_members(column: _Column, pairs: _Pairs, style: str, signs: tuple[int, int]) -> Table:
-    """Returns a table of the first members with one of the second. Raises _Unknown."""
+    """Returns one table that has a separate view for the first members and for the second members.
+    Raises _Unknown."""
     parts = {leaf.part for leaf in column.leaves}
     if len(parts) != 1:
         raise _Unknown("cos and sin are parts of different numbers")
@@ -241,13 +259,14 @@ def _table_of_members(column: _Column, pairs: _Pairs, style: str, signs: tuple[i
         index = column.index[pairs.second == member]
         step = int(index[1] - index[0]) if len(index) > 1 else 1
         if step <= 0 or np.any(index - index[0] != np.arange(len(index)) * step):
-            raise _Unknown("cos and sin are not laid out like the pairs")
+            raise _Unknown("the layout of cos and sin differs from the layout of the pairs")
         views.append(leaf.columns(int(index[0]), len(index), step))
     return Table(views[0], parts.pop(), signs, views[1], style == "interleaved")
 
 
 def _same_width(cos: Table, sin: Table, rotary_dim: int, style: str) -> tuple[Table, Table]:
-    """Returns both tables with equal width: the op takes a column per pair, or one per element."""
+    """Returns both tables with equal width. The op expects one column for each pair, or one for
+    each element."""
     both = (cos, sin)
     if all(t.width == rotary_dim // 2 and t.signs[0] == t.signs[1] for t in both):
         return both
@@ -256,7 +275,8 @@ def _same_width(cos: Table, sin: Table, rotary_dim: int, style: str) -> tuple[Ta
 
 
 def _per_element(table: Table, style: str) -> Table:
-    """Returns a table with a column per pair as one with a column per element."""
+    """Converts a table with one column for each pair to a table with one column for each
+    element."""
     *lead, last = table.view.effect.dims
     twice = Atom(None, 0, 2)
     both = (*last, twice) if style == "interleaved" else (twice, *last)
@@ -277,11 +297,12 @@ def _x(head: View, leaf: Leaf, first: int, head_dim: int) -> View:
 def table_argument(
     table: Table, layout: Effect, feature: int, tokens: Sequence[Size], stage: Stage
 ) -> View | Computed:
-    """Returns cos or sin as the op takes it: [T or S or 1, width]; the rows repeat over leading
-    token axes.
+    """Returns cos or sin in the form that the op expects, [T or S or 1, width]. The rows repeat
+    over the leading token axes.
 
-    layout: the rotated head's dimensions on the product's axes [tokens..., N]. feature: the axis of
-    N. Raises Reject (ROPE_TABLE) at `stage` if the table varies from head to head.
+    layout: the dimensions of the rotated head, expressed on the axes [tokens..., N] of the product.
+    feature: the axis of N. Raises Reject (ROPE_TABLE) at `stage` if the table differs between
+    heads.
     """
     rows = _rows(table.view, layout, feature, tokens, stage)
     first, second = table.signs
@@ -298,8 +319,8 @@ def table_argument(
 
 
 def _side_by_side(table: Table, first: View, second: View) -> Computed:
-    """Returns rows that hold the columns of both members of the pairs: alternating if the members
-    are neighbours, else the first members' columns before the others."""
+    """Returns rows that have the columns for both members of the pairs. The columns alternate if
+    the two members are neighbours. Otherwise the columns for the first members come first."""
     count, half = max((first, second), key=lambda view: len(view.effect.dims[0])).shape
     both = zip((first, second), table.signs, strict=True)
     members = [(view.expand(count, half), sign) for view, sign in both]
@@ -310,8 +331,8 @@ def _side_by_side(table: Table, first: View, second: View) -> Computed:
 
 
 def same_table(a: Any, b: Any) -> bool:
-    """Whether two results of :func:`table_argument` hold the same numbers, even if computed
-    twice."""
+    """Whether two results of :func:`table_argument` have the same numbers, even if the graph
+    computes them twice."""
     if isinstance(a, View) and isinstance(b, View):
         return equal_values(a, b)
     if isinstance(a, Computed) and isinstance(b, Computed):
@@ -332,20 +353,20 @@ def _is_dense(rows: View, item: View | Computed) -> bool:
     if isinstance(item, Computed):
         return False
     if len(last) != 1 or not rows.value.shape:
-        return True  # a copy builds it
+        return True  # the argument is built as a contiguous copy
     held = rows.value.node.meta.get("example_value")
     inner = held.stride(-1) if isinstance(held, torch.Tensor) and held.dim() else 1
     return inner == 1 and last == (Atom(len(rows.value.shape) - 1, 1, last[0].length),)
 
 
 def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], stage: Stage) -> View:
-    """Returns a table with its token dimensions merged into one, in the op's order of tokens.
+    """Returns a table whose token dimensions are merged into one, in the op's order of the tokens.
     Raises Reject."""
     by_axis: dict[int, tuple[Atom, ...]] = {}
     for place, dim in zip(layout.dims[:-1], table.effect.dims[:-1], strict=True):
         axes = [a.axis for a in place]
         if feature in axes and dim != ():
-            reject("ROPE_TABLE", stage, "cos and sin vary from head to head", table)
+            reject("ROPE_TABLE", stage, "cos and sin differ between heads", table)
         if feature in axes:
             continue
         if len(axes) > 1 and dim != ():
@@ -365,8 +386,8 @@ def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], sta
 
 
 def _split_tokens(place: tuple[Atom, ...], dim: tuple[Atom, ...]) -> dict[int, tuple[Atom, ...]]:
-    """Returns, by token axis, the atoms of a table's dimension `dim`, which merges the same token
-    axes as the head's dimension `place`."""
+    """Returns the atoms of a table's dimension `dim` for each token axis. The dimension merges the
+    same token axes as the dimension `place` of the head."""
     flat = Effect((dim,), (0,) * (1 + max(a.axis or 0 for a in dim)))
     apart = effects.reshape(flat, [a.length for a in place])
     return {a.axis: d for a, d in zip(place, apart.dims, strict=True) if a.axis is not None}

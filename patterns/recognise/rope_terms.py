@@ -1,7 +1,8 @@
-"""A rotated head, element by element, as a sum of products `sign * x[j] * coefficient[c]`.
+"""Expresses each element of a rotated head as a sum of products `sign * x[j] * coefficient[c]`.
 
-The head dimension is small and static, so all spellings (`rotate_half`, chunked halves, strided
-pairs with stack and flatten, complex numbers) give the same table of numbers.
+The head dimension is small and static. Therefore all ways to write a rotation (`rotate_half`,
+chunked halves, strided pairs with stack and flatten, complex numbers) give the same table of
+numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tilewright.patterns.recognise.norm import match_norm
 
 _CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
 _MAX_TERMS = 8
-# The most elements of an axis that is read element by element; a pair has two.
+# The largest length of an axis that is read element by element. The axis of a pair has length two.
 _MOST_SUMMED = 2
 
 
@@ -36,10 +37,14 @@ class NotRotation(Exception):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that the rotation multiplies or adds, with its last dimension left open.
+    """A tensor that the rotation multiplies or adds, whose last dimension is left open, so that
+    columns can be chosen later.
 
-    rest: the effect of the other dimensions. axis: the base axis that the open dimension walks.
-    part: `real` or `imag` of a complex tensor, else empty.
+    Attributes:
+        value: The tensor.
+        rest: The effect of the other dimensions.
+        axis: The axis of the base that the open dimension selects along.
+        part: `real` or `imag` of a complex tensor; else "".
     """
 
     value: Value
@@ -48,7 +53,7 @@ class Leaf:
     part: str = ""
 
     def columns(self, first: Size, count: int, step: int = 1) -> View:
-        """Returns the view whose last dimension takes `count` places of the open axis."""
+        """Returns the view whose last dimension has `count` places of the open axis."""
         start = list(self.rest.start)
         start[self.axis] = first
         last = effects.coalesce([Atom(self.axis, step, count)])
@@ -57,7 +62,8 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Term:
-    """factor[i] * prod(leaf[index[i]]) for every element i of the head; factor 0 where absent."""
+    """The product factor[i] * prod(leaf[index[i]]) for every element i of the head. The factor is 0
+    for elements that lack this term."""
 
     factor: np.ndarray
     leaves: tuple[tuple[Leaf, np.ndarray], ...]
@@ -72,14 +78,18 @@ _Complex = tuple[list[Term], list[Term]]
 
 
 def never(view: View) -> bool:
-    """Returns False: no view is added before the rotation."""
+    """Returns False, because no view is added before the rotation."""
     return False
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """State of a walk. is_addend: see :func:`head_terms`. absorbed: the arithmetic that was walked
-    through."""
+    """The state of the search.
+
+    Attributes:
+        is_addend: The argument of :func:`head_terms`.
+        absorbed: The arithmetic operations that the search passed.
+    """
 
     is_addend: IsAddend
     absorbed: list[Value] = field(default_factory=list)
@@ -88,8 +98,8 @@ class _Walk:
 def head_terms(head: View, is_addend: IsAddend) -> tuple[list[Term], tuple[Value, ...]]:
     """Returns the terms of a view [..., head_dim], and the values that compute them.
 
-    is_addend: returns True for a view that is added before the rotation; the sum is then a leaf.
-    Raises NotRotation if the terms are not sums of products.
+    is_addend: a function that returns True for a view that is added before the rotation; such a sum
+    is treated as one leaf. Raises NotRotation if the terms are not sums of products.
     """
     walk = _Walk(is_addend)
     try:
@@ -108,8 +118,8 @@ def _terms(view: View, walk: _Walk) -> list[Term]:
     """Returns the terms whose sum is the last dimension of a view of projected data."""
     value = view.value
     if not is_arithmetic(value) or not value.projected or _is_boundary(view, walk):
-        # A cast commutes with a change of places and signs, so the parts of a head may be cast at
-        # different steps.
+        # A cast can be exchanged with a change of places and signs, so the parts of a head may be
+        # cast at different steps.
         view, casts = strip_casts(view)
         walk.absorbed.extend(cast for cast in casts if cast not in walk.absorbed)
         leaf, index = _leaf(view)
@@ -128,8 +138,8 @@ def _terms(view: View, walk: _Walk) -> list[Term]:
 
 
 def _is_boundary(view: View, walk: _Walk) -> bool:
-    """Whether a step belongs to the tensor that is rotated, not to the rotation: a bias, a norm's
-    weight, a sum of projections, joined heads."""
+    """Whether a step belongs to the tensor that is rotated, and not to the rotation. Such steps are
+    a bias, the weight of a norm, a sum of projections, and joined heads."""
     value = view.value
     if value.op == "aten.cat":
         axis = value.args[1]
@@ -152,7 +162,7 @@ def _is_boundary(view: View, walk: _Walk) -> bool:
 
 
 def summed_axis(value: Value) -> int | None:
-    """Returns the axis of a sum over one short axis; None for another sum."""
+    """Returns the axis of a sum over one short axis. Returns None for every other sum."""
     dims = reduced_dims(value)
     if len(dims) != 1 or keeps_dim(value) or value.dtype != value.operands[0].value.dtype:
         return None
@@ -161,8 +171,8 @@ def summed_axis(value: Value) -> int | None:
 
 
 def _scales_codes(value: Value, product: View) -> bool:
-    """Whether a multiplication scales a product of unscaled codes by a number per row of the
-    weight. The rotation of a single token also multiplies by a number per row."""
+    """Whether a multiplication scales a product of unscaled codes by one number for each row of the
+    weight. The rotation of a single token also multiplies by one number for each row."""
     gemm = match_gemm(strip_casts(product)[0].value)
     if gemm is None or gemm.weight_scale is not None:
         return False
@@ -174,8 +184,8 @@ def _scales_codes(value: Value, product: View) -> bool:
 
 
 def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
-    """Returns a view with its last dimension opened, and the base indices that this dimension
-    takes. Raises NotRotation."""
+    """Returns a view with an open last dimension, and the indices on the base that this dimension
+    selects. Raises NotRotation."""
     view = _one_piece(view)
     places = _places(view)
     if len(places) != 1:
@@ -186,10 +196,11 @@ def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
 
 
 def _opened(view: View, axis: int, others: Mapping[int, int]) -> tuple[Leaf, int]:
-    """Returns the view as a leaf, with `axis` of its last dimension open, and its start on that
-    axis. Raises NotRotation.
+    """Returns the view as a leaf in which `axis` of its last dimension is open, and the start of
+    the last dimension on this axis. Raises NotRotation.
 
-    others: further axes that the last dimension walks, each with the place to fix on it.
+    others: further axes that the last dimension selects along. Each axis has an index at which it
+    is fixed.
     """
     start = list(view.effect.start)
     first, start[axis] = start[axis], 0
@@ -202,8 +213,8 @@ def _opened(view: View, axis: int, others: Mapping[int, int]) -> tuple[Leaf, int
 
 
 def _one_piece(view: View) -> View:
-    """Returns a view of a table that repeats each element, `stack([cos, cos], -1)`, as a view of
-    `cos`; another view as it is."""
+    """Rewrites a view of a table that repeats each element, `stack([cos, cos], -1)`, as a view of
+    `cos`. Returns every other view unchanged."""
     value = view.value
     if value.op != "aten.cat":
         return view
@@ -217,8 +228,8 @@ def _one_piece(view: View) -> View:
 
 
 def joined_axes(value: Value) -> int:
-    """Returns the number of trailing axes that form one row of elements: two for a stack, and for
-    pieces that are joined along the axis before the last."""
+    """Returns the number of trailing axes that form one row of elements. It is two for a stack, and
+    for pieces that are joined along the axis before the last."""
     if value.op == "aten.view_as_real":
         return 2
     pieces, dim = value.args
@@ -227,8 +238,9 @@ def joined_axes(value: Value) -> int:
 
 
 def _joined_index(view: View, depth: int) -> np.ndarray:
-    """Returns, for each element of a view's last dimension, its index in the value's last `depth`
-    axes, read as one row. Raises NotRotation if the view changes the value's other axes."""
+    """Returns the index of each element of a view's last dimension in the last `depth` axes of the
+    value, which are read as one row. Raises NotRotation if the view changes other axes of the
+    value."""
     value, effect = view.value, view.effect
     rank = len(value.shape)
     inner = range(rank - depth, rank)
@@ -280,8 +292,8 @@ def _where(term: Term, here: np.ndarray) -> Term:
 
 
 def _coefficients(view: View) -> list[tuple[tuple[Leaf, np.ndarray], np.ndarray]]:
-    """Returns a table as leaves with one open axis, each with a mask of the elements that take
-    their coefficient from it. A table [pairs, 2] of the members of pairs gives two leaves."""
+    """Returns a table as leaves with one open axis. Each leaf has a mask of the elements whose
+    coefficient it has. A table [pairs, 2] with the two members of each pair gives two leaves."""
     view = _one_piece(view)
     places = _places(view)
     if len(places) < 2:
@@ -300,8 +312,8 @@ def _coefficients(view: View) -> list[tuple[tuple[Leaf, np.ndarray], np.ndarray]
 
 
 def _places(view: View) -> dict[int, np.ndarray]:
-    """Returns the places of a view's last dimension on each axis that it walks, the longest axis
-    first."""
+    """Returns the places of a view's last dimension on each axis that the dimension selects along.
+    The longest axis comes first."""
     return _places_along(view.effect.dims[-1] if view.effect.dims else ())
 
 
@@ -317,7 +329,7 @@ def _places_along(last: Dim) -> dict[int, np.ndarray]:
 
 
 def _sum(view: View, walk: _Walk) -> list[Term]:
-    """Handles a sum over a short axis, as the sum of its parts."""
+    """Reads a sum over a short axis as the sum of its parts."""
     (summed,) = view.value.operands
     axis = summed_axis(view.value)
     assert axis is not None
@@ -353,7 +365,8 @@ _RULES: dict[str, Callable[[View, _Walk], list[Term]]] = {
 
 
 def _cat(value: Value, walk: _Walk) -> list[Term]:
-    """Handles pieces joined along the last axis, or the one before it, as one row of elements."""
+    """Reads pieces that are joined along the last axis, or along the axis before it, as one row of
+    elements."""
     pieces, dim = value.args
     rank, depth = len(value.shape), joined_axes(value)
     if dim not in (rank - 1, rank - 2) or not all(isinstance(n, int) for n in value.shape[-depth:]):
@@ -378,8 +391,8 @@ def _cat(value: Value, walk: _Walk) -> list[Term]:
 
 
 def _interleaved(parts: list[list[Term]]) -> list[Term]:
-    """Returns the terms of parts, interleaved: element i of part k becomes element
-    `i * len(parts) + k`."""
+    """Returns the terms of interleaved parts: element i of part k becomes element `i * len(parts) +
+    k`."""
     width = len(parts[0][0].factor)
     if any(len(t.factor) != width for terms in parts for t in terms):
         raise NotRotation
@@ -402,7 +415,8 @@ def _spread(term: Term, at: np.ndarray, total: int) -> Term:
 
 
 def _merge(terms: list[Term]) -> list[Term]:
-    """Joins terms of the same leaves that never overlap: the pieces of one concatenation."""
+    """Joins terms that have the same leaves and never overlap. They are the pieces of one
+    concatenation."""
     merged: list[Term] = []
     for term in terms:
         key = tuple(leaf for leaf, _ in term.leaves)
@@ -424,8 +438,8 @@ def _merge(terms: list[Term]) -> list[Term]:
 
 
 def _as_real(value: Value, walk: _Walk) -> list[Term]:
-    """Handles `view_as_real`: real and imaginary parts alternate along two dimensions read as
-    one."""
+    """Reads `view_as_real`. The real and imaginary parts alternate along two dimensions that are
+    read as one."""
     return _interleaved(list(_complex(value.operands[0], walk)))
 
 
@@ -436,7 +450,7 @@ _JOINS: dict[str, Callable[[Value, _Walk], list[Term]]] = {
 
 
 def _complex(view: View, walk: _Walk) -> _Complex:
-    """Returns the real and imaginary terms of a view of complex projected data."""
+    """Returns the real terms and the imaginary terms of a view of complex projected data."""
     value = view.value
     if not value.projected:
         raise NotRotation
@@ -456,7 +470,7 @@ def _complex(view: View, walk: _Walk) -> _Complex:
 
 
 def _parts(pairs: View, view: View) -> tuple[View, View]:
-    """Returns the real and imaginary part of a view of `view_as_complex(pairs)`."""
+    """Returns the real part and the imaginary part of a view of `view_as_complex(pairs)`."""
     last = len(pairs.shape) - 1
     first, second = (pairs.select(last, k) for k in (0, 1))
     if view.is_whole:
@@ -465,7 +479,7 @@ def _parts(pairs: View, view: View) -> tuple[View, View]:
 
 
 def _complex_product(view: View, walk: _Walk) -> _Complex:
-    """Handles (a + ib)(c + is) = (ac - bs) + i(as + bc)."""
+    """Reads (a + ib)(c + is) = (ac - bs) + i(as + bc)."""
     left, right = view.value.operands
     head, turn = (left, right) if left.value.projected else (right, left)
     if turn.value.projected or not turn.value.dtype.is_complex:

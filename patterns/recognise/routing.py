@@ -1,9 +1,10 @@
-"""Recognises the routing of a mixture of experts, in any spelling: the order that sorts the routes
-by expert, the rows gathered in that order, the end of each expert's rows, and the inverse order.
+"""Recognises the routing of a mixture of experts, however it is written. The routing consists of
+the order that sorts the routes by expert, the rows that are gathered in this order, the end of the
+rows of each expert, and the inverse of the order.
 
-Each function looks at the tensors that its argument is computed from. A match thereby knows that
-all parts belong to one choice of experts. T tokens, S slots (top-k) per token; a *route* is one
-slot of one token, and its number is t * S + s.
+Each function examines the tensors from which its argument is computed. A match therefore knows that
+all parts belong to one choice of experts. There are T tokens with S slots (top-k) each. A *route*
+is one slot of one token, and its number is t * S + s.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ _INDICES = (torch.int32, torch.int64)
 class Order:
     """A permutation that sorts the routes by expert.
 
-    permutation: [T * S], the route at each place of the order; None for the routes' own order. ids:
-    [T * S], the expert of each route. cells: a map [T, E], true where a token is routed to an
-    expert. If it is given, `permutation` holds numbers e * T + t of true cells instead of routes.
+    Attributes:
+        permutation: The route at each place of the order, [T * S]. None means the original order of
+            the routes.
+        ids: The expert of each route, [T * S].
+        cells: A map [T, E] that is true where a token is routed to an expert, or None. If there is
+            a map, `permutation` has the numbers e * T + t of the true cells instead of routes.
     """
 
     permutation: View | None
@@ -48,8 +52,8 @@ def flat(view: View) -> View:
 
 
 def per_row(view: View) -> View | None:
-    """Returns a view [M, 1], or one broadcast to [M, N], as [M]; None if it varies by column, and
-    for a single number."""
+    """Returns a view [M, 1], or such a view broadcast to [M, N], as [M]. Returns None if the view
+    differs between columns, and if it is a single number."""
     if not view.effect.dims:
         return None
     *rows, last = view.effect.dims
@@ -57,11 +61,11 @@ def per_row(view: View) -> View | None:
 
 
 def strip_integer_casts(view: View, below: Size | None = None) -> View:
-    """Returns the view before casts that keep integers unchanged.
+    """Returns the view before casts that do not change integers.
 
-    A cast to bool changes them. Casts from fewer than 32 bits stay, as no op takes such indices.
-    below: for a reader that treats all numbers from `below` up alike, and all numbers under
-    `-below` alike.
+    A cast to bool changes integers, so it is kept. Casts from types with fewer than 32 bits are
+    kept too, because no op supports such indices. below: for a reader that treats all numbers from
+    `below` up in the same way, and all numbers under `-below` in the same way.
     """
     if view.value.op != "cast":
         return view  # the usual case
@@ -79,29 +83,31 @@ def _keeps_integers(cast: Value, below: Size | None) -> bool:
         return whole and dtype in _INDICES
     if given not in (torch.bool, *_INDICES) or not dtype.is_floating_point:
         return given in (torch.bool, *_INDICES) and dtype in _INDICES
-    # Rounding is monotonic: it moves no number into a range that the type holds exactly.
+    # Rounding is monotonic: it never moves a number into a range in which the type represents all
+    # integers exactly.
     ends = [end for end in (below, _end_of(source.value)) if isinstance(end, int)]
     return bool(ends) and min(ends) <= _exact_to(dtype)
 
 
 def _exact_to(dtype: torch.dtype) -> int:
-    """Returns the number up to which a floating-point type holds every integer."""
+    """Returns the number up to which a floating-point type represents every integer exactly."""
     return int(2 / torch.finfo(dtype).eps)
 
 
 def _counts(dtype: torch.dtype) -> bool:
-    """Whether a type can count all routes of a call; float32 can, up to 2**24."""
+    """Whether a type can represent every possible number of routes of a call. float32 can represent
+    numbers up to 2**24."""
     return dtype in (*_INDICES, torch.float32, torch.float64)
 
 
 def holds_counts(value: Value) -> bool:
-    """Whether a value's type holds any count of routes exactly."""
+    """Whether the type of a value represents every number of routes exactly."""
     return _counts(value.dtype)
 
 
 def _end_of(value: Value) -> Size | None:
-    """Returns an exclusive upper bound of a value that has no negative numbers; None if not
-    known."""
+    """Returns an exclusive upper bound of a value that has no negative numbers. Returns None if no
+    bound is known."""
     if value.dtype == torch.bool or value.op == "aten.one_hot":
         return 2
     if _counts_up(value):
@@ -113,7 +119,7 @@ def _end_of(value: Value) -> Size | None:
 
 
 def is_top_indices(value: Value) -> bool:
-    """Whether a value is the indices that a topk along the last dimension returns. They are
+    """Whether a value is the indices that a topk along the last dimension returns. Such indices are
     distinct."""
     return _is_of_topk(value, 1)
 
@@ -124,7 +130,7 @@ def are_largest(value: Value) -> bool:
 
 
 def takes_largest(topk: Value) -> bool:
-    """Whether a topk takes the largest numbers rather than the smallest."""
+    """Whether a topk selects the largest numbers, and not the smallest."""
     return bool(topk.argument(3, "largest", True))
 
 
@@ -135,12 +141,12 @@ def _is_of_topk(value: Value, output: int) -> bool:
 
 
 def is_distinct(ids: View) -> bool:
-    """Whether each token of ids [T, S] names S different experts, as the indices of a topk do."""
+    """Whether ids [T, S] give each token S different experts, as the indices of a topk do."""
     return ids.shape[-1] == 1 or (ids.is_whole and is_top_indices(ids.value))
 
 
 def match_order(view: View) -> Order | None:
-    """Returns the order if `view` holds the indices of a sort of the routes' experts; else None."""
+    """Returns the order if `view` is the indices of a sort of the routes' experts; else None."""
     view = strip_integer_casts(view)
     value = view.value
     if value.op not in _ORDER_OUTPUTS or len(value.shape) != 1:
@@ -153,10 +159,11 @@ def match_order(view: View) -> Order | None:
 
 
 def _order_of_cells(view: View) -> Order | None:
-    """Returns the order of a map [T, E] of routes, sorted by expert; None for another view.
+    """Returns the order of a map [T, E] of routes that is sorted by expert. Returns None for every
+    other view.
 
-    A stable sort places the map's true cells first, and the view takes the first T * S of them:
-    each token has S different experts.
+    A stable sort places the true cells of the map first. The view selects the first T * S cells,
+    because each token has S different experts.
     """
     value = view.value
     source = by_cell(value.args[0], of_ones=True)
@@ -170,10 +177,11 @@ def _order_of_cells(view: View) -> Order | None:
 
 
 def by_cell(view: View, of_ones: bool = False) -> View | None:
-    """Returns the map [T, E] that a view [E * T] holds by expert; None for another view.
+    """Returns the map [T, E] if a view [E * T] lists the cells of this map expert by expert.
+    Returns None for every other view.
 
-    Ignores copies and casts between floating-point types. of_ones: ignores all casts, for maps of
-    zeros and ones, which are equal in any type.
+    Ignores copies, and casts between floating-point types. of_ones: whether to ignore all casts,
+    for maps of zeros and ones, which are equal in every type.
     """
     view, _ = strip_while(
         view, lambda v: v.op == "aten.clone" or (v.op == "cast" and _floats(v, of_ones))
@@ -194,9 +202,10 @@ def _descending(value: Value) -> bool:
 
 
 def experts_of(view: View, num_experts: Size | None = None) -> View:
-    """Returns the experts by route, for a view of them in the routes' own or in sorted order.
+    """Returns the expert of each route, for a view of the experts in the original order of the
+    routes, or in sorted order.
 
-    num_experts: for a reader that treats all experts from that number up alike.
+    num_experts: for a reader that treats all experts from this number up in the same way.
     """
     view = strip_integer_casts(view, num_experts)
     value = view.value
@@ -215,7 +224,7 @@ def experts_of(view: View, num_experts: Size | None = None) -> View:
 
 
 def in_order(view: View, order: Order) -> bool:
-    """Whether `view` holds the routes' experts in the given order."""
+    """Whether `view` has the experts of the routes in the given order."""
     view = strip_integer_casts(view)
     if order.permutation is None:
         return view == order.ids
@@ -234,7 +243,7 @@ def gathered(view: View) -> tuple[View, View] | None:
         return None
     if value.op == "aten.index":
         items = value.args[1]
-        # A Python list used as an index is not a tensor.
+        # If a Python list is used as an index, the index is not a tensor.
         if len(items) == 1 and items[0][0] == 0 and isinstance(items[0][1], View):
             return value.args[0], items[0][1]
     if value.op == "aten.index_select" and value.args[1] == 0:
@@ -246,12 +255,12 @@ def gathered(view: View) -> tuple[View, View] | None:
     return None
 
 
-#: Operations that :func:`gathered` reads.
+#: The operations that :func:`gathered` reads.
 GATHERS = frozenset({"aten.index", "aten.index_select", "aten.embedding", "aten.gather"})
 #: A lookup that writes its table, as `F.embedding(..., max_norm=)` does.
 RESCALED = "opaque:embedding"
-#: GATHERS, and lookups that no pattern reads: they write their table, or have another rule for
-#: indices out of range.
+#: GATHERS, and the lookups that no pattern reads. Such lookups write their table, or treat indices
+#: out of range in another way.
 TAKEN = GATHERS | {"aten.take_along_dim", RESCALED}
 
 
@@ -260,14 +269,14 @@ def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
     if not source.shape or index.shape[1:] != source.shape[1:]:
         return None
     if index.value.dtype != torch.int64:
-        return None  # with 32 bits, torch 2.13 on a CPU takes the first row for all
+        return None  # an index of 32 bits: torch 2.13 on a CPU takes the first row for all
     first, *rest = index.effect.dims
     return (source, index.with_dims(first)) if all(map(effects.repeats, rest)) else None
 
 
 def without_counting(view: View) -> View:
-    """Returns a view of rows[0, 1, .., T - 1, 0, 1, ..] as a view of the rows; another view as it
-    is."""
+    """Rewrites a view of rows[0, 1, .., T - 1, 0, 1, ..] as a view of the rows. Returns every other
+    view unchanged."""
     taken = gathered(view.value.whole)
     if taken is None or not _counts_up(taken[1].value):
         return view
@@ -278,7 +287,7 @@ def without_counting(view: View) -> View:
 
 
 def counts_again(view: View) -> Size | None:
-    """Returns T if a view holds 0, 1, ..., T - 1, several times over; else None."""
+    """Returns T if a view has the numbers 0, 1, ..., T - 1, repeated several times; else None."""
     if not _counts_up(view.value) or len(view.effect.dims) != 1 or view.effect.start != (0,):
         return None
     length = view.value.shape[0]
@@ -289,8 +298,8 @@ def counts_again(view: View) -> Size | None:
 
 
 def match_rows(view: View, order: Order) -> Size | None:
-    """Returns S if `view` holds the token of each route in the given order: permutation // S, or
-    the tokens gathered by the permutation; else None."""
+    """Returns S if `view` has the token of each route in the given order; else None. These tokens
+    are permutation // S, or they are gathered by the permutation."""
     view = strip_integer_casts(view)
     value = view.value
     if order.permutation is None:
@@ -312,7 +321,8 @@ def match_rows(view: View, order: Order) -> Size | None:
 
 
 def _tokens_of_routes(view: View) -> Size | None:
-    """Returns S if the view counts 0 0 .. 1 1 .., every token S times; else None."""
+    """Returns S if the view counts 0 0 .. 1 1 .., that is, if it has every token S times; else
+    None."""
     value = view.value
     if value.op != "aten.arange" or not is_arange(value.whole) or len(view.effect.dims) != 1:
         return None
@@ -333,7 +343,7 @@ def _counts_up(value: Value) -> bool:
 
 
 def match_inverse(view: View, order: Order) -> bool:
-    """Whether `view` is the inverse of the order's permutation."""
+    """Whether `view` is the inverse of the permutation of the order."""
     view = strip_integer_casts(view)
     value = view.value
     if not view.is_whole or order.cells is not None:
@@ -351,8 +361,8 @@ def match_inverse(view: View, order: Order) -> bool:
 
 
 def match_ends(view: View) -> tuple[View, Size] | None:
-    """Returns (experts by route, number of experts) if `view` [E] holds the end of each expert's
-    rows, a running sum of their counts; else None."""
+    """Returns (expert of each route, number of experts) if `view` [E] is the end of the rows of
+    each expert, that is, a running sum of the counts of the experts; else None."""
     view = strip_integer_casts(view)
     value = view.value
     if value.op == "aten.searchsorted" and view.is_whole:
@@ -363,8 +373,8 @@ def match_ends(view: View) -> tuple[View, Size] | None:
 
 
 def _searched(value: Value) -> tuple[View, Size] | None:
-    """Handles searchsorted(sorted experts, 0..E-1, right): entry e counts the routes of experts
-    0..e."""
+    """Reads searchsorted(sorted experts, 0..E-1, right). Entry e counts the routes of the experts 0
+    to e."""
     ordered, experts = value.args[0], value.args[1]
     right = value.kwargs.get("right") or value.kwargs.get("side") == "right"
     if not right or not isinstance(experts, View) or not is_arange(experts):
@@ -376,7 +386,7 @@ def _searched(value: Value) -> tuple[View, Size] | None:
 
 
 def _counted(view: View) -> tuple[View, Size] | None:
-    """Returns (experts by route, E) of a histogram [E]; else None."""
+    """Returns (expert of each route, E) for a histogram [E]; else None."""
     value = view.value
     if not _counts(value.dtype):
         return None
@@ -387,7 +397,8 @@ def _counted(view: View) -> tuple[View, Size] | None:
 
 
 def _binned(view: View) -> tuple[View, Size] | None:
-    """Handles the first E of bincount(experts, minlength=E), whose length depends on data."""
+    """Reads the first E elements of bincount(experts, minlength=E), whose length depends on
+    data."""
     value, names = view.value, ("weights", "minlength")
     given = {name: value.kwargs.get(name) for name in names} | dict(
         zip(names, value.args[1:], strict=False)
@@ -406,13 +417,13 @@ def _histogram(value: Value) -> tuple[View, Size] | None:
     bins, low, high = ([*given, *named[len(given) :]])[:3]
     if low != 0 or not isinstance(bins, int) or high not in (bins - 1, bins):
         return None
-    # With max = bins, bins have width one; with max = bins - 1, the last, closed bin holds only E -
-    # 1.
+    # If max is bins, each bin has width one. If max is bins - 1, the last bin is closed and
+    # contains only E - 1.
     return experts_of(value.args[0], bins), bins
 
 
 def _summed(value: Value) -> tuple[View, Size] | None:
-    """Handles a sum over routes of one_hot(experts), or of experts == arange(E)."""
+    """Reads a sum over routes of one_hot(experts), or of experts == arange(E)."""
     inner = strip_integer_casts(value.args[0])
     if len(inner.shape) != 2 or reduced_dims(value) != (0,):
         return None
@@ -428,19 +439,19 @@ def _summed(value: Value) -> tuple[View, Size] | None:
 
 
 def _along(view: View, dim: int) -> View | None:
-    """Returns dimension `dim` of a view [a, b] alone if the other dimension only repeats; else
-    None."""
+    """Returns dimension `dim` of a view [a, b] without the other dimension, if the view only
+    repeats along the other dimension; else None."""
     if len(view.effect.dims) != 2 or not effects.repeats(view.effect.dims[1 - dim]):
         return None
     return view.with_dims(view.effect.dims[dim])
 
 
 def _marked(inner: View) -> tuple[View, Size] | None:
-    """Returns (experts by route, E) of a sum over tokens of a mask [T, E] that marks each token's
-    experts with ones; else None.
+    """Returns (expert of each route, E) for a sum over tokens of a mask [T, E] that has ones at the
+    experts of each token; else None.
 
-    The experts must be the indices of a topk: if a token named an expert twice, a mask would count
-    that expert only once.
+    The experts must be the indices of a topk. If a token had the same expert twice, the mask would
+    count this expert only once.
     """
     inner, _ = strip_while(inner, lambda value: value.op == "cast")  # ones are ones in any type
     ids = scattered_ones(inner.value)
@@ -450,7 +461,8 @@ def _marked(inner: View) -> tuple[View, Size] | None:
 
 
 def scattered_ones(value: Value, mark: int = 1) -> View | None:
-    """Returns ids [T, S] of zeros(T, E).scatter(1, ids, 1), also in place; None for another value.
+    """Returns the ids [T, S] of zeros(T, E).scatter(1, ids, 1), which may be in place. Returns None
+    for every other value.
 
     mark: 0 for ones(T, E).scatter(1, ids, 0).
     """
@@ -461,8 +473,9 @@ def scattered_ones(value: Value, mark: int = 1) -> View | None:
 
 
 def scattered_into(value: Value, number: float) -> View | None:
-    """Returns ids [T, S] of a scatter along the experts into [T, E] filled with `number`, also in
-    place in the graph's own memory; None for another value."""
+    """Returns the ids [T, S] of a scatter along the experts into a tensor [T, E] that is filled
+    with `number`. The scatter may be in place, in memory that the graph allocated. Returns None for
+    every other value."""
     if value.op == "aten.scatter":
         base, dim, ids = value.args[:3]
         return _into(value, base, dim, ids, number)
@@ -487,7 +500,7 @@ def _into(value: Value, base: Any, dim: Any, ids: Any, number: float) -> View | 
 
 
 def _added(value: Value) -> tuple[View, Size] | None:
-    """Handles zeros(E) to which one is added at every route's expert."""
+    """Reads zeros(E) to which one is added at the expert of every route."""
     base, index, source = rows_added_to(value) or (None, None, None)
     if index is None or not is_filled(base, 0) or not is_filled(source, 1):
         return None
@@ -495,8 +508,9 @@ def _added(value: Value) -> tuple[View, Size] | None:
 
 
 def rows_added_to(value: Value) -> tuple[View, View, View] | None:
-    """Returns (base, index, source) of an `index_add` or `scatter_add` of rows to a base; None for
-    another value. In place, the base must be zeros in the graph's own memory."""
+    """Returns (base, index, source) of an `index_add` or `scatter_add` that adds rows to a base.
+    Returns None for every other value. If the operation is in place, the base must be zeros in
+    memory that the graph allocated."""
     store = value.store
     if store is not None:
         own = store.accumulate and not store.memory.is_input and is_filled(value.args[0], 0)

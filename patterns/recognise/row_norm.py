@@ -1,4 +1,4 @@
-"""Norms of whole rows, before or after linears."""
+"""Recognises norms of whole rows, before or after linears."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.recognise.norm import Norm, norm_of
 
-# The dtypes of x for which ops take a norm, by the norm's kind. With an RMS norm, the op multiplies
-# by the weight before it divides by the rms, which needs the range of bfloat16. With a layer norm,
-# it rounds the norm's result to x's dtype before the product, as the graph does.
+# For each kind of norm, the dtypes of x for which ops compute the norm. With an RMS norm, the op
+# multiplies by the weight before it divides by the root mean square, which requires the range of
+# bfloat16. With a layer norm, it rounds the result of the norm to the dtype of x before the
+# product, as the graph does.
 _TAKEN = {"rms": (torch.bfloat16,), "layer": HALVES}
 
 
@@ -27,12 +28,13 @@ def match_norm_before(
     flow: Dataflow,
     op: FusedOp,
 ) -> Norm | None:
-    """Returns the RMS or layer norm whose result is x [T, K], the activation that `readers` read.
+    """Returns the RMS norm or layer norm whose result is x [T, K], the activation that `readers`
+    read.
 
-    The returned norm's own x is a view [T, K] too, and its `absorbed` holds the values that only
-    the norm reads. Returns None if other values read x, if no op takes the norm, or if `op` is
-    slower with it. Also returns None if the rows of the norm's input are not dense, or if its
-    tensors change before the op's place. place: where the op will stand, in program order.
+    In the returned norm, `x` is a view [T, K] too, and `absorbed` has the values that only the norm
+    reads. Returns None in these cases: other values read x, no op computes the norm, `op` is slower
+    with the norm, the rows of the norm's input are not dense, or tensors of the norm change before
+    the place of the op. place: where the op will be inserted, in program order.
     """
     normed = x.value
     if normed.dtype not in HALVES or not isinstance(x.shape[0], int):
@@ -54,14 +56,15 @@ def match_norm_before(
 
 
 def rms_norm_of(normed: View) -> Norm | None:
-    """Returns the RMS norm whose result `normed` is, with one weight for all rows; else None."""
+    """Returns the RMS norm whose result is `normed`, if it has one weight for all rows; else
+    None."""
     norm = row_norm_of(normed)
     return norm if norm is not None and norm.kind == "rms" else None
 
 
 def row_norm_of(normed: View) -> Norm | None:
-    """Returns the norm whose result `normed` is, with one weight and one bias for all rows; None
-    for any other, and for an RMS norm with a bias."""
+    """Returns the norm whose result is `normed`, if it has one weight and one bias for all rows.
+    Returns None for every other value, and for an RMS norm with a bias."""
     norm = norm_of(normed)
     dtype = normed.value.dtype
     if norm is None or norm.x.shape != normed.shape:
@@ -75,14 +78,15 @@ def row_norm_of(normed: View) -> Norm | None:
 
 
 def _is_for_all_rows(vector: View, width: int, dtype: torch.dtype) -> bool:
-    """Whether a norm's weight or bias is [width], of a dtype that ops take."""
+    """Whether the weight or bias of a norm is [width], in a dtype that ops support."""
     if any(size != 1 for size in vector.shape[:-1]) or vector.shape[-1] != width:
         return False
     return vector.value.dtype in (dtype, torch.float32)
 
 
 def row_norm_arguments(norm: Norm | None, prefix: str = "") -> dict[str, Any]:
-    """Returns the op's arguments for a norm, with prefixed names; empty without a norm."""
+    """Returns the op's arguments for a norm, with prefixed names. Returns no arguments if there is
+    no norm."""
     if norm is None:
         return {}
     given = {

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.codegen.attention.templates.loads import converted
 from tilewright.codegen.build.interpreter import interpret
 from tilewright.codegen.moe.templates.dotted import load_run_scales
 from tilewright.codegen.templates.codes import codes_in_order, number_unit, scaled_numbers
@@ -18,7 +19,7 @@ from tilewright.codegen.templates.scale_numbers import bfloat16_parts, bfloat16_
 from tilewright.ops.formats import fp4
 
 ALL_CODES = torch.arange(256).to(torch.uint8)
-E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 HALVES = [torch.bfloat16, torch.float16]
 # One word of the codes 0 to 7, and one of 8 to 15.
 WORDS = torch.tensor([0x76543210, -0x01234568], dtype=torch.int32)
@@ -33,6 +34,20 @@ def times(codes, scales, dtype):
     """Returns the products of E2M1 codes [16] with each scale, [scales, 16], rounded to `dtype`."""
     numbers = fp4.decode(codes, torch.float64)
     return (numbers[None, :] * scales.double()[:, None]).to(dtype)
+
+
+@triton.jit
+def convert(values_ptr, out_ptr, N: tl.constexpr):
+    places = tl.arange(0, N)
+    tl.store(out_ptr + places, converted(tl.load(values_ptr + places), out_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("stored", [E4M3, E5M2])
+def test_floats_of_eight_bits_are_converted(stored, dtype):
+    values, out = ALL_CODES.view(stored), torch.empty(256, dtype=dtype)
+    interpret(convert)[(1,)](values, out, 256)
+    same(out, values.float().to(dtype))
 
 
 @triton.jit

@@ -212,7 +212,10 @@ def test_numbers_that_a_chip_does_not_have_leave_a_site(target, fused):
     assert patterns_in(found, "qkv") == ["qkv_cache"] * fused
     if not fused:
         assert {m.code for m in found.misses} == {"NO_KERNELS"}
-        assert "k_cache is of float8_e4m3fn, which sm80 does not have" in found.misses[0].message
+        assert (
+            "k_cache has the dtype float8_e4m3fn, which sm80 does not support"
+            in found.misses[0].message
+        )
 
 
 def test_an_adapter_s_ops_are_asked_too():

@@ -213,7 +213,7 @@ def test_an_einsum_of_another_activation_is_told_as_such():
     lowered = lower(model, args)
     (miss,) = misses_of(lowered, "qkv")
     assert miss.code == "ACTIVATION"
-    assert miss.message == "K projects input[4, 16], V projects aten.add[4, 16]"
+    assert miss.message == "K projects input[4, 16], but V projects aten.add[4, 16]"
     assert patterns_in(lowered, "qkv") == ["cache_store"]
 
 

@@ -92,22 +92,26 @@ HAZARDS = {
     "whole_cache": Hazard(
         "SLICE_WRITE",
         A,
-        "which dimension holds the slots",
+        "which dimension has the slots",
         paths.whole_cache,
         instead=None,
         broken_args=caches_of_the_tokens_alone,
     ),
-    "lone_key": Hazard("LONE_WRITE", A, "no twin", paths.lone_key),
+    "lone_key": Hazard("LONE_WRITE", A, "no other write goes to the same slots", paths.lone_key),
     "other_slots_for_v": Hazard(
-        "LONE_WRITE", A, "no twin at the same slots", paths.other_slots_for_v
+        "LONE_WRITE", A, "no other write goes to the same slots", paths.other_slots_for_v
     ),
-    "random_slots": Hazard("LONE_WRITE", A, "no twin at the same slots", paths.random_slots),
-    "one_cache_twice": Hazard("LONE_WRITE", A, "no twin", plain, broken_args=one_cache_twice),
-    "features_apart": Hazard("LAYOUT", KP, "run of consecutive features", paths.features_apart),
+    "random_slots": Hazard(
+        "LONE_WRITE", A, "no other write goes to the same slots", paths.random_slots
+    ),
+    "one_cache_twice": Hazard(
+        "LONE_WRITE", A, "no other write goes to the same slots", plain, broken_args=one_cache_twice
+    ),
+    "features_apart": Hazard("LAYOUT", KP, "runs of consecutive features", paths.features_apart),
     "one_wide_head": Hazard(
         "CACHE_LAYOUT",
         KP,
-        "1 heads of 32, the K projection makes 2 of 16",
+        "1 heads of 32, but the K projection computes 2 of 16",
         paths.one_wide_head,
         rotated,
         broken_args=one_wide_head_each,
@@ -163,7 +167,7 @@ HAZARDS = {
     "norm_twice": Hazard("NORM_AFTER_ROPE", KP, "normalised twice", paths.norm_twice, normed),
     "rotated_last_half": Hazard("ROPE_STYLE", KP, "first ones", paths.rotated_last_half, rotated),
     "rotated_by_head": Hazard(
-        "ROPE_TABLE", KP, "from head to head", paths.rotated_by_head, rotated
+        "ROPE_TABLE", KP, "differ between heads", paths.rotated_by_head, rotated
     ),
     "values_of_something_else": Hazard(
         "ACTIVATION", X, "V projects aten.add", paths.values_of_something_else

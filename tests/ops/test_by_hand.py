@@ -65,7 +65,7 @@ def test_a_chip_is_asked_about_emitted_kernels_alone(emits):
     lowering = emitted_kernel("a:b")
     op = record(lowerings=(lowering if emits else replace(lowering, build=None, entry=print),))
     a = Arguments(torch.empty(1, dtype=torch.float8_e4m3fn), torch.empty(1))
-    refused = (("emitted_kernel", "x is of float8_e4m3fn, which sm80 does not have"),)
+    refused = (("emitted_kernel", "x has the dtype float8_e4m3fn, which sm80 does not support"),)
     assert op.choose("cuda", a, SM80).rejected == (refused if emits else ())
     assert op.choose("cuda", a, SM90).rejected == op.choose("cuda", a).rejected == ()
     assert op.choose("cpu", a, SM90).rejected == (("emitted_kernel", "runs on cuda only"),)

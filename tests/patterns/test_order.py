@@ -59,7 +59,7 @@ def test_a_pattern_comes_before_those_that_it_names(alone):
 def test_two_that_want_to_be_first_are_named(alone):
     for name, other in (("a", "b"), ("b", "a")):
         language.register(Asked(name, (other,)))
-    with pytest.raises(ValueError, match=r"asked_before: each of \('a', 'b'\)"):
+    with pytest.raises(ValueError, match=r"because each of \('a', 'b'\) must be tried"):
         language.registered()
 
 

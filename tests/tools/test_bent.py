@@ -76,7 +76,7 @@ REFUSED = {
     "a report's folder": (options(report="/no/such/r.json"), "existing folder", "/no/such"),
     "a setting of Inductor": (
         options(inner_options={"triton.cudagraph": True}),
-        "'triton.cudagraph' is none", "triton.cudagraphs",
+        "it has no 'triton.cudagraph'", "triton.cudagraphs",
     ),
     "a mode": (lambda: check_mode("fastest"), "'fastest'", "reduce-overhead"),
     # lower
@@ -114,7 +114,7 @@ REFUSED = {
     "scales without codes": (cache(scales={}), "scales", "None because dtype is None"),
     "scales as numbers": (cache(dtype=FP8, scales={0: 1.0}), "scales", "kv_scales(model)"),
     "scales of no layer": (
-        cache(dtype=FP8, scales={7: (torch.ones(()), torch.ones(()))}), "layers [7]", "has 1",
+        cache(dtype=FP8, scales={7: (torch.ones(()), torch.ones(()))}), "1 layers", "got [7]",
     ),
     "tokens to reserve": (lambda: paged().reserve(-1), "tokens: expected", "-1"),
     "sequences": (lambda: paged().most_tokens(0), "batch: expected", "at least 1", "0"),

@@ -58,10 +58,10 @@ MISSED = {
     "added_half_product": ("EXPERT_ACTIVATION", "aten.addcmul"),
     "clamped_twice_unlike": ("EXPERT_ACTIVATION", "aten.mul"),
     "clamped_silu_unlike": ("EXPERT_ACTIVATION", "aten.clamp"),
-    "added_to_wider": ("EXPERT_COMBINE", "of another shape or dtype"),
+    "added_to_wider": ("EXPERT_COMBINE", "which has another shape or dtype"),
     "added_beside_a_view": ("EXPERT_COMBINE", "add the experts' results to zeros"),
-    "mapped_cells_in_any_order": ("EXPERT_ORDER", "not taken in the order of a sort"),
-    "mapped_cells_of_others": ("EXPERT_ORDER", "not taken in the order of a sort"),
+    "mapped_cells_in_any_order": ("EXPERT_ORDER", "not in the order of a sort"),
+    "mapped_cells_of_others": ("EXPERT_ORDER", "not in the order of a sort"),
     "biased_by_other_count": ("EXPERT_ACTIVATION", "not a set of columns"),
     "scaled_channels": ("EXPERT_COMBINE", "aten.mul"),
 }
@@ -72,7 +72,7 @@ UNCOUNTED = ["counted_by_repeated_choice", "mapped_cells_of_others"]
 ROUTERS = {
     "limited_groups": None,
     "limited_groups_filled": "a corrected score may be less",
-    "limited_groups_turned": "leaves out experts in an unknown way",
+    "limited_groups_turned": "excludes experts in an unknown way",
     "counted_by_mask": None,
 }
 

@@ -1,24 +1,26 @@
-"""The blocks of keys that a tile of queries visits: by positions, and by the list of blocks of a
-mask tensor (codegen/attention/blocks.py)."""
+"""Finds the blocks of keys that a tile of queries visits, from the positions and from the list of
+blocks of a mask tensor (codegen/attention/blocks.py)."""
 
 import triton
 import triton.language as tl
 
 from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
 
-# Entries of a list that are loaded together.
+# The number of list entries that are loaded together.
 LOADED: tl.constexpr = tl.constexpr(256)
 
 
 @triton.jit
 def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks):
-    """Finds the entries of a list for num_blocks blocks from first_block on.
+    """Finds the list entries that belong to num_blocks blocks, starting at first_block.
 
-    Returns (place of the first entry, place of the first whole entry, number of whole entries,
-    number of all entries, block of the first whole entry). The whole entries are the first run of
-    whole blocks that follow each other both on the list and in memory, and that no other mask
-    hides: they must be among the num_whole blocks from whole_block on. A loop over them need not
-    read the list, so its loads do not wait for one.
+    A whole entry is a block in which no mask hides a key. Among the whole entries, this function
+    finds the first run of blocks that are adjacent both on the list and in memory and lie among the
+    num_whole blocks that start at whole_block. A loop over this run need not read the list, so its
+    loads of keys do not wait for loads of the list.
+
+    Returns (index of the first entry, index of the first entry of the run, number of entries of the
+    run, number of all entries, block of the first entry of the run).
     """
     first = 0
     end = 0
@@ -39,7 +41,7 @@ def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks
         shift += tl.sum(tl.where(whole & (places == run), block - places, 0), axis=0)
         after = (places > run) & ~(whole & (block - places == shift))
         run_end = tl.minimum(run_end, tl.min(tl.where(after, places, count), axis=0))
-    # If no entry is whole, the others start at the first entry.
+    # If no entry is whole, the remaining entries start at the first entry.
     found = run < end
     whole_first = tl.where(found, run, first)
     num_listed = tl.where(found, run_end - run, 0)
@@ -53,11 +55,12 @@ def blocks_to_visit(
     MASK: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns the blocks of BLOCK_N keys that the tile with query first_row visits: (list entries
-    of the tile or None, first block, first whole block, number of whole blocks, number of all
-    blocks, number in memory of the first whole block).
+    """Returns the blocks of BLOCK_N keys that the tile with query first_row visits.
 
-    With blocks_ptr, a list of blocks of KEYS keys, the first two blocks are places on the list.
+    The result is (list entries of the tile or None, first block, first whole block, number of whole
+    blocks, number of all blocks, number in memory of the first whole block). If there is a list of
+    blocks (blocks_ptr), it has blocks of KEYS keys, and the second and the third number are indices
+    into the list.
     """
     if blocks_ptr is None:
         first, whole, num_whole, num_blocks = block_range(
@@ -86,8 +89,8 @@ def key_of_step(
     step, entries, first, whole, num_whole, IN_ORDER: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns the first key of a step over the blocks of `blocks_to_visit`. Whole blocks come
-    first, unless IN_ORDER."""
+    """Returns the first key that a step reads. The steps go over the blocks that `blocks_to_visit`
+    returned. Whole blocks come first, unless IN_ORDER."""
     block = first + step if IN_ORDER else block_of_step(step, first, whole, num_whole)
     if entries is None:
         return block * BLOCK_N

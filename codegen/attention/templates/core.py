@@ -1,20 +1,23 @@
-"""Attention of a tile of queries to the keys of its sequence, shared by the kernels for many
-queries.
+"""Attention of a tile of queries to the keys of their sequence. The kernels for many queries share
+these functions.
 
-A score is q . k, plus q_rope . k_rope if keys have rope columns. The softmax is computed online
-over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that every query
-of the tile sees whole are not masked, unless one loop takes all blocks.
+A score is q . k. If keys have rope columns, it is q . k + q_rope . k_rope. The softmax is computed
+online over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. A block is not
+masked if every query of the tile attends to all its keys, unless one loop handles all blocks.
 
-Operands that belong together are passed as tuples: `k_pages` (pages of the sequence or None, number
-of pages in the pool, page stride of keys, page stride of values), `masks` (pointer to the first
-query's row, row stride, column stride), `blocks` (the result of `blocks_to_visit`).
+Operands that belong together are passed as tuples:
+
+- `k_pages`: the pages of the sequence or None, the number of pages in the pool, the page stride of
+  keys, the page stride of values.
+- `masks`: a pointer to the mask's row of the first query, the row stride, the column stride.
+- `blocks`: the result of `blocks_to_visit`.
 """
 
 import triton
 import triton.language as tl
 
 from tilewright.codegen.attention.templates.block_list import key_of_step
-from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
+from tilewright.codegen.attention.templates.loads import converted, load_rows, places_of_keys
 from tilewright.codegen.attention.templates.softmax import (
     add_values,
     capped,
@@ -25,10 +28,12 @@ from tilewright.codegen.attention.templates.softmax import (
 
 @triton.jit
 def block_scores(q, q_rope, k, k_rope, factor, CHAINED: tl.constexpr):
-    """Returns q . k + q_rope . k_rope in fp32 [queries, keys], not yet scaled if CHAINED.
+    """Returns q . k + q_rope . k_rope in fp32 [queries, keys]. If CHAINED, the result is not yet
+    scaled.
 
-    CHAINED: both products share an accumulator. If not, each has its own, and each is scaled before
-    they are added: the compiler would turn a plain sum into a chain.
+    CHAINED: both products are summed in one accumulator. If not, each product has its own
+    accumulator and is scaled before the two are added. Without this, the compiler would sum both in
+    one accumulator again.
     """
     if q_rope is None:
         scores = tl.dot(q, k.T)
@@ -47,9 +52,12 @@ def load_values(
     source, rows, real, first_key, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Loads the values [BLOCK_N, V_BLOCK] of a block of keys: with TMA by the descriptor `source`,
-    whose rows have them from column V_COLUMN on, else at the pointers `rows`. V_BY_KEY: the keys of
-    a dim are contiguous in memory, and v_first is the sequence's first key."""
+    """Loads the values [BLOCK_N, V_BLOCK] of a block of keys.
+
+    If TMA, the descriptor `source` loads them; its rows have the values from column V_COLUMN on. If
+    not, they are loaded at the pointers `rows`. V_BY_KEY: each dimension has the keys contiguous in
+    memory, and v_first is the sequence's first key.
+    """
     if TMA:
         if V_BY_KEY:
             values = source.load([0, v_first + first_key]).T
@@ -80,13 +88,13 @@ def attend_keys(
     LED: tl.constexpr, GUARDED: tl.constexpr, MASKED: tl.constexpr, EVERY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns (output, top, total) after the BLOCK_N keys from `key` on. MASKED: some query may not
-    see some of the keys. EVERY_BLOCK: all blocks are treated as masked."""
+    """Returns (output, top, total) after the BLOCK_N keys that start at `key`. MASKED: at least one
+    query may not attend to one of the keys. EVERY_BLOCK: all blocks are handled as masked."""
     table, num_pages, k_page_stride, v_page_stride = k_pages
     pages, slots, exists = places_of_keys(
         key, own_keys, key_start, table, num_pages, PAGE_SIZE, PAGE_SIZE % BLOCK_N == 0, BLOCK_N
     )
-    # All keys of a whole block exist, unless their page does not exist.
+    # All keys of a whole block exist, unless the page of the block does not exist.
     real = exists if MASKED or table is not None else None
     if TMA:
         k = k_source.load([key, 0])
@@ -98,11 +106,11 @@ def attend_keys(
         if ROPE_TMA:
             k_rope = rope_source.load([key, 0])
         else:
-            # Rope columns are never paged here.
+            # Here, the rope columns are never paged.
             rope_rows = rope_source + slots * ROPE_STRIDE
-            k_rope = load_rows(rope_rows, real, DIMS[1], BLOCKS[1]).to(q.dtype)
-    scores = block_scores(q, q_rope, k.to(q.dtype), k_rope, factor, CHAINED)
-    # The factor that converts scores to the base-2 domain.
+            k_rope = converted(load_rows(rope_rows, real, DIMS[1], BLOCKS[1]), q.dtype)
+    scores = block_scores(q, q_rope, converted(k, q.dtype), k_rope, factor, CHAINED)
+    # This factor converts scores to the base-2 domain.
     steepness = factor if CHAINED else 1.0
     if CAPPED:
         scores = capped(scores, factor, softcap)
@@ -118,7 +126,8 @@ def attend_keys(
         scores = tl.where(exists[None, :], scores, float("-inf"))
     weights, decay, top, total = online_softmax_step(scores, top, total, steepness, SHIFT)
     if GUARDED and MASKED:
-        # Values that no query sees count as zeros: NaN times a weight of zero would be NaN.
+        # Replace values that no query attends to by zeros: a NaN times a weight of zero would be
+        # NaN.
         needed = tl.max(seen.to(tl.int32), axis=0) > 0
         real = exists & needed
     v_rows = None
@@ -130,7 +139,7 @@ def attend_keys(
     )  # fmt: skip
     if TMA and GUARDED and MASKED:
         values = tl.where(needed[:, None], values, 0.0)
-    output = add_values(output, decay, weights, values.to(q.dtype), PROMOTE)
+    output = add_values(output, decay, weights, converted(values, q.dtype), PROMOTE)
     return output, top, total
 
 
@@ -145,16 +154,22 @@ def attend(
     ROPE_TMA: tl.constexpr, LED: tl.constexpr, GUARDED: tl.constexpr, ONE_LOOP: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns (output [BLOCK_M, V], top, total) of a tile of queries; output is not yet divided by
-    total.
+    """Returns (output [BLOCK_M, V], top, total) of a tile of queries. The output is not yet divided
+    by `total`.
 
-    k_source, v_source: descriptors if TMA, else pointers to the sequence's first key and value.
-    rope_source: a descriptor of the keys' rope columns if ROPE_TMA, else a pointer. DIMS: widths of
-    a query's first part, of its rope columns and of a value. BLOCKS: widths of their tiles. CAPPED,
-    factor, softcap: as in `attention_decode`, with a positive factor. SHIFT: as in
-    `online_softmax_step`. GUARDED: between visible keys may lie keys that no query sees, whose
-    values may be NaN. ONE_LOOP: one loop takes masked and whole blocks; if not, whole blocks have
-    their own loop.
+    Args:
+        k_source, v_source: Tensor descriptors if TMA, else pointers to the sequence's first key and
+            value.
+        rope_source: A descriptor of the keys' rope columns if ROPE_TMA, else a pointer.
+        DIMS: The width of the first part of a query, the width of its rope columns, and the width
+            of a value.
+        BLOCKS: The widths of the tiles of these three.
+        factor, softcap, CAPPED: As in `attention_decode`. The factor is positive.
+        SHIFT: As in `online_softmax_step`.
+        GUARDED: Between visible keys there may be keys that no query attends to, and the values of
+            these keys may be NaN.
+        ONE_LOOP: Masked blocks and whole blocks are handled by the same loop. If not, whole blocks
+            have their own loop.
     """
     entries, first, whole, num_whole, num_blocks, whole_block = blocks
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)

@@ -1,10 +1,10 @@
-"""Attention of few queries to the keys and values of a cache, read in place.
+"""Attention of few queries to the keys and values of a cache, which are read in place.
 
-The heads of q that share a head of keys, and the queries of a sequence, are the rows of one tile,
-so a key is read once for all of them. Keys are on the M side of the tensor core and rows on its N
-side: a tile of 64 keys fills the M side even with one row. Keys may have two parts, a latent and
-rope columns (MLA, absorbed), and the first part may be the value: it is loaded once for both
-products.
+A tile has one row for each query of a sequence and each query head that shares a head of keys, so
+each key is read once for all of them. The keys are on the M side of the tensor core's product and
+the rows on its N side: 64 keys fill the M side even if there is only one row. A key may have two
+parts: a latent, and rope columns (MLA with absorbed weights). The latent may also be the value. It
+is then loaded once for both products.
 
 The visible blocks of keys are divided among SPLITS programs (Flash-Decoding, Dao et al. 2023). A
 second kernel merges their results in a fixed order.
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.attention.templates.block_list import blocks_to_visit, key_of_step
-from tilewright.codegen.attention.templates.loads import load_rows, places_of_keys
+from tilewright.codegen.attention.templates.loads import converted, load_rows, places_of_keys
 from tilewright.codegen.attention.templates.softmax import LOG2E, LOWEST, capped, finish
 from tilewright.codegen.attention.templates.tiles import keys_in_sight, ragged_place, run_of
 from tilewright.codegen.templates.rounding import numbers_of_codes
@@ -25,9 +25,12 @@ def row_tile_of(
     number, row_offsets_ptr, num_sequences, row_tiles,
     SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Returns (sequence, tile within the sequence, whether the tile exists) of the row tile with
-    this number. Equal runs have row_tiles tiles each. Of ragged sequences, the tiles that exist
-    come first."""
+    """Returns (sequence, tile within the sequence, whether the tile exists) for the row tile with
+    this number.
+
+    Sequences of equal length have row_tiles tiles each. If the sequences are ragged, the tiles that
+    exist have the lowest numbers.
+    """
     if RAGGED:
         sequence, tile, there = ragged_place(
             number, row_offsets_ptr, row_offsets_ptr, num_sequences, SEQUENCES, False, TOKENS
@@ -46,8 +49,9 @@ def rows_of_tile(
     GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
     MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, for the rows of a tile: (first token of the sequence, query within the sequence,
-    head, position, whether the row exists, lowest position of all rows, highest position)."""
+    """Returns these facts about the rows of a tile: (first token of the sequence, query within the
+    sequence, head, position, whether the row exists, lowest position of all rows, highest position
+    of all rows)."""
     rows = tl.arange(0, ROWS)
     query = tile * TOKENS + rows // TILE_HEADS
     head = kv_head * GROUP + rows % TILE_HEADS
@@ -81,8 +85,10 @@ def seen_keys(
     mask_column_stride, is_whole,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Returns (scores [keys, rows] with the numbers of an additive mask, whether each is visible).
-    is_whole: with LISTED, the mask tensor hides nothing in this block and is not read."""
+    """Returns (scores [keys, rows] after an additive mask, whether each row attends to each key).
+
+    is_whole: if LISTED, whether the mask tensor hides nothing in this block. It is then not read.
+    """
     seen = exists[:, None] & (query >= 0)[None, :]
     if MASK != "none":
         seen = seen & (keys[:, None] <= positions[None, :])
@@ -110,7 +116,7 @@ def seen_keys(
 
 @triton.jit
 def rows_from(base, page, page_stride, slot, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Returns pointers to BLOCK_N rows of a page from a slot on."""
+    """Returns pointers to BLOCK_N rows of a page, starting at a slot."""
     start = base + page * page_stride + tl.cast(slot, tl.int64) * STRIDE
     return start + tl.arange(0, BLOCK_N) * STRIDE
 
@@ -129,9 +135,12 @@ def attend_block(
     LEAST: tl.constexpr, LEAST_DIVISOR: tl.constexpr,
 ):  # fmt: skip
     """Returns (output [V, rows], top, total) after a block of keys. total [BLOCK_N, rows] is summed
-    over keys after the last block. MASKED: some row may not see some key of the block. LISTED: the
-    mask tensor hides nothing in the first num_whole steps. v_base None: the keys are the values.
-    ROUND_GROUP above 0: keys are rounded to the numbers that e4m3 codes stand for."""
+    over its keys after the last block.
+
+    MASKED: some row may not attend to some key of the block. LISTED: in the first num_whole steps,
+    the mask tensor hides nothing. If v_base is None, the keys are the values. If ROUND_GROUP > 0,
+    keys are rounded to the numbers that e4m3 codes stand for.
+    """
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     keys = first_key + tl.arange(0, BLOCK_N)
     pages, slots, exists = places_of_keys(
@@ -145,16 +154,17 @@ def attend_block(
     first_slot = first_key if table_ptr is None else first_key % PAGE_SIZE
     if v_base is None and (table_ptr is None or ONE_PAGE):
         # The block is contiguous in memory, so its rows lie at constant offsets from one address.
-        # With an address for each of many wide rows, a thread would run out of registers.
+        # If each of these many wide rows had its own address, a thread would run out of registers.
         k_rows = rows_from(k_base, pages, k_page_stride, first_slot, K_STRIDE, BLOCK_N)
         if rope_base is not None:
             rope_rows = rows_from(
                 rope_base, pages, rope_page_stride, first_slot, ROPE_STRIDE, BLOCK_N
             )
-    # All keys of a whole block exist, unless their page does not exist.
+    # All keys of a whole block exist, unless the page of the block does not exist.
     CHECKED: tl.constexpr = MASKED or table_ptr is not None
     if v_base is None and MASKED:
-        # Keys that no row sees are not read: they are values too, and NaN times zero is NaN.
+        # Do not read keys that no row attends to. If such a key contained NaN, the result would be
+        # NaN too, because the keys are also the values, and NaN times a weight of zero is NaN.
         added, seen = seen_keys(
             tl.zeros((BLOCK_N, ROWS), tl.float32), keys, exists, positions, query, head, mask_base,
             mask_head_stride, mask_row_stride, mask_column_stride,
@@ -171,13 +181,13 @@ def attend_block(
             there = there & exists[:, None]
         if CHECKED or HEAD_DIM < HEAD_BLOCK:
             k = tl.where(there, k, 0.0)
-    scores = tl.dot(k.to(q.dtype), q)
+    scores = tl.dot(converted(k, q.dtype), q)
     if rope_base is not None:
         k_rope = load_rows(rope_rows, exists if CHECKED else None, ROPE_DIM, ROPE_BLOCK)
         if CHAINED:
-            scores = tl.dot(k_rope.to(q.dtype), q_rope, scores)
+            scores = tl.dot(converted(k_rope, q.dtype), q_rope, scores)
         else:
-            scores += tl.dot(k_rope.to(q.dtype), q_rope)
+            scores += tl.dot(converted(k_rope, q.dtype), q_rope)
     if CAPPED:
         scores = capped(scores, factor, softcap)
     elif MASK_KIND == "additive":
@@ -193,7 +203,7 @@ def attend_block(
             mask_row_stride, mask_column_stride, False, MASK, WINDOW, MASK_KIND, False,
         )  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))
-        # Values that no row sees are not read: NaN times zero is NaN.
+        # Do not read values that no row attends to: NaN times zero is NaN.
         needed = tl.max(seen.to(tl.int32), axis=1) > 0
     elif CHECKED:
         scores = tl.where(exists[:, None], scores, float("-inf"))
@@ -202,12 +212,12 @@ def attend_block(
         v = load_rows(v_rows, needed if CHECKED else None, V_DIM, V_BLOCK)
     steepness = 1.0 if CAPPED or MASK_KIND == "additive" else factor
     new_top = tl.maximum(top, tl.max(scores, axis=0) * steepness)
-    # Rows that have seen no key yet have the base 0.
+    # For rows that have not attended to any key yet, use the base 0.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * steepness - base[None, :])
     decay = tl.exp2(top - base)
     total = total * decay[None, :] + weights
-    output = tl.dot(v.to(q.dtype).T, weights.to(q.dtype), output * decay[None, :])
+    output = tl.dot(converted(v, q.dtype).T, weights.to(q.dtype), output * decay[None, :])
     return output, new_top, total
 
 
@@ -216,11 +226,12 @@ def store_part(
     output, top, total, parts, split, real,
     V_BLOCK: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the result of one program to `parts`: values [SPLITS, REAL, V_BLOCK], then the largest
-    logits and the sums of weights, each [SPLITS, REAL]."""
+    """Stores the result of one program to `parts`. `parts` has values [SPLITS, REAL, V_BLOCK], then
+    the largest logits and the sums of weights, each [SPLITS, REAL]."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, V_BLOCK)
-    # Values of rows that saw no key are not stored: their largest logit, -inf, says so.
+    # Do not store the values of rows that attended to no key. Their largest logit is -inf, which
+    # tells the merging kernel to ignore them.
     places = (split * REAL + rows)[None, :] * V_BLOCK + dims[:, None]
     tl.store(parts + places, output, mask=(real & (top > float("-inf")))[None, :])
     numbers = parts + SPLITS * REAL * V_BLOCK + split * REAL + rows
@@ -251,28 +262,38 @@ def attention_decode(
     ROUND_GROUP: tl.constexpr = 0, ROUNDED: tl.constexpr = False, ZERO_SCALE: tl.constexpr = 0.0,
     LEAST: tl.constexpr = 0.0, LEAST_DIVISOR: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for ragged or
-    equally long sequences.
+    """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for sequences
+    that are ragged or have equal lengths.
 
-    Grid (row tiles * NUM_KV_HEADS * head tiles * SPLITS,). Equal runs have row_tiles row tiles
-    each; the grid has at least as many as all ragged sequences together. A tile has TOKENS queries
-    of TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. k_rope: ROPE_DIM more
-    columns of each key, shared by all heads; q_rope has those of the queries. Without v, the other
-    columns of a key are its value. With ROUND_GROUP, these columns are first rounded to the numbers
-    that e4m3 codes stand for, with a scale for each ROUND_GROUP columns, as `round_rows` rounds
-    them. CHAINED: the products of both parts share an accumulator.
-    Strides count elements. K_STRIDE, V_STRIDE: from key to key of a page; without a block table, a
-    sequence is a page. factor converts products to the base-2 domain. If CAPPED, factor * product
-    is twice the argument of tanh in the base-2 domain, and softcap converts the result of tanh to
-    that domain. MASK_KIND: kind of the mask tensor, "none", "bool" or "additive". LISTED:
-    mask_blocks has the mask's list of blocks of KEYS keys (codegen/attention/blocks.py), a row for
-    each QUERIES queries. REAL: number of rows that hold all queries, a power of two. With SPLITS >
-    1, the parts go to workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and
-    `attention_merge` merges them.
+    Grid (row tiles * NUM_KV_HEADS * head tiles * SPLITS,). Strides count elements. If SPLITS > 1,
+    programs store their results to workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile,
+    and `attention_merge` merges them.
+
+    Args:
+        row_tiles: The number of row tiles of each sequence. If sequences are ragged, the grid has
+            at least as many row tiles as all sequences together.
+        k_rope: ROPE_DIM more columns of each key, which all heads share. q_rope has these columns
+            of the queries.
+        v: If it is None, the other columns of a key are its value.
+        factor: Converts products to the base-2 domain.
+        softcap: If CAPPED, factor * product is twice the argument of tanh in the base-2 domain, and
+            softcap converts the result of tanh to that domain.
+        TOKENS, TILE_HEADS, ROWS: A tile has TOKENS queries of TILE_HEADS heads, padded to ROWS
+            rows. These are some of the GROUP heads that share a head of keys.
+        REAL: The number of rows that hold all queries; a power of two.
+        K_STRIDE, V_STRIDE: The strides between the keys of a page. Without a block table, a
+            sequence is one page.
+        CHAINED: The products of both parts of a key are summed in one accumulator.
+        MASK_KIND: The kind of the mask tensor: "none", "bool" or "additive".
+        LISTED: mask_blocks has the mask's list of blocks of KEYS keys
+            (codegen/attention/blocks.py), with a row for each QUERIES queries.
+        ROUND_GROUP: If it is greater than 0, the columns of a key that are also its value are first
+            rounded to the numbers that e4m3 codes stand for, with one scale for each ROUND_GROUP
+            columns, in the same way as `round_rows` rounds them.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
-        # The next kernel waits until this one ends, but its programs may start now.
+        # Allow the next kernel's programs to start now. They wait until this kernel ends.
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
@@ -330,14 +351,14 @@ def attention_decode(
         mask_base = mask_ptr + sequence.to(tl.int64) * mask_sequence_stride
     if k_scale_ptr is not None:
         factor *= tl.load(k_scale_ptr + kv_head * k_scale_stride)
-    # The blocks of the tile; with a list, `first` and `whole` are places on it. Whole blocks come
-    # first, and this program takes the steps from `begin` to `end`.
+    # Find the blocks of the tile. If there is a list, `first` and `whole` are indices into it.
+    # Whole blocks come first. This program does the steps from `begin` to `end`.
     entries, first, whole, num_whole, num_blocks, whole_block = blocks_to_visit(
         mask_blocks_ptr, blocks_sequence_stride, 0, blocks_tile_stride, sequence, kv_head,
         row_tile * TOKENS, lowest, highest, 0, own_keys, 0, MASK, WINDOW, QUERIES, KEYS, BLOCK_N,
     )  # fmt: skip
     if MASK_KIND != "none" and not LISTED:
-        # Without a list, any block may need the mask.
+        # Without a list, the mask may hide keys of any block.
         whole = first
         num_whole = 0
     each = (num_blocks + SPLITS - 1) // SPLITS
@@ -387,10 +408,10 @@ def attention_merge(
     SEQUENCES: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merges the parts that `attention_decode` stored into out [T, Hq, V_DIM].
+    """Merges the parts that `attention_decode` stored, and writes them to out [T, Hq, V_DIM].
 
-    Grid (tiles * REAL, cdiv(V_DIM, COLUMNS)): a program takes COLUMNS columns of one row of a tile.
-    SPLIT_BLOCK: a power of two of at least SPLITS.
+    Grid (tiles * REAL, cdiv(V_DIM, COLUMNS)). A program merges COLUMNS columns of one row of a
+    tile. SPLIT_BLOCK: a power of two that is at least SPLITS.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -417,7 +438,7 @@ def attention_merge(
         numbers = parts + SPLITS * REAL * V_BLOCK + own_rows
         tops = tl.load(numbers, mask=is_part, other=float("-inf"))
         totals = tl.load(numbers + SPLITS * REAL, mask=is_part, other=0.0)
-        # All values are loaded: it is not yet known which parts were not stored.
+        # Load all values: it is not yet known which parts were stored.
         values = tl.load(
             parts + own_rows[:, None] * V_BLOCK + columns[None, :], mask=is_part[:, None], other=0.0
         )

@@ -1,4 +1,5 @@
-"""Loads of the operands of attention: rows, queries, and the pages of keys."""
+"""Loads of the operands of attention: rows, queries, and the page numbers of keys; conversion of
+keys and values to the dtype of queries."""
 
 import triton
 import triton.language as tl
@@ -6,8 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads WIDTH contiguous elements at each pointer of `rows`, with zeros up to BLOCK columns and
-    in rows that are not `real`. real None: all rows are real."""
+    """Loads WIDTH contiguous elements at each pointer of `rows`. Columns from WIDTH to BLOCK, and
+    rows that are not `real`, are zeros. If real is None, all rows are real."""
     columns = tl.arange(0, BLOCK)
     mask = (columns < WIDTH)[None, :]
     if real is not None:
@@ -16,15 +17,27 @@ def load_rows(rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def converted(values, DTYPE: tl.constexpr):
+    """Converts values to DTYPE. 8-bit floats keep their infinities and NaN."""
+    FP8: tl.constexpr = values.dtype == tl.float8e4nv or values.dtype == tl.float8e5
+    if FP8 and tl.bfloat16 == DTYPE:
+        # On SM90 and newer chips, the direct conversion of float8e5 makes numbers of infinity and
+        # NaN, and that of float8e4nv takes four times as long.
+        values = values.to(tl.float16).to(tl.float32)
+    return values.to(DTYPE)
+
+
+@triton.jit
 def load_queries(
     base, first_row, own_queries, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Loads the queries [BLOCK_M, BLOCK] of a tile, with zeros after the sequence's last query."""
+    """Loads a tile of queries [BLOCK_M, BLOCK]. Rows after the sequence's last query are zeros."""
     if TMA:
-        # If warps are specialised, Triton 3.6 adds each warp group's share to the loaded row and to
-        # every other use of the same value. So the row is a separate value, zero. A descriptor
-        # needs at least one row: without queries it has one, which is not stored.
+        # With specialised warps, Triton 3.6 adds each warp group's share to the row that is loaded,
+        # and to every other use of the same value. Therefore the row is a separate value, zero. A
+        # descriptor needs at least one row, so it has one even if there are no queries; nothing
+        # stores the result of that row.
         source = tl.make_tensor_descriptor(
             base + first_row.to(tl.int64) * token_stride,
             [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],
@@ -43,10 +56,10 @@ def places_of_keys(
     first_key, own_keys, first_slot, table_ptr, num_pages, PAGE_SIZE: tl.constexpr,
     ONE_PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns (page, slot in the page, whether the key exists) of BLOCK_N keys of a sequence.
+    """Returns (page, slot in the page, whether the key exists) for BLOCK_N keys of a sequence.
 
-    first_slot: the slot of the sequence's first key. table_ptr: the pages of the sequence; None:
-    the sequence is one page, 0. ONE_PAGE: each block lies in one page.
+    first_slot: the slot of the sequence's first key. table_ptr: the page numbers of the sequence;
+    if None, the sequence is one page with number 0. ONE_PAGE: each block lies in one page.
     """
     keys = first_key + tl.arange(0, BLOCK_N)
     exists = keys < own_keys

@@ -1,19 +1,21 @@
-"""Makes a mask's list of blocks: the blocks of keys that some query of a tile sees."""
+"""Computes the list of blocks of a mask: for each tile of queries, the blocks of keys that at least
+one query attends to."""
 
 import triton
 import triton.language as tl
 
-# The marks of a tile and a block are summed, at most 2 ** 13 pairs. In the sum, the bits below this
-# one count the visible pairs. The other bits count the pairs to whose score the mask adds nothing.
+# The marks of all pairs of a tile and a block, at most 2 ** 13 pairs, are summed. In the sum, the
+# bits below this bit count the visible pairs. The remaining bits count the pairs to whose score the
+# mask adds nothing.
 WHOLE_BIT: tl.constexpr = tl.constexpr(14)
-# The flag of a block whose visible keys all have numbers up to LOWEST.
+# The flag of a block in which all visible keys have numbers up to LOWEST.
 LOWEST_FLAG: tl.constexpr = tl.constexpr(0.5)
 
 
 @triton.jit
 def pair_marks(values, KIND: tl.constexpr):
-    """Returns the mark of each pair of query and key: 1 if the query sees the key, plus 2 **
-    WHOLE_BIT if the mask also adds nothing to the score."""
+    """Returns the mark of each pair of query and key. The mark is 1 if the query attends to the
+    key, plus 2 ** WHOLE_BIT if the mask also adds nothing to the score."""
     if KIND == "bool":
         marks = (values != 0).to(tl.int32) * ((1 << WHOLE_BIT) + 1)
     else:
@@ -24,9 +26,11 @@ def pair_marks(values, KIND: tl.constexpr):
 
 @triton.jit
 def block_flags(values, pairs, KIND: tl.constexpr):
-    """Returns the flags of blocks [BLOCKS] from the mask's values [ROWS, BLOCKS, KEYS]: 1 if some
-    query sees a key, 2 if all queries see all keys, else 0. pairs: number of existing pairs of a
-    block."""
+    """Returns the flags of blocks [BLOCKS] from the mask's values [ROWS, BLOCKS, KEYS].
+
+    The flag is 2 if all queries attend to all keys of the block, 1 if at least one query attends to
+    at least one key, and else 0. pairs: the number of existing pairs of query and key in a block.
+    """
     sums = tl.sum(tl.sum(pair_marks(values, KIND), axis=2), axis=0)
     seen = (sums & ((1 << WHOLE_BIT) - 1)) > 0
     whole = (sums >> WHOLE_BIT) == pairs
@@ -37,21 +41,23 @@ def block_flags(values, pairs, KIND: tl.constexpr):
 def lowest_flags(
     values, num_rows, LOWEST: tl.constexpr, ORDINARY: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Returns (the flags of blocks [BLOCKS], whether each row [ROWS] has a number of at least
-    ORDINARY) from the mask's values [ROWS, BLOCKS, KEYS].
+    """Returns (flags of blocks [BLOCKS], whether each row [ROWS] has a number of at least ORDINARY)
+    from the mask's values [ROWS, BLOCKS, KEYS].
 
-    Flags are those of `block_flags`, except LOWEST_FLAG for a block whose visible keys all have
-    numbers up to LOWEST. num_rows: number of existing rows.
+    The flags are the flags of `block_flags`, except for one case: a block has LOWEST_FLAG if all
+    its visible keys have numbers up to LOWEST. num_rows: the number of existing rows.
     """
     numbers = values.to(tl.float32)
-    # Four counts of a row's keys in a block, a byte each: not -inf, above LOWEST, zero, ordinary.
+    # Count the keys of a row in a block, in four bytes: keys that are not -inf, keys above LOWEST,
+    # keys that are zero, and ordinary keys.
     marks = tl.where(numbers != float("-inf"), 1, 0)
     marks = tl.where(numbers <= LOWEST, marks, 0x101)
     marks = tl.where(numbers >= ORDINARY, 0x1000101, marks)
     marks = tl.where(numbers == 0, 0x1010101, marks)
     counts = tl.sum(marks, axis=2)
     ordinary = tl.max(((counts >> 24) > 0).to(tl.int32), axis=1)
-    # Three counts of rows, a byte each: see some key, see a key above LOWEST, see all keys.
+    # Count the rows, in three bytes: rows that attend to a key, rows that attend to a key above
+    # LOWEST, and rows that attend to all keys.
     marks = ((counts & 255) > 0).to(tl.int32)
     marks += (((counts >> 8) & 255) > 0).to(tl.int32) << 8
     marks += (((counts >> 16) & 255) == KEYS).to(tl.int32) << 16
@@ -63,9 +69,11 @@ def lowest_flags(
 
 @triton.jit
 def write_list(list_ptr, flags_ptr, key_blocks, hidden, LISTED: tl.constexpr):
-    """Writes the list of a tile from the flags of its blocks. A flag above `hidden` means that some
-    query sees a key, and 2 that all queries see all keys. Visible blocks come first, in their
-    order; zeros fill the rest."""
+    """Writes the list of a tile from the flags of its blocks.
+
+    A flag above `hidden` means that at least one query attends to a key. The flag 2 means that all
+    queries attend to all keys. Visible blocks come first, in ascending order. Zeros fill the rest.
+    """
     count = 0
     for first in range(0, key_blocks, LISTED):
         blocks = first + tl.arange(0, LISTED)
@@ -88,16 +96,22 @@ def mask_blocks(
     BLOCKS: tl.constexpr, LISTED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
     LOWEST: tl.constexpr = 0.0, ORDINARY: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Writes the list of blocks, out [.., query_tiles, 1 + key_blocks], of a mask
-    [.., num_queries, num_keys] (codegen/attention/blocks.py).
+    """Writes the list of blocks, out [.., query_tiles, 1 + key_blocks], of a mask [.., num_queries,
+    num_keys] (codegen/attention/blocks.py).
 
     Grid (tiles, parts). A program reads blocks_per_part blocks of a tile, BLOCKS at a time.
-    blocks_per_part is a multiple of BLOCKS. A tile has QUERIES rows. The program reads the first
-    ROWS of them, among which are all rows that exist. SPLIT: there are several parts, and the last
-    program of a tile to end writes the tile's list. counters: a zeroed int32 for each tile. KIND:
-    "bool" or "additive". LOWEST < 0: numbers up to LOWEST also hide keys, in tiles where every
-    query has a number of at least ORDINARY (codegen/attention/blocks.py). flags: fp32 [tiles,
-    key_blocks], or with LOWEST and SPLIT [tiles, key_blocks + parts * ROWS].
+    blocks_per_part is a multiple of BLOCKS. A tile has QUERIES rows, but the program reads only the
+    first ROWS rows, because there are no more.
+
+    Args:
+        SPLIT: Whether there are several parts. If there are, the last program of a tile to end
+            writes the tile's list.
+        counters: int32, one zero for each tile.
+        KIND: "bool" or "additive".
+        LOWEST: If it is negative, numbers up to LOWEST also hide keys, in tiles where every query
+            has a number of at least ORDINARY (codegen/attention/blocks.py).
+        flags: fp32 [tiles, key_blocks]. With both LOWEST and SPLIT, fp32 [tiles, key_blocks + parts
+            * ROWS].
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -125,7 +139,7 @@ def mask_blocks(
         keys = blocks[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
         places = mask_rows[:, None, None] + keys.to(tl.int64)[None, :, :] * column_stride
         inside = (rows < num_queries)[:, None, None] & (keys < num_keys)[None, :, :]
-        # Keys and queries that do not exist count as hidden.
+        # Keys and queries that do not exist are treated as hidden.
         other = 0 if KIND == "bool" else float("-inf")
         values = tl.load(places, mask=inside, other=other)
         if LOWEST < 0:
@@ -136,7 +150,8 @@ def mask_blocks(
         tl.store(own_flags + blocks, flags, mask=blocks < last)
     if LOWEST < 0 and SPLIT:
         tl.store(rows_flags + part * ROWS, ordinary.to(tl.float32))
-    # The stores of all threads must precede the reads below and the atomic of one thread.
+    # The stores of all threads must be done before the reads below and before the atomic of one
+    # thread.
     tl.debug_barrier()
     complete = part == 0
     if SPLIT:

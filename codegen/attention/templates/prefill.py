@@ -1,9 +1,9 @@
-"""Attention of many queries to the keys and values of a cache, read in place.
+"""Attention of many queries to the keys and values of a cache, which are read in place.
 
-A program takes a tile of the queries of one head. Heads that share keys run side by side, so all
-but the first find the keys in the L2 cache. The softmax is computed online over blocks of keys
-(FlashAttention, Dao et al. 2022): blocks that no query of the tile sees are skipped, and blocks
-that all queries see are not masked.
+A program computes a tile of queries for one head. Heads that share keys run at the same time: the
+first one loads the keys, and the other heads find them in the L2 cache. The softmax is computed
+online over blocks of keys (FlashAttention, Dao et al. 2022). Blocks that no query of the tile
+attends to are skipped. Blocks that all queries attend to are not masked.
 """
 
 import triton
@@ -38,14 +38,19 @@ def attention_prefill(
     WARP_SPECIALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for ragged or
-    equally long sequences.
+    """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for sequences
+    that are ragged or have equal lengths.
 
-    Grid (tiles,), in the order of `tile_place`. Strides count elements. K_STRIDE, V_STRIDE: from
-    key to key of a page; without a block table, a sequence is a page. factor, softcap: as in
-    `attention_decode`. MASK_KIND: kind of the mask tensor, "none", "bool" or "additive".
-    mask_blocks: the mask's list of blocks of KEYS keys for tiles of QUERIES queries. TMA:
-    descriptors load queries, keys and values. ONE_LOOP: as in `attend`.
+    Grid (tiles,), in the order of `tile_place`. Strides count elements.
+
+    Args:
+        K_STRIDE, V_STRIDE: The strides between the keys of a page. Without a block table, a
+            sequence is one page.
+        factor, softcap: As in `attention_decode`.
+        MASK_KIND: The kind of the mask tensor: "none", "bool" or "additive".
+        mask_blocks: The mask's list of blocks of KEYS keys, for tiles of QUERIES queries.
+        TMA: Whether tensor descriptors load queries, keys and values.
+        ONE_LOOP: As in `attend`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -64,7 +69,7 @@ def attention_prefill(
         positions_ptr, cache_lengths_ptr, sequence, query_base, first_row, own_queries,
         positions_sequence_stride, positions_stride, RAGGED, BLOCK_M,
     )  # fmt: skip
-    # Keys behind the last visible one are left out: their values may be anything, even NaN.
+    # Do not read keys after the last visible one: their values may be anything, even NaN.
     own_keys = keys_in_sight(own_keys, highest, 0, MASK)
     q_base = q_ptr + query_base * q_token_stride + head.to(tl.int64) * q_head_stride
     q = load_queries(
@@ -91,7 +96,7 @@ def attention_prefill(
     k_source = k_base
     v_source = v_base
     if TMA:
-        # A descriptor needs at least one row. Without keys, no block is read.
+        # A descriptor needs at least one row. If there are no keys, nothing is read through it.
         tma_keys = tl.maximum(own_keys, 1)
         k_source = tl.make_tensor_descriptor(
             k_base, [tma_keys, HEAD_DIM], [K_STRIDE, 1], [BLOCK_N, HEAD_BLOCK]

@@ -6,8 +6,9 @@ import triton.language as tl
 from tilewright.codegen.attention.templates.tiles import visible
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# The least number that a mask adds, below the logarithm of any weight that matters. A lower finite
-# number could become minus infinity in base 2, and a row without higher numbers would see no key.
+# A mask adds at least this number. Its exponential is smaller than any weight that matters. A lower
+# finite number could become minus infinity in base 2, and then a row that has only such numbers
+# would attend to no key.
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -25,11 +26,12 @@ def mask_scores(
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
     EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns (scores, with -inf for hidden keys; whether each key is visible). With an additive
-    mask, the returned scores are in the base-2 domain."""
+    """Returns (scores, whether each key is visible). The scores of hidden keys are -inf. If there
+    is an additive mask, the returned scores are in the base-2 domain."""
     keys = tl.arange(0, BLOCK_N)
     if EVERY_BLOCK:
-        # Subtract the offset from the rows: so the column numbers are the same for every block.
+        # Subtract the offset of the block from the rows, so that the column numbers are the same
+        # for every block.
         seen = visible(positions, keys, first_key, key_start, own_keys, lead, MASK, WINDOW, LED)
         keys += first_key
     else:
@@ -55,14 +57,14 @@ def mask_scores(
 
 @triton.jit
 def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
-    """Takes a step of the online softmax. Returns (weights, factor for earlier sums, new maximum,
-    new sum).
+    """Performs a step of the online softmax. Returns (weights, factor for earlier sums, new
+    maximum, new sum).
 
     factor converts scores to the base-2 domain. Weights are multiplied by 2 ** SHIFT, so that small
-    weights do not vanish in fp8.
+    weights do not become zero in fp8.
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    # Rows that have seen no key yet have the base 0.
+    # For rows that have not attended to any key yet, use the base 0.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * factor - (base - SHIFT)[:, None])
     decay = tl.exp2(top - base)
@@ -71,8 +73,8 @@ def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
 
 @triton.jit
 def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
-    """Returns output * decay + weights @ values. PROMOTE: the product of each block has its own
-    fp32 accumulator."""
+    """Returns output * decay + weights @ values. PROMOTE: whether the product of each block has its
+    own fp32 accumulator."""
     if PROMOTE:
         output = output * decay[:, None] + tl.dot(weights.to(values.dtype), values)
     else:
@@ -86,11 +88,11 @@ def finish(
     query, head, real,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Stores the rows of output [rows, V_BLOCK], divided by their sums of weights, and their
-    log-sum-exp. A row that sees no key gets zeros and -inf.
+    """Stores the rows of output [rows, V_BLOCK], divided by their sums of weights, and stores their
+    log-sum-exp. For a row that attends to no key, stores zeros and -inf.
 
-    query, head, real: query, head and existence of each row. v_scale: the factor of the values.
-    SHIFT: as in `online_softmax_step`.
+    query, head, real: the query and the head of each row, and whether the row exists. v_scale: the
+    factor of the values. SHIFT: as in `online_softmax_step`.
     """
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E

@@ -1,7 +1,8 @@
-"""The schedule of attention kernels: the queries of each program, and the keys that they see.
+"""The schedule of attention kernels: which queries each program computes, and which keys they
+attend to.
 
-Tiles are ordered by groups of heads whose keys and values fit the L2 cache together. Within a
-group, tiles with the most keys come first, so that the last tiles to start are short.
+Tiles are ordered by groups of heads. The keys and values of a group fit the L2 cache together.
+Within a group, the tiles with the most keys run first, so that the tiles that start last are short.
 """
 
 import triton
@@ -10,7 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def extents(offsets_ptr, sequences, num_sequences):
-    """Returns (first row, number of rows) of each sequence; 0 rows past the last sequence."""
+    """Returns (first row, number of rows) of each sequence. Sequences past the last one have 0
+    rows."""
     real = sequences < num_sequences
     first = tl.load(offsets_ptr + sequences, mask=real, other=0).to(tl.int32)
     last = tl.load(offsets_ptr + sequences + 1, mask=real, other=0).to(tl.int32)
@@ -22,10 +24,10 @@ def ragged_place(
     tile, query_offsets_ptr, key_offsets_ptr, num_sequences,
     SEQUENCES: tl.constexpr, SORTED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Returns (sequence, row block, whether the tile exists) of the row tile with this number.
+    """Returns (sequence, row block, whether the tile exists) for the row tile with this number.
 
     The row blocks of a sequence come in descending order. SORTED: sequences with more keys come
-    first. SEQUENCES: a power of two of at least num_sequences.
+    first. SEQUENCES: a power of two that is at least num_sequences.
     """
     sequences = tl.arange(0, SEQUENCES)
     _, queries = extents(query_offsets_ptr, sequences, num_sequences)
@@ -50,11 +52,12 @@ def tile_place(
     NUM_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, SORTED: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Returns (sequence, head, first row in the sequence, whether the tile exists) of a program.
+    """Returns (sequence, head, first row in the sequence, whether the tile exists) for this
+    program.
 
-    In a dense batch, a group has pairs (sequence, head), and row_tiles is the number of row tiles
-    of a sequence. In a ragged batch, a group has heads, and row_tiles is at least the number of row
-    tiles of all sequences.
+    In a dense batch, a group consists of pairs (sequence, head), and row_tiles is the number of row
+    tiles of one sequence. In a ragged batch, a group consists of heads, and row_tiles is at least
+    the number of row tiles of all sequences together.
     """
     program = tl.program_id(0)
     group = program // (row_tiles * head_group)
@@ -76,8 +79,8 @@ def tile_place(
 
 @triton.jit
 def run_of(offsets_ptr, sequence, length):
-    """Returns (first row, number of rows) of a sequence: from offsets if it is ragged, else
-    `length` rows for each sequence."""
+    """Returns (first row, number of rows) of a sequence. A ragged sequence has its rows in the
+    offsets; without offsets, each sequence has `length` rows."""
     if offsets_ptr is None:
         return sequence.to(tl.int64) * length, length
     else:
@@ -101,9 +104,10 @@ def query_positions(
     positions_sequence_stride, positions_stride, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Returns (positions of a tile's queries, lowest position, highest position) in i32. Rows past
-    own_queries do not count for the last two.
+    own_queries are ignored for the lowest and highest position.
 
-    Positions come from a tensor, or count up from query_starts (0 without it).
+    Positions are read from a tensor. If there is none, they count up from query_starts, or from 0
+    if query_starts is None too.
     """
     if positions_ptr is not None:
         rows = first_row + tl.arange(0, BLOCK_M)
@@ -128,8 +132,8 @@ def query_positions(
 
 @triton.jit
 def keys_in_sight(own_keys, highest, key_start, MASK: tl.constexpr):
-    """Returns the number of keys up to the last one that a query at position `highest` sees, at
-    most own_keys."""
+    """Returns how many keys there are up to the last key that a query at position `highest` attends
+    to. The result is at most own_keys."""
     if MASK != "none":
         own_keys = tl.minimum(own_keys, highest + 1 - key_start)
     return tl.maximum(own_keys, 0)
@@ -140,19 +144,19 @@ def block_range(
     lowest, highest, key_start, own_keys, lead,
     MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Returns (first block, first whole block, number of whole blocks, number of all blocks) of
-    keys for a tile of queries.
+    """Returns the blocks of keys that a tile of queries visits: (first block, first whole block,
+    number of whole blocks, number of all blocks).
 
-    own_keys: the result of `keys_in_sight`. Every query sees all keys of a whole block; the blocks
-    before and after the whole ones need a mask. The first `lead` keys do not belong to the
-    sequence.
+    In a whole block, every query attends to all keys. The blocks before and after the whole blocks
+    need a mask. own_keys: the result of `keys_in_sight`. lead: the number of keys at the start that
+    do not belong to the sequence.
     """
     low = 0
     whole_low = lead
     whole_high = own_keys
     if MASK != "none":
         whole_high = tl.minimum(own_keys, lowest + 1 - key_start)
-    # A window may begin behind the last key. Then no block is read.
+    # A window may begin after the last key. In this case, no block is read.
     if MASK == "sliding_window":
         low = tl.minimum(lowest - WINDOW + 1 - key_start, own_keys)
         whole_low = highest - WINDOW + 1 - key_start
@@ -172,8 +176,8 @@ def block_range(
 
 @triton.jit
 def block_of_step(step, first, whole, num_whole):
-    """Returns the block of a step: first come the whole blocks, then those before them, then those
-    after them."""
+    """Returns the block that a step reads. The whole blocks come first, then the blocks before
+    them, then the blocks after them."""
     after = first + step - num_whole
     after = tl.where(after < whole, after, after + num_whole)
     return tl.where(step < num_whole, whole + step, after)
@@ -184,9 +188,12 @@ def visible(
     positions, keys, base, key_start, own_keys, lead,
     MASK: tl.constexpr, WINDOW: tl.constexpr, LED: tl.constexpr,
 ):  # fmt: skip
-    """Returns whether each key exists and each query sees it, [queries, keys]. `keys` count from
-    `base`, which counts from the sequence's first key. LED: the first `lead` keys do not belong to
-    the sequence."""
+    """Returns whether each query attends to each key [queries, keys]. This is False for keys that
+    do not exist.
+
+    `keys` count from `base`, and `base` counts from the sequence's first key. LED: whether the
+    first `lead` keys do not belong to the sequence.
+    """
     here = key_start + base
     if MASK == "none":
         seen = (keys < own_keys - base)[None, :]

@@ -1,12 +1,13 @@
 """The kernel cache on disk: content-addressed, atomic, shared by any number of processes.
 
-An entry is a folder of files, and its name is its key. An entry is written to a temporary folder
-and then moved into place, so a reader never sees half an entry. Its manifest has the kind, the key
-and the hash of every file. An entry that differs from its manifest (a full disk, a crashed machine,
-another entry in its place, an extra file) is deleted and made again. Files are read into memory
-once: the bytes whose hashes were checked are the bytes that run.
+An entry is a folder of files, and the name of the folder is the entry's key. An entry is written to
+a temporary folder and then moved into place, so a reader never sees half an entry. The manifest of
+an entry has its kind, its key and the hash of every file. If an entry differs from its manifest, it
+is deleted and made again; possible causes are a full disk, a crashed machine, an entry under the
+wrong name, or an extra file. Files are read into memory once: the bytes whose hashes were checked
+are the bytes that run.
 
-If the cache cannot be written or is not trusted, a process keeps its kernels in a private folder
+If the cache cannot be written or is not trusted, the process keeps its kernels in a private folder
 and warns once.
 """
 
@@ -45,9 +46,10 @@ __all__ = ["Entry", "KernelCache", "cache_dir", "key_of", "observers"]
 MANIFEST = "manifest.json"
 _FORMAT = 2
 
-#: A process that has waited this long (seconds) for another one makes the entry itself.
+#: If a process has waited this long (seconds) for another process to make an entry, it makes the
+#: entry itself.
 _WAIT_S = 900.0
-#: Functions that are called for each entry that is found or made, with its kind, key and files.
+#: Functions that are called with the kind, key and files of each entry that is found or made.
 observers: list[Callable[[str, str, Mapping[str, bytes]], None]] = []
 
 # The time of last use of an entry is written at most once in this many seconds.
@@ -66,7 +68,8 @@ def key_of(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """The files of one entry, by name. folder: their path; None if they could not be written."""
+    """The files of one entry, by name. folder: the path of the entry; None if it could not be
+    written."""
 
     files: Mapping[str, bytes] = field(repr=False)
     folder: Path | None
@@ -97,8 +100,8 @@ class KernelCache:
         return self._found(kind, key) is not None
 
     def put_new(self, kind: str, key: str, files: Mapping[str, bytes]) -> None:
-        """Stores an entry that was made elsewhere, unless this key already has one. Raises OSError
-        if neither the cache nor the private folder can be written."""
+        """Stores an entry that was made elsewhere, unless the cache already has an entry with this
+        key. Raises OSError if neither the cache nor the private folder can be written."""
         if self.has(kind, key):
             return
         with self._locked(kind, key):  # another process may be making it
@@ -123,12 +126,14 @@ class KernelCache:
         make: Callable[[], Mapping[str, bytes]],
         accept: Callable[[Entry], bool] = lambda entry: True,
     ) -> Entry:
-        """Returns the entry. If it is missing or corrupt, `make()` returns its files.
+        """Returns the entry. If it is missing or corrupt, calls `make()` for its files and stores
+        them.
 
-        If several processes call this at once, one makes the entry and the others wait and read it.
-        If `make` raises an error, the error propagates and nothing is stored. Files that cannot be
-        stored are returned nevertheless. accept: returns whether the contents of an entry can be
-        used; if not, the entry is made again.
+        If several processes call this function at the same time, one of them makes the entry and
+        the others wait and read it. If `make` raises an error, the error propagates and nothing is
+        stored. If the files cannot be stored, they are returned nevertheless. accept: a function
+        that returns whether the contents of an entry can be used. If it returns False, the entry is
+        made again.
         """
         found = self._accepted(kind, key, accept)
         if found is not None:
@@ -166,8 +171,8 @@ class KernelCache:
 
     @contextlib.contextmanager
     def _locked(self, kind: str, key: str) -> Iterator[None]:
-        """Lets one process at a time make an entry. If no lock can be taken, two processes may make
-        the same entry."""
+        """Lets only one process at a time make an entry. If the lock cannot be taken, two processes
+        may make the same entry."""
         with contextlib.ExitStack() as stack:
             for root in self._roots():
                 try:
@@ -214,7 +219,8 @@ def _tell(kind: str, key: str, files: Mapping[str, bytes]) -> None:
         told(kind, key, files)
 
 
-# The private folders for entries that cannot be written to a cache, by process and cache root.
+# The private folders of entries that cannot be written to a cache, by process and by the root of
+# the cache.
 _private_roots: dict[tuple[int, Path], Path] = {}
 
 
@@ -228,7 +234,8 @@ def _unlink(path: str) -> None:
 
 
 def _lock(root: Path, kind: str, key: str) -> FileLock:
-    """Returns the lock of one entry. Its file has the permissions of the entry's parent folder."""
+    """Returns the lock of one entry. The lock file has the permissions of the entry's parent
+    folder."""
     from filelock import FileLock  # imported here: a warm cache needs no lock
 
     place = _place(root, kind, key)
@@ -238,7 +245,7 @@ def _lock(root: Path, kind: str, key: str) -> FileLock:
 
 
 def _write(root: Path, kind: str, key: str, files: Mapping[str, bytes]) -> None:
-    """Stores an entry, in place of an existing one."""
+    """Stores an entry and replaces an existing one."""
     place = _place(root, kind, key)
     make_folders(root, place.parent)
     manifest = json.dumps(_manifest(kind, key, files), indent=1).encode()
@@ -254,7 +261,7 @@ def _move(fresh: Path, place: Path) -> None:
             os.rename(fresh, place)
             return
         except OSError:
-            set_aside(place)  # an entry of another process, or one that could not be read
+            set_aside(place)  # an entry of another process, or an entry that could not be read
     os.rename(fresh, place)
 
 
@@ -271,8 +278,8 @@ def _manifest(kind: str, key: str, files: Mapping[str, bytes]) -> dict[str, Any]
 
 
 def _read(place: Path, kind: str, key: str) -> dict[str, bytes] | None:
-    """Returns the files of an entry; None unless they are exactly those that a trusted user stored
-    under this key."""
+    """Returns the files of an entry; None unless they are exactly the files that a trusted user
+    stored under this key."""
     try:
         with opened_folder(place) as folder:
             status = os.fstat(folder)
@@ -289,15 +296,15 @@ def _read(place: Path, kind: str, key: str) -> dict[str, bytes] | None:
 
 
 def _read_file(folder: int, name: str) -> bytes:
-    """Returns the contents of a regular file. Raises OSError for anything else and for a file that
-    is not trusted."""
+    """Returns the contents of a file. Raises OSError if it is not a regular file or is not
+    trusted."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe of this name must not block
     descriptor = os.open(name, flags, dir_fd=folder)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         reason = distrust(status)
         if reason is not None or not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{name}: {reason or 'it is no file'}")
+            raise OSError(f"{name}: {reason or 'it is not a file'}")
         return file.read()
 
 

@@ -1,7 +1,7 @@
-"""The folder of the kernel cache, the rules by which its files are trusted, and the private folder
-that replaces it.
+"""The folder of the kernel cache, the rules for trusting its files, and the private folder that
+replaces it.
 
-Files from the cache are executed. The folder and every entry must therefore belong to this user or
+Files from the cache are executed. Therefore the folder and every entry must belong to this user or
 to root, and other users must not be able to write to them. With TILEWRIGHT_CACHE_TRUST=1, all users
 who can write to the folder are trusted; a group that shares a cache needs this. docs/soundness.md
 has the threat model.
@@ -30,17 +30,17 @@ log = logging.getLogger("tilewright")
 
 _GROUP_AND_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-#: If a temporary folder is at least this old (seconds) and no process holds it, the process that
-#: made it was killed.
+#: If a temporary folder is at least this old (seconds) and no process has locked it, the process
+#: that made it was killed.
 STALE_AFTER_S = 3600.0
 
 
 def cache_dir() -> Path:
-    """Returns TILEWRIGHT_CACHE_DIR, or else `tilewright` in the user's XDG cache folder. Expands
-    `~`.
+    """Returns TILEWRIGHT_CACHE_DIR. If it is not set, returns `tilewright` in the user's XDG cache
+    folder. Expands `~`.
 
     A relative XDG_CACHE_HOME is ignored, as the XDG specification requires. For a user without a
-    home, the result is a folder in the system's temporary folder.
+    home directory, returns a folder in the system's temporary folder.
     """
     chosen = os.environ.get("TILEWRIGHT_CACHE_DIR")
     if chosen:
@@ -62,8 +62,9 @@ def others_are_trusted() -> bool:
 def distrust(status: os.stat_result) -> str | None:
     """Returns why a file or folder is not trusted; None if it is trusted.
 
-    A trusted file belongs to this user or to root. Other users cannot write to it. Its group cannot
-    either, unless this user is the only member, as on systems with one group per user.
+    A trusted file belongs to this user or to root, and other users cannot write to it. The file's
+    group cannot write to it either, unless this user is the only member of the group, as on systems
+    where each user has a group.
     """
     if others_are_trusted():
         return None
@@ -89,7 +90,7 @@ def refusal(root: Path) -> str | None:
         return "it is not a folder"
     foreign = own.st_uid not in (os.geteuid(), 0) and not others_are_trusted()
     if foreign and stat.S_ISLNK(own.st_mode):
-        return f"it is a link of {_user(own.st_uid)}"
+        return f"it is a symbolic link of {_user(own.st_uid)}"
     return distrust(target)
 
 
@@ -107,7 +108,7 @@ def _group(gid: int) -> str:
 
 @functools.cache
 def _is_own_group(gid: int, uid: int) -> bool:
-    """Whether a group is the user's own: it has the user's name and no other member."""
+    """Whether a group is the user's own group: it has the user's name and no other member."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:
@@ -117,8 +118,8 @@ def _is_own_group(gid: int, uid: int) -> bool:
 
 
 def open_to_others(mode: int) -> int:
-    """Returns the mode of a new file or folder: group and others may write to it only if other
-    users are trusted."""
+    """Returns the mode of a new file or folder. The group and other users may write to it only if
+    other users are trusted."""
     return mode if others_are_trusted() else mode & ~_GROUP_AND_OTHERS_WRITE
 
 
@@ -145,8 +146,11 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def new_folder(parent: Path, name: str) -> Iterator[tuple[Path, int]]:
-    """Makes a temporary folder and yields its path and file descriptor. The folder is locked, so
-    that no other process removes it. At the end it is removed if it was not moved."""
+    """Makes a temporary folder and yields its path and file descriptor.
+
+    The folder is locked, so that no other process removes it. When the context ends, the folder is
+    removed unless it was moved.
+    """
     path = parent / f"{name}.{secrets.token_hex(6)}.tmp"
     os.mkdir(path, open_to_others(0o777))
     try:
@@ -178,7 +182,7 @@ def remove(path: Path) -> bool:
 
 def _hold(descriptor: int) -> bool:
     """Locks a folder for this process until the descriptor is closed. Returns False if another
-    process holds the lock, else True, also on a file system without locks."""
+    process has locked it, else True. On a file system without locks, returns True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -187,8 +191,8 @@ def _hold(descriptor: int) -> bool:
 
 
 def is_stale(path: Path, age: float = STALE_AFTER_S) -> bool:
-    """Whether a temporary folder or lock file of the cache is at least `age` seconds old and no
-    process holds it."""
+    """Whether a temporary folder or lock file of the cache is at least `age` seconds old and is not
+    locked by any process."""
     try:
         if time.time() - os.lstat(path).st_mtime < age:
             return False
@@ -203,21 +207,25 @@ def is_stale(path: Path, age: float = STALE_AFTER_S) -> bool:
         os.close(descriptor)
 
 
-# The private folder of each process; a forked child makes one of its own.
+# The private folder of each process. A forked child makes its own folder.
 _private: dict[int, Path] = {}
 
 
 def private_folder() -> Path:
-    """Returns a private folder of this process, mode 0700, which is removed when the process ends.
-    It holds short-lived files, and kernels if the cache cannot be used. Raises OSError if it cannot
-    be made."""
+    """Returns a private folder of this process, with mode 0700. It is removed when the process
+    ends.
+
+    The folder holds short-lived files, and it holds kernels if the cache cannot be used. Raises
+    OSError if it cannot be made.
+    """
     known = _private.get(os.getpid())
     if known is not None and known.is_dir():
         return known
     sweep_private()
     folder = Path(tempfile.mkdtemp(prefix=_private_prefix()))
     _hold(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))  # open until the process ends
-    # Not atexit: before Python 3.13 children forked by multiprocessing do not run its functions.
+    # `atexit` would not do: before Python 3.13, children that multiprocessing forks do not run its
+    # functions.
     Finalize(None, remove, args=(folder,), exitpriority=0)
     _private[os.getpid()] = folder
     return folder
@@ -228,8 +236,8 @@ def _private_prefix() -> str:
 
 
 def sweep_private(age: float = STALE_AFTER_S) -> int:
-    """Removes the private folders of killed processes that are at least `age` seconds old. Returns
-    how many it removed."""
+    """Removes private folders of killed processes, if they are at least `age` seconds old. Returns
+    how many folders it removed."""
     found = Path(tempfile.gettempdir()).glob(f"{_private_prefix()}*")
     stale = [path for path in found if _is_own(path) and is_stale(path, age)]
     return sum(remove(path) for path in stale)

@@ -1,7 +1,8 @@
-"""The contents of the kernel cache, and pruning: leftovers of killed processes first, then the
-least recently used entries.
+"""The contents of the kernel cache, and pruning. Pruning removes leftovers of killed processes
+first, then the least recently used entries.
 
-An entry is renamed before it is deleted. A process that looks for it afterwards makes it again.
+An entry is renamed before it is deleted. If a process looks for it after that, it makes the entry
+again.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from tilewright.codegen.build.cache.folder import (
 KINDS = ("binary", "source", "ttgir", "tuned")
 
 DEFAULT_BOUND = 2 * 2**30
-#: Pruning removes entries down to this fraction of the bound, so that the next entry does not prune
-#: again.
+#: Pruning removes entries until the cache takes at most this fraction of the size bound, so that
+#: the next entry does not require pruning again.
 _LEFT = 0.9
 _EVERY_S = 3600.0
 _MARK = "last-prune"
 
-# The expression is strict because the folder may also hold files of other programs.
+# The pattern is strict because the folder may also hold files of other programs.
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
-# Names of temporary folders and locks. The last line has the names of the first cache format.
+# Matches the names of temporary folders and locks. The last line matches the names of the first
+# cache format.
 _LEFTOVER = re.compile(
     r"[0-9a-f]{16}\.[0-9a-f]{12}\.tmp\Z|[0-9a-f]{64}\.lock\Z|"
     r"([0-9a-f]{16}|corrupt)\.[a-z0-9_]{8}\Z"
@@ -47,8 +49,14 @@ _UNITS = " KMGT"
 
 @dataclass(frozen=True)
 class Stored:
-    """One entry on disk. size: bytes on disk. used: time of last use in seconds since the epoch,
-    accurate to an hour."""
+    """One entry on disk.
+
+    Attributes:
+        kind: The kind of the entry.
+        path: The folder of the entry.
+        size: The number of bytes that the entry takes on disk.
+        used: The time of last use in seconds since the epoch, accurate to an hour.
+    """
 
     kind: str
     path: Path
@@ -58,7 +66,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Survey:
-    """The contents of a cache. stale: temporary folders and locks that no process holds."""
+    """The contents of a cache. stale: temporary folders and locks that no process has locked."""
 
     entries: tuple[Stored, ...]
     stale: tuple[Path, ...]
@@ -70,8 +78,13 @@ class Survey:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Counts of removed items. entries, size: number and bytes of entries. stale: number of
-    leftovers of killed processes."""
+    """Counts of what pruning removed.
+
+    Attributes:
+        entries: The number of removed entries.
+        size: The number of bytes of the removed entries.
+        stale: The number of removed leftovers of killed processes.
+    """
 
     entries: int
     size: int
@@ -90,8 +103,8 @@ def parse_size(text: str) -> int:
 
 
 def size_bound() -> int:
-    """Returns the most bytes that the cache may take: TILEWRIGHT_CACHE_SIZE, or else 2 GiB. Raises
-    ValueError if the variable is no size."""
+    """Returns the largest number of bytes that the cache may take: TILEWRIGHT_CACHE_SIZE if it is
+    set, else 2 GiB. Raises ValueError if the variable is not a size."""
     chosen = os.environ.get("TILEWRIGHT_CACHE_SIZE")
     if not chosen:
         return DEFAULT_BOUND
@@ -122,8 +135,8 @@ def prune(
     older_than: float | None = None,
     stale_after: float = STALE_AFTER_S,
 ) -> Pruned:
-    """Removes leftovers, then entries unused for `older_than` seconds, then the least recently used
-    entries until the rest takes at most `max_size` bytes."""
+    """Removes leftovers, then entries that were not used for `older_than` seconds, then the least
+    recently used entries until the remaining entries take at most `max_size` bytes."""
     found = survey(root, stale_after)
     stale = sum(remove(path) for path in found.stale)
     gone = list(_surplus(found, max_size, older_than))
@@ -133,8 +146,8 @@ def prune(
 
 
 def prune_hourly(root: Path) -> None:
-    """Prunes the cache to its size bound, at most once an hour among all processes. Callers call
-    this after a store: a cache that does not grow needs no check."""
+    """Prunes the cache to its size bound, at most once an hour for all processes together. Callers
+    call this after they store an entry: a cache that does not grow needs no check."""
     mark = root / _MARK
     with contextlib.suppress(OSError):
         if mark.exists() and time.time() - mark.stat().st_mtime < _EVERY_S:
@@ -191,7 +204,7 @@ def _stored(kind: str, path: Path) -> list[Stored]:
 
 
 def _size(path: Path, status: os.stat_result) -> int:
-    """Returns the bytes on disk of a file, or of a folder with its contents."""
+    """Returns the bytes that a file, or a folder with its contents, takes on disk."""
     own = status.st_blocks * 512
     if not stat.S_ISDIR(status.st_mode):
         return own

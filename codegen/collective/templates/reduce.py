@@ -1,14 +1,19 @@
-"""A sum over ranks, the residual and its norm in one kernel, through memory that all ranks can
-access.
+"""Computes a sum over ranks, adds the residual and applies its norm in one kernel. The ranks
+exchange rows through memory that all of them can access.
 
-Each rank has a ring of two slots for each program and each other rank. A program writes its row
-into its slot on every other rank, raises a flag after it, waits for the flags of the others, and
-adds the rows in the order of ranks, so that all ranks get the same bits. A program writes a slot
-again two rows later. By then the other rank has read the slot: it has sent the row in between, and
-a rank sends a row only after it has read the row before.
+Each rank has a ring of two slots for each program and each other rank. A program performs these
+steps for a row:
 
-A program waits only for the programs of the same number on other ranks, and a GPU starts programs
-in order. The first unfinished program therefore runs on every rank, for any number of programs.
+1. It writes its row into its slot on every other rank.
+2. It sets a flag for each of these slots.
+3. It waits for the flags of the other ranks.
+4. It adds the rows in the order of ranks, so that all ranks get the same bits.
+
+A program writes to the same slot again two rows later. By then, the other rank has read the slot:
+it has sent the row in between, and a rank sends a row only after it has read the previous row.
+
+A program waits only for programs with the same number on other ranks, and a GPU starts programs in
+order. Therefore the first unfinished program runs on every rank, for any number of programs.
 """
 
 import triton
@@ -17,8 +22,8 @@ import triton.language as tl
 
 @triton.jit
 def words_of(peers_ptr, to, of, block, step, RANKS: tl.constexpr, WORDS: tl.constexpr):
-    """Returns the pointer, in the memory of rank `to`, to the WORDS words of 64 bits that rank `of`
-    writes for a row."""
+    """Returns a pointer into the memory of rank `to`. It points to the WORDS 64-bit words that rank
+    `of` writes for a row."""
     base = tl.multiple_of(tl.load(peers_ptr + to).to(tl.pointer_type(tl.int64)), 16)
     return base + ((block * 2 + (step & 1)) * RANKS + of) * WORDS
 
@@ -28,24 +33,24 @@ def slot_of(
     peers_ptr, to, of, block, step, dtype,
     N: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the pointer to the slot in the memory of rank `to` for rows of rank `of`, with 16
-    bits per number. FLAGS: words of all flags, which lie before the slots. Every slot begins at a
-    multiple of 16 bytes."""
+    """Returns a pointer to the slot in the memory of rank `to` for a row of rank `of`. A number
+    takes 16 bits. FLAGS: the number of 64-bit words of all flags, which are stored before the
+    slots. Every slot begins at a multiple of 16 bytes."""
     words = words_of(peers_ptr, to, of, block, step, RANKS, N // 4) + FLAGS
     return tl.multiple_of(words.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def give_up(tries, LIMIT: tl.constexpr):
-    """Ends the kernel with an error after LIMIT polls: the rank that it waits for is gone."""
+    """Ends the kernel with an error after LIMIT reads of a flag: the other rank is gone."""
     if tries >= LIMIT:
         tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r,r", [tries], tl.int32, False, 1)
 
 
 @triton.jit
 def wait_for(flag_ptr, step, LIMIT: tl.constexpr):
-    """Waits until a flag has the number of the row. Data written before the flag are visible
-    afterwards."""
+    """Waits until a flag has the number of the row. After that, data that the other rank wrote
+    before the flag are visible."""
     tries = 0
     while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != step:
         tries += 1
@@ -63,7 +68,7 @@ def sum_over_ranks(
         if to != rank:
             slot = slot_of(peers_ptr, to, rank, block, step, x.dtype, N, RANKS, FLAGS)
             tl.store(slot + columns, x, mask=there)
-    # The stores of all threads must precede the flags, which one thread writes.
+    # The stores of all threads must be complete before one thread writes the flags.
     tl.debug_barrier()
     for to in range(RANKS):
         if to != rank:
@@ -76,7 +81,7 @@ def sum_over_ranks(
         if of != rank:
             wait_for(words_of(peers_ptr, rank, of, block, step, RANKS, 1), step, LIMIT)
             slot = slot_of(peers_ptr, rank, of, block, step, x.dtype, N, RANKS, FLAGS)
-            # Bypass L1, which may still hold an earlier row.
+            # Bypass the L1 cache, which may still have an earlier row.
             row = tl.load(slot + columns, mask=there, other=0.0, cache_modifier=".cg")
             part = row.to(tl.float32)
         total += part
@@ -92,12 +97,16 @@ def all_reduce_residual_norm(
     BLOCK: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr, LIMIT: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes summed [T, N] = residual + the sum of the ranks' x, and normed = summed /
-    rms(summed) * (NORM_OFFSET + norm_weight), from summed before it is rounded.
+    """Computes summed [T, N] = residual + the sum of x over all ranks, and normed = summed /
+    rms(summed) * (NORM_OFFSET + norm_weight). The norm uses `summed` before it is rounded.
 
-    peers_ptr: addresses of the ranks' memory. steps_ptr: number of rows that each program has sent
-    so far. With one rank, neither is read. Grid (up to T,): each program strides over the rows by
-    the grid size."""
+    Grid (up to T,). Each program strides over the rows by the grid size.
+
+    Args:
+        peers_ptr: The addresses of the memory of all ranks. If there is only one rank, this and
+            steps_ptr are not read.
+        steps_ptr: How many rows each program has sent so far.
+    """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)

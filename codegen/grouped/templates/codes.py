@@ -1,10 +1,12 @@
-"""The two expert GEMMs for few rows per expert and weights of 4-bit codes, read as they are stored.
+"""The two GEMMs of experts with few rows per expert and 4-bit weights, which are read as they are
+stored.
 
-They work like `moe_up` and `grouped_gemm` with SWAPPED, but a weight stays in the thread that
-loaded it until the tensor core takes it. The product therefore takes K in the order in which
-threads hold the words of eight codes, and the columns of x, the smaller tile, are permuted to match
-(`rows_in_order`). E2M1 codes are multiplied by their scales before the product, which is exact.
-int4 codes are multiplied without scales; scales are applied to the sums of a group.
+They work like `moe_up` and `grouped_gemm` with SWAPPED, with one difference: a weight stays in the
+thread that loaded it until the tensor core reads it. Therefore the product goes over K in the order
+in which threads hold the words of eight codes. The columns of x, which is the smaller tile, are
+permuted to the same order (`rows_in_order`). E2M1 codes are multiplied by their scales before the
+product, which is exact. int4 codes are multiplied without their scales, and the scales multiply the
+sums of a group.
 """
 
 import triton
@@ -37,9 +39,9 @@ def multiply_codes(
 ):  # fmt: skip
     """Returns accumulator + x [tokens, K] times the weights in words [rows, K / 8].
 
-    accumulator: [rows, tokens] if SWAPPED, else [tokens, rows]. scales: see `load_scales`.
-    SPLIT > 1: rows and tokens hold the operands of SPLIT products one after another, and the
-    accumulator is [SPLIT, rows, tokens].
+    accumulator: [rows, tokens] if SWAPPED, else [tokens, rows]. scales: the result of
+    `load_scales`. If SPLIT > 1, the operands of SPLIT products follow one another along the rows
+    and along the tokens, and the accumulator is [SPLIT, rows, tokens].
     """
     if not X_IN_ORDER:
         x = rows_in_order(x, RUN)
@@ -74,11 +76,12 @@ def load_scales(
     row_ptrs, row_mask, first, K: tl.constexpr, PART_K: tl.constexpr, FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of one part, PART_K columns, of each row.
+    """Loads the scales for one part of each row. A part has PART_K columns.
 
-    first: the number of the part, for each row. For E2M1 the scales are integers [rows, 4], each
-    with the scales of a quarter of the columns; for int4, where a part is a group, fp32 [rows, 1].
-    FULL: no row or column needs a mask.
+    For E2M1, the scales are integers [rows, 4], and each integer holds the scales of a quarter of
+    the columns. For int4, where a part is a group, the scales are fp32 [rows, 1].
+
+    first: the number of the part, for each row. FULL: whether no row and no column needs a mask.
     """
     WIDTH: tl.constexpr = 1 if FORMAT == "int4" else 4
     places = (first * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
@@ -99,17 +102,21 @@ def multiply_tile(
     BLOCK_K: tl.constexpr, PART_K: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr,
     SPLIT: tl.constexpr, X_IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Returns rows of x times rows of weights, fp32 [rows of x, rows of weights], transposed if
-    SWAPPED.
+    """Returns rows of x times rows of weights, fp32 [rows of x, rows of weights]. The result is
+    transposed if SWAPPED.
 
-    x_rows, word_rows, scale_rows: pointers to the rows. SPLIT > 1: each of SPLIT warps takes its
-    own columns of a step, and all rows are repeated SPLIT times, once for each warp. BLOCK_K:
-    columns that are loaded at once. PART_K: columns that are unpacked and multiplied at once. RUN:
-    see `rows_in_order`. FULL_ROWS: weight_mask is true everywhere.
+    Args:
+        x_rows, word_rows, scale_rows: Pointers to the rows.
+        SPLIT: If it is more than 1, each of SPLIT warps multiplies its own columns of a step, and
+            all rows are repeated SPLIT times, once for each warp.
+        BLOCK_K: The number of columns that are loaded together.
+        PART_K: The number of columns that are unpacked and multiplied together.
+        RUN: `rows_in_order` explains it.
+        FULL_ROWS: Whether weight_mask is true everywhere.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    # Scales of int4 take 40 registers fewer if they are loaded with a mask.
+    # A load of int4 scales takes 40 fewer registers if it has a mask.
     FULL_SCALES: tl.constexpr = EVEN and FULL_ROWS and (SPLIT > 1 or FORMAT != "int4")
     OWN_K: tl.constexpr = BLOCK_K // SPLIT
     PARTS: tl.constexpr = OWN_K // PART_K
@@ -140,8 +147,8 @@ def multiply_tile(
             )  # fmt: skip
         if not EVEN:
             x_mask = x_mask & (x_columns < K)
-        # Each load stands before its use: Triton does not pipeline these loads through shared
-        # memory.
+        # Place each load directly before its use: Triton does not pipeline these loads through
+        # shared memory.
         for part in tl.static_range(PARTS):
             first = (step * BLOCK_K + weight_first) // PART_K + part
             scales = load_scales(scale_rows, weight_mask, first, K, PART_K, FORMAT, FULL_SCALES)
@@ -160,8 +167,8 @@ def multiply_tile(
 
 @triton.jit
 def route_place(tile, ids_ptr, NUM_EXPERTS: tl.constexpr, TILES_N: tl.constexpr):
-    """Returns the place of a tile as `tile_place` does, if routes are not sorted and each route is
-    a block of rows."""
+    """Returns the same values as `tile_place`, if routes are not sorted and each route is a block
+    of rows."""
     route = tile // TILES_N
     expert = tl.load(ids_ptr + route).to(tl.int32)
     placed = (expert >= 0) & (expert < NUM_EXPERTS)
@@ -183,16 +190,21 @@ def moe_up_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up projections of a mixture of experts with weights of 4-bit codes and few rows per
-    expert: hidden [routes, INNER] = activation(x @ Wgate^T) * (x @ Wup^T), rows of x gathered by
-    route.
+    """Computes the gate and up projections of a mixture of experts with 4-bit weights and few rows
+    per expert: hidden [routes, INNER] = activation(x @ Wgate^T) * (x @ Wup^T). Rows of x are
+    gathered by route.
 
-    The grid may have any size. Arguments that are not explained here are those of `moe_up`. weight:
-    words of eight codes. Its strides and distance count words; the strides of scales (expert, row,
-    column) count elements, which for E2M1 are the integers of PART_K / 4 columns. BLOCK_K: columns
-    that are loaded at once. PART_K: columns that are unpacked and multiplied at once. RUN: see
-    `rows_in_order`. HIDDEN_STEP: if not 0, the columns of hidden are permuted to the order of the
-    next GEMM, whose steps have HIDDEN_STEP columns and whose RUN is HIDDEN_RUN.
+    The grid may have any size. `moe_up` explains the arguments that are not explained here.
+
+    Args:
+        weight: Words of eight codes. Its strides and `distance` count words.
+        GATE_SCALE_STRIDES, UP_SCALE_STRIDES: Strides (expert, row, column) in elements. For E2M1,
+            an element is an integer that holds the scales of PART_K / 4 columns.
+        BLOCK_K: The number of columns that are loaded together.
+        PART_K: The number of columns that are unpacked and multiplied together.
+        RUN: `rows_in_order` explains it.
+        HIDDEN_STEP: If it is not 0, the columns of hidden are permuted to the order of the next
+            GEMM. The steps of that GEMM have HIDDEN_STEP columns, and its RUN is HIDDEN_RUN.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -201,7 +213,8 @@ def moe_up_codes(
     TILES_N: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile_rows = tl.arange(0, SPLIT * WIDTH) % WIDTH
     if GATED:
-        # In the tensor core's layout, a thread holds rows r and r + 8 of the product: gate and up.
+        # In the tensor core's layout, a thread holds rows r and r + 8 of the product. These are
+        # rows of gate and of up.
         within = tile_rows // 16 * 8 + tile_rows % 8
         is_upper = tile_rows // 8 % 2 == 1
     else:
@@ -231,7 +244,7 @@ def moe_up_codes(
         else:
             offsets = columns * ROW_STRIDE + tl.where(is_upper, distance, 0)
         word_rows = weight_ptr + expert.to(tl.int64) * EXPERT_STRIDE + offsets
-        # The scales of gate and of up may be different tensors.
+        # The scales of gate and up may be in different tensors.
         scale_rows = (
             gate_scale_ptr + expert * GATE_SCALE_STRIDES[0] + columns * GATE_SCALE_STRIDES[1]
         )
@@ -241,7 +254,8 @@ def moe_up_codes(
                 scale_rows = tl.where(is_upper, scale_rows, upper)
             else:
                 scale_rows = tl.where(is_upper, upper, scale_rows)
-        # Load the factors before the product: after it, nothing would hide their latency.
+        # Load the factors before the product. After the product, nothing would hide the latency of
+        # this load.
         if gate_factor_ptr is not None:
             gate_factor = tl.load(gate_factor_ptr + expert)
         if up_factor_ptr is not None:
@@ -298,12 +312,12 @@ def moe_down_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Down projection of a mixture of experts, or grouped GEMM, with weights of 4-bit codes and few
-    rows per expert: y [num_rows, HIDDEN] = x [num_rows, INNER] @ weight[expert]^T, rows sorted by
-    expert.
+    """Computes the down projection of a mixture of experts, or a grouped GEMM, with 4-bit weights
+    and few rows per expert: y [num_rows, HIDDEN] = x [num_rows, INNER] @ weight[expert]^T. Rows are
+    sorted by expert.
 
     The grid may have any size. order_ptr: as in `grouped_gemm`. Strides: as in `moe_up_codes`.
-    X_IN_ORDER: `moe_up_codes` has already permuted the columns of x.
+    X_IN_ORDER: whether `moe_up_codes` has already permuted the columns of x.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -331,7 +345,8 @@ def moe_down_codes(
         weight_rows = tile_n * BLOCK_N + tl.arange(0, SPLIT * BLOCK_N) % BLOCK_N
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
-        # Load these before the product: after it, nothing would hide their latency.
+        # Load these values before the product. After the product, nothing would hide the latency of
+        # the loads.
         places = rows
         if order_ptr is not None:
             places = tl.load(order_ptr + rows, mask=row_mask, other=0)

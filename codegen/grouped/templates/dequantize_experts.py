@@ -1,5 +1,5 @@
-"""Dequantisation of all expert weights, for many rows per expert: a GEMM would decode every weight
-again for each of its row tiles."""
+"""Dequantises all expert weights. This is faster for many rows per expert, because a GEMM would
+decode every weight again for each of its row tiles."""
 
 import triton
 import triton.language as tl
@@ -15,8 +15,8 @@ def dequantize_experts(
     SCALE_BLOCK: tl.constexpr, SCALE_STRIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Dequantises expert weights: out [E, HIDDEN, INNER] = codes * scales, from rows of INNER /
-    PER_BYTE bytes.
+    """Dequantises expert weights: out [E, HIDDEN, INNER] = codes * scales. A row of codes has INNER
+    / PER_BYTE bytes.
 
     Grid (cdiv(INNER, BLOCK_K), cdiv(HIDDEN, BLOCK_N), E).
     """

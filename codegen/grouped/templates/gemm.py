@@ -1,17 +1,17 @@
-"""Grouped GEMM over rows sorted by expert, and the schedule of tiles that mixtures of experts
-share.
+"""Grouped GEMM over rows that are sorted by expert, and the schedule of tiles that the kernels of
+mixtures of experts also use.
 
-`grouped_gemm` is the kernel of `grouped_matmul`: each row of the result has the index of its row of
-x. As the down projection of a mixture of experts, it stores each row in the place of its route, so
-that the rows of a token lie together.
+`grouped_gemm` is the kernel of `grouped_matmul`, in which row i of the result belongs to row i of
+x. In the down projection of a mixture of experts, it stores each row at the index of its route, so
+that the rows of a token are adjacent.
 
 The kernels are persistent. A tile finds its expert by comparing its number with the running sums of
-all experts' tiles at once: no schedule is built beforehand, and an expert without rows costs
-nothing. The tiles of an expert follow each other, with its row blocks innermost, so that a weight
-is read once.
+the tiles of all experts at once. Therefore no schedule is built beforehand, and an expert without
+rows costs nothing. The tiles of an expert are consecutive. Its row blocks are the innermost loop,
+so that a weight is read once.
 
-SWAPPED puts weight rows on the tensor core's M side, for few rows per expert, where reading the
-weights takes all the time.
+SWAPPED puts weight rows on the tensor core's M side. This is for few rows per expert, where reading
+the weights takes all the time.
 """
 
 import triton
@@ -23,7 +23,8 @@ from tilewright.codegen.templates.expert_weights import block_scales, dequantize
 @triton.jit
 def expert_tiles(ends_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
                  BLOCK_M: tl.constexpr):  # fmt: skip
-    """Returns (first row, one past the last row, row blocks) of every expert, each [EXPERTS]."""
+    """Returns (first row, end of the rows, number of row blocks) of every expert, each
+    [EXPERTS]."""
     experts = tl.arange(0, EXPERTS)
     real = experts < NUM_EXPERTS
     end = tl.load(ends_ptr + experts, mask=real, other=0)
@@ -34,7 +35,7 @@ def expert_tiles(ends_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
 @triton.jit
 def tile_place(tile, start, end, blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
                TILES_N: tl.constexpr):  # fmt: skip
-    """Returns (expert, first row, one past the expert's last row, column tile) of one tile."""
+    """Returns (expert, first row, end of the expert's rows, column tile) of one tile."""
     last = tl.cumsum(blocks, axis=0) * TILES_N
     expert = tl.sum((last <= tile).to(tl.int32), axis=0)
     chosen = tl.arange(0, EXPERTS) == expert
@@ -47,11 +48,11 @@ def tile_place(tile, start, end, blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.cons
 @triton.jit
 def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
                    TILES_N: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
-    """Returns the place of a tile as `tile_place` does, by a binary search.
+    """Returns the same values as `tile_place`, by a binary search.
 
-    The search runs over the numbers of first blocks, which `moe_order` stores behind the ends. It
-    replaces a reduction, around which Triton before 3.9 cannot specialise warps. 2 ** SEARCH_STEPS
-    is at least NUM_EXPERTS.
+    The search runs over the numbers of first blocks, which `moe_order` stores after the ends. It
+    replaces a reduction, because Triton before 3.9 cannot specialise warps in a loop that has a
+    reduction. 2 ** SEARCH_STEPS is at least NUM_EXPERTS.
     """
     block = tile // TILES_N
     expert = tile * 0
@@ -78,7 +79,7 @@ def tile_of_zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAPPED: tl.cons
 
 @triton.jit
 def add_product(accumulator, x, weight, SWAPPED: tl.constexpr):
-    """Returns accumulator + x @ weight^T; if SWAPPED, accumulator and result are transposed."""
+    """Returns accumulator + x @ weight^T. If SWAPPED, accumulator and result are transposed."""
     if SWAPPED:
         return tl.dot(weight, x.T, accumulator)
     else:
@@ -88,7 +89,8 @@ def add_product(accumulator, x, weight, SWAPPED: tl.constexpr):
 @triton.jit
 def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: tl.constexpr,
                  STRIDE: tl.constexpr):  # fmt: skip
-    """Returns values [rows, columns] + bias[expert, columns]; values if bias_ptr is None."""
+    """Returns values [rows, columns] + bias[expert, columns]. If bias_ptr is None, returns
+    values."""
     if bias_ptr is not None:
         bias = tl.load(
             bias_ptr + expert * EXPERT_STRIDE + columns * STRIDE, mask=column_mask, other=0.0
@@ -100,8 +102,8 @@ def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: 
 @triton.jit
 def with_factor_and_bias(values, factor_ptr, bias_ptr, expert, columns, column_mask,
                          EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """Returns values [rows, columns] times the expert's factor plus its bias. Either pointer may be
-    None."""
+    """Returns values [rows, columns] times the expert's factor, plus its bias. Either pointer may
+    be None."""
     if factor_ptr is not None:
         values *= tl.load(factor_ptr + expert)
     return add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE, STRIDE)
@@ -109,7 +111,7 @@ def with_factor_and_bias(values, factor_ptr, bias_ptr, expert, columns, column_m
 
 @triton.jit
 def store_tile(values, ptr, rows, row_mask, columns, column_mask, STRIDE: tl.constexpr):
-    """Stores values [rows, columns], rounded, to rows that are STRIDE elements apart."""
+    """Rounds values [rows, columns] and stores them to rows that are STRIDE elements apart."""
     tl.store(
         ptr + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :],
         values.to(ptr.dtype.element_ty),
@@ -122,7 +124,8 @@ def store_part(
     accumulator, y_ptr, places, row_mask, factor_ptr, bias_ptr, expert, first_n,
     HIDDEN: tl.constexpr, PART: tl.constexpr, BIAS_STRIDES: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Stores PART columns of a tile, with factor and bias, to y's rows."""
+    """Multiplies PART columns of a tile by the factor, adds the bias, and stores them to rows of
+    y."""
     if SWAPPED:
         accumulator = tl.trans(accumulator)
     columns = first_n + tl.arange(0, PART)
@@ -137,11 +140,12 @@ def store_part(
 @triton.jit
 def group_tiles(ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
                 NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """Returns (first row, one past the last row, row blocks, row blocks without a weight, expert)
-    of every group, each [GROUPS].
+    """Returns (first row, end of the rows, number of row blocks, number of row blocks without a
+    weight, expert) of every group, each [GROUPS].
 
-    expert_ids_ptr None: group g has expert g. Rows after the last end are one more group, without a
-    weight. Ends out of range are clamped, so that no access leaves the tensors.
+    If expert_ids_ptr is None, group g has expert g. Rows after the last end are one more group,
+    which has no weight. Ends that are out of range are clamped, so that no access leaves the
+    tensors.
     """
     groups = tl.arange(0, GROUPS)
     real = groups < NUM_GROUPS
@@ -164,7 +168,7 @@ def group_tiles(ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS: tl.constexpr, GR
 @triton.jit
 def clear_rows(y_ptr, start, end, idle, GROUPS: tl.constexpr, HIDDEN: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Stores zeros to y's rows that have no weight: the `idle` row blocks of all groups."""
+    """Stores zeros to the rows of y that have no weight: the `idle` row blocks of all groups."""
     TILES_N: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
     num_idle = tl.sum(idle, axis=0) * TILES_N
     for idle_tile in range(tl.program_id(0), num_idle, tl.num_programs(0)):
@@ -193,14 +197,20 @@ def grouped_gemm(
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grouped GEMM: y [num_rows, HIDDEN] = x [num_rows, INNER] @ weight[expert]^T, rows of x sorted
-    by group, weight [experts, HIDDEN, INNER].
+    """Grouped GEMM: y [num_rows, HIDDEN] = x [num_rows, INNER] @ weight[expert]^T. Rows of x are
+    sorted by group, and weight is [experts, HIDDEN, INNER].
 
-    The kernel is persistent: the grid may have any size. N_MAJOR: the weight is stored as [experts,
-    INNER, HIDDEN]. order_ptr: the row of y to which each sorted row is stored. If order_ptr is
-    None, each row keeps its place, group g has expert expert_ids[g], and rows without a weight are
-    zero. GROUPS: a power of two above NUM_GROUPS; with order_ptr, it may equal NUM_GROUPS.
-    SEARCH_STEPS: see `searched_place`; 0 unless warps are specialised, which needs order_ptr.
+    The kernel is persistent, so the grid may have any size.
+
+    Args:
+        N_MAJOR: Whether the weight is stored as [experts, INNER, HIDDEN].
+        order_ptr: For each sorted row, the index of the row of y to which it is stored. If it is
+            None, each row keeps its index, group g has expert expert_ids[g], and rows without a
+            weight are set to zero.
+        GROUPS: A power of two greater than NUM_GROUPS. If order_ptr is given, it may also equal
+            NUM_GROUPS.
+        SEARCH_STEPS: As in `searched_place`; 0 unless warps are specialised. Specialised warps
+            require order_ptr.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -239,7 +249,7 @@ def grouped_gemm(
             expert = tl.sum(tl.where(tl.arange(0, GROUPS) == expert, experts, 0), axis=0)
         accumulator = tile_of_zeros(BLOCK_M, BLOCK_N, SWAPPED)
         for column in range(0, INNER, BLOCK_K):
-            # Rows past the expert's last row belong to the next expert; they are not stored.
+            # Rows after the expert's last row belong to the next expert. They are not stored.
             x = x_desc.load([first_row, column])
             if N_MAJOR:
                 weight = weight_desc.load([expert, column, tile_n * BLOCK_N])

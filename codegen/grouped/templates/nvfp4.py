@@ -1,12 +1,12 @@
-"""Grouped GEMM with both operands in NVFP4 and scales in the tensor core's own layout.
+"""Grouped GEMM of two NVFP4 operands, whose scales are in the tensor core's own layout.
 
-On SM100 the tensor core multiplies packed codes and applies both scales itself (BLOCK_SCALED). On
-SM90 the tiles are dequantised to bf16, exactly. SWAPPED puts 128 weight rows on the M side, for few
-rows per group.
+On SM100, the tensor core multiplies packed codes and applies both scales itself (BLOCK_SCALED). On
+SM90, the tiles are dequantised to bf16, which is exact. SWAPPED puts 128 weight rows on the M side,
+for few rows in a group.
 
-The kernel is persistent; a tile finds its group as in `grouped_gemm`. A group may start at any row,
+The kernel is persistent. A tile finds its group as in `grouped_gemm`. A group may start at any row,
 but its scales start a new block of 128 rows. Tiles of 128 rows are counted from the start of the
-group, so each of them has whole blocks of scales.
+group, so each tile has whole blocks of scales.
 """
 
 import triton
@@ -18,8 +18,8 @@ from tilewright.codegen.templates.fp4 import dequantize_nvfp4, scale_rows, scale
 
 @triton.jit
 def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
-    """Returns the number of the first block (of 128 rows) of a group's scales; 2**31 - 1 past the
-    last group."""
+    """Returns the number of the first block of a group's scales, where a block has 128 rows. For
+    groups past the last one, returns 2**31 - 1."""
     real = group < num_groups
     start = tl.load(offsets_ptr + group, mask=real, other=0).to(tl.int32)
     delta = tl.load(deltas_ptr + group, mask=real, other=0).to(tl.int32)
@@ -29,12 +29,12 @@ def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
 @triton.jit
 def searched_place(tile, offsets_ptr, deltas_ptr, num_rows, num_groups, TILES_N: tl.constexpr,
                    SEARCH_STEPS: tl.constexpr):  # fmt: skip
-    """Returns the place of a tile of 128 rows, by a binary search in the scale blocks of groups:
-    (group, first row of the group, first row of the tile, one past the group's last row, column
-    tile).
+    """Returns where a tile of 128 rows is: (group, first row of the group, first row of the tile,
+    end of the group's rows, column tile).
 
-    The search replaces the reduction of `tile_place`, around which Triton before 3.9 cannot
-    specialise warps. 2 ** SEARCH_STEPS is at least num_groups.
+    This is a binary search in the scale blocks of the groups. It replaces the reduction of
+    `tile_place`, because Triton before 3.9 cannot specialise warps in a loop that has a reduction.
+    2 ** SEARCH_STEPS is at least num_groups.
     """
     block = tile // TILES_N
     group = tile * 0
@@ -59,13 +59,13 @@ def grouped_nvfp4(
     SWAPPED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Grouped GEMM in NVFP4: out [T, ROWS_OUT] = a [T, INNER] @ b[expert]^T times the expert's fp32
-    scale; rows of a group with expert -1 are zero.
+    """Grouped GEMM in NVFP4: out [T, ROWS_OUT] is a [T, INNER] @ b[expert]^T, multiplied by the
+    expert's fp32 scale. Rows of a group with expert -1 are set to zero.
 
-    The kernel is persistent: the grid may have any size. A tile has BLOCK_M rows (128 if not
+    The kernel is persistent, so the grid may have any size. A tile has BLOCK_M rows (128 if not
     SWAPPED), BLOCK_N weight rows (a multiple of 128) and steps of BLOCK_K inner elements (a
-    multiple of 64). GROUPS: a power of two of at least num_groups. SEARCH_STEPS: not 0 if warps are
-    specialised, which needs tiles of 128 rows; see `searched_place`.
+    multiple of 64). GROUPS: a power of two that is at least num_groups. SEARCH_STEPS: as in
+    `searched_place`; 0 unless warps are specialised, which requires tiles of 128 rows.
     """
     COLUMN_BLOCKS: tl.constexpr = (INNER + 63) // 64
     K_BLOCKS: tl.constexpr = BLOCK_K // 64
@@ -91,7 +91,7 @@ def grouped_nvfp4(
         )  # fmt: skip
     groups = tl.arange(0, GROUPS)
     real = groups < num_groups
-    # Offsets, experts and deltas were not checked: they are clamped to the tensors.
+    # Offsets, experts and deltas were not checked, so they are clamped to the sizes of the tensors.
     start = tl.maximum(tl.load(offsets_ptr + groups, mask=real, other=0).to(tl.int32), 0)
     end = tl.load(offsets_ptr + groups + 1, mask=real, other=0).to(tl.int32)
     end = tl.minimum(end, num_rows)
@@ -159,7 +159,7 @@ def grouped_nvfp4(
         if SWAPPED:
             accumulator = tl.trans(accumulator)
         factor = tl.load(expert_scales_ptr + weight_expert)
-        # The products of rows without an expert are garbage.
+        # The products of rows without an expert are undefined.
         value = tl.where(known, accumulator * factor, 0.0)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         store_tile(value, out_ptr, rows, row_mask, columns, columns < ROWS_OUT, ROWS_OUT)

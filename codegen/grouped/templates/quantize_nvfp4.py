@@ -1,8 +1,8 @@
-"""Quantisation to NVFP4: packed codes, and their scales in the layout of the tensor core.
+"""Quantises rows to NVFP4: packed codes, and their scales in the layout of the tensor core.
 
-Scales are stored in blocks. Each block has the scales of 128 rows of one group. A program takes
-some columns of a block. The arithmetic is that of `ops.formats.nvfp4`, operation by operation and
-with IEEE division, so every device gives the same codes.
+Scales are stored in blocks. Each block has the scales of 128 rows of one group. A program quantises
+some columns of a block. It computes the same operations as `ops.formats.nvfp4` in the same order
+and with IEEE division, so every device gives the same codes.
 """
 
 import triton
@@ -11,15 +11,15 @@ import triton.language as tl
 
 @triton.jit
 def e2m1_code(x):
-    """Returns the nearest 4-bit codes of fp32 numbers, as int32: ties to even, saturating; NaN
-    becomes 6.
+    """Returns the nearest 4-bit codes of fp32 numbers, as int32. Ties are rounded to even, and
+    large numbers saturate. A NaN becomes 6.
 
-    Adding 2 ** (22 + e) rounds a number of exponent e to a mantissa of one bit, and numbers below 1
-    to multiples of 0.5. The last bits of the sum are the code minus 2 * e, and the exponent of the
-    sum gives e.
+    Let e be the exponent of a number. Adding 2 ** (22 + e) to the number rounds it to a mantissa of
+    one bit; numbers below 1 are rounded to multiples of 0.5. The last bits of the sum are the code
+    minus 2 * e, and the exponent of the sum is known from e.
     """
     number = x.to(tl.int32, bitcast=True)
-    # Compared as integers, NaN and infinity also exceed 6.
+    # In a comparison as integers, NaN and infinity also exceed 6.
     magnitude = tl.minimum(number & 0x7FFFFFFF, 0x40C00000)
     shift = (tl.maximum(magnitude, 0x3F800000) & 0x7F800000) + (22 << 23)
     rounded = magnitude.to(tl.float32, bitcast=True) + shift.to(tl.float32, bitcast=True)
@@ -29,9 +29,9 @@ def e2m1_code(x):
 
 @triton.jit
 def group_rows(block, offsets_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr):
-    """Returns (first row, one past the last row, group) of a block of 128 rows of the scales.
+    """Returns (first row, end of the rows, group) of a block of scales. A block has 128 rows.
 
-    Rows after the last group count as one more group, with the number NUM_GROUPS.
+    Rows after the last group count as one more group, which has the number NUM_GROUPS.
     """
     groups = tl.arange(0, GROUPS)
     real = groups < NUM_GROUPS
@@ -58,12 +58,16 @@ def quantize_nvfp4(
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Quantises x [num_rows, INNER] to NVFP4: packed codes [num_rows, INNER / 2] and e4m3 scales
+    """Quantises x [num_rows, INNER] to NVFP4: packed codes [num_rows, INNER / 2], and e4m3 scales
     [S, cdiv(INNER, 64), 32, 4, 4] in the layout of the tensor core.
 
-    offsets [NUM_GROUPS + 1]: first row of each group, then the end; None: all rows are one group.
-    tensor_scales [NUM_GROUPS]; None: 1. Grid (S, cdiv(INNER, BLOCK_C)): a program takes BLOCK_C
-    columns and BLOCK_R rows at a time. BLOCK_C is a multiple of 64, and BLOCK_R divides 128.
+    Grid (S, cdiv(INNER, BLOCK_C)). A program quantises BLOCK_C columns, BLOCK_R rows at a time.
+    BLOCK_C is a multiple of 64, and BLOCK_R divides 128.
+
+    Args:
+        offsets: [NUM_GROUPS + 1], the first row of each group, then the end of the last group. If
+            it is None, all rows are one group.
+        tensor_scales: [NUM_GROUPS]. If it is None, all of them are 1.
     """
     block = tl.program_id(0)
     if offsets_ptr is None:
@@ -73,7 +77,7 @@ def quantize_nvfp4(
     else:
         first, stop, group = group_rows(block, offsets_ptr, num_rows, NUM_GROUPS, GROUPS)
     here = tl.minimum(stop - first, 128)
-    # Rows without a group get zero codes and zero scales.
+    # Rows without a group have zero codes and zero scales.
     scaled = tl.where(group < NUM_GROUPS, here, 0)
     if tensor_scales_ptr is None:
         own = 1.0
@@ -85,7 +89,7 @@ def quantize_nvfp4(
     pairs = tl.program_id(1) * (BLOCK_C // 2) + tl.arange(0, BLOCK_C // 2)
     places = tl.program_id(1) * SCALES + tl.arange(0, SCALES)
     place_mask = (places < 4 * COLUMN_BLOCKS)[None, :]
-    # Within a block of the layout, row r and column c lie at r % 32 * 16 + r // 32 * 4 + c.
+    # Within a block of the layout, row r and column c are at r % 32 * 16 + r // 32 * 4 + c.
     layout = scales_ptr + (block * COLUMN_BLOCKS).to(tl.int64) * 512
     layout_columns = places // 4 * 512 + places % 4
     tensor_scale = tl.zeros((BLOCK_R, SCALES), tl.float32) + own
@@ -97,7 +101,7 @@ def quantize_nvfp4(
             mask=(within < scaled)[:, None] & (columns < INNER)[None, :], other=0.0,
         )  # fmt: skip
         parts = tl.reshape(x.to(tl.float32), (BLOCK_R, SCALES, 16))
-        # Compared as integers, NaN is the largest; a maximum of floats may ignore it.
+        # In a comparison as integers, NaN is the largest number. A maximum of floats may ignore it.
         largest = tl.max(parts.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
         amax = tl.minimum(largest, 0x7F800000).to(tl.float32, bitcast=True)
         exact = tl.div_rn(tensor_scale * amax, tl.full((BLOCK_R, SCALES), 6.0, tl.float32))

@@ -1,10 +1,10 @@
-"""Grouped GEMMs of e4m3 rows by e4m3 weights, both with scales for blocks of 128 columns.
+"""Grouped GEMMs of e4m3 rows with e4m3 weights. Both have scales for blocks of 128 columns.
 
-Each step of 128 columns is a separate product, exact except for the tensor core's rounding. It is
-multiplied by the scales of its rows and of its weight block in fp32 and added to the accumulator. A
-wide tile is computed in two parts of columns, so that only one product takes registers at a time:
-one part is scaled while the tensor core multiplies the other. The schedule of tiles is that of
-`grouped_gemm`.
+Each step of 128 columns is a separate product, exact except for the tensor core's rounding. The
+product is multiplied by the scales of its rows and of its weight block in fp32, and added to the
+accumulator. A wide tile is computed in two parts of columns, so that only one product takes
+registers at a time: while the tensor core multiplies one part, the other part is scaled. The
+schedule of tiles is the same as in `grouped_gemm`.
 """
 
 import triton
@@ -32,9 +32,9 @@ def quantize_rows(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantises rows of x [num_rows, COLUMNS] to e4m3: codes [num_rows, BLOCKS * GROUP] and fp32
-    scales [num_rows, BLOCKS], one for each row and GROUP columns.
+    scales [num_rows, BLOCKS]. There is one scale for each row and GROUP columns.
 
-    The arithmetic is that of ops/formats/fp8_block.py. Codes past the columns are zero. Grid
+    The arithmetic is the same as in ops/formats/fp8_block.py. Codes past the columns are zero. Grid
     (cdiv(num_rows, BLOCK_M), cdiv(BLOCKS * GROUP, BLOCK_K)).
     """
     if LAUNCH_PDL:
@@ -64,8 +64,8 @@ def part_scales(
     scale_ptr, expert, first_row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PART: tl.constexpr, STRIDES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of PART weight rows for a step: one number if they share a block, else
-    [PART]."""
+    """Loads the scales of PART weight rows for a step. Returns one number if the rows share a
+    block, else [PART]."""
     start = scale_ptr + expert * STRIDES[0]
     if SCALE_BLOCK[0] % PART == 0:
         place = first_row // SCALE_BLOCK[0] * STRIDES[1] + column // SCALE_BLOCK[1] * STRIDES[2]
@@ -83,8 +83,9 @@ def part_scales(
 
 @triton.jit
 def add_scaled(accumulator, x, weight, x_scales, scales, ONE: tl.constexpr, SWAPPED: tl.constexpr):
-    """Returns accumulator + x @ weight^T times the scales of x's rows and of the weight's rows.
-    ONE: the weight rows share one scale. SWAPPED: accumulator and result are transposed."""
+    """Returns accumulator + x @ weight^T, where the product is multiplied by the scales of x's rows
+    and of the weight's rows. ONE: whether the weight rows share one scale. SWAPPED: whether
+    accumulator and result are transposed."""
     if SWAPPED:
         product = tl.dot(weight, x.T)
         if ONE:
@@ -115,13 +116,16 @@ def moe_up_scaled(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAPPED: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up projections of a mixture of experts, e4m3 with block scales: hidden
-    [routes, INNER] = activation(x @ Wgate^T) * (x @ Wup^T), rows of x gathered by route.
+    """Computes the gate and up projections of a mixture of experts, in e4m3 with block scales:
+    hidden [routes, INNER] = activation(x @ Wgate^T) * (x @ Wup^T). Rows of x are gathered by route.
 
-    x [tokens, cdiv(HIDDEN, BLOCK_K) * BLOCK_K] has a scale for each BLOCK_K columns. Weights are
-    laid out as in `moe_up`. hidden_scale_ptr: hidden is rounded to tile_ptr's type and then
-    quantised like x, with a scale for each BLOCK_N columns; None: hidden is not quantised. tile_ptr
-    [programs, BLOCK_M, BLOCK_N]: scratch memory that stays in the L2 cache.
+    x [tokens, cdiv(HIDDEN, BLOCK_K) * BLOCK_K] has a scale for each BLOCK_K columns. Weights have
+    the same layout as in `moe_up`.
+
+    Args:
+        hidden_scale_ptr: If it is given, hidden is rounded to tile_ptr's type and then quantised
+            like x, with a scale for each BLOCK_N columns. If it is None, hidden is not quantised.
+        tile_ptr: [programs, BLOCK_M, BLOCK_N], scratch memory that stays in the L2 cache.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -152,14 +156,14 @@ def moe_up_scaled(
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
         first_n = tile_n * BLOCK_N
-        # Rows past the last row load token 0, and are not stored.
+        # Rows past the last row load token 0. They are not stored.
         tokens = tl.load(order_ptr + rows, mask=row_mask, other=0) // NUM_SLOTS
         blocks_before = tokens * STEPS
         gate = tile_of_zeros(BLOCK_M, BLOCK_N, SWAPPED)
         up = gate
         for step in range(STEPS):
             column = step * BLOCK_K
-            # Offsets count blocks: they take half the registers of pointers.
+            # Use offsets that count blocks: they take half the registers of pointers.
             x_blocks = blocks_before + step
             x_rows = x_ptr + x_blocks.to(tl.int64)[:, None] * BLOCK_K
             x = tl.load(x_rows + tl.arange(0, BLOCK_K)[None, :])
@@ -202,9 +206,9 @@ def moe_up_scaled(
         if hidden_scale_ptr is None:
             store_tile(value, hidden_ptr, places, row_mask, out_columns, column_mask, INNER)
         else:
-            # The tile goes through memory: if the reduction and the division, which is a call, read
-            # the accumulators from registers, ptxas spills them in the whole loop. Columns past the
-            # last are cleared, because a bias makes them nonzero.
+            # Store the tile to memory and load it again. If the reduction and the division, which
+            # is a call, read the accumulators from registers, ptxas spills them in the whole loop.
+            # Columns past the last one are set to zero, because a bias makes them nonzero.
             within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             own = tile_ptr + tl.program_id(0) * (BLOCK_M * BLOCK_N) + within
             value = tl.where(column_mask[None, :], value, 0.0)
@@ -233,11 +237,11 @@ def grouped_scaled(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     SWAPPED: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grouped GEMM, e4m3 with block scales: y [num_rows, HIDDEN] = x [num_rows, INNER] @
-    weight[expert]^T, rows of x sorted by group.
+    """Grouped GEMM in e4m3 with block scales: y [num_rows, HIDDEN] = x [num_rows, INNER] @
+    weight[expert]^T. Rows of x are sorted by group.
 
-    x has a scale for each row and BLOCK_K columns. PARTS: number of parts, 1 or 2, in which the
-    columns of a tile are computed. The other arguments are those of `grouped_gemm`.
+    x has a scale for each row and BLOCK_K columns. PARTS: the number of parts, 1 or 2, in which the
+    columns of a tile are computed. `grouped_gemm` explains the other arguments.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -269,7 +273,7 @@ def grouped_scaled(
         accumulator = tile_of_zeros(BLOCK_M, PART, SWAPPED)
         second = accumulator
         for column in range(0, INNER, BLOCK_K):
-            # Rows past the expert's last row belong to the next expert; they are not stored.
+            # Rows after the expert's last row belong to the next expert. They are not stored.
             x = x_desc.load([first_row, column])
             x_scales = tl.load(
                 x_scale_rows + column // BLOCK_K * X_SCALE_STRIDES[1], mask=row_mask, other=0.0

@@ -1,7 +1,8 @@
-"""The expand of multi-LoRA: adds the shrink's result times the adapters' B matrices to q, k and v.
+"""The expand of multi-LoRA: multiplies the result of the shrink by the adapters' B matrices, and
+adds the products to q, k and v.
 
-One launch computes all projections: a program takes rows of one adapter and columns of one
-projection.
+One launch computes all projections. A program computes columns of one projection for rows of one
+adapter.
 """
 
 import triton
@@ -17,17 +18,17 @@ def part_of_delta(
     WEIGHT_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Returns s [rows, RANK] times one adapter's weight [WIDTH, RANK], scaled, in fp32 [BLOCK_M,
+    """Returns s [rows, RANK] times one adapter's weight [WIDTH, RANK], scaled, as fp32 [BLOCK_M,
     BLOCK_N].
 
-    With BLOCK_M 1, it is computed by products and a sum, without the tensor core.
+    If BLOCK_M is 1, this is computed by products and a sum, without tensor cores.
     """
     s_rows = s_ptr + plane * s_plane_stride + rows.to(tl.int64) * S_STRIDE
     weight_rows = weight_ptr + adapter.to(tl.int64) * WEIGHT_STRIDES[0]
     weight_rows += columns * WEIGHT_STRIDES[1]
     column_mask = (columns < WIDTH)[:, None]
     delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # The loop is not unrolled: on SM100, Triton before 3.9 needs one dot per accumulator.
+    # Do not unroll the loop: on SM100, Triton before 3.9 needs one dot for each accumulator.
     for first in range(0, RANK, BLOCK_R):
         ranks = first + tl.arange(0, BLOCK_R)
         rank_mask = (ranks < RANK)[None, :]
@@ -60,8 +61,8 @@ def expand_projection(
     OUT_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Computes and stores BLOCK_N columns of one projection, from column block * BLOCK_N on, for
-    the rows of one tile."""
+    """Computes and stores BLOCK_N columns of one projection, starting at column block * BLOCK_N,
+    for the rows of one tile."""
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = row_mask[:, None] & (columns < WIDTH)[None, :]
     wide = rows.to(tl.int64)[:, None]
@@ -95,13 +96,16 @@ def lora_expand(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multi-LoRA expand: each of q, k and v [T, WIDTH] = base + scale * s @ B[adapter]^T, s
-    [P, num_rows, N] from the shrink, B [G, WIDTH, R], every row with its own adapter.
+    """Multi-LoRA expand: for each of q, k and v [T, WIDTH], computes base + scale * s @
+    B[adapter]^T. s [P, num_rows, N] is the result of the shrink, B is [G, WIDTH, R], and every row
+    has its own adapter.
 
-    Grid (sum of cdiv(WIDTH, BLOCK_N), tiles). WIDTHS, RANKS, SCALES, PLANES (plane of s) and
-    strides have a value for each of q, k and v; a width of 0 means that there is no such output.
-    S_STRIDE: stride of the rows of s. Q_STRIDES and so on: strides (adapter, row, rank) of a
-    weight. BLOCK_R: a power of two of at least 16. With BLOCK_M 1, a tile is a row.
+    Grid (sum of cdiv(WIDTH, BLOCK_N), tiles). WIDTHS, RANKS, SCALES, PLANES (the plane of s) and
+    strides have a value for each of q, k and v. A width of 0 means that there is no such output.
+
+    S_STRIDE: the stride of the rows of s. Q_STRIDES, K_STRIDES, V_STRIDES: the strides (adapter,
+    row, rank) of a weight. BLOCK_R: a power of two that is at least 16. If BLOCK_M is 1, a tile is
+    one row.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,6 +1,7 @@
-"""A counting sort of rows by adapter in one launch; rows without an adapter come last.
+"""Sorts rows by adapter with a counting sort, in one launch. Rows without an adapter come last.
 
-Rows of an adapter keep their order, so the result does not depend on the order of programs.
+The rows of an adapter keep their order, so the result does not depend on the order in which
+programs run.
 """
 
 import triton
@@ -11,7 +12,7 @@ from tilewright.codegen.lora.templates.rows import adapter_of_ids
 
 @triton.jit
 def ids_of_rows(ids_ptr, rows, num_rows, rows_per_id, NUM_ADAPTERS: tl.constexpr):
-    """Returns the adapter of each row; NUM_ADAPTERS for a row without one."""
+    """Returns the adapter of each row. For a row without an adapter, returns NUM_ADAPTERS."""
     ids = tl.load(ids_ptr + rows // rows_per_id, mask=rows < num_rows, other=-1)
     return adapter_of_ids(ids, NUM_ADAPTERS, NUM_ADAPTERS)
 
@@ -22,11 +23,11 @@ def lora_order(
     NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS_PER_LOAD: tl.constexpr, ROWS_PER_STEP: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sorts rows by LoRA adapter: order [total_rows] gets the row at each sorted place, and ends
-    [NUM_ADAPTERS] the end of each adapter's rows.
+    """Sorts rows by LoRA adapter. Writes to order [total_rows] the row at each sorted place, and to
+    ends [NUM_ADAPTERS] the end of each adapter's rows.
 
-    Grid (cdiv(total_rows, CHUNK),): each program counts all rows and places the rows of its chunk.
-    GROUPS: a power of two above NUM_ADAPTERS.
+    Grid (cdiv(total_rows, CHUNK),). Each program counts all rows and finds the places of the rows
+    of its chunk. GROUPS: a power of two greater than NUM_ADAPTERS.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -42,8 +43,8 @@ def lora_order(
     ends = tl.cumsum(total, axis=0)
     if first == 0:
         tl.store(ends_ptr + groups, ends, mask=groups < NUM_ADAPTERS)
-    # A row comes after the rows of all lower adapters, after its adapter's rows in earlier chunks,
-    # and after its adapter's earlier rows in its own chunk.
+    # A row comes after the rows of all lower adapters, after the rows of its own adapter in earlier
+    # chunks, and after the earlier rows of its own adapter in its own chunk.
     rows = first + tl.arange(0, CHUNK)
     ids = ids_of_rows(ids_ptr, rows, num_rows, rows_per_id, NUM_ADAPTERS)
     place = tl.gather(ends - total + before, ids, 0)

@@ -1,4 +1,4 @@
-"""Rearranges the result of one library GEMM for q, k and v to one plane for each."""
+"""Copies the result of one library GEMM for q, k and v to three separate planes."""
 
 import triton
 import triton.language as tl
@@ -10,11 +10,12 @@ def lora_planes(
     N: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, INCLUSIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rearranges the result of a LoRA shrink by a library GEMM: out [PLANES, num_rows, N] = rows
-    [num_rows, PLANES, N], with a plane for each of q, k and v.
+    """Copies the result of a LoRA shrink by a library GEMM to planes: out [PLANES, num_rows, N] =
+    rows [num_rows, PLANES, N], with a plane for each of q, k and v.
 
-    Grid (cdiv(num_rows, BLOCK_M), PLANES). WIDTH: the smallest power of two that covers N. offsets:
-    [start, end] of one group, or [end] if INCLUSIVE; rows outside of the group become zeros.
+    Grid (cdiv(num_rows, BLOCK_M), PLANES). WIDTH: the smallest power of two that is at least N.
+    offsets: [start, end] of one group, or [end] if INCLUSIVE. Rows outside of the group become
+    zeros.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,15 +1,15 @@
-"""The rows of a tile of a LoRA kernel. All rows of a tile have one adapter.
+"""The rows of a tile of a LoRA kernel. All rows of a tile have the same adapter.
 
-ADDRESSING tells how the adapters of rows are given:
+ADDRESSING says how the adapters of rows are given:
 
-* "single": all rows have adapter 0.
-* "sequences": every rows_per_id rows have one id.
-* "groups": there are offsets of consecutive groups and an id for each group (ids_ptr None: the id
-  is the number of the group).
-* "rows": every rows_per_id rows have an id, in any order. Each program counts all ids and picks its
-  rows. For few rows, this takes less time than the launch of a sort.
-* "sorted": as "rows", but after `lora_order`: order has the rows sorted by adapter, and offsets the
-  ends of the adapters.
+- "single": all rows have adapter 0.
+- "sequences": every rows_per_id consecutive rows have one id.
+- "groups": there are offsets of consecutive groups, and an id for each group. If ids_ptr is None,
+  the id of a group is its number.
+- "rows": every rows_per_id consecutive rows have an id, in any order. Each program counts all ids
+  and finds its own rows. For few rows, this takes less time than the launch of a sort.
+- "sorted": like "rows", but `lora_order` ran before. order has the rows sorted by adapter, and
+  offsets has the ends of the adapters' rows.
 
 Rows without an adapter have separate tiles, so that every row is in exactly one tile.
 """
@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def adapter_of_ids(ids, NUM_ADAPTERS: tl.constexpr, NONE: tl.constexpr):
-    """Returns ids as int32, with NONE in place of ids that belong to no adapter."""
+    """Returns ids as int32. Ids that belong to no adapter are replaced by NONE."""
     return tl.where((ids >= 0) & (ids < NUM_ADAPTERS), ids.to(tl.int32), NONE)
 
 
@@ -28,8 +28,8 @@ def adapter_of_ids(ids, NUM_ADAPTERS: tl.constexpr, NONE: tl.constexpr):
 def group_bounds(
     offsets_ptr, num_groups, total_rows, INCLUSIVE: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Returns (first row, one past the last row) of groups [GROUPS]. After the num_groups groups
-    follows one more, which has all remaining rows."""
+    """Returns (first row, end of the rows) of the groups, each [GROUPS]. After the num_groups
+    groups, there is one more group, which has all remaining rows."""
     groups = tl.arange(0, GROUPS)
     if INCLUSIVE:
         before = (groups > 0) & (groups <= num_groups)
@@ -44,7 +44,8 @@ def group_bounds(
 
 @triton.jit
 def rest_tile(tile, num_rows, total_rows, BLOCK_M: tl.constexpr):
-    """Returns rows and mask of the tile with this number among the rows from num_rows on."""
+    """Returns (rows, mask) of a tile. The tile numbers count the tiles of the rows from num_rows
+    on."""
     rows = num_rows + tile * BLOCK_M + tl.arange(0, BLOCK_M)
     return rows, rows < total_rows
 
@@ -54,7 +55,7 @@ def adapter_of_row(
     row, ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id, ADDRESSING: tl.constexpr,
     INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the adapter of one row; -1 for a row without one."""
+    """Returns the adapter of one row; -1 if the row has no adapter."""
     if ADDRESSING == "single":
         adapter = tl.where(row < num_rows, 0, -1)
     elif ADDRESSING == "groups":
@@ -79,12 +80,12 @@ def tile_rows(
     ADDRESSING: tl.constexpr, INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Returns (adapter, rows [BLOCK_M], mask [BLOCK_M]) of one tile; the adapter is -1 for rows
-    without one.
+    """Returns (adapter, rows [BLOCK_M], mask [BLOCK_M]) of one tile. The adapter is -1 if the rows
+    have no adapter.
 
     Rows from num_rows to total_rows have no adapter. Past the last tile, the mask is false. GROUPS:
-    a power of two above the number of groups, or above NUM_ADAPTERS for "rows" and "sorted". ROWS:
-    a power of two that covers total_rows, for "rows".
+    a power of two greater than the number of groups, or greater than NUM_ADAPTERS for "rows" and
+    "sorted". ROWS: for "rows", a power of two that is at least total_rows.
     """
     lanes = tl.arange(0, BLOCK_M)
     if BLOCK_M == 1:
@@ -123,8 +124,8 @@ def tile_rows(
         chosen = tl.arange(0, GROUPS) == bucket
         within = tile - tl.sum(tl.where(chosen, last - blocks, 0), axis=0)
         count = tl.sum(tl.where(chosen, counts, 0), axis=0)
-        # `seen` counts the adapter's rows up to and including each row. Exactly the rows before the
-        # adapter's n-th row (counted from 0) have seen <= n.
+        # `seen` is the number of the adapter's rows up to and including each row. The rows before
+        # the adapter's n-th row (counted from 0) are exactly the rows where seen <= n.
         wanted = within * BLOCK_M + lanes
         own = ((ids == bucket) & (every < total_rows)).to(tl.int32)
         seen = tl.cumsum(own, axis=0)
@@ -155,7 +156,8 @@ def tile_rows(
 
 @triton.jit
 def of_plane(plane, VALUES: tl.constexpr):
-    """Returns the value of q, k or v by `plane`; a constant if the three are equal."""
+    """Returns the value for q, k or v, selected by `plane`. If the three values are equal, the
+    result is a constant."""
     value = VALUES[0]
     if VALUES[1] != VALUES[0]:
         value += (plane == 1) * (VALUES[1] - VALUES[0])

@@ -1,13 +1,13 @@
-"""The shrink of multi-LoRA: rows times their adapters' A matrices, with a plane for each of q, k
-and v.
+"""The shrink of multi-LoRA: multiplies rows by their adapters' A matrices. The result has a plane
+for each of q, k and v.
 
-Columns are counted over all planes: column c is column c % N of plane c // N. One GEMM therefore
+Columns are counted over all planes: column c is column c % N of plane c // N. Therefore one GEMM
 computes q, k and v, and reads each row once, even if the three weights are different tensors.
 
 `lora_shrink` is for many rows. It can split K over programs; the last program of a tile to arrive
-adds the parts in their order. `lora_shrink_few` is for a few rows of an adapter. It splits K over
-the warps of a program, without an exchange through memory. `lora_shrink_row` is for a row or two,
-where the latency of the first loads takes all the time. It does not use the tensor core.
+adds the parts in a fixed order. `lora_shrink_few` is for a few rows of an adapter. It splits K over
+the warps of a program, and needs no exchange through memory. `lora_shrink_row` is for one or two
+rows, where the latency of the first loads takes all the time. It does not use tensor cores.
 """
 
 import triton
@@ -26,8 +26,8 @@ def weight_rows(
     """Returns (pointers to the weight rows of `columns`, the stride of these rows along K, whether
     each row exists).
 
-    The weights of the second and third plane lie second_distance and third_distance elements from
-    the first weight.
+    The weight of the second plane begins second_distance elements after the first weight, and the
+    weight of the third plane begins third_distance elements after it.
     """
     plane = columns // N
     rank = columns % N
@@ -50,7 +50,7 @@ def store_columns(
     plane = columns // N
     rank = columns % N
     if RANKS[0] != N or RANKS[1] != N or RANKS[2] != N:
-        # Masked weights are zeros, but zero times an infinity of x is NaN.
+        # Masked weights are zeros, but zero times an infinity in x is NaN.
         values = tl.where((rank < of_plane(plane, RANKS))[None, :], values, 0.0)
     places = (plane * num_rows)[None, :] + rows[:, None]
     tl.store(
@@ -66,8 +66,8 @@ def weight_tile(
     N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
     ADAPTER_STRIDES: tl.constexpr, ROW_STRIDES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Loads the weight rows of columns at ks, [columns, ks]. in_part: whether each of ks exists;
-    None: all do."""
+    """Loads the weights [columns, ks] of the rows of `columns` at the columns `ks`. in_part:
+    whether each of `ks` exists; None if all of them exist."""
     weights, column_stride, real = weight_rows(
         columns, adapter, weight_ptr, second_distance, third_distance,
         N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
@@ -83,8 +83,8 @@ def weight_tile(
 
 @triton.jit
 def part_places(first_column, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns where the columns from first_column on lie in the workspace of one part of a tile, as
-    offsets [BLOCK_M, WIDTH]."""
+    """Returns the offsets [BLOCK_M, WIDTH] at which columns are stored in the workspace of one part
+    of a tile. The first of these columns is first_column."""
     columns = first_column + tl.arange(0, WIDTH)
     return tl.arange(0, BLOCK_M)[:, None] * COLUMNS + columns[None, :]
 
@@ -94,8 +94,8 @@ def add_parts(
     own, part, parts_ptr, first_column, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sum of all parts of a tile's columns, in their order. `own` is part number
-    `part`."""
+    """Returns the sum of all parts of a tile's columns, added in a fixed order. `own` is the part
+    with the number `part`."""
     places = part_places(first_column, BLOCK_M, COLUMNS, WIDTH)
     if SPLIT_K == 2:
         # The sum of two parts does not depend on their order.
@@ -124,13 +124,13 @@ def lora_shrink(
     BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTHS: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multi-LoRA shrink, many rows: out [PLANES, num_rows, N] = a [num_rows, HIDDEN] @ A[adapter]^T
-    for q, k and v, A [G, R, HIDDEN], every row with its own adapter.
+    """Multi-LoRA shrink for many rows: out [PLANES, num_rows, N] = a [num_rows, HIDDEN] @
+    A[adapter]^T for q, k and v. A is [G, R, HIDDEN], and every row has its own adapter.
 
-    Grid (SPLIT_K, tiles, cdiv(PLANES * N, COLUMNS)). WIDTHS: columns of a tile in each of up to
-    three accumulators. COLUMNS: their sum. With SPLIT_K > 1, workspace holds fp32 [tiles, column
-    blocks, SPLIT_K, BLOCK_M, COLUMNS], and counters a zeroed int32 for each pair of tile and column
-    block.
+    Grid (SPLIT_K, tiles, cdiv(PLANES * N, COLUMNS)). WIDTHS: the number of columns of a tile in
+    each of up to three accumulators. COLUMNS: the sum of WIDTHS. If SPLIT_K > 1, workspace is fp32
+    [tiles, column blocks, SPLIT_K, BLOCK_M, COLUMNS], and counters has an int32 zero for each pair
+    of tile and column block.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -154,7 +154,7 @@ def lora_shrink(
     if WIDTHS[2] > 0:
         third_columns = first_column + WIDTHS[0] + WIDTHS[1] + tl.arange(0, WIDTHS[2])
         third_sum = tl.zeros((BLOCK_M, WIDTHS[2]), tl.float32)
-    # A tile without an adapter takes no steps.
+    # If a tile has no adapter, the loop has no steps.
     for step in range(0, tl.where(adapter >= 0, PART, 0), BLOCK_K):
         ks = part * PART + step + tl.arange(0, BLOCK_K)
         x_mask = row_mask[:, None]
@@ -231,12 +231,12 @@ def lora_shrink_few(
     BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multi-LoRA shrink, few rows: out [PLANES, num_rows, N] = a [num_rows, HIDDEN] @ A[adapter]^T
-    for q, k and v, A [G, R, HIDDEN], every row with its own adapter.
+    """Multi-LoRA shrink for few rows: out [PLANES, num_rows, N] = a [num_rows, HIDDEN] @
+    A[adapter]^T for q, k and v. A is [G, R, HIDDEN], and every row has its own adapter.
 
-    Grid (cdiv(PLANES * N, COLUMNS), tiles): a program takes COLUMNS columns and all of K, in steps
-    of SLICES * BLOCK_K. Each warp takes its slice of a step. The arguments are those of
-    `lora_shrink`.
+    Grid (cdiv(PLANES * N, COLUMNS), tiles). A program computes COLUMNS columns over all of K, in
+    steps of SLICES * BLOCK_K. Each warp computes one slice of a step. `lora_shrink` explains the
+    other arguments.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -281,11 +281,12 @@ def lora_shrink_row(
     GROUPS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multi-LoRA shrink, one or two rows, by FMAs: out [PLANES, num_rows, N] = a [num_rows, HIDDEN]
-    @ A[adapter]^T for q, k and v, A [G, R, HIDDEN], every row with its own adapter.
+    """Multi-LoRA shrink for one or two rows, by fused multiply-adds: out [PLANES, num_rows, N] = a
+    [num_rows, HIDDEN] @ A[adapter]^T for q, k and v. A is [G, R, HIDDEN], and every row has its own
+    adapter.
 
-    Grid (cdiv(PLANES * N, COLUMNS), tiles). With BLOCK_M 1, a tile is a row. The arguments are
-    those of `lora_shrink`.
+    Grid (cdiv(PLANES * N, COLUMNS), tiles). If BLOCK_M is 1, a tile is one row. `lora_shrink`
+    explains the other arguments.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -298,7 +299,7 @@ def lora_shrink_row(
         columns, adapter, weight_ptr, second_distance, third_distance,
         N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
     )  # fmt: skip
-    # Rows without an adapter must not be multiplied: an infinity times zero would be NaN.
+    # Do not multiply rows without an adapter: an infinity times zero would be NaN.
     real = real & (adapter >= 0)
     values = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for step in tl.static_range(0, HIDDEN, BLOCK_K):

@@ -1,5 +1,5 @@
-"""Linears of codes for few tokens, without tensor cores: a program takes a few rows and all of
-K."""
+"""Linears with quantized weights for few tokens, without tensor cores. A program multiplies a few
+whole rows of the weight with one token."""
 
 import triton
 import triton.language as tl
@@ -29,10 +29,11 @@ def dotted_linear(
     FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False, ADDED_ZEROS: tl.constexpr = False,
     weight_factor_ptr=None, up_factor_ptr=None,
 ):  # fmt: skip
-    """Computes `streamed_linear` of codes, with a program for each token and BLOCK_N rows.
+    """Computes `streamed_linear` for quantized weights. Each program computes BLOCK_N rows for one
+    token.
 
-    Grid (cdiv(N, BLOCK_N), T). The arguments of codes, steps and sums are those of `dotted_rows`.
-    LINE: words in 128 bytes of a row.
+    Grid (cdiv(N, BLOCK_N), T). LINE: the number of words in 128 bytes of a row. `dotted_rows`
+    explains the parameters of the codes, of the steps over K and of the sums.
     """
     row_tile = tl.program_id(0)
     rows = row_tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,5 @@
-"""The epilogue of a linear for few tokens: sum of parts, norm, activation, residual."""
+"""The epilogue of a linear for few tokens: adds the parts of K and applies norm, activation and
+residual."""
 
 import triton
 import triton.language as tl
@@ -9,7 +10,7 @@ from tilewright.codegen.templates.split_k import arrive, sum_of_parts
 
 @triton.jit
 def bias_column(bias_ptr, rows, row_mask, STRIDE: tl.constexpr):
-    """Loads a bias as fp32 [rows, 1]; 0.0 without a pointer."""
+    """Loads a bias as fp32 [rows, 1]. Returns 0.0 if bias_ptr is None."""
     bias = 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows * STRIDE, mask=row_mask, other=0.0).to(tl.float32)[:, None]
@@ -18,7 +19,8 @@ def bias_column(bias_ptr, rows, row_mask, STRIDE: tl.constexpr):
 
 @triton.jit
 def residual_tile(residual_ptr, places, rows, there, STRIDE: tl.constexpr):
-    """Loads the residual [rows, tokens]; 0.0 without a pointer. places: tokens, [1, tokens]."""
+    """Loads the residual [rows, tokens]. Returns 0.0 if residual_ptr is None. places [1, tokens]:
+    the indices of the tokens."""
     residual = 0.0
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + places * STRIDE + rows[:, None], mask=there, other=0.0)
@@ -32,10 +34,11 @@ def norm_rows(
     NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes out [T, N] = residual + SCALE * made / rms(made) * (NORM_OFFSET + norm_weight) from
-    made [T, N] in fp32.
+    """Computes out [T, N] = residual + SCALE * made / rms(made) * (NORM_OFFSET + norm_weight).
+    made: fp32 [T, N].
 
-    Grid (T,). A program takes BLOCK columns at a time."""
+    Grid (T,). A program computes one token, BLOCK columns at a time.
+    """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -70,12 +73,19 @@ def finish_linear(
     ACTIVATION: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Stores out = residual + SCALE * activation(product + bias) * (up + up_bias) of one tile.
+    """Stores out = residual + SCALE * activation(product + bias) * (up + up_bias) for one tile.
 
-    product, up: fp32 [BLOCK_N, BLOCK_T], sums over this program's part of K; the last program to
-    arrive adds all parts. squares [BLOCK_T, columns]: squares of the part's x, with NORM. up,
-    biases and residual count only if their pointers are given. places [1, BLOCK_T]: the tokens.
-    there: whether each number of the tile exists in the result.
+    If K is split, each program stores its sums, and the last program to arrive adds the sums of all
+    programs.
+
+    Args:
+        product: fp32 [BLOCK_N, BLOCK_T], the sums over this program's part of K.
+        up: The same sums for the up weight. They are used only if up_weight_ptr is given.
+        squares: fp32 [BLOCK_T, columns], the squares of this program's part of x. They are used
+            only if NORM.
+        bias, up_bias, residual: These are used only if their pointers are given.
+        places: [1, BLOCK_T], the indices of the tokens.
+        there: Whether each number of the tile exists in the result.
     """
     if NORM:
         square = tl.sum(squares, axis=1)
@@ -86,7 +96,7 @@ def finish_linear(
         NUMBERS: tl.constexpr = SIZE * (1 if up_weight_ptr is None else 2) + BLOCK_T * NORM
         parts = workspace_ptr + tile.to(tl.int64) * (SPLIT_K * NUMBERS)
         offsets = tl.arange(0, BLOCK_T)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-        # Columns that pad the tile are not stored.
+        # Numbers in the padding of the tile are not stored.
         real = token_mask[None, :] & (rows >= 0)[:, None]
         tl.store(parts + part * SIZE + offsets, product, mask=real)
         up_parts = parts + SPLIT_K * SIZE

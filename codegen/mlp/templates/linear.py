@@ -1,8 +1,10 @@
-"""Linears for few tokens: reading the weights once, as they are stored, takes all the time.
+"""Linears for few tokens. Such a linear takes as long as reading the weights takes, so this kernel
+reads each weight once, in the form in which it is stored.
 
-Weight rows are on the tensor core's M side and tokens on its N side. An RMS norm of x is a factor
-of each row of the result, and its sum of squares is computed in the same pass over K. Weights of 4-
-or 8-bit codes are multiplied as in `qkv_projection_swapped`: no weight is ever rounded.
+The rows of the weight are on the M side of the tensor core's product, and the tokens are on its N
+side. If x has an RMS norm, the kernel multiplies each token's result by a factor, and computes the
+sum of squares for this factor in the same pass over K. Quantized weights of 4 or 8 bits are
+multiplied as in `qkv_projection_swapped`: the decoded weight is never rounded.
 """
 
 import triton
@@ -31,8 +33,9 @@ from tilewright.codegen.templates.streaming import (
 
 @triton.jit
 def weight_tile(ptrs, row_mask, column_mask, EVEN_ROWS: tl.constexpr, EVEN_COLUMNS: tl.constexpr):
-    """Loads a tile of a weight, which is not read again. The grid is known only at the launch, so
-    the emitter cannot tell whether there are rows past the last."""
+    """Loads a tile of a weight that no program reads again. EVEN_ROWS and EVEN_COLUMNS say that no
+    tile extends past the last row or column. They are arguments because the emitter does not know
+    the grid."""
     if EVEN_ROWS and EVEN_COLUMNS:
         tile = tl.load(ptrs, eviction_policy="evict_first")
     elif EVEN_COLUMNS:
@@ -52,9 +55,14 @@ def wait_for_kernel_before(
 ):  # fmt: skip
     """Prefetches weight rows, waits for the previous kernel, and lets the next kernel start.
 
-    A tile has BLOCK of ROWS rows, each of COLUMNS elements, from element `first` on. PREFETCH:
-    16-bit numbers of each row that are prefetched. STRIDE, UP_STRIDE: from row to row. LETS_IN:
-    whether the next kernel may start early."""
+    A tile has BLOCK rows of the ROWS rows. Each row has COLUMNS elements, and the tile starts at
+    element `first`.
+
+    Args:
+        PREFETCH: How many 16-bit numbers of each row are prefetched.
+        STRIDE, UP_STRIDE: The stride between rows of the weight and of the up weight.
+        LETS_IN: Whether the next kernel may start early.
+    """
     if LAUNCH_PDL:
         if PREFETCH > 0:
             last = (ROWS - 1 - row_tile * BLOCK).to(tl.int64)
@@ -70,8 +78,11 @@ def wait_for_kernel_before(
 
 @triton.jit
 def second_operand(x, APART: tl.constexpr):
-    """Returns x for another product. APART: as a separate value, because Triton 3.6 on SM100 cannot
-    pipeline two products that take the same tensor from registers."""
+    """Returns x for a second product.
+
+    APART: whether to return x as a separate value. Triton 3.6 on SM100 cannot pipeline two products
+    that read the same tensor from registers.
+    """
     if APART:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, True, 2)
     else:
@@ -85,8 +96,8 @@ def scales_of_step(
     GROUPS: tl.constexpr, BOUND: tl.constexpr, PACKED_ZEROS: tl.constexpr,
     INTERLEAVED_NIBBLES: tl.constexpr,
 ):  # fmt: skip
-    """Loads scales and zeros [rows, GROUPS] of a weight from a column on, and those of the up
-    weight."""
+    """Loads scales and zeros [rows, GROUPS] of a weight and of the up weight, starting at a
+    column."""
     blocks = column // SCALE_COLUMNS + tl.arange(0, GROUPS)
     scale, zero = load_scales(
         weight_scale_ptr, weight_zero_ptr, rows, row_mask, blocks, BLOCK_STRIDES,
@@ -127,26 +138,39 @@ def streamed_linear(
     X_IN_ORDER: tl.constexpr = False,
 ):  # fmt: skip
     """Computes out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
-    up_weight^T + up_bias) in fp32, rounded once. All but the first product is optional.
+    up_weight^T + up_bias) in fp32, and rounds once. Only the first product is required.
 
-    Grid (cdiv(N, BLOCK_N) * SPLIT_K, cdiv(T, BLOCK_T)). NORM: x is divided by its rms and
-    multiplied by NORM_OFFSET + norm_weight, rounded before the product. LAYER_ROW: if not 0, a
-    power of two of at least K, and x is layer-normed: its mean is subtracted first, and norm_bias
-    is added last. ACTIVATION: its name, "" for none. Weight strides are (row, column). With SPLIT_K
-    > 1, workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N * BLOCK_T + NORM * BLOCK_T], and
-    counters one zero per tile. PREFETCH: 16-bit numbers of each row that the kernel prefetches
-    before it waits for the previous kernel. LINE: elements in 128 bytes. LETS_IN: the next kernel
-    may start early. APART: as in `second_operand`.
+    Grid (cdiv(N, BLOCK_N) * SPLIT_K, cdiv(T, BLOCK_T)). Weight strides are (row, column). If
+    SPLIT_K > 1, workspace is fp32 [tiles, SPLIT_K, weights * BLOCK_N * BLOCK_T + NORM * BLOCK_T],
+    and counters has one zero for each tile.
 
-    With scales, weights are codes, (code - zero) * scale: 8-bit codes (PER 1), or words of PER
-    codes along K or, with PACKED_ROWS, along the rows. Strides count words. NUMBER: the numbers of
-    codes, "e2m1" or a table (`formats.table_words`). BLOCK_STRIDES: (scale row, scale column, zero
-    row, zero column). SCALE_ROWS rows and SCALE_COLUMNS columns share a scale. SCALE_COLUMNS is a
-    multiple of BLOCK_K, a half, a quarter or all of it, or at least K. The zero of a code is
-    CODE_OFFSET + ZERO_OFFSET + the zero tensor's value. PACKED_ZEROS: zeros are words of eight
-    rows. ADDED_ZEROS: the zero tensor's value is added after scaling instead. SCALED: codes are
-    multiplied by their scales before the product (`scaled_numbers`). A factor is one number that
-    multiplies a whole weight. X_IN_ORDER: x is a result of `order_x` or `norm_x`, in whole steps.
+    If there are scales, the weights are quantized: a weight is (code - zero) * scale. A code has 8
+    bits (PER is 1), or PER codes share a word. Weight strides then count words. A factor is one
+    number that multiplies a whole weight.
+
+    Args:
+        NORM: x is divided by its rms and multiplied by NORM_OFFSET + norm_weight. The normalized x
+            is rounded before the product.
+        LAYER_ROW: If it is not 0, x has a layer norm: the mean of x is subtracted first, and
+            norm_bias is added last. LAYER_ROW is a power of two that is at least K.
+        ACTIVATION: The name of the activation; "" for none.
+        PREFETCH: How many 16-bit numbers of each row the kernel prefetches before it waits for the
+            previous kernel.
+        LINE: The number of elements in 128 bytes.
+        LETS_IN: Whether the next kernel may start early.
+        APART: As in `second_operand`.
+        PACKED_ROWS: The codes of a word belong to PER rows; if not, to PER columns.
+        NUMBER: The kind of numbers that codes stand for: "e2m1", or the name of a table
+            (`formats.table_words`).
+        BLOCK_STRIDES: Strides of (scale row, scale column, zero row, zero column).
+        SCALE_ROWS, SCALE_COLUMNS: How many rows and columns share a scale. SCALE_COLUMNS is a
+            multiple of BLOCK_K, equal to BLOCK_K / 2 or BLOCK_K / 4, or at least K.
+        CODE_OFFSET, ZERO_OFFSET: The zero of a code is CODE_OFFSET + ZERO_OFFSET + the value of the
+            zero tensor.
+        PACKED_ZEROS: A word of the zero tensor holds the zeros of eight rows.
+        ADDED_ZEROS: The value of the zero tensor is added after the multiplication by the scale.
+        SCALED: Codes are multiplied by their scales before the product (`scaled_numbers`).
+        X_IN_ORDER: x is the output of `order_x` or `norm_x`, padded to whole steps.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -156,14 +180,14 @@ def streamed_linear(
     token_mask = tokens < num_tokens
     PART: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     EVEN: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    # A load takes the words of the columns of one scale, so that they stay in the registers of the
-    # thread that decodes them.
+    # Each load reads the words of columns that share one scale, so that the words stay in the
+    # registers of the thread that decodes them.
     TILE: tl.constexpr = 128 if SCALED else min(SCALE_COLUMNS, 128)
     TILES: tl.constexpr = max(BLOCK_K // TILE, 1) if PER == 8 and not PACKED_ROWS else 1
     WIDTH: tl.constexpr = BLOCK_K // TILES
     first = part * PART
     columns = first + tl.arange(0, WIDTH)
-    # PER rows, or PER columns, of the tile share a word.
+    # PER rows of the tile share a word if PACKED_ROWS; if not, PER columns do.
     ROWS: tl.constexpr = PER if PACKED_ROWS else 1
     STEP: tl.constexpr = 1 if PACKED_ROWS else PER
     word_rows = row_tile * (BLOCK_N // ROWS) + tl.arange(0, BLOCK_N // ROWS)
@@ -178,7 +202,8 @@ def streamed_linear(
     )  # fmt: skip
     places = tokens.to(tl.int64)[None, :]
     there = row_mask[:, None] & token_mask[None, :]
-    # Load these before the loop: after it, nothing would hide their latency.
+    # Load the residual before the loop. After the loop, nothing would hide the latency of this
+    # load.
     residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
     bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
     up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
@@ -202,8 +227,8 @@ def streamed_linear(
     up = product
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     UNIT: tl.constexpr = number_unit(DTYPE, PER, PACKED_ROWS, NUMBER, SCALED)
-    # With SCALED, scales are applied to numbers in registers. Otherwise scales of groups are
-    # applied to the sums of each step, and scales of whole rows to the final sums.
+    # If SCALED, scales multiply the decoded numbers in registers. Otherwise, the scales of groups
+    # multiply the sums of each step, and the scales of whole rows multiply the final sums.
     CODES: tl.constexpr = weight_scale_ptr is not None
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= K
     ZERO_TENSOR: tl.constexpr = weight_zero_ptr is not None
@@ -214,7 +239,7 @@ def streamed_linear(
     if CODES:
         block_rows = rows // SCALE_ROWS
     if SCALED:
-        # The scales of a tile are laid out like its words, so both are in the same thread.
+        # The scales of a tile have the layout of its words, so a thread holds both.
         blocks = first // SCALE_COLUMNS + tl.arange(0, GROUPS)
         scale_lines = weight_scale_ptr + block_rows.to(tl.int64) * BLOCK_STRIDES[0]
         scale_ptrs = scale_lines[:, None] + blocks[None, :] * BLOCK_STRIDES[1]
@@ -229,7 +254,8 @@ def streamed_linear(
         )  # fmt: skip
     for start in range(0, PART, BLOCK_K):
         if CODES and not SCALED:
-            # Load the scales one step ahead: Triton does not pipeline them through shared memory.
+            # Load the scales one step ahead, because Triton does not pipeline them through shared
+            # memory.
             next_scale = scale
             next_zero = zero
             next_up_scale = up_scale
@@ -354,9 +380,11 @@ def activate_products(
     gate_ptr, up_ptr, out_ptr, num_elements, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes out = activation(gate) * up, or activation(gate) if up_ptr is None. out may be gate.
+    """Computes out = activation(gate) * up, or activation(gate) if up_ptr is None. out_ptr may be
+    gate_ptr.
 
-    Grid (cdiv(num_elements, BLOCK),)."""
+    Grid (cdiv(num_elements, BLOCK),).
+    """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

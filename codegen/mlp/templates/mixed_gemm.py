@@ -1,8 +1,9 @@
-"""A linear of many tokens whose weight is stored as codes, for Hopper's tensor cores (Gluon).
+"""A linear with a quantized weight and many tokens, for Hopper's tensor cores (Gluon).
 
-A block has one warp that loads tiles by TMA and two consumers of four warps. Each consumer decodes
-64 rows of the weight in registers, which are the left operand of its products, and decodes those of
-the next step while the tensor core multiplies. The right operand, x, comes from shared memory.
+A block has one warp that loads tiles by TMA, and two consumers of four warps each. A consumer
+decodes 64 rows of the weight in registers. These rows are the left operand of its products. While
+the tensor core multiplies, the consumer decodes the same rows for the next step. The right operand,
+x, is read from shared memory.
 """
 
 from triton.experimental import gluon
@@ -18,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.scale_numbers import bfloat16_parts, bfloat16_powers
 
-# Names that differ between Triton's releases.
+# Triton's releases have different names for this function.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -26,8 +27,8 @@ store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 
 @gluon.constexpr_function
 def words_layout(ROWS, BLOCK_K, PER):
-    """Returns the layout of words [ROWS, BLOCK_K / PER, PER] that puts each code where the left
-    operand of a product has it."""
+    """Returns a layout of words [ROWS, BLOCK_K / PER, PER]. It puts each code into the thread and
+    register that hold its element in the left operand of a product."""
 
     def column(k):
         return [0, k // PER, k % PER]
@@ -44,7 +45,8 @@ def words_layout(ROWS, BLOCK_K, PER):
 
 @gluon.constexpr_function
 def blocks_layout(ROWS, GROUPS, WIDTH):
-    """Returns the layout of [ROWS, GROUPS, WIDTH] with the same places."""
+    """Returns the layout of [ROWS, GROUPS, WIDTH] that keeps each element in the same thread and
+    register."""
 
     def column(k):
         return [0, k // WIDTH, k % WIDTH]
@@ -62,7 +64,8 @@ def blocks_layout(ROWS, GROUPS, WIDTH):
 
 @gluon.constexpr_function
 def tile_layout(ROWS, BLOCK_K):
-    """Returns the layout of a tile [ROWS, BLOCK_K] with the same places."""
+    """Returns the layout of a tile [ROWS, BLOCK_K] that keeps each element in the same thread and
+    register."""
     registers = [[0, 1], [8, 0]]
     k = 8
     while k < BLOCK_K:
@@ -74,7 +77,7 @@ def tile_layout(ROWS, BLOCK_K):
 
 @gluon.jit
 def place_of(tile, TILES_N: gl.constexpr, tiles_t, GROUP: gl.constexpr):
-    """Returns (tile of rows, tile of tokens), so that tiles that run at once share operands."""
+    """Returns (tile of rows, tile of tokens). Tiles that run at the same time share operands."""
     area = GROUP * tiles_t
     first = tile // area * GROUP
     size = min(TILES_N - first, GROUP)
@@ -83,8 +86,12 @@ def place_of(tile, TILES_N: gl.constexpr, tiles_t, GROUP: gl.constexpr):
 
 @gluon.jit
 def share_of(whole, num_tiles, UNITS: gl.constexpr, PROGRAMS: gl.constexpr):
-    """Returns this program's part of the work: (its whole tiles, its segments, the first and the
-    last of its units of the tiles that are split, the units of each program)."""
+    """Returns this program's share of the work, as five numbers.
+
+    They are: how many whole tiles the program computes; how many segments it computes, including
+    the whole tiles; the begin and the end of its range of units of the split tiles; and how many
+    units each program gets.
+    """
     program = gl.program_id(0)
     units = (num_tiles - whole) * UNITS
     span = (units + PROGRAMS - 1) // PROGRAMS
@@ -101,7 +108,8 @@ def share_of(whole, num_tiles, UNITS: gl.constexpr, PROGRAMS: gl.constexpr):
 def segment_of(
     number, count, whole, begin, end, UNITS: gl.constexpr, PROGRAMS: gl.constexpr
 ):  # fmt: skip
-    """Returns (tile, first unit, last unit) of a program's segment."""
+    """Returns (tile, first unit, end of the units) of the segment with this number of this
+    program."""
     start = begin
     if number > count:
         start = (begin // UNITS + number - count) * UNITS
@@ -122,7 +130,7 @@ def load_tiles(
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """Fills the stages, in the order in which the consumers empty them."""
+    """Loads tiles into the pipeline stages, in the order in which the consumers read them."""
     STAGE_BYTES: gl.constexpr = BLOCK_T * BLOCK_K * 2 + 2 * ROWS * BLOCK_K * 4 // PER
     step = 0
     count, segments, begin, end, _ = share_of(whole, num_tiles, UNITS, PROGRAMS)
@@ -156,8 +164,11 @@ def load_blocks(
     ZERO_ROW_STRIDE: gl.constexpr, ZERO_COLUMN_STRIDE: gl.constexpr,
     PACKED_ZEROS: gl.constexpr, ORDER: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Returns (scales, zeros) [rows, GROUPS] of a unit of columns as they are stored, but zeros as
-    int32. Without zeros, the scales stand in for them."""
+    """Returns (scales, zeros), each [rows, GROUPS], for one unit of columns.
+
+    Scales keep the dtype in which they are stored; zeros are converted to int32. If there are no
+    zeros, the scales are returned in their place.
+    """
     group = gl.arange(0, GROUPS, gl.SliceLayout(0, BLOCKS)).expand_dims(0)
     column = (unit * UNIT) // SCALE_COLUMNS + group
     row = rows.expand_dims(1)
@@ -189,9 +200,9 @@ def load_blocks(
 def factors_of(
     scale, zero, UNIT_OF_CODES: gl.constexpr, HAS_ZEROS: gl.constexpr, ZERO_POINT: gl.constexpr
 ):
-    """Returns (the scales in units of the codes in bfloat16, what that leaves of them, the zeros'
-    addend in bfloat16)."""
-    if scale.dtype == gl.uint8:  # of E2M1 codes, whose unit is 1
+    """Returns three bfloat16 tensors: the scales in units of the codes, their rounding errors, and
+    the addend that subtracts the zeros."""
+    if scale.dtype == gl.uint8:  # the scales of E2M1 codes, whose unit is 1
         high = bfloat16_powers(scale)
         low = high
     else:
@@ -204,7 +215,8 @@ def factors_of(
 
 @gluon.jit
 def spread(blocks, like, GROUPS: gl.constexpr, TILE: gl.constexpr):
-    """Returns numbers of [rows, GROUPS] for each column of a tile like `like`."""
+    """Repeats blocks [rows, GROUPS] so that each column of a tile of the shape of `like` has its
+    number."""
     ROWS: gl.constexpr = like.shape[0]
     COLUMNS: gl.constexpr = like.shape[1]
     LAYOUT: gl.constexpr = blocks_layout(ROWS, GROUPS, COLUMNS // GROUPS)
@@ -220,10 +232,12 @@ def decoded(
     SCALED: gl.constexpr, EXACT: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_K: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Returns the left operand [ROWS, BLOCK_K], bfloat16, of words [ROWS, BLOCK_K / PER].
+    """Decodes words [ROWS, BLOCK_K / PER] to the left operand of a product, bfloat16 [ROWS,
+    BLOCK_K].
 
-    (code - zero) is exact, and its product with the scale is rounded once. The bits of a code are
-    those of a number that a power of two makes the code's (in units that are a power of two, too).
+    The difference code - zero is exact, and its product with the scale is rounded once. The decoder
+    moves the bits of a code into a bfloat16, whose value then differs from the code by a factor
+    that is a power of two.
     """
     WORDS: gl.constexpr = words_layout(ROWS, BLOCK_K, PER)
     TILE: gl.constexpr = tile_layout(ROWS, BLOCK_K)
@@ -232,7 +246,7 @@ def decoded(
     )
     codes = gl.convert_layout(wide[0].reshape([ROWS, BLOCK_K]), TILE, assert_trivial=True)
     place = gl.arange(0, BLOCK_K, gl.SliceLayout(0, TILE)) % PER
-    # The bytes, and their nibbles, that hold a pair of codes.
+    # Find the bytes, and the nibbles in them, that hold the two codes of a pair.
     even = place & PER - 2
     odd = place | 1
     if PER == 8:
@@ -241,7 +255,7 @@ def decoded(
     even_byte = even // (PER // 4)
     odd_byte = odd // (PER // 4)
     if CODES == "e2m1":
-        # Bytes 4 to 7 are those of the word shifted by a nibble.
+        # Bytes 4 to 7 are the bytes of the word after a shift by one nibble.
         select = (even_byte + 4 - even % 2 * 4) << 4 | (odd_byte + 4 - odd % 2 * 4) << 12
     elif CODES == "e4m3":
         # Each byte goes to the top of its half.
@@ -250,7 +264,8 @@ def decoded(
         select = even_byte | 0x0040 | odd_byte << 8 | 0x4000
     chosen = gl.broadcast(select.expand_dims(0), codes)[0]
     if CODES == "e2m1":
-        # The sign and three bits of a nibble go where bfloat16 has its sign and low exponent.
+        # Move the sign and the other three bits of a nibble to the sign and the low exponent bits
+        # of a bfloat16.
         numbers = gl.inline_asm_elementwise(
             """{
             .reg .b32 p, q;
@@ -373,7 +388,7 @@ def finished(
 
 @gluon.jit
 def halves(numbers):
-    """Returns the first and the second half of the columns of sums of products."""
+    """Splits sums of products into the first and the second half of their columns."""
     ROWS: gl.constexpr = numbers.shape[0]
     COLUMNS: gl.constexpr = numbers.shape[1] // 2
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -388,8 +403,10 @@ def store_activated(
     SCALED: gl.constexpr, UNIT_OF_CODES: gl.constexpr, SCALE_ROWS: gl.constexpr,
     SCALE_ROW_STRIDE: gl.constexpr, BIAS_STRIDE: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Stores the activation of finished sums [rows, tokens] to out [tokens, rows], 64 tokens at a
-    time, as an activation needs more registers than its result."""
+    """Stores the activation of the finished sums [rows, tokens] to out [tokens, rows].
+
+    It computes 64 tokens at a time, because an activation needs more registers than its result.
+    """
     ROWS: gl.constexpr = total.shape[0]
     TOKENS: gl.constexpr = total.shape[1]
     if TOKENS > 64:
@@ -416,8 +433,8 @@ def store_activated(
 def places_of_sums(
     start, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Returns where the sums [ROWS, start : start + COLUMNS] of a tile of BLOCK_T tokens lie: each
-    thread's pairs beside those of its warp."""
+    """Returns the offsets at which the sums [ROWS, start : start + COLUMNS] of a tile of BLOCK_T
+    tokens are stored. The pairs of numbers of a warp's threads are adjacent."""
     r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).expand_dims(1)
     t = start + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)).expand_dims(0)
     return (r % 16 // 8 * (BLOCK_T // 8) + t // 8) * 256 + ((r // 16 * 32 + r % 8 * 4) * 2 + t % 8)
@@ -438,8 +455,11 @@ def multiply_tiles(
     PAIRED: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr,
     BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """Computes ROWS rows of each tile. CONSUMER: which of the two halves of the tile's rows; if
-    PAIRED, which of the two weights. ACTIVATED: how many consumers apply the activation."""
+    """Computes ROWS rows of each tile.
+
+    CONSUMER: which half of the tile's rows this consumer computes; if PAIRED, which of the two
+    weights it multiplies. ACTIVATED: how many consumers apply the activation.
+    """
     CHUNK: gl.constexpr = 64
     STEPS: gl.constexpr = UNIT // BLOCK_K
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
@@ -473,7 +493,7 @@ def multiply_tiles(
             EXACT, GROUPS, ROWS, BLOCK_K, OPERAND,
         )  # fmt: skip
         for unit in range(first, last):
-            # Scales of the next unit; behind the last one, these are not used.
+            # Load the scales of the next unit. After the last unit, the loaded scales are not used.
             scale, zero = load_blocks(
                 scale_ptr, zero_ptr, rows, unit + 1, N, K, UNIT, GROUPS, SCALE_ROWS, SCALE_COLUMNS,
                 SCALE_ROW_STRIDE, SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE,
@@ -498,7 +518,7 @@ def multiply_tiles(
                 total = warpgroup_mma_wait(0, [flying])
                 mbarrier.arrive(empty.index(stage))
             if residual_ptr is not None:  # noqa: SIM102
-                # The memory of the last tile's results has been read by now.
+                # The results of the previous tile have been copied out of this memory by now.
                 if unit == first and last - first == UNITS:
                     tma.store_wait(0)
                     barrier()
@@ -551,8 +571,8 @@ def multiply_tiles(
                 fence_async_shared()
                 store_tile(out_desc, [token_tile * BLOCK_T, first_row], out)
         elif workspace_ptr is not None:
-            # The sums of a part of K. A program has two places: of the tile in which it begins, and
-            # of the tile after it.
+            # Store the sums of a part of K. A program has two places for such sums: one for the
+            # tile in which its range begins, and one for the tile after it.
             split = tile - whole
             mine = (gl.program_id(0) * 2 + number - count) * 2 + CONSUMER
             places = places_of_sums(0, ROWS, BLOCK_T, BLOCK_T, PRODUCT)
@@ -614,21 +634,25 @@ def mixed_linear(
     ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
-    """Computes out [T, N] = residual + activation(SCALE * (x @ weight^T * factor + bias)), x in
-    bfloat16; with an up weight, the activated product times SCALE * (x @ up_weight^T * up_factor +
-    up_bias).
+    """Computes out [T, N] = residual + activation(SCALE * (x @ weight^T * factor + bias)) for x in
+    bfloat16. If there is an up weight, the activated product is multiplied by SCALE * (x @
+    up_weight^T * up_factor + up_bias).
 
-    weight [N, K / PER]: 32-bit words of PER codes; (code - zero) * scale is rounded to bfloat16,
-    and the products are summed in fp32. Grid (PROGRAMS,), one program for each multiprocessor,
-    which computes whole tiles of 128 rows, or of 64 rows of both weights; with SPLIT, all programs
-    share the tiles that would leave some of them idle, and the parts of such a tile are added in
-    their order.
+    Grid (PROGRAMS,), with one program for each multiprocessor. A program computes whole tiles of
+    128 rows, or of 64 rows of both weights. If SPLIT, all programs share the last tiles, which are
+    too few to give each program a tile; the parts of such a tile are added in a fixed order.
 
-    CODES: "nibbles", "bytes", "e4m3" or "e2m1". ORDER: the nibble of a word that holds each code,
-    a hexadecimal digit for each. ZERO_POINT: the part of the zero that is no tensor, plus 128 if
-    bytes are SIGNED. SCALED: codes are multiplied by scales; if not, a row has one scale, which
-    multiplies its sums. EXACT: scales are numbers of bfloat16. UNIT: columns whose scales are
-    loaded at a time.
+    weight [N, K / PER] has 32-bit words of PER codes. (code - zero) * scale is rounded to bfloat16,
+    and the products are summed in fp32.
+
+    Args:
+        CODES: The kind of codes: "nibbles", "bytes", "e4m3" or "e2m1".
+        ORDER: Which nibble of a word holds each code; one hexadecimal digit for each code.
+        ZERO_POINT: The constant part of the zero, plus 128 if bytes are SIGNED.
+        SCALED: Each code is multiplied by its scale. If not SCALED, each row has one scale, which
+            multiplies the sums of the row.
+        EXACT: bfloat16 represents the scales exactly.
+        UNIT: The number of columns whose scales are loaded together.
     """
     ROWS: gl.constexpr = 64
     PAIRED: gl.constexpr = up_weight_ptr is not None
@@ -646,7 +670,7 @@ def mixed_linear(
     words_desc = tma.make_tensor_descriptor(
         weight_ptr, [N, K // PER], [WEIGHT_STRIDE, 1], [ROWS, BLOCK_K // PER], WORD_TILE
     )
-    # The second consumer multiplies the other rows of the weight, or the up weight.
+    # The second consumer multiplies the other half of the weight's rows, or the up weight.
     more_words_desc = words_desc
     if PAIRED:
         more_words_desc = tma.make_tensor_descriptor(

@@ -1,4 +1,4 @@
-"""Rounds rows to float8 codes with scales computed from them, after a norm or an activation."""
+"""Rounds rows to float8 codes and computes their scales, after an optional norm or activation."""
 
 import triton
 import triton.language as tl
@@ -13,8 +13,8 @@ from tilewright.codegen.templates.streaming import prefetch_rows
 def load_numbers(
     x_ptr, up_ptr, columns, K: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
-    """Loads numbers of a row as fp32: x, or activation(x) * up rounded to x's dtype; zero past the
-    last."""
+    """Loads numbers of a row as fp32: x, or activation(x) * up rounded to x's dtype. Columns after
+    the last one are zero."""
     there = columns < K
     x = tl.load(x_ptr + columns, mask=there, other=0.0).to(tl.float32)
     if ACTIVATION != "":
@@ -37,25 +37,33 @@ def round_rows(
     LEAST_DIVISOR: tl.constexpr, DECODED: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rounds rows [T, K] to codes, or to the numbers that codes stand for (DECODED), with fp32
-    scales [K / GROUP, T] or, if GROUP is 0, [1, T]; [1, 1] for a given scale.
+    """Rounds rows [T, K] to codes with fp32 scales.
 
-    Grid (T, cdiv(K, WIDTH)). A program rounds WIDTH columns of a row; if their norm or scale
-    depends on the whole row, it reads all columns, in one block of ROW. NORM_LINE: the number of
-    elements of the norm's weight that fill 128 bytes, one line of the prefetch; 0: no prefetch.
-    ROUNDED: scales and quotients are rounded to x's dtype. The other options are those of the op.
+    The scales are [K / GROUP, T]; [1, T] if GROUP is 0; and [1, 1] if the caller gives the scale.
+    If DECODED, the result holds the numbers that the codes stand for, instead of the codes.
+
+    Grid (T, cdiv(K, WIDTH)). A program rounds WIDTH columns of a row. If the norm or the scale
+    depends on the whole row, the program reads all columns, in one block of ROW columns.
+
+    Args:
+        NORM_LINE: The number of elements of the norm's weight in 128 bytes, the unit of
+            prefetching; 0 if the weight is not prefetched.
+        ROUNDED: Scales and quotients are rounded to x's dtype.
+
+    `tilewright.ops.mlp.round_rows` explains the other options.
     """
     COMPUTED: tl.constexpr = given_scale_ptr is None
     WHOLE: tl.constexpr = NORM or (GROUP == 0 and COMPUTED)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    # A program with a row of its own loads it once.
+    # If a program rounds a whole row, it loads the row once.
     ALONE: tl.constexpr = WIDTH == ROW
     own = tl.arange(0, WIDTH)
     if not ALONE:
         own += tl.program_id(1) * WIDTH
     row_columns = tl.arange(0, ROW)
     if LAUNCH_PDL:
-        # The kernel after this one only asks for its weights before it waits.
+        # The next kernel may start now: before it waits for this kernel, it only prefetches its
+        # weights.
         tl.extra.cuda.gdc_launch_dependents()
         if norm_weight_ptr is not None and NORM_LINE > 0:
             LINES: tl.constexpr = ROW // NORM_LINE
@@ -71,7 +79,7 @@ def round_rows(
     if WHOLE and not ALONE:
         whole = load_numbers(x_row, up_row, row_columns, K, ACTIVATION)
     if NORM:
-        # Load the factors before the sum, which waits for all threads.
+        # Load the factors before the sum, because the sum waits for all threads.
         factors = load_factors(norm_weight_ptr, own, K, NORM_STRIDE, NORM_OFFSET)
         row_factors = factors
         if GROUP == 0 and COMPUTED and not ALONE:

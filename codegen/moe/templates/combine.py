@@ -12,11 +12,11 @@ def moe_combine(
     WEIGHT_STRIDES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine step of a mixture of experts: out [T, HIDDEN] = sum over slots of weights [T, S] *
-    y [T * S, HIDDEN], in fp32.
+    """The combine step of a mixture of experts: out [T, HIDDEN] = sum over slots of weights [T, S]
+    * y [T * S, HIDDEN], in fp32.
 
-    Grid (cdiv(T, BLOCK_T), cdiv(HIDDEN, BLOCK_H)). A slot without an expert adds nothing: its row
-    of y was never written.
+    Grid (cdiv(T, BLOCK_T), cdiv(HIDDEN, BLOCK_H)). A slot without an expert adds nothing, because
+    its row of y was never written.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

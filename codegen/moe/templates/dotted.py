@@ -1,14 +1,14 @@
-"""Computes the experts of a few tokens without tensor cores. Each route is computed alone, and
+"""Computes the experts of a few tokens without tensor cores. Each route is computed separately, and
 nothing is sorted.
 
-A program of `moe_up_dotted` takes a few rows of gate and up of one expert for one route. A program
-of `moe_down_dotted` takes a few rows of all experts of one token, multiplies their products by the
-weights of the routes, and adds them, always in the same order. Weights do not pass through shared
-memory, so many small programs keep the memory busy.
+A program of `moe_up_dotted` computes a few rows of gate and up of one expert, for one route. A
+program of `moe_down_dotted` computes a few rows of all experts of one token, multiplies the
+products by the weights of the routes, and adds them, always in the same order. Weights do not pass
+through shared memory, so many small programs keep the memory busy.
 
-A tile of weights [rows, slots, words] is reshaped to [rows, slots * words], and the rows of x
-likewise, so that one sum adds the products of all slots. A word holds 8 codes of 4 bits or 4 codes
-of 8 bits, or is one number of 16 bits.
+A tile of weights [rows, slots, words] is reshaped to [rows, slots * words], and so are the rows of
+x. Therefore one sum adds the products of all slots. A word holds eight 4-bit codes or four 8-bit
+codes, or it is one 16-bit number.
 """
 
 import triton
@@ -29,8 +29,8 @@ from tilewright.codegen.templates.streaming import prefetch_rows
 
 @triton.jit
 def experts_of(ids_ptr, routes, mask, NUM_EXPERTS: tl.constexpr):
-    """Returns (the expert of each route as int64, whether the route has one). The expert is 0 for a
-    route without one."""
+    """Returns (the expert of each route as int64, whether the route has an expert). The expert is 0
+    if the route has none."""
     ids = tl.load(ids_ptr + routes, mask=mask, other=-1).to(tl.int64)
     there = (ids >= 0) & (ids < NUM_EXPERTS)
     return tl.where(there, ids, 0), there
@@ -38,8 +38,11 @@ def experts_of(ids_ptr, routes, mask, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit
 def load_words(lines, there, first, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads words [rows, slots * WORDS] of each line, from word number `first` on. lines: pointers
-    [rows, slots]. Words past COLUMNS and words of absent slots are zero."""
+    """Loads words [rows, slots * WORDS] of each line, starting at the word with number `first`.
+
+    lines: pointers [rows, slots]. Words past COLUMNS, and words of slots without an expert, are
+    zero.
+    """
     ROWS: tl.constexpr = lines.shape[0]
     SLOTS: tl.constexpr = lines.shape[1]
     columns = first + tl.arange(0, WORDS)
@@ -57,8 +60,9 @@ def load_run_scales(
     ROWS: tl.constexpr, RUNS: tl.constexpr, SPAN: tl.constexpr, K: tl.constexpr,
     STRIDES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of runs of SPAN columns from column `first` on, fp32 [ROWS, slots * RUNS],
-    or [1, slots * RUNS] if all rows share a scale. BLOCK: rows and columns that share a scale."""
+    """Loads the scales of runs of SPAN columns, starting at column `first`. The result is fp32
+    [ROWS, slots * RUNS], or [1, slots * RUNS] if all rows share a scale. BLOCK: how many rows and
+    columns share a scale."""
     SLOTS: tl.constexpr = experts.shape[0]
     SCALE_ROWS: tl.constexpr = 1 if BLOCK[0] % ROWS == 0 else ROWS
     WIDTH: tl.constexpr = 1 if BLOCK[1] >= K else RUNS
@@ -83,9 +87,9 @@ def load_x(
     x_ptr, starts, there, first, K: tl.constexpr, BLOCK_K: tl.constexpr, PER: tl.constexpr,
     CODED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Loads rows of x that begin at `starts`, from column `first` on, as fp32 [slots * BLOCK_K /
-    PER, PER]; zero past K. CODED: x is rounded to e4m3 codes with a scale for each GROUP columns,
-    and converted back."""
+    """Loads columns of x, starting at column `first` of the rows at `starts`, as fp32 [slots *
+    BLOCK_K / PER, PER]. Columns past K are zero. CODED: x is rounded to e4m3 codes with a scale for
+    each GROUP columns, and converted back."""
     SLOTS: tl.constexpr = starts.shape[0]
     columns = first + tl.arange(0, BLOCK_K)
     x = tl.load(
@@ -102,8 +106,8 @@ def load_x(
 
 @triton.jit
 def factors_of_x(x, INTEGERS: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr):
-    """Returns the factors by which `add_sums` multiplies weights: with INTEGERS the result of
-    `parts_of_x`, else x itself and the power 1."""
+    """Returns the factors by which `add_sums` multiplies weights. If INTEGERS, it returns the
+    result of `parts_of_x`, else x itself and the power 1."""
     if INTEGERS:
         return parts_of_x(x, RUN, False, False, BYTES)
     else:
@@ -117,8 +121,8 @@ def add_sums(
     PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr, ZERO: tl.constexpr,
     SCALED: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Returns product [rows, runs] plus the scaled sums of each run of words. A sum is multiplied
-    by `power` and, with SCALED, by its scale."""
+    """Adds the sum of each run of words to product [rows, runs], and returns the result. Each sum
+    is multiplied by `power` and, if SCALED, by its scale."""
     if INTEGERS:
         sums = code_sums(
             words, low0, low1, low2, high0, high1, high2, total,
@@ -135,7 +139,7 @@ def add_sums(
 
 @triton.jit
 def column_of(ptr, expert, there, rows, EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):
-    """Loads one number for each row of each expert, such as a bias, as fp32 [rows, slots]."""
+    """Loads one number, such as a bias, for each row of each expert, as fp32 [rows, slots]."""
     places = (expert * EXPERT_STRIDE)[None, :] + (rows * STRIDE)[:, None]
     mask = tl.broadcast_to(there[None, :], places.shape)
     return tl.load(ptr + places, mask=mask, other=0.0).to(tl.float32)
@@ -155,14 +159,20 @@ def moe_up_dotted(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LETS_IN: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up projections of a few tokens' experts: hidden [routes, INNER] =
+    """Computes the gate and up projections of a few tokens' experts: hidden [routes, INNER] =
     activation(x @ Wgate^T) * (x @ Wup^T), for routes that have an expert.
 
-    Grid (cdiv(INNER, BLOCK_N), routes). Weights are [E, INNER, words of PER columns]. SCALE_BLOCK:
-    rows and columns that share a scale. RUN: words that share a sum, and a scale. INTEGERS: 4-bit
-    codes are multiplied as integers minus ZERO, or as BYTES (`code_sums`); if not, words hold
-    float8 (e4m3) or 16-bit numbers. CODED: x is rounded to e4m3 codes with a scale for each GROUP
-    columns. up_weight None: the activation is not gated. LETS_IN: the next kernel may start early.
+    Grid (cdiv(INNER, BLOCK_N), routes). Weights are [E, INNER, words], and a word holds PER
+    columns.
+
+    Args:
+        up_weight: If it is None, the activation is not gated.
+        SCALE_BLOCK: How many rows and columns share a scale.
+        RUN: How many words share a sum, and a scale.
+        INTEGERS: Whether 4-bit codes are multiplied as integers, minus ZERO, or as BYTES
+            (`code_sums`). If not, words hold float8 (e4m3) or 16-bit numbers.
+        CODED: Whether x is rounded to e4m3 codes with a scale for each GROUP columns.
+        LETS_IN: Whether the next kernel may start early.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -179,7 +189,7 @@ def moe_up_dotted(
     route = tl.program_id(1)
     routes = route + tl.arange(0, 1)
     experts, there = experts_of(ids_ptr, routes, routes >= 0, NUM_EXPERTS)
-    # Rows past the last repeat the last one, and are not stored.
+    # Rows past the last row read the last row again. They are not stored.
     inside = tl.minimum(rows, INNER - 1)
     lines = gate_weight_ptr + (experts * GATE_STRIDES[0])[None, :]
     lines += (inside * GATE_STRIDES[1])[:, None]
@@ -249,13 +259,13 @@ def moe_down_dotted(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, LINE: tl.constexpr,
     LINES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Down projections of a few tokens' experts, weighted and added: out [T, HIDDEN] = sum over
-    slots of weights [T, S] * (hidden [T * S, INNER] @ Wdown^T).
+    """Computes the down projections of a few tokens' experts, multiplies them by weights, and adds
+    them: out [T, HIDDEN] = sum over slots of weights [T, S] * (hidden [T * S, INNER] @ Wdown^T).
 
-    Grid (cdiv(HIDDEN, BLOCK_N), T). A step takes BLOCK_S slots and BLOCK_K columns. A slot without
-    an expert adds nothing: its row of hidden was never written. LINES: how many memory lines of
-    each row a program prefetches before `hidden` is ready. A line has LINE words (128 bytes). The
-    other arguments are those of `moe_up_dotted`.
+    Grid (cdiv(HIDDEN, BLOCK_N), T). A step multiplies BLOCK_S slots and BLOCK_K columns. A slot
+    without an expert adds nothing, because its row of hidden was never written. LINES: how many
+    lines of memory of each row a program prefetches before `hidden` is ready. A line has LINE words
+    (128 bytes). `moe_up_dotted` explains the other arguments.
     """
     SCALED: tl.constexpr = down_scale_ptr is not None
     WORDS: tl.constexpr = BLOCK_K // PER
@@ -268,7 +278,8 @@ def moe_down_dotted(
     token = tl.program_id(1)
     if LAUNCH_PDL:
         if LINES > 0:
-            # The ids may not be written yet, but prefetching is a hint, and ids are bounded.
+            # The ids may not have been written yet, but prefetching is only a hint, and ids are
+            # bounded.
             slots = tl.arange(0, BLOCK_S)
             experts, there = experts_of(
                 ids_ptr, token * NUM_SLOTS + slots, slots < NUM_SLOTS, NUM_EXPERTS

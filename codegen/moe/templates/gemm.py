@@ -1,7 +1,7 @@
-"""The gate and up projections of a mixture of experts, in one GEMM with the activation.
+"""The gate and up projections of a mixture of experts, and their activation, in one GEMM.
 
 `moe_up` gathers rows of tokens, multiplies them by the gate and up weights of their expert, and
-applies the activation to the accumulators. It takes tiles in the order of `grouped_gemm`, which
+applies the activation to the accumulators. Its tiles have the order of `grouped_gemm`, which
 computes the down projection.
 """
 
@@ -39,8 +39,8 @@ def gate_up_scales(
     GATE_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales of a tile's weight rows. Scales of gate and up have the order of the
-    rows."""
+    """Loads the scales of a tile's weight rows. The scales of gate and up have the same order as
+    the rows."""
     rows = first_row + tl.arange(0, BLOCK_N)
     scales = block_scales(
         gate_scale_ptr + expert * GATE_STRIDES[0], rows, rows < INNER, column,
@@ -74,15 +74,20 @@ def moe_up(
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up projections of a mixture of experts: hidden [routes, INNER] = activation(x @
-    Wgate^T) * (x @ Wup^T), rows of x gathered by route, weights of the route's expert.
+    """Computes the gate and up projections of a mixture of experts: hidden [routes, INNER] =
+    activation(x @ Wgate^T) * (x @ Wup^T). Rows of x are gathered by route, and the weights are the
+    weights of the route's expert.
 
-    The grid may have any size. A tile has BLOCK_M routes and BLOCK_N columns of hidden. weight: the
-    rows of gate and up are one block if they are INTERLEAVED (row 2i is gate's, row 2i + 1 up's) or
-    if there is no up (not GATED). Otherwise, up lies `distance` elements after gate. UP_FIRST: gate
-    and up change places in both layouts. ROW_STRIDE: the elements between rows; if N_MAJOR, between
-    columns of K. FORMAT: "dense", or a quantised format with PER_BYTE weights per element, K-major.
-    SEARCH_STEPS: not 0 if warps are specialised; see `searched_place`.
+    The grid may have any size. A tile has BLOCK_M routes and BLOCK_N columns of hidden.
+
+    Args:
+        weight: The rows of gate and up. If they are INTERLEAVED, row 2i belongs to gate and row 2i
+            + 1 to up. If not, up is `distance` elements after gate. There is no up if not GATED.
+        UP_FIRST: Gate and up change places in both layouts.
+        ROW_STRIDE: The number of elements between rows; if N_MAJOR, between columns of K.
+        FORMAT: "dense", or a quantised format with PER_BYTE weights in each element, in which K is
+            the contiguous dimension.
+        SEARCH_STEPS: As in `searched_place`; not 0 if warps are specialised.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

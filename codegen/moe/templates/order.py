@@ -1,7 +1,9 @@
-"""A counting sort of routes by expert, in one launch for few routes, else in three.
+"""Sorts routes by expert with a counting sort, in one launch for few routes and in three launches
+for many.
 
-A route is one slot of one token, with the number `t * S + s`. Routes of an expert keep their order,
-so the result does not depend on the order of programs. A route of expert -1 gets no place.
+A route is one slot of one token. Its number is `t * S + s`. The routes of an expert keep their
+order, so the result does not depend on the order in which programs run. A route of expert -1 gets
+no place.
 """
 
 import triton
@@ -10,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def placed_experts(ids_ptr, routes, bound, NUM_EXPERTS: tl.constexpr):
-    """Returns (expert of each route, whether the route has one and comes before `bound`)."""
+    """Returns (expert of each route, whether the route has an expert and comes before `bound`)."""
     ids = tl.load(ids_ptr + routes, mask=routes < bound, other=-1).to(tl.int32)
     return ids, (ids >= 0) & (ids < NUM_EXPERTS)
 
@@ -20,8 +22,8 @@ def moe_count(
     ids_ptr, counts_ptr, num_routes,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of routes by expert, step 1 of 3: counts each expert's routes in each chunk, to
-    counts [chunks, EXPERTS]. Grid (chunks,)."""
+    """Counting sort of routes by expert, step 1 of 3: counts the routes of each expert in each
+    chunk, and stores the numbers to counts [chunks, EXPERTS]. Grid (chunks,)."""
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
@@ -37,8 +39,8 @@ def moe_scan(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKS_PER_LOAD: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of routes by expert, step 2 of 3: replaces counts by the sums over all earlier
-    chunks, in place; total [EXPERTS] gets the sums over all chunks.
+    """Counting sort of routes by expert, step 2 of 3: replaces each count by the sum of the counts
+    of all earlier chunks, in place. Stores the sums over all chunks to total [EXPERTS].
 
     Grid (EXPERTS / BLOCK_E,).
     """
@@ -63,13 +65,18 @@ def moe_order(
     ROUTES_PER_LOAD: tl.constexpr, ROUTES_PER_STEP: tl.constexpr, ROW_BLOCK: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of routes by expert, step 3 of 3 or the whole sort: order [routes] gets the
-    route at each sorted place, and ends [NUM_EXPERTS] the end of each expert's routes.
+    """Counting sort of routes by expert, step 3 of 3 or the whole sort. Stores the route at each
+    sorted place to order [routes], and the end of each expert's routes to ends [NUM_EXPERTS].
 
-    Grid (chunks,). counts, total: results of `moe_scan`; None: every program counts all routes
-    itself. ROW_BLOCK: if not 0, ends has NUM_EXPERTS more numbers: the number of each expert's
-    first block of ROW_BLOCK rows, where every expert starts a new block. EXPERTS: the power of two
-    that covers NUM_EXPERTS.
+    Grid (chunks,).
+
+    Args:
+        counts, total: The results of `moe_scan`. If they are None, every program counts all routes
+            itself.
+        ROW_BLOCK: If it is not 0, ends has NUM_EXPERTS more numbers, which are the numbers of the
+            first block of each expert. A block has ROW_BLOCK rows, and every expert starts a new
+            block.
+        EXPERTS: NUM_EXPERTS, rounded up to a power of two.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -97,8 +104,8 @@ def moe_order(
             blocks = (total + ROW_BLOCK - 1) // ROW_BLOCK
             firsts = tl.cumsum(blocks, axis=0) - blocks
             tl.store(ends_ptr + NUM_EXPERTS + experts, firsts, mask=experts < NUM_EXPERTS)
-    # A route comes after the routes of all lower experts, after its expert's routes in earlier
-    # chunks, and after its expert's earlier routes in its own chunk.
+    # A route comes after the routes of all lower experts, after the routes of its own expert in
+    # earlier chunks, and after the earlier routes of its own expert in its own chunk.
     place = tl.gather(ends - total + before, tl.maximum(ids, 0), 0)
     for first in tl.static_range(0, CHUNK, ROUTES_PER_STEP):
         others = chunk * CHUNK + first + tl.arange(0, ROUTES_PER_STEP)

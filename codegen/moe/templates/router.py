@@ -1,13 +1,13 @@
-"""The router of a mixture of experts: logits of the experts, scores, the choice of a few, and their
-weights.
+"""The router of a mixture of experts: computes the logits and scores of experts, chooses a few
+experts, and returns their weights.
 
-The choice repeatedly takes the largest key. A key is an int32, and keys have the order of the
-numbers that they stand for, so that a warp finds the largest key, and the lowest column that has
-it, with one instruction each. Among equal experts, the one with the lowest number is chosen. NaN
-ranks above all numbers, as in torch.topk.
+To choose, a program repeatedly takes the largest key. A key is an int32, and keys have the same
+order as the numbers that they stand for. Therefore a warp finds the largest key with one
+instruction, and the lowest column that has this key with another. Among equal experts, the expert
+with the lowest number is chosen. NaN is greater than all numbers, as in torch.topk.
 
-A row of logits has a column for each place of each group of experts, with groups padded to a power
-of two: column c is expert c // GROUP * (NUM_EXPERTS // NUM_GROUPS) + c % GROUP.
+A row of logits has a column for each expert of each group. Groups are padded to a power of two:
+column c belongs to expert c // GROUP * (NUM_EXPERTS // NUM_GROUPS) + c % GROUP.
 """
 
 import triton
@@ -15,16 +15,16 @@ import triton.language as tl
 
 from tilewright.codegen.templates.split_k import arrive
 
-# A key below the keys of all numbers.
+# A key that is lower than the keys of all numbers.
 LOWEST_KEY = tl.constexpr(-(2**31))
-# The key of NaN.
+# The sort key of NaN, which is greater than the sort keys of all other scores.
 HIGHEST_KEY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def sort_keys(numbers):
-    """Returns int32 keys in the order of fp32 numbers: both zeros are equal, and NaN is the
-    largest."""
+    """Returns int32 keys that have the same order as fp32 numbers. Both zeros have equal keys, and
+    NaN has the largest key."""
     bits = tl.where(numbers == 0.0, 0.0, numbers).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(numbers == numbers, keys, HIGHEST_KEY)
@@ -32,7 +32,7 @@ def sort_keys(numbers):
 
 @triton.jit
 def experts_of(columns, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """Returns (expert of each column, whether the column has one)."""
+    """Returns (expert of each column, whether the column has an expert)."""
     SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group = columns // GROUP
     place = columns % GROUP
@@ -44,14 +44,16 @@ def load_logits(
     logits_ptr, bias_ptr, tokens, there, experts, real,
     BIAS_STRIDE: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """Loads logits [tokens, experts]: the sum, in order, of SPLITS parts and the bias.
+    """Loads logits [tokens, experts]. They are the sum, in this order, of SPLITS parts and the
+    bias.
 
-    The parts of RUN tokens lie one after another, each [RUN, ROW].
+    Each part [RUN, ROW] has the logits of RUN tokens, and the parts of the same tokens are
+    adjacent.
     """
     mask = there[:, None] & real[None, :]
     runs = (tokens // RUN).to(tl.int64) * (SPLITS * RUN * ROW)
     places = (runs + tokens % RUN * ROW)[:, None] + experts[None, :]
-    # Bypass L1: other multiprocessors may just have written the parts.
+    # Bypass the L1 cache, because other multiprocessors may just have written the parts.
     logits = tl.load(logits_ptr + places, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         part = logits_ptr + split * RUN * ROW + places
@@ -68,8 +70,8 @@ def kept_columns(
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Returns whether each column belongs to one of the TOP_GROUPS groups whose GROUP_TOP (1 or 2)
-    best experts have the largest sum."""
+    """Returns whether each column belongs to one of the TOP_GROUPS best groups. The best groups are
+    the groups whose GROUP_TOP (1 or 2) best experts have the largest sum."""
     numbers = tl.where(choice == choice, choice, float("inf"))
     numbers = tl.where(real[None, :], numbers, float("-inf"))
     numbers = tl.reshape(numbers, (ROWS, GROUPS, GROUP))
@@ -160,11 +162,11 @@ def moe_choose(
     SPLITS: tl.constexpr, RUN: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Chooses experts for a router from logits, which are given whole or as parts to add: weights
-    and ids [num_tokens, NUM_SLOTS].
+    """Chooses experts for a router from logits, and stores weights and ids [num_tokens, NUM_SLOTS].
+    The logits are given whole, or as parts to add.
 
-    Grid (cdiv(num_tokens, ROWS),). SCORES: as in the op. BY_LOGITS: logits decide the choice,
-    because scores have the same order. SPLITS, RUN, ROW: as in `load_logits`.
+    Grid (cdiv(num_tokens, ROWS),). SCORES: as in the op. BY_LOGITS: whether experts are chosen by
+    their logits, because scores have the same order. SPLITS, RUN, ROW: as in `load_logits`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -197,14 +199,15 @@ def moe_router(
     EXPERT_TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, CHOOSES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes a router from x [num_tokens, HIDDEN] and weight [NUM_EXPERTS, HIDDEN]: weights and
-    ids [num_tokens, NUM_SLOTS], or, without CHOOSES, the parts of its logits in the workspace.
+    """Computes a router from x [num_tokens, HIDDEN] and weight [NUM_EXPERTS, HIDDEN], and stores
+    weights and ids [num_tokens, NUM_SLOTS]. If not CHOOSES, it only stores the parts of the logits
+    to the workspace.
 
     Grid (cdiv(num_tokens, BLOCK_T) * EXPERT_TILES * SPLITS,). A program multiplies BLOCK_T tokens
-    with BLOCK_E experts over STEPS * BLOCK_K of the columns, and stores [BLOCK_T, BLOCK_E] of the
-    workspace's [token tile, SPLITS, BLOCK_T, EXPERT_TILES * BLOCK_E]. The last program of a tile
-    chooses for its tokens, ROWS at a time. It sums parts in their order, so the result does not
-    depend on which program was last. WIDENED: operands are multiplied as fp32.
+    by BLOCK_E experts over STEPS * BLOCK_K columns. It stores [BLOCK_T, BLOCK_E] of the workspace
+    [token tile, SPLITS, BLOCK_T, EXPERT_TILES * BLOCK_E]. The last program of a tile chooses for
+    its tokens, ROWS tokens at a time. It adds the parts in a fixed order, so the result does not
+    depend on which program was last. WIDENED: whether operands are multiplied as fp32.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

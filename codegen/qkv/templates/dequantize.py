@@ -1,8 +1,9 @@
-"""Dequantisation of a weight of 4- or 8-bit codes, for a library GEMM:
+"""Dequantises a weight of 4- or 8-bit codes for a library GEMM:
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
-in fp32, rounded once. Nibbles may have any order, and strides and scale blocks any size.
+This is computed in fp32 and rounded once. Nibbles may have any order. Strides and blocks of scales
+may have any size.
 """
 
 import triton
@@ -15,13 +16,13 @@ from tilewright.codegen.templates.tables import table_number
 
 @triton.jit
 def nibble_at(words, shift: tl.constexpr):
-    """Returns the 4 bits of each word from bit `shift` on, as fp32."""
+    """Returns 4 bits of each word, starting at bit `shift`, as fp32."""
     return ((words >> shift) & 0xF).to(tl.float32)
 
 
 @triton.jit
 def two_nibbles(words, first: tl.constexpr, ORDER: tl.constexpr):
-    """Returns elements `first` and `first` + 1 of each word, along a new last axis."""
+    """Returns the elements `first` and `first` + 1 of each word, along a new last axis."""
     return tl.join(nibble_at(words, 4 * ORDER[first]), nibble_at(words, 4 * ORDER[first + 1]))
 
 
@@ -55,13 +56,20 @@ def dequantize_weight(
     fp32, rounded once to out's dtype.
 
     Grid (cdiv(NUM_ROWS, BLOCK_R), cdiv(HIDDEN, BLOCK_K)). out is contiguous. The weight is [heads,
-    HEAD_DIM, HIDDEN], or has groups of GROUP heads if GROUP is not 0. Its strides (group, head,
-    row, column) count words of PER codes along K or, with PACKED_ROWS, along the rows.
-    BLOCK_STRIDES: (scale row, scale column, zero row, zero column). ORDER: the nibble of each
-    element of a word. ZERO_ORDER: the nibble of each of eight rows in a word of zeros. UNIT:
-    columns that share a scale, a divisor of SCALE_COLUMNS and BLOCK_K. NUMBER: the numbers of
-    codes, "e2m1" or the 16 numbers of a table. Scales that are bytes are e8m0. ADDED_ZEROS: zeros
-    are added after scaling, not subtracted before.
+    HEAD_DIM, HIDDEN]. If GROUP is not 0, it has groups of GROUP heads. Its strides (group, head,
+    row, column) count words.
+
+    Args:
+        PER, PACKED_ROWS: A word has the codes of PER columns or, if PACKED_ROWS, of PER rows.
+        BLOCK_STRIDES: The strides of (scale row, scale column, zero row, zero column).
+        ORDER: The nibble of each element of a word.
+        ZERO_ORDER: The nibble of each of eight rows in a word of zeros.
+        UNIT: The number of columns that share a scale; a divisor of SCALE_COLUMNS and BLOCK_K.
+        NUMBER: The kind of numbers that codes stand for: "e2m1", or the 16 numbers of a table.
+        ADDED_ZEROS: Zeros are added after the multiplication by the scale. If not, they are
+            subtracted before it.
+
+    Scales that are bytes are e8m0.
     """
     first_row = tl.program_id(0) * BLOCK_R
     first_column = tl.program_id(1) * BLOCK_K

@@ -1,8 +1,9 @@
 """The epilogue of a QKV projection: bias, clipping, QK norm, rotary embedding, store.
 
-The projection kernels run these helpers on their accumulators, and `qkv_epilogue` runs them on q, k
-and v that a library GEMM has computed. Values are the two tiles that `loads` describes. With a
-`head_limit`, a norm spans all heads. All arithmetic is fp32; values are rounded only at the stores.
+The projection kernels call these functions on their accumulators, and `qkv_epilogue` calls them on
+the q, k and v that a library GEMM has computed. Values are the two tiles that `loads` describes. If
+there is a `head_limit`, a norm covers all heads. All arithmetic is fp32, and values are rounded
+only when they are stored.
 """
 
 import triton
@@ -32,7 +33,8 @@ from tilewright.codegen.templates.rounding import rounded
 
 @triton.jit
 def sum_of_heads(low, high, head_limit):
-    """Returns the sum of each head [tokens, heads], or with head_limit of all heads [tokens, 1]."""
+    """Returns the sum of each head [tokens, heads] or, if head_limit is given, of all heads
+    [tokens, 1]."""
     total = tl.sum(low + high, axis=2)
     if head_limit is not None:
         total = tl.sum(total, axis=1)[:, None]
@@ -44,8 +46,8 @@ def centred(
     low, high, width, head_limit,
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Subtracts the mean of each head, or with head_limit of all heads, from low and high. Padding
-    stays zero."""
+    """Subtracts the mean of each head from low and high or, if head_limit is given, the mean of all
+    heads. The padding stays zero."""
     PAIRS: tl.constexpr = low.shape[2]
     HEADS: tl.constexpr = low.shape[1]
     mean = (sum_of_heads(low, high, head_limit) / width)[:, :, None]
@@ -70,11 +72,12 @@ def norm_heads(
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Applies RMSNorm ("rms") or LayerNorm ("layer") to whole heads, or with head_limit to all
-    heads of a kind together.
+    """Applies RMSNorm ("rms") or LayerNorm ("layer") to each head. If head_limit is given, applies
+    it to all heads of a kind together.
 
-    NORMED: whether (q, k) have a norm. V_NORMED: whether v has one. low_shift, high_shift: the
-    norm's bias, which is added last, or None. Padded dims and heads are zero and do not count.
+    NORMED: whether (q, k) have a norm. V_NORMED: whether v has a norm. low_shift, high_shift: the
+    norm's bias, which is added last, or None. Dims and heads that are padding are zero and are not
+    counted.
     """
     width = HEAD_DIM
     if head_limit is not None:
@@ -92,8 +95,8 @@ def norm_heads(
     if V_NORMED:
         normed = normed | (kind == VALUE)
     if NORM == "rms":
-        # Multiply heads without a norm by 1, which is exact. Then only the scales, which are small
-        # tensors, need a select.
+        # Multiply heads that have no norm by 1, which is exact. Only the scales need a select then,
+        # and they are small tensors.
         scale = tl.where(normed, scale, 1.0)
         low = low * scale * tl.where(normed, low_norm, 1.0)
         high = high * scale * tl.where(normed, high_norm, 1.0)
@@ -134,7 +137,7 @@ def store_pairs(
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Stores both members of pairs at `rows`, pointers [tokens, heads, 1]."""
+    """Stores both members of pairs. rows: pointers [tokens, heads, 1]."""
     PAIRS: tl.constexpr = low.shape[2]
     pairs = first_pair + tl.arange(0, PAIRS)
     if INTERLEAVED:
@@ -142,7 +145,7 @@ def store_pairs(
         dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
         rest = mask & (dims < HEAD_DIM)
         if HALVES > 0:
-            # There are two stores, because one store to selected dims would need an address per
+            # Use two stores. A single store to selected dims would need an address for each
             # element.
             halves = rows + pairs[None, None, :] * dim_stride
             tl.store(halves, low, mask=mask & rotates)
@@ -169,15 +172,16 @@ def rotate_and_store(
     NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
     KV_REPEAT: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr, SATURATES: tl.constexpr,
 ):  # fmt: skip
-    """Rotates fp32 low, high [tokens, heads, pairs], norms them unless NORM is "none", and stores
-    them to the target of `store_target`.
+    """Rotates low and high, fp32 [tokens, heads, pairs]. Applies a norm unless NORM is "none", and
+    stores the result to the target of `store_target`.
 
-    A norm here needs whole heads. Each k and v head is stored to KV_REPEAT heads of the cache.
+    A norm here requires whole heads. Each head of k and v is stored to KV_REPEAT heads of the
+    cache.
     """
     if ROTARY_DIM > 0:
         new_low = low * low_cos.to(tl.float32) - high * low_sin.to(tl.float32)
         new_high = high * high_cos.to(tl.float32) + low * high_sin.to(tl.float32)
-        # Select instead of rotating by zero: 0 * inf is NaN.
+        # Select the result instead of rotating by zero, because 0 * inf is NaN.
         low = tl.where(rotates, new_low, low)
         high = tl.where(rotates, new_high, high)
     if NORM != "none":
@@ -231,14 +235,14 @@ def load_heads(
     PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Loads both members of the pairs of heads as fp32 [tokens, heads, pairs]; zeros for masked
-    heads.
+    """Loads both members of the pairs of heads as fp32 [tokens, heads, pairs]. Masked heads are
+    zeros.
 
-    STRIDES: (token, group, head, dim).
+    STRIDES: the strides of (token, group, head, dim).
     """
     rows = pointer + tokens.to(tl.int64)[:, None, None] * STRIDES[0]
     if max(STRIDES[1], STRIDES[2]) > 2**23:
-        # Heads are so far apart that the offsets of a few of them exceed 2 ** 31.
+        # The heads are so far apart that offsets of a few heads exceed 2 ** 31.
         rows += grouped(heads.to(tl.int64)[None, :, None], GROUP, STRIDES[1], STRIDES[2])
     else:
         rows += grouped(heads[None, :, None], GROUP, STRIDES[1], STRIDES[2])
@@ -276,17 +280,25 @@ def qkv_epilogue(
     V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
     NORM_BIAS_STRIDES: tl.constexpr = None, SATURATES: tl.constexpr = True,
 ):  # fmt: skip
-    """Epilogue of a QKV projection: bias, clipping, QK norm and rotary embedding of q [T, Hq, D]
-    and of k and v [T, Hkv, D] with any strides, and the store to q_out and to a paged cache.
+    """The epilogue of a QKV projection: applies bias, clipping, QK norm and rotary embedding to q
+    [T, Hq, D] and to k and v [T, Hkv, D], which may have any strides. Stores q to q_out, and k and
+    v to a paged cache.
 
     Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE). Heads are counted over q, then k, then v, and
-    HEADS_PER_TILE divides each of the three counts. With WHOLE_ROWS, the grid is (cdiv(T, BLOCK_T),
-    number of q, k and v), and HEADS_PER_TILE is a power of two that covers the largest of the three
-    counts. NUM_HEADS 0 and q_ptr None: there is no q. v_ptr None: there is no v. GATE_RUN: as in
-    `turned_kind`, a multiple of HEADS_PER_TILE, and 0 with WHOLE_ROWS. q_out [T, Hq, D] is
-    contiguous and may be q itself. The caches are windows with strides (page, slot, head, dim), and
-    the pointers point to their first elements. Addresses: as in `cache_places`. BLOCK_P: a power of
-    two that covers the pairs of a head.
+    HEADS_PER_TILE divides each of the three numbers. If WHOLE_ROWS, the grid is (cdiv(T, BLOCK_T),
+    number of q, k and v), and HEADS_PER_TILE is a power of two that is at least the largest of the
+    three numbers.
+
+    q_out [T, Hq, D] is contiguous, and may be q itself. The caches are windows with strides (page,
+    slot, head, dim), and the pointers point to the first elements of the windows.
+
+    Args:
+        NUM_HEADS, q_ptr: If there is no q, they are 0 and None.
+        v_ptr: If there is no v, it is None.
+        GATE_RUN: As in `turned_kind`. It is a multiple of HEADS_PER_TILE, and 0 if WHOLE_ROWS.
+        BLOCK_P: A power of two that is at least the number of pairs of a head.
+
+    `cache_places` explains the arguments that address the cache.
     """
     if WHOLE_ROWS:
         kind = tl.program_id(1)

@@ -1,12 +1,12 @@
 """Loads of the epilogue of projected heads: bias, norm weights, rotary tables, cache scales.
 
-Heads are two tiles, `low` and `high`, of shape [tokens, heads, pairs], with the two members of
-every rotated pair. The rotation is therefore elementwise and needs no exchange between threads.
-`pair_dims` returns the head dims that form a pair in each rotation style. Dims that do not rotate
+Heads are two tiles, `low` and `high`, of shape [tokens, heads, pairs]. Each tile has one member of
+every rotated pair. Therefore the rotation is elementwise and needs no exchange between threads.
+`pair_dims` returns which head dims form a pair in each rotation style. Dims that are not rotated
 are paired in the same way, so every dim is in exactly one tile.
 
 `kind` is QUERY, KEY or VALUE. If `head_limit` is not None, the tile has all heads of its kind,
-padded, and the first head_limit are real.
+padded, and only the first head_limit heads exist.
 """
 
 import triton
@@ -17,8 +17,8 @@ from tilewright.codegen.templates.places import KEY, QUERY, VALUE
 
 @triton.jit
 def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Returns the head dims (low, high) of `pairs`: (2p, 2p + 1), or dims that are PAIR_HALF apart
-    inside each chunk."""
+    """Returns the head dims (low, high) of `pairs`. If INTERLEAVED, they are (2p, 2p + 1). If not,
+    they are PAIR_HALF apart inside each chunk."""
     if INTERLEAVED:
         low = 2 * pairs
         high = 2 * pairs + 1
@@ -30,7 +30,8 @@ def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def output_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr):
-    """Returns the head dims to which rotated pairs are stored: HALVES apart if HALVES is not 0."""
+    """Returns the head dims to which rotated pairs are stored. They are HALVES apart if HALVES is
+    not 0."""
     low, high = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
     if HALVES > 0:
         low = tl.where(pairs < HALVES, pairs, low)
@@ -43,13 +44,12 @@ def load_partners(
     rows, first_pair, low_dims, high_dims, mask, dim_stride,
     BOUND: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Loads both members of the pairs at `rows`, pointers [tokens, heads, 1], as two tiles [tokens,
-    heads, pairs].
+    """Loads both members of pairs, as two tiles [tokens, heads, pairs].
 
-    mask broadcasts over rows. Dims from BOUND on are zero.
+    rows: pointers [tokens, heads, 1]. mask broadcasts over rows. Dims from BOUND on are zero.
     """
     if INTERLEAVED:
-        # The members are adjacent in memory: one contiguous load replaces two strided ones.
+        # The members are adjacent in memory, so one contiguous load replaces two strided loads.
         PAIRS: tl.constexpr = low_dims.shape[0]
         dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
         values = tl.load(rows + dims * dim_stride, mask=mask & (dims < BOUND), other=0.0)
@@ -66,8 +66,8 @@ def load_partners(
 def grouped(
     heads, GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr
 ):  # fmt: skip
-    """Returns the offsets of heads that are stored in groups of GROUP, or, with GROUP 0, with one
-    stride."""
+    """Returns the offsets of heads that are stored in groups of GROUP heads. If GROUP is 0, all
+    heads have the same stride."""
     if GROUP > 0 and GROUP_STRIDE != GROUP * HEAD_STRIDE:
         return heads // GROUP * GROUP_STRIDE + heads % GROUP * HEAD_STRIDE
     else:
@@ -76,8 +76,8 @@ def grouped(
 
 @triton.jit
 def token_rows(tokens, STRIDE: tl.constexpr):
-    """Returns the offsets [tokens, 1] of the tokens' rows: 64-bit if rows are so long that the
-    offsets of few tokens exceed 2 ** 31."""
+    """Returns the offsets [tokens, 1] of the tokens' rows. They are 64-bit if rows are so long that
+    the offsets of a few tokens exceed 2 ** 31."""
     if STRIDE > 2**15:
         return tokens[:, None].to(tl.int64) * STRIDE
     else:
@@ -90,7 +90,7 @@ def load_vectors(
     GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Loads pointer[heads, dims] for both members, fp32 [1, heads, pairs]; zeros unless
+    """Loads pointer[heads, dims] for both members, fp32 [1, heads, pairs]. Returns zeros unless
     kind_mask."""
     rows = pointer + grouped(heads[None, :, None], GROUP, GROUP_STRIDE, HEAD_STRIDE)
     mask = kind_mask
@@ -106,9 +106,9 @@ def load_bias(
     PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, BIAS_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Loads the bias of heads of one `kind`, for both members of pairs, fp32 [1, heads, pairs].
+    """Loads the bias of heads of one `kind` for both members of pairs, as fp32 [1, heads, pairs].
 
-    BIAS_STRIDES: (q's group, q's head, k's head, v's head).
+    BIAS_STRIDES: the strides of (q's groups, q's heads, k's heads, v's heads).
     """
     low_dims, high_dims = pair_dims(first_pair + tl.arange(0, PAIRS), PAIR_HALF, INTERLEAVED)
     if (
@@ -118,7 +118,7 @@ def load_bias(
         and q_bias_ptr.dtype.element_ty == k_bias_ptr.dtype.element_ty
         and q_bias_ptr.dtype.element_ty == v_bias_ptr.dtype.element_ty
     ):  # fmt: skip
-        # One load replaces three that are masked and added.
+        # One load replaces three loads that would be masked and added.
         pointer = tl.where(kind == VALUE, v_bias_ptr, k_bias_ptr)
         low_bias, high_bias = load_vectors(
             tl.where(kind == QUERY, q_bias_ptr, pointer), kind >= 0, heads, head_limit,
@@ -158,9 +158,10 @@ def load_delta(
     INTERLEAVED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     DELTA_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Loads the LoRA delta of heads of one `kind`, for both members, fp32 [tokens, heads, pairs].
+    """Loads the LoRA delta of heads of one `kind` for both members, as fp32 [tokens, heads, pairs].
 
-    delta [T, heads * HEAD_DIM] has the heads of q, then k, then v, and rows DELTA_STRIDE apart.
+    delta [T, heads * HEAD_DIM] has the heads of q, then k, then v. DELTA_STRIDE: the stride between
+    its rows.
     """
     before = (kind == KEY) * NUM_HEADS + (kind == VALUE) * (NUM_HEADS + NUM_KV_HEADS)
     rows = delta_ptr + tokens.to(tl.int64)[:, None, None] * DELTA_STRIDE
@@ -179,7 +180,7 @@ def norm_vectors(
     HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Loads NORM_OFFSET + pointer[heads, dims] for both members; zeros unless is_kind."""
+    """Loads NORM_OFFSET + pointer[heads, dims] for both members. Returns zeros unless is_kind."""
     if HEAD_STRIDE == 0:
         low, high = load_vectors(
             pointer, is_kind, tl.zeros((1,), tl.int32), None, first_pair, low_dims, high_dims,
@@ -203,12 +204,12 @@ def load_norm(
     INTERLEAVED: tl.constexpr, NORM_HALVES: tl.constexpr,
     NORM_STRIDES: tl.constexpr, NORM_OFFSET: tl.constexpr, V_NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Loads the norm weight of one `kind`, for both members, fp32 [1, heads or 1, pairs]; 1 if
-    absent.
+    """Loads the norm weight of one `kind` for both members, as fp32 [1, heads or 1, pairs]. Returns
+    1 if this kind has no weight.
 
-    NORM_STRIDES: head strides of q's and k's weight; 0: all heads share one vector. NORM_HALVES:
-    the HALVES of `output_dims` if the norm follows the rotation, else 0. V_NORMED: v has a norm
-    without a weight.
+    NORM_STRIDES: the strides between heads of the weights of q and k; 0 if all heads share one
+    vector. NORM_HALVES: the HALVES of `output_dims` if the norm comes after the rotation, else 0.
+    V_NORMED: whether v has a norm, which has no weight.
     """
     DENSE: tl.constexpr = INTERLEAVED and NORM_HALVES == 0
     pairs = first_pair + tl.arange(0, PAIRS)
@@ -257,8 +258,8 @@ def load_norm_bias(
     PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_HALVES: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Loads the norm bias of one `kind`, for both members, fp32 [1, heads or 1, pairs]; zeros if
-    absent for this kind, None if absent for all.
+    """Loads the norm bias of one `kind` for both members, as fp32 [1, heads or 1, pairs]. Returns
+    zeros if this kind has no bias, and None if no kind has one.
 
     STRIDES, NORM_HALVES: as in `load_norm`.
     """
@@ -294,12 +295,12 @@ def load_rope(
     HALVES: tl.constexpr, ROTARY_DIM: tl.constexpr, FULL_WIDTH: tl.constexpr,
     COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Loads (cos of the low members, their sin, cos of the high members, their sin, whether each
-    pair rotates), each [tokens, 1, pairs].
+    """Loads (cos of the low members, sin of the low members, cos of the high members, sin of the
+    high members, whether each pair rotates), each [tokens, 1, pairs].
 
-    The tables have a column per stored dim (FULL_WIDTH) or per pair. The values keep the dtype of
-    the tables: after a conversion to fp32 here, Triton would also change the layout here, and wait
-    for the loads.
+    FULL_WIDTH: whether the tables have a column for each stored dim. If not, they have a column for
+    each pair. The values keep the dtype of the tables: if they were converted to fp32 here, Triton
+    would also change their layout here, and this would wait for the loads.
     """
     pairs = first_pair + tl.arange(0, PAIRS)
     rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & (kind != VALUE)
@@ -336,7 +337,7 @@ def load_rope(
 
 @triton.jit
 def head_scales(pointer, is_kind, heads, head_limit, STRIDE: tl.constexpr):
-    """Loads pointer[heads] as [1, heads, 1]; 1 unless is_kind."""
+    """Loads pointer[heads] as [1, heads, 1]. Returns 1 unless is_kind."""
     mask = is_kind
     if head_limit is not None:
         mask = is_kind & (heads < head_limit)[None, :, None]
@@ -347,10 +348,11 @@ def head_scales(pointer, is_kind, heads, head_limit, STRIDE: tl.constexpr):
 def load_cache_scale(
     kind, heads, head_limit, k_scale_ptr, v_scale_ptr, SCALE_STRIDES: tl.constexpr
 ):  # fmt: skip
-    """Loads the scale of heads of one `kind` in the cache, fp32 [1, heads, 1]; 1 for q, None
-    without scales.
+    """Loads the scale of heads of one `kind` in the cache, as fp32 [1, heads, 1]. Returns 1 for q,
+    and None if there are no scales.
 
-    SCALE_STRIDES: from head to head, of k's and v's scales; 0: all heads share one scale.
+    SCALE_STRIDES: the strides between heads of the scales of k and v; 0 if all heads share one
+    scale.
     """
     scale = None
     if k_scale_ptr is not None or v_scale_ptr is not None:

@@ -1,25 +1,27 @@
-"""`q, k, v = x @ [Wq; Wk; Wv]^T` and its epilogue, into a paged cache, in one kernel: few tokens.
+"""Computes `q, k, v = x @ [Wq; Wk; Wv]^T` and its epilogue, including the store to a paged cache,
+in one kernel for few tokens.
 
-As in `tiled`, every output tile lies wholly in q, k or v. With few tokens, all time goes into
-reading the weights, so they are read once. Tokens are on the tensor core's N side, which may be as
-small as 16. Weight rows are on its M side, which must be at least 64 for wgmma and tcgen05. A tile
-may be a slice of a head, always with both members of a rotated pair, and K may be split, with a
-reduction in a fixed order.
+As in `tiled`, every output tile belongs to only one of q, k and v. With few tokens, the kernel
+takes as long as reading the weights takes, so it reads them once. Tokens are on the tensor core's N
+side, which may be as small as 16. Weight rows are on its M side, which must be at least 64 for
+wgmma and tcgen05. A tile may be a slice of a head, but always has both members of a rotated pair. K
+may be split, and its parts are then added in a fixed order.
 
-The kernel also takes weights of 4- or 8-bit codes, read as they are stored:
+The weights may also be 4- or 8-bit codes, which are read as they are stored:
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
-Codes are exact in bf16 and fp16, so the tensor cores multiply the codes; scales and zeros are
-applied to the fp32 sums of a group: sum(w x) = scale * (sum(code x) - zero * sum(x)). The weight
-itself is never rounded.
+bf16 and fp16 represent the codes exactly, so the tensor cores multiply the codes themselves. Scales
+and zeros are applied to the fp32 sums of a group: sum(w x) = scale * (sum(code x) - zero * sum(x)).
+The weight itself is never rounded.
 
-In an operand of a tensor core, each thread holds pairs of neighbours along K, but a loaded word
-gives a thread a run of K. A dot product may take K in any order that both operands share. The
-weight's codes therefore stay in the thread that loaded their word, and x, the smaller tile, is
-permuted to match, here (`x_in_order`) or by an earlier kernel (`order_x`).
+In an operand of a tensor core, each thread holds pairs of columns that are adjacent along K. A
+loaded word, however, gives a thread a longer run of columns. A dot product may go over K in any
+order, as long as both operands have the same order. Therefore the codes of the weight stay in the
+thread that loaded their word, and x, which is the smaller tile, is permuted to the same order, by
+this kernel (`x_in_order`) or by an earlier one (`order_x`).
 
-For one token, many small programs multiply codes without a tensor core (`dotted_rows`).
+For one token, many small programs multiply the codes without tensor cores (`dotted_rows`).
 """
 
 import triton
@@ -74,8 +76,8 @@ def reduce_partials(
     """Returns (sum over the SPLIT_K parts of `tile`, sum of `square` [COLUMNS] or None, whether
     this program runs the epilogue).
 
-    Every program stores its part. The last program to arrive adds them in the order of the parts,
-    so the sum does not depend on which program was last.
+    Every program stores its part. The last program to arrive adds the parts in a fixed order, so
+    the sum does not depend on which program was last.
     """
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     NUMBERS: tl.constexpr = ROWS * COLUMNS + (0 if square is None else COLUMNS)
@@ -88,7 +90,7 @@ def reduce_partials(
     is_last = arrive(counters_ptr + tile, SPLIT_K)
     total = partial
     total_square = square
-    # Every part is stored whole: the masks `>= 0` are always true.
+    # Store every part whole: the masks `>= 0` are always true.
     if square is None:
         if is_last:
             total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
@@ -101,7 +103,8 @@ def reduce_partials(
 
 @triton.jit
 def stride_of(kind, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """Returns the stride of q, k or v by `kind`; a constant if the three are equal."""
+    """Returns the stride of q, k or v, selected by `kind`. If the three strides are equal, the
+    result is a constant."""
     stride = Q
     if K != Q:
         stride += (kind == KEY) * (K - Q)
@@ -115,7 +118,7 @@ def load_x_scale(
     x_scale_ptr, tokens, token_mask, column,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales [1, tokens] of x at a column; BLOCK columns share a scale."""
+    """Loads the scales [1, tokens] of x at a column. BLOCK columns share a scale."""
     BOUND: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     return tl.trans(load_blocks(
         x_scale_ptr, tokens, token_mask, column // BLOCK + tl.arange(0, 1),
@@ -172,48 +175,60 @@ def qkv_projection_swapped(
     RUN: tl.constexpr = 0, LINE: tl.constexpr = 64, ZERO: tl.constexpr = 0,
     FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False, BYTES: tl.constexpr = (),
 ):  # fmt: skip
-    """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
-    embedding, and the store to q and to a paged cache.
+    """QKV projection for few tokens: computes q, k, v = x @ [Wq; Wk; Wv]^T, applies bias, QK norm
+    and rotary embedding, and stores q, and k and v to a paged cache.
 
     Grid ((Hq + 2 Hkv) * TILES_PER_HEAD * SPLIT_K, cdiv(T, BLOCK_T)). A program computes 2 * BLOCK_P
-    weight rows by BLOCK_T tokens. BLOCK_P is a power of two of at least 8, and TILES_PER_HEAD *
-    BLOCK_P covers the pairs of a head; a norm needs TILES_PER_HEAD 1. With SPLIT_K > 1, workspace
-    holds fp32 [tiles, SPLIT_K, (2 * BLOCK_P + INPUT_NORM) * BLOCK_T] and counters one zeroed int32
-    per tile, both only for this launch. The weights may have any strides (group, head, row, column
-    of K); the first of K_WEIGHT_STRIDES and V_WEIGHT_STRIDES is not used. The other arguments are
-    those of `qkv_epilogue`.
+    weight rows for BLOCK_T tokens. BLOCK_P is a power of two that is at least 8, and TILES_PER_HEAD
+    * BLOCK_P covers the pairs of a head. A norm requires that TILES_PER_HEAD is 1. If SPLIT_K > 1,
+    workspace has fp32 [tiles, SPLIT_K, (2 * BLOCK_P + INPUT_NORM) * BLOCK_T], and counters has an
+    int32 zero for each tile; no other launch uses them.
 
-    INPUT_NORM, for weights that are not codes, or for codes with RUN: x is divided by its rms and
-    multiplied by INPUT_NORM_OFFSET + input_norm_weight, rounded before the product.
-    INPUT_LAYER_ROW: if not 0, a power of two of at least HIDDEN, and x is layer-normed: its mean is
-    subtracted first, and input_norm_bias is added last. PREFETCH: columns of each weight row that
-    the kernel prefetches, LINE elements at a time, before it waits for the previous kernel.
-    LETS_IN: the next kernel may start early.
+    The weights may have any strides (group, head, row, column of K); the first of K_WEIGHT_STRIDES
+    and of V_WEIGHT_STRIDES is not used. `qkv_epilogue` explains the arguments that are not
+    explained here.
 
-    With scales, weights are codes: 8-bit codes (PER 1), or words of PER codes along K or, with
-    PACKED_ROWS, along the rows. Strides count words. NUMBER: the numbers of codes, "e2m1" or a
-    table (`formats.table_words`). Q_BLOCK_STRIDES: strides (scale row, scale column, zero row, zero
-    column). SCALE_ROWS rows and SCALE_COLUMNS columns share a scale. SCALE_COLUMNS is BLOCK_K / 4,
-    BLOCK_K / 2, a multiple of BLOCK_K, or at least HIDDEN. The zero of a code is CODE_OFFSET +
-    ZERO_OFFSET + the zero tensor's value. PACKED_ZEROS: zeros are words of eight rows. ADDED_ZEROS:
-    the zero tensor's value is added after scaling instead. SCALED: codes are multiplied by their
-    scales before the product (`scaled_numbers`). x is 16-bit. If the weight is fp8, x may be fp8
-    too, with one scale for X_SCALE_BLOCK columns of a token. X_IN_ORDER: x is the result of
-    `order_x`.
+    Arguments of a norm of x. It requires weights that are not quantized, or quantized weights with
+    RUN:
+        INPUT_NORM: x is divided by its rms and multiplied by INPUT_NORM_OFFSET + input_norm_weight.
+            The normalized x is rounded before the product.
+        INPUT_LAYER_ROW: If it is not 0, x has a layer norm: the mean of x is subtracted first, and
+            input_norm_bias is added last. INPUT_LAYER_ROW is a power of two that is at least
+            HIDDEN.
+        PREFETCH: How many columns of each weight row the kernel prefetches, LINE elements at a
+            time, before it waits for the previous kernel.
+        LETS_IN: Whether the next kernel may start early.
 
-    RUN: if not 0, with BLOCK_T 1 and codes packed along a contiguous K, rows are multiplied by x
-    without a tensor core, as in `dotted_rows`. The zero of an integer is then ZERO + the zero
-    tensor's value.
+    Arguments of quantized weights. If there are scales, a code has 8 bits (PER is 1), or PER codes
+    share a word, and the strides of weights count words:
+        PACKED_ROWS: The codes of a word belong to PER rows; if not, to PER columns.
+        NUMBER: The kind of numbers that codes stand for: "e2m1", or a table
+            (`formats.table_words`).
+        Q_BLOCK_STRIDES: The strides of (scale row, scale column, zero row, zero column).
+        SCALE_ROWS, SCALE_COLUMNS: How many rows and columns share a scale. SCALE_COLUMNS is BLOCK_K
+            / 4, BLOCK_K / 2, a multiple of BLOCK_K, or at least HIDDEN.
+        CODE_OFFSET, ZERO_OFFSET: The zero of a code is CODE_OFFSET + ZERO_OFFSET + the value of the
+            zero tensor.
+        PACKED_ZEROS: A word of the zero tensor holds the zeros of eight rows.
+        ADDED_ZEROS: The value of the zero tensor is added after the multiplication by the scale.
+        SCALED: Codes are multiplied by their scales before the product (`scaled_numbers`).
+        X_SCALE_BLOCK: x is 16-bit. If the weight is fp8, x may also be fp8, with one scale for
+            X_SCALE_BLOCK columns of a token.
+        X_IN_ORDER: x is the output of `order_x`.
+        RUN: If it is not 0, BLOCK_T is 1, and codes are packed along a contiguous K. Rows are then
+            multiplied by x without tensor cores, as in `dotted_rows`, and the zero of an integer is
+            ZERO + the value of the zero tensor.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
     kind, head = head_of_tile(row_tile // TILES_PER_HEAD, NUM_HEADS, NUM_KV_HEADS)
     turned = turned_kind(kind, head, GATE_RUN)
     first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
-    # Rows alternate by eight: the low members of 8 pairs, then the high ones. In the layouts of mma
-    # and wgmma, one thread holds rows r and r + 8, so the split below moves no data. With IN_ORDER,
-    # rows keep the order of memory. In memory, the members of an interleaved pair are adjacent or
-    # in one word. For packed rows of whole heads, alternation would separate adjacent words.
+    # Rows alternate by eight: the low members of 8 pairs, then their high members. In the layouts
+    # of mma and wgmma, one thread holds rows r and r + 8, so the split below moves no data. If
+    # IN_ORDER, rows keep their order in memory. This applies in two cases: the members of an
+    # interleaved pair are already adjacent, or in one word; and for packed rows of whole heads,
+    # alternation would separate adjacent words.
     ROWS: tl.constexpr = 2 * BLOCK_P
     rows = tl.arange(0, ROWS)
     CODES: tl.constexpr = q_scale_ptr is not None
@@ -228,8 +243,7 @@ def qkv_projection_swapped(
         )
         dims = tl.where(rows // 8 % 2 == 0, low_dims, high_dims)
     row_mask = dims < HEAD_DIM
-    # The branch selects scalar pointers. A selected tensor of pointers would lose its known
-    # alignment.
+    # Branch on scalar pointers. A select of a tensor of pointers would lose their known alignment.
     if kind == QUERY:
         weight_ptr = q_weight_ptr + grouped(head, GROUP, Q_WEIGHT_STRIDES[0], Q_WEIGHT_STRIDES[1])
         scale_ptr = q_scale_ptr
@@ -260,7 +274,7 @@ def qkv_projection_swapped(
         word_rows = tl.arange(0, WORD_ROWS)
         if IN_ORDER:
             word_dims = 2 * first_pair + word_rows * PER
-            # Triton recognises contiguous rows only if no product is divided.
+            # Triton recognises contiguous rows only if products are not divided.
             word_offsets = (2 * first_pair // PER + word_rows) * row_stride
         else:
             low_words, high_words = pair_dims(
@@ -285,7 +299,8 @@ def qkv_projection_swapped(
         tl.extra.cuda.gdc_wait()
         if LETS_IN:
             tl.extra.cuda.gdc_launch_dependents()
-    # Load these before the loop: after it, nothing would hide their latency.
+    # Load these values before the loop. After the loop, nothing would hide the latency of the
+    # loads.
     if factors_ptr is not None:
         factor = tl.load(factors_ptr + kind)
     heads = head + tl.arange(0, 1)
@@ -305,7 +320,8 @@ def qkv_projection_swapped(
     cache_scale = load_cache_scale(
         kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
     )
-    # With codes and many tokens, the rotary tables would take registers that the loop needs.
+    # With quantized weights and many tokens, the rotary tables would take registers that the loop
+    # needs.
     ROPE_FIRST: tl.constexpr = not CODES or BLOCK_T < 64
     if ROPE_FIRST:
         low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
@@ -326,8 +342,8 @@ def qkv_projection_swapped(
         SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
     )  # fmt: skip
     UNIT: tl.constexpr = number_unit(x_ptr.dtype.element_ty, PER, PACKED_ROWS, NUMBER, SCALED)
-    # With SCALED, scales are applied to numbers in registers. Otherwise scales of groups are
-    # applied to the sums of each step, and scales of whole rows to the final sums.
+    # If SCALED, scales multiply the decoded numbers in registers. Otherwise, the scales of groups
+    # multiply the sums of each step, and the scales of whole rows multiply the final sums.
     HAS_ZEROS: tl.constexpr = q_zero_ptr is not None or ZERO_OFFSET != 0
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= HIDDEN and (
         x_scale_ptr is None or X_SCALE_BLOCK >= HIDDEN
@@ -423,8 +439,8 @@ def qkv_projection_swapped(
                 numbers = scaled_numbers(words, scale, x_ptr.dtype.element_ty)
                 accumulator = tl.dot(numbers, x.T, accumulator)
             elif CODES:
-                # Load the scales one step ahead: Triton does not pipeline them through shared
-                # memory.
+                # Load the scales one step ahead, because Triton does not pipeline them through
+                # shared memory.
                 next_scale = scale
                 next_zero = zero
                 next_x_scale = x_scale

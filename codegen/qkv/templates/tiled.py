@@ -1,13 +1,15 @@
-"""`q, k, v = x @ [Wq; Wk; Wv]^T` and its epilogue, into a paged cache, in one kernel: many tokens.
+"""Computes `q, k, v = x @ [Wq; Wk; Wv]^T` and its epilogue, including the store to a paged cache,
+in one kernel for many tokens.
 
-The weights remain three tensors. Every output tile lies wholly in q, k or v, so the helpers of
-`epilogue` run on the accumulator: bias, QK norm, rotary embedding, the only rounding, and the store
-to q or to the token's slot of the cache. Nothing between the GEMM and the cache goes through global
-memory. The contiguous dim of the weights may be K (k-major) or the head dim (n-major).
+The weights remain three tensors. Every output tile belongs to only one of q, k and v, so the
+functions of `epilogue` process the accumulator: they apply bias, QK norm and rotary embedding,
+round once, and store the values to q or to the token's slot of the cache. No intermediate result is
+written to global memory. The contiguous dimension of the weights may be K (k-major) or the head dim
+(n-major).
 
 Tokens are on the tensor core's M side, and TMA loads both operands. One descriptor covers all three
-weights: its two outer dims have extent 2, and their strides are the distances from the lowest of
-the three addresses to the other two.
+weights. Its two outer dimensions have extent 2, and their strides are the distances from the lowest
+of the three addresses to the other two addresses.
 """
 
 import triton
@@ -38,8 +40,8 @@ def split_pairs(
     values, ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Splits [rows, heads * head_dim] into the tiles of both pair members, each [rows, heads,
-    head_dim / 2]."""
+    """Splits [rows, heads * head_dim] into two tiles [rows, heads, head_dim / 2], one for each
+    member of the pairs."""
     if INTERLEAVED:
         low, high = tl.split(tl.reshape(values, (ROWS, HEADS, HEAD_DIM // 2, 2)))
     else:
@@ -52,8 +54,8 @@ def split_pairs(
 
 @triton.jit
 def pairs_part(values, part: tl.constexpr, PARTS: tl.constexpr):
-    """Returns slice number `part` of PARTS (1, 2 or 4) slices of the pairs of [tokens, heads,
-    pairs]."""
+    """Divides the pairs of [tokens, heads, pairs] into PARTS (1, 2 or 4) slices, and returns the
+    slice with the number `part`."""
     if PARTS > 1:
         TOKENS: tl.constexpr = values.shape[0]
         HEADS: tl.constexpr = values.shape[1]
@@ -65,8 +67,8 @@ def pairs_part(values, part: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def place_in_weight(kind, head, GROUP: tl.constexpr, HEAD_STEPS: tl.constexpr):
-    """Returns the place in the weight where a head of one `kind` begins. HEAD_STEPS: (q's group,
-    q's head, k's head, v's head)."""
+    """Returns where a head of one `kind` begins in the weight. HEAD_STEPS: four numbers, the steps
+    between groups of q, between heads of q, between heads of k, and between heads of v."""
     IN_ROW: tl.constexpr = GROUP == 0 or HEAD_STEPS[0] == GROUP * HEAD_STEPS[1]
     if IN_ROW and HEAD_STEPS[1] == HEAD_STEPS[2] and HEAD_STEPS[1] == HEAD_STEPS[3]:
         return head * HEAD_STEPS[1]
@@ -106,19 +108,25 @@ def qkv_projection(
     V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
     NORM_BIAS_STRIDES: tl.constexpr = None, SATURATES: tl.constexpr = True,
 ):  # fmt: skip
-    """QKV projection, many tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
-    embedding, and the store to q and to a paged cache.
+    """QKV projection for many tokens: computes q, k, v = x @ [Wq; Wk; Wv]^T, applies bias, QK norm
+    and rotary embedding, and stores q, and k and v to a paged cache.
 
-    x [T, HIDDEN], weights [H, D, HIDDEN]. The kernel is persistent: the grid may have any size.
-    weight_ptr: the lowest address of the three weights. second_distance, third_distance: distances
-    in elements to the other two. q_place, k_place, v_place: the place (0, 1, 2) of each weight
-    among the three. k-major: WEIGHT_STRIDES is (unit, row), heads begin at multiples of `unit`, and
-    HEAD_STEPS and WEIGHT_EXTENT count units. N_MAJOR: WEIGHT_STRIDES is (column of K,), and
-    HEAD_STEPS and WEIGHT_EXTENT count elements. HEAD_DIM is a power of two and a multiple of 2 *
-    PAIR_HALF. HEADS_PER_TILE divides both head counts (and GROUP and GATE_RUN); if it is above 1,
-    heads must be adjacent, one unit apart. The other arguments are those of `qkv_epilogue`.
+    x is [T, HIDDEN], and weights are [H, D, HIDDEN]. The kernel is persistent, so the grid may have
+    any size. `qkv_epilogue` explains the arguments that are not explained here.
+
+    Args:
+        weight_ptr: The lowest address of the three weights.
+        second_distance, third_distance: The distances in elements to the other two weights.
+        q_place, k_place, v_place: The index (0, 1, 2) of each weight in the order of addresses.
+        WEIGHT_STRIDES: If the weights are k-major, (unit, row), and heads begin at multiples of
+            `unit`. If they are N_MAJOR, (column of K,).
+        HEAD_STEPS, WEIGHT_EXTENT: They count units, or elements if the weights are N_MAJOR.
+        HEAD_DIM: A power of two and a multiple of 2 * PAIR_HALF.
+        HEADS_PER_TILE: A divisor of the numbers of q and k heads, of GROUP and of GATE_RUN. If it
+            is more than 1, adjacent heads must be one unit apart.
     """
-    # Wait before making descriptors: the previous kernel may still read their memory.
+    # Wait before making descriptors: the previous kernel may still be reading the memory in which
+    # they are made.
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     x_desc = tl.make_tensor_descriptor(
@@ -145,7 +153,8 @@ def qkv_projection(
         tl.program_id(0), tiles_m * TILES_N, tl.num_programs(0),
         flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
     ):  # fmt: skip
-        # Tiles of GROUP_M token blocks run side by side, so that they find a weight tile in L2.
+        # Tiles of GROUP_M token blocks run at the same time, so that they find a weight tile in the
+        # L2 cache.
         group = tile // (GROUP_M * TILES_N)
         group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
         in_group = tile % (GROUP_M * TILES_N)
@@ -176,8 +185,8 @@ def qkv_projection(
             NUM_HEADS, HEAD_DIM, PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES,
             SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
         )  # fmt: skip
-        # If a whole tile would not fit the registers, the epilogue takes parts: heads, then slices
-        # of the pairs.
+        # If the registers cannot hold a whole tile, the epilogue processes it in parts: first by
+        # heads, then by slices of the pairs.
         HEAD_PARTS: tl.constexpr = 1 if PAIRS_FIRST else min(EPILOGUE_PARTS, HEADS_PER_TILE)
         PAIR_PARTS: tl.constexpr = EPILOGUE_PARTS // HEAD_PARTS
         HEADS: tl.constexpr = HEADS_PER_TILE // HEAD_PARTS

@@ -1,7 +1,9 @@
-"""Checks of latents in MLA ops: norm of the latent part, RoPE of the rope part, and their cache.
+"""Checks of the latents in MLA ops: the norm of the latent part, the RoPE of the rope part, and
+their cache.
 
-A latent cache is two windows of one head, [num_pages, page_size, 1, L] and [.., 1, R], on one base
-(`[latent | rope]` entries) or on two (Hugging Face's "keys" and "values").
+A latent cache consists of two windows with one head, [num_pages, page_size, 1, L] and [.., 1, R].
+They are on one base (with entries `[latent | rope]`), or on two (Hugging Face's "keys" and
+"values").
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from tilewright.ops.mla.arguments import (
     LatentStoreArguments,
 )
 
-# The highest rank of latents that the kernels take.
+# The highest rank of latents that the kernels support.
 MAX_RANK = 2048
 
 
 def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
-    """Checks latent and k_rope, both [Tk, .], against the dtype and device of `like`. Returns Tk.
-    Raises ArgumentError."""
+    """Checks latent and k_rope, both [Tk, .], against the dtype and the device of `like`. Returns
+    Tk. Raises ArgumentError."""
     coded = a.latent_scale is not None
     sizes: tuple[Any, Any] = (None, rank)
     form = "[Tk, L]", sizes, (FP8 if coded else like.dtype,), like.device
@@ -64,7 +66,7 @@ def check_finish(
 def check_latent_cache(
     op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor
 ) -> CacheWindow:
-    """Checks the bases and windows of the cache; returns the latent window. Raises
+    """Checks the bases and windows of the cache, and returns the window of latents. Raises
     ArgumentError."""
     windows, widths = {}, {"latent_window": rank, "rope_window": rope_dim}
     for (argument, width), (name, base, integers) in zip(
@@ -81,8 +83,10 @@ def pool_windows(
     op: str, options: dict[str, Any], caches: Sequence[torch.Tensor | None], ranked: str, like: Any
 ) -> Sequence[Any]:
     """Removes the windows from `options` and returns them. If there are none, returns the windows
-    of a pool [num_pages, page_size, L + R], or of two pools. ranked: the argument name of `like`
-    [.., L], for error messages. Raises ArgumentError."""
+    of a pool [num_pages, page_size, L + R], or of two pools.
+
+    ranked: the argument name of `like` [.., L], for error messages. Raises ArgumentError.
+    """
     windows = options.pop("latent_window", None), options.pop("rope_window", None)
     if None not in windows:
         return windows
@@ -99,15 +103,15 @@ def pool_windows(
 
 
 def written_windows(a: LatentArguments) -> list[tuple[str, torch.Tensor, Any]]:
-    """Returns the name, base and window of each written part."""
+    """Returns the name, the base and the window of each part that is written."""
     base = ("latent_cache", given(a.latent_cache))
     rope_base = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
     return [(*base, a.latent_window), (*rope_base, a.rope_window)]
 
 
 def store_obstacle(a: LatentStoreArguments) -> str | None:
-    """Returns why no kernel takes a `mla_latent_store` call; None if one does. Reads metadata
-    only."""
+    """Returns why no kernel can compute a `mla_latent_store` call; None if a kernel can. Reads only
+    metadata."""
     return width_obstacle(a.latent.shape[1], a.k_rope.shape[1])
 
 

@@ -1,7 +1,7 @@
 """`mla_latent_store`: norm, RoPE and cache write of the latents of multi-head latent attention.
 
-The latents are passed as their projection returns them and are not changed, so repeating a call
-leaves the same cache.
+The latents are passed as their projection returns them. They are not changed, so repeating a call
+gives the same cache.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ def mla_latent_store(
     slot_mapping: torch.Tensor | None = None,
     **options: Any,
 ) -> None:
-    """Calls the op: writes latents [T, L], normalised, and k_rope [T, R], rotated.
+    """Calls the op: writes latents [T, L], normalized, and k_rope [T, R], rotated.
 
-    latent_cache is [num_pages, page_size, L + R], or [.., L] with a rope_cache [.., R]; for other
-    layouts pass `latent_window` and `rope_window` (CacheWindow.to_ints). The other options are
-    those of LatentStoreArguments. Raises ArgumentError before anything is written.
+    latent_cache is [num_pages, page_size, L + R], or [.., L] with a rope_cache [.., R]. For other
+    layouts, pass `latent_window` and `rope_window` (CacheWindow.to_ints). LatentStoreArguments
+    explains the other options. Raises ArgumentError before anything is written.
     """
     windows = pool_windows(NAME, options, (latent_cache, rope_cache), "latent", latent)
     OP.torch_op(latent, k_rope, latent_cache, rope_cache, slot_mapping, *windows, **options)

@@ -1,4 +1,5 @@
-"""The steps that compute keys and values from latents: one kernel of latents, one up-projection."""
+"""The steps that compute keys and values from latents: one kernel of latents, and one
+up-projection."""
 
 from __future__ import annotations
 
@@ -37,16 +38,18 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
-# Keys past the last position are left out if a sequence has at least this many more keys than
-# queries.
+# If a sequence has at least this many more keys than queries, keys past the last position are not
+# computed.
 SPARE_KEYS = 256
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values that attention reads: [rows, H, N], [rows, H, V], rope columns [rows, R].
+    """The keys and values that attention reads: k [rows, H, N], v [rows, H, V] and the rope columns
+    [rows, R].
 
-    joined: [rows, H, R + N + V], of which k and v are views; attention writes its rope columns.
+    joined: a tensor [rows, H, R + N + V], of which k and v are views. Attention writes its rope
+    columns.
     """
 
     k: torch.Tensor
@@ -56,19 +59,19 @@ class Keys:
 
 
 def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
-    """Runs the steps of a call of `mla_latent_store`."""
+    """Performs the steps of a call of `mla_latent_store`."""
     if a.latent.shape[0] == 0:
         return Outcome(None, "nothing", "no tokens")
     yield latent_launch(latent_call(a, store=True), target)
-    return Outcome(None, "store", "one kernel norms, rotates and writes the named slots")
+    return Outcome(None, "store", "one kernel normalizes, rotates and writes the named slots")
 
 
 def latent_calls(
     a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers | None
 ) -> Iterator[LatentCall]:
     """Yields the calls that fill a chunk's buffers and, before the first chunk, write the new
-    tokens. buffers: None if nothing is to be filled. One launch does both if it can tell new keys
-    from cached keys."""
+    tokens. One launch does both if it can distinguish new keys from cached keys. buffers: None if
+    nothing has to be filled."""
     store = chunk.first and a.slots != "none" and a.latent is not None and a.latent.shape[0] > 0
     makes = buffers is not None and bool(buffers.made)
     if a.keys == "given":
@@ -84,7 +87,7 @@ def latent_calls(
 
 
 def latent_launch(call: LatentCall, target: Target, config: LatentConfig | None = None) -> Launch:
-    """Returns the launch of a call. config: tiles to use instead of the plan's."""
+    """Returns the launch of a call. config: tiles to use instead of the tiles of the plan."""
     problem, tokens, rows = call.problem, call.values["num_tokens"], call.values["num_rows"]
     if config is None:
         config = latent_config(problem, next_power_of_2(tokens + rows))
@@ -101,9 +104,11 @@ def key_steps(
     target: Target,
     joins: Callable[[Buffers], bool] | None = None,
 ) -> Generator[Step, Any, tuple[Keys, str]]:
-    """Writes the new tokens (before the first chunk) and computes a chunk's keys and values.
-    Returns the keys and values, and a description of their up-projection. joins: says whether the
-    keys are joined (None: they are not)."""
+    """Writes the new tokens (before the first chunk), and computes a chunk's keys and values.
+    Returns the keys and values, and a description of their up-projection.
+
+    joins: a function that returns whether the keys are joined. If it is None, they are not.
+    """
     buffers = yield from key_buffers(a, chunk)
     for call in latent_calls(a, chunk, buffers):
         yield latent_launch(call, target)
@@ -114,8 +119,8 @@ def key_steps(
 def _up_project(
     a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool
 ) -> Generator[Step, Any, tuple[Keys, str]]:
-    """Computes keys and values of a chunk's latents. joined: leaves room for the rope columns
-    before them."""
+    """Computes keys and values from a chunk's latents. joined: whether to leave room for the rope
+    columns before them."""
     rows = chunk.rows
     limit = yield from _last_position(a, chunk)
     problem = up_problem(a, buffers, limited=limit is not None, joined=joined)
@@ -139,8 +144,8 @@ def _up_project(
 def _up_kernel(
     problem: UpProblem, num_rows: int, target: Target, config: UpConfig | None
 ) -> tuple[UpConfig, Statics]:
-    """Returns the tiles for up to `num_rows` rows (`config`, if given) and the constants of the
-    kernel."""
+    """Returns the tiles for up to `num_rows` rows (`config`, if it is given), and the constants of
+    the kernel."""
     config = config or up_config(problem, num_rows, target)
     return config, kernels.up_statics(problem, config)
 
@@ -158,7 +163,7 @@ def up_launch(
     config: UpConfig | None = None,
 ) -> tuple[Launch, UpConfig]:
     """Returns the launch of the up-projection of `rows` latents to keys and values, and its tiles.
-    config: tiles to use instead of the plan's."""
+    config: tiles to use instead of the tiles of the plan."""
     k, v = keys
     config, statics = _up_kernel(problem, next_power_of_2(rows), target, config)
     coded = problem.scale_block is not None
@@ -182,7 +187,7 @@ def up_launch(
 
 
 def _library_product(latent: torch.Tensor, weight: torch.Tensor, keys: Keys) -> Library:
-    """Returns the product of latents [rows, L] and the weight, which fills k and v."""
+    """Returns the step that multiplies latents [rows, L] by the weight and fills k and v."""
     if keys.joined is None:
         rows, heads, nope = keys.k.shape
         width = heads * (nope + keys.v.shape[2])
@@ -202,8 +207,8 @@ def by_head(
 
 
 def joined_shape(a: MlaPrefillArguments, rows: int) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Returns the shape [rows, H, R + N + V] and the dtype of keys and values with the rope columns
-    before them."""
+    """Returns the shape [rows, H, R + N + V] and the dtype of keys and values, with the rope
+    columns before them."""
     return (rows, a.q.shape[1], sum(widths(a))), a.q.dtype
 
 
@@ -217,15 +222,17 @@ def split_joined(a: MlaPrefillArguments, joined: torch.Tensor, buffers: Buffers)
 def empty_keys(
     a: MlaPrefillArguments, rows: int
 ) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
-    """Allocates k [rows, H, N] and v [rows, H, V], as views of one buffer. For the 8-bit core, k is
-    contiguous, and v is contiguous along its keys, padded to 16."""
+    """Allocates k [rows, H, N] and v [rows, H, V] as views of one buffer. For the 8-bit attention
+    kernel, k is contiguous. In v, neighbouring keys are contiguous, and their number is padded to a
+    multiple of 16."""
     nope, _, v_dim = widths(a)
     heads = a.q.shape[1]
     if a.attention_dtype != FP8:
         kv = yield Buffer((rows, heads, nope + v_dim), a.q.dtype)
         return kv[..., :nope], kv[..., nope:]
     k = yield Buffer((rows, heads, nope), FP8)
-    # Keys past the last are multiplied by zero weights; the kernel sets them to zero.
+    # The kernel sets the values past the last key to zero. Attention multiplies them by weights of
+    # zero, and zero times NaN would be NaN.
     v = yield Buffer((heads, v_dim, -(-max(rows, 1) // 16) * 16), FP8)
     return k, v.permute(2, 0, 1)[:rows]
 
@@ -233,8 +240,8 @@ def empty_keys(
 def _last_position(
     a: MlaPrefillArguments, chunk: Chunk
 ) -> Generator[Step, Any, torch.Tensor | None]:
-    """Returns the last position of the queries, int64 [1], if keys past it can be left out; else
-    None."""
+    """Returns the last position of the queries, int64 [1], if keys past it need not be computed;
+    else None."""
     batch, num_tokens = sequences(a), a.q.shape[0]
     if a.positions is None or a.mask == "none" or row_key_offsets(a) is not None or not batch:
         return None
@@ -254,7 +261,7 @@ def _greatest(numbers: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def dequantized(a: UpArguments, target: Target) -> Generator[Step, Any, torch.Tensor]:
-    """Dequantises kv_b_weight to q's dtype, [rows, L]."""
+    """Performs the steps that dequantise kv_b_weight to q's dtype, [rows, L]."""
     weight = a.kv_b_weight
     out = yield Buffer(weight.shape, a.q.dtype)
     rows, rank = weight.shape

@@ -1,5 +1,5 @@
-"""Converts the arguments of MLA ops to the static problems of their kernels, from metadata and
-addresses."""
+"""Converts the arguments of MLA ops to the static problems of their kernels. This needs only
+metadata and addresses."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ from tilewright.ops.runtime.program import Buffer
 
 @dataclass(frozen=True)
 class Chunk:
-    """The keys that one pass attends to: rows of a buffer, one sequence after the other.
+    """The keys that one pass attends to. They are rows of a buffer, one sequence after another.
 
-    offsets [B + 1]: the rows of each sequence (None: equal runs). starts [B]: the position of each
-    sequence's first row (None: 0). rows: the number of rows of all sequences. first: whether this
-    call's tokens are written before this chunk.
+    Attributes:
+        rows: The number of rows of all sequences.
+        offsets: [B + 1], the rows of each sequence. If it is None, all sequences have the same
+            number of rows.
+        starts: [B], the position of the first row of each sequence. If it is None, the position is
+            0.
+        first: Whether the tokens of this call are written before this chunk.
     """
 
     rows: int
@@ -47,9 +51,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Buffers:
-    """The tensors that keys are read from: latents (values or codes) [K, >= L], rope columns [K,
-    R], and the codes' scales [groups, >= K] with scale_strides. made: the names of the tensors that
-    the kernel of latents has to fill."""
+    """The tensors that keys are read from.
+
+    Attributes:
+        latent: The latents, values or codes, [K, >= L].
+        k_rope: The rope columns [K, R].
+        scale: The scales of codes [groups, >= K].
+        scale_strides: The strides of the scales.
+        made: The names of the tensors that the kernel of latents has to fill.
+    """
 
     latent: torch.Tensor
     k_rope: torch.Tensor
@@ -59,8 +69,8 @@ class Buffers:
 
 
 def dense_views(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns (latents [B * S, L], rope columns [B * S, R]) if pages have the same stride as slots;
-    else None."""
+    """Returns (latents [B * S, L], rope columns [B * S, R]) as views of the cache, if all its slots
+    are equally far apart and columns are contiguous; else None."""
     made = []
     for view in cache_views(a):
         pages, size, width = view.shape
@@ -72,7 +82,7 @@ def dense_views(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | N
 
 
 def key_buffers(a: MlaPrefillArguments, chunk: Chunk) -> Generator[Buffer, torch.Tensor, Buffers]:
-    """Returns the buffers of a chunk's keys; allocates the buffers that must be filled."""
+    """Returns the buffers of a chunk's keys. Allocates the buffers that have to be filled."""
     fp8_rope = a.attention_dtype == FP8
     if a.latent_scale is not None:
         strides = (a.latent_scale.stride(1), a.latent_scale.stride(0))
@@ -114,8 +124,8 @@ def _with_new(
 
 @dataclass(frozen=True)
 class LatentCall:
-    """A launch of `mla_latents`: its problem, the rotation of new tokens, and its values except its
-    division into tiles."""
+    """A launch of `mla_latents`: its problem, the rotation of new tokens, and its values, except
+    the values that depend on the tiles."""
 
     problem: LatentProblem
     rotation: Rotation
@@ -130,10 +140,10 @@ def latent_call(
     store: bool = False,
     gather: bool = False,
 ) -> LatentCall:
-    """Returns the call that writes the new tokens, or makes the keys of a chunk, or does both.
+    """Returns the call that writes the new tokens, or computes the keys of a chunk, or does both.
 
     store: whether it writes the new tokens. gather: whether it reads the keys of `chunk` from the
-    cache; if not, it makes them from the new tokens. chunk: None if it makes no keys.
+    cache. If not, it computes them from the new tokens. chunk: None if it computes no keys.
     """
     keep = chunk is not None and not gather
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(
@@ -232,14 +242,14 @@ def _latent_problem(
 
 
 def _unit(cache: torch.Tensor | None) -> int:
-    """Returns the largest number up to 16 that divides the strides of pages and slots."""
+    """Returns the largest number up to 16 that divides the strides of pages and of slots."""
     return 16 if cache is None else math.gcd(16, *cache.stride()[:2])
 
 
 def _one_source(
     tensors: dict[str, torch.Tensor | None], rotation: Rotation, neighbours: bool
 ) -> bool:
-    """Whether rows of tokens and rows of the cache can be loaded by the same code."""
+    """Whether the same code can load rows of tokens and rows of the cache."""
     latent, k_rope = tensors["latent"], tensors["k_rope"]
     latents, ropes = tensors["latent_cache"], tensors["rope_cache"]
     if latent is None or k_rope is None or latents is None or ropes is None:
@@ -256,8 +266,8 @@ def up_problem(
     a: MlaPrefillArguments, buffers: Buffers, *, limited: bool = False, joined: bool = False
 ) -> UpProblem:
     """Returns the up-projection of a chunk's keys. Weight and latents have q's dtype, unless both
-    are codes. The fp8 core reads keys and values of 8 bits, with the values transposed. joined: a
-    head's row includes the rope columns."""
+    are quantised. The fp8 attention kernel reads 8-bit keys and values, with transposed values.
+    joined: whether the row of a head includes the rope columns."""
     nope, rope_dim, v_dim = widths(a)
     heads, weight, rank = a.q.shape[1], a.kv_b_weight, a.kv_b_weight.shape[1]
     coded, narrow = buffers.scale is not None, a.attention_dtype == FP8
@@ -280,7 +290,7 @@ def up_problem(
 
 
 def dequantizes(a: MlaPrefillArguments) -> bool:
-    """Whether the weight has codes and the latents do not, so that the weight is dequantised
-    first."""
+    """Whether the weight is quantised and the latents are not. In this case, the weight is
+    dequantised first."""
     coded = a.quantize_latent or a.latent_scale is not None
     return a.kv_b_weight.dtype == FP8 and not coded

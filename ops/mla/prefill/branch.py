@@ -1,11 +1,12 @@
 """`mla_prefill_branch_fp8`: Modular MAX's op of that name, idempotent, made of `mla_prefill`'s
 parts.
 
-It differs from MAX's op as follows. The raw latents are an argument and q is not changed, so
-repeating a call has no further effect. Norm and RoPE are computed in fp32 and rounded once (MAX: in
-bf16, step by step). Codes saturate; zero rows and rows below fp32's normal numbers give zero codes;
-a query that sees no key gives zeros. Keys may come in several chunks, which merge exactly. As in
-MAX, latents of keys are quantised with scale = min(amax, 1200) / 448.
+It differs from MAX's op in these ways. The raw latents are an argument and q is not changed, so
+repeating a call has no further effect. Norm and RoPE are computed in fp32 and rounded once (MAX
+computes them in bf16, step by step). Codes saturate. Zero rows, and rows below fp32's normal
+numbers, give zero codes. If a query attends to no key, its result is zeros. Keys may come in
+several chunks, whose results are merged exactly. As in MAX, latents of keys are quantised with
+scale = min(amax, 1200) / 448.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def reference(a: MlaBranchArguments) -> torch.Tensor:
         logits = scale * q @ (k_nope | k_rope)^T                      -inf where masked
         out = softmax(logits) @ v                                     rounded to q's dtype
 
-    fp8(...) quantises each row in blocks of `granularity` columns and dequantises it again;
+    fp8(...) quantises each row in blocks of `granularity` columns and dequantises it again.
     kv_b_proj is dequantised by its scales. If no chunk has keys, nothing is written and the result
     is zeros. Chunks change only the order of sums.
     """
@@ -78,7 +79,7 @@ def reference(a: MlaBranchArguments) -> torch.Tensor:
 
 
 def with_all_keys(a: MlaBranchArguments) -> MlaPrefillArguments:
-    """Returns the equivalent call of `mla_prefill`. Reads the values of the lengths."""
+    """Returns the equivalent call of `mla_prefill`. This reads the values of the lengths."""
     lengths = a.cache_lengths.to(torch.int64) + a.input_row_offsets.to(torch.int64).diff()
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     return replace(as_mla_prefill(a), key_offsets=offsets, num_keys=int(offsets[-1]))
@@ -86,8 +87,8 @@ def with_all_keys(a: MlaBranchArguments) -> MlaPrefillArguments:
 
 def as_mla_prefill(a: MlaBranchArguments) -> MlaPrefillArguments:
     """Returns the equivalent call of `mla_prefill`, on views of the same tensors. The keys of each
-    sequence are all slots of its row of the table, used or not; `with_all_keys` limits them to
-    those in use."""
+    sequence are all slots of its row of the table, used or not. `with_all_keys` limits them to the
+    slots that are used."""
     rank = a.kv_b_proj.shape[1]
     entries = a.blocks[:, 0, a.layer_idx]
     return MlaPrefillArguments(
@@ -169,11 +170,11 @@ def mla_prefill_branch_fp8(
 ) -> torch.Tensor:
     """Calls the op: the prefill branch of multi-head latent attention, [T, H, V].
 
-    Writes the new tokens' normalised and rotated latents [T, L + R] to their pages and attends to
-    all keys of each sequence. buffer_length: the rows of the only chunk, or of each, as
-    `mla_prefill_plan` returns them (a tensor is read, which waits for a GPU). Arguments and
-    options: MlaBranchArguments. Raises ArgumentError before anything is written. Not
-    differentiable.
+    It writes the normalized and rotated latents [T, L + R] of the new tokens to their pages, and
+    attends to all keys of each sequence. buffer_length: the number of rows of the only chunk, or of
+    each chunk, as `mla_prefill_plan` returns them. (If it is a tensor, its values are read, which
+    waits for a GPU.) MlaBranchArguments explains the arguments and options. Raises ArgumentError
+    before anything is written. The op is not differentiable.
     """
     if isinstance(buffer_length, torch.Tensor):
         if buffer_length.is_floating_point() or buffer_length.is_complex():

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `mla_prefill_branch_fp8`, under its own argument names. Each raises
+"""Checks of the arguments of `mla_prefill_branch_fp8`, in the names of this op. Each check raises
 ArgumentError before anything is written."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tilewright.ops.reference.rope import ROPE_STYLES
 
 NAME = "mla_prefill_branch_fp8"
 GRANULARITIES = (128, 64)
-#: This op's names for arguments of `mla_prefill`.
+#: The names that this op uses for arguments of `mla_prefill`.
 PREFILL_WORDS = {
     "latent": "latents",
     "k_rope": "latents",
@@ -49,7 +49,7 @@ PREFILL_WORDS = {
 
 
 def check_branch(a: MlaBranchArguments, as_mla_prefill: Callable[[Any], Any]) -> None:
-    """Checks an MlaBranchArguments. Reads metadata only."""
+    """Checks an MlaBranchArguments. Reads only metadata."""
     check_operand(NAME, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES)
     rank, rope_dim = _check_weight(a)
     _check_blocks(a, rank, rope_dim)
@@ -62,7 +62,7 @@ def check_branch(a: MlaBranchArguments, as_mla_prefill: Callable[[Any], Any]) ->
     check_choice(NAME, "rope_style", a.rope_style, ROPE_STYLES[1:])
     check_batch(NAME, a, a.q.device, ("buffer_row_offsets", "cache_offsets"))
     _check_chunks(a)
-    # Weights of unknown size cannot be split; the same check runs at run time.
+    # A weight of unknown size cannot be split. In this case, the check runs at run time.
     sizes = (*a.kv_b_proj.shape, *a.blocks.shape, *a.q.shape[1:], a.v_dim)
     if all(isinstance(size, int) for size in sizes):
         with in_words_of(NAME, PREFILL_WORDS):

@@ -1,5 +1,5 @@
-"""Checks of the arguments of `mla_prefill`, which raise ArgumentError before any write, and the
-reasons why no emitted kernel takes a call."""
+"""Checks of the arguments of `mla_prefill`, which raise ArgumentError before anything is written,
+and the reasons why no emitted kernel can compute a call."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from tilewright.ops.mla.latents.checks import (
 )
 
 ROPE_ON = ("qk", "q", "k")
-# The dtypes that the kernels take.
+# The dtypes that the kernels support.
 VALUE_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def check_prefill(op: str, a: MlaPrefillArguments) -> None:
-    """Checks an MlaPrefillArguments. Reads metadata only."""
+    """Checks an MlaPrefillArguments. Reads only metadata."""
     check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
     rope_dim = check_weight(op, a)
     _check_uncoded(op, a)
@@ -74,14 +74,14 @@ def check_prefill(op: str, a: MlaPrefillArguments) -> None:
 
 
 def _check_uncoded(op: str, a: MlaPrefillArguments) -> None:
-    """Checks that latents have codes only if the weight has codes."""
+    """Checks that latents are quantised only if the weight is quantised."""
     if a.kv_b_weight.dtype != FP8:
         codes = {"latent_scale": a.latent_scale is not None, "quantize_latent": a.quantize_latent}
         refuse_codes(op, codes, a.kv_b_weight.dtype)
 
 
 def _check_codes(op: str, a: MlaPrefillArguments, rows: Any, rank: Any) -> None:
-    """Checks latents that are passed as codes: they must be final keys."""
+    """Checks latents that are passed as codes. They must be normalized and rotated keys."""
     form = "[Tk, ceil(L / bk)]", (rows, -(-rank // a.scale_block[1])), FLOAT_DTYPES, a.q.device
     check_operand(op, "latent_scale", a.latent_scale, *form)
     unfit = {
@@ -96,8 +96,8 @@ def _check_codes(op: str, a: MlaPrefillArguments, rows: Any, rank: Any) -> None:
 
 
 def _check_new(op: str, a: MlaPrefillArguments, rows: Any) -> None:
-    """Checks that there is one new latent for each query, unless the latents are all the keys, in
-    their final form."""
+    """Checks that there is one new latent for each query, unless the latents are all the keys and
+    are already normalized and rotated."""
     rotated = a.rope_style != "none" and "k" in a.rope_on
     if rotated or a.slots != "none" or a.keys != "given":
         num_tokens = a.q.shape[0]
@@ -127,7 +127,7 @@ def _check_cache(
 
 
 def check_prefill_values(op: str, a: MlaPrefillArguments) -> None:
-    """Checks aliases, offsets, places, pages and positions, which need real memory."""
+    """Checks aliases, offsets, places, pages and positions. This needs real memory."""
     if a.latent_cache is not None and a.slots != "none":
         check_aliases(op, a, written_windows(a))
     if not readable((*address_tensors(a), a.key_offsets, a.key_slots, a.key_lengths)):
@@ -148,7 +148,7 @@ def check_prefill_values(op: str, a: MlaPrefillArguments) -> None:
 
 
 def _check_room(op: str, a: MlaPrefillArguments) -> None:
-    """Checks that every sequence has rows for its cached and its new keys."""
+    """Checks that every sequence has rows for its cached keys and its new keys."""
     new = given(a.row_offsets).to(torch.int64).diff()
     wanted = new + given(a.cache_lengths).to(torch.int64)
     rows = given(a.key_offsets).to(torch.int64).diff()
@@ -166,11 +166,11 @@ def _position_source(a: MlaPrefillArguments) -> str:
 
 
 def prefill_obstacle(a: MlaPrefillArguments, weight: str = "kv_b_weight") -> str | None:
-    """Returns why no kernels take a `mla_prefill` call; None if they do. weight: the argument name
-    of the weight. Reads metadata only."""
+    """Returns why no kernel can compute a `mla_prefill` call; None if kernels can. Reads only
+    metadata. weight: the argument name of the weight."""
     if a.q.dtype not in VALUE_DTYPES:
         return f"no kernel for {a.q.dtype}"
-    if not a.scale > 0:  # kernels take the largest product as the largest logit
+    if not a.scale > 0:  # kernels assume that the largest product gives the largest logit
         return f"no kernel for a scale of {a.scale}"
     rank = a.kv_b_weight.shape[1]
     obstacle = width_obstacle(rank, widths(a)[1])
@@ -178,12 +178,12 @@ def prefill_obstacle(a: MlaPrefillArguments, weight: str = "kv_b_weight") -> str
         obstacle = _coded_obstacle(a)
     row = a.kv_b_weight.stride(0)
     if obstacle is None and row * a.kv_b_weight.element_size() % 16:
-        obstacle = f"{weight}: rows {row} elements apart are out of TMA's reach"
+        obstacle = f"{weight}: rows {row} elements apart are too far apart for TMA"
     return obstacle
 
 
 def _coded(a: MlaPrefillArguments) -> bool:
-    """Whether the up-projection multiplies codes."""
+    """Whether the up-projection multiplies quantised operands."""
     return a.quantize_latent or a.latent_scale is not None
 
 
@@ -192,7 +192,7 @@ def _coded_obstacle(a: MlaPrefillArguments) -> str | None:
     if columns not in (32, 64, 128):
         return f"no kernel for scales of {columns} columns"
     if rows * a.q.element_size() % 16:
-        return f"keys and values of {rows} columns are out of TMA's reach"
+        return f"keys and values of {rows} columns are too large for TMA"
     if a.latent_scale is not None and (row := given(a.latent).stride(0)) % 16:
-        return f"latent: rows {row} bytes apart are out of TMA's reach"
+        return f"latent: rows {row} bytes apart are too far apart for TMA"
     return None

@@ -1,8 +1,8 @@
-"""`mla_prefill_plan`: cuts the keys of a ragged batch into chunks that fit a buffer of latents.
+"""`mla_prefill_plan`: divides the keys of a ragged batch into chunks that fit a buffer of latents.
 
-The keys of all sequences are placed one after the other, and chunk c holds the rows from c *
-buffer_size up to (c + 1) * buffer_size. With page_size, each sequence takes whole pages, including
-the unused end of its last page.
+The keys of all sequences are placed one after another. Chunk c has the rows from c * buffer_size up
+to (c + 1) * buffer_size. If page_size is given, each sequence takes whole pages, including the
+unused end of its last page.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ from tilewright.ops.mla.cases import PLAN_CASES, PlanCase
 
 NAME = "mla_prefill_plan"
 Plan = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-#: The most chunks; the result has a row for every chunk, used or not.
+#: The largest number of chunks. The result has a row for every chunk, used or not.
 MAX_CHUNKS = 2**16
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """The arguments of `mla_prefill_plan`: B sequences, C = max_chunks.
+    """The arguments of `mla_prefill_plan`, for B sequences and C = max_chunks.
 
-    input_row_offsets [B + 1] and cache_lengths [B], as for `mla_prefill_branch_fp8`. buffer_size:
-    rows of a chunk, a multiple of page_size, below 2^31. max_chunks: at most MAX_CHUNKS, as the
-    result has a row for each.
+    - `input_row_offsets` [B + 1], `cache_lengths` [B]: as in `mla_prefill_branch_fp8`.
+    - `buffer_size`: the number of rows of a chunk, a multiple of page_size, less than 2^31.
+    - `max_chunks`: at most MAX_CHUNKS, because the result has a row for each chunk.
 
-    The result, int32: buffer_row_offsets [C, B + 1], the rows that each sequence's keys take;
-    cache_offsets [C, B + 1], the position of each sequence's first key in the chunk (the last
-    column is 0); and buffer_lengths [C], the rows in use, -1 for chunks that are not needed (0 for
-    the first chunk of a batch without keys).
+    The results are int32:
 
-    Keys that do not fit into max_chunks chunks raise ArgumentError if the lengths are on the CPU,
-    and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise the last keys are in no chunk.
+    - `buffer_row_offsets` [C, B + 1]: the rows that the keys of each sequence take.
+    - `cache_offsets` [C, B + 1]: the position of the first key of each sequence in the chunk. The
+      last column is 0.
+    - `buffer_lengths` [C]: the number of rows that are used; -1 for chunks that are not needed. For
+      a batch without keys, it is 0 for the first chunk.
+
+    If the keys do not fit into max_chunks chunks, this raises ArgumentError if the lengths are on
+    the CPU, and if they are on a GPU with TILEWRIGHT_DEBUG=1. Otherwise, the last keys are in no
+    chunk.
     """
 
     input_row_offsets: torch.Tensor
@@ -101,7 +105,7 @@ def reference(a: PlanArguments) -> Plan:
         cache_offsets[c, b] = clamp(c * buffer_size - start[b], 0, length[b])
         buffer_lengths[c] = buffer_row_offsets[c, B]      -1 where that is 0 and c > 0
 
-    This is also the only lowering: a few small PyTorch kernels, run once per step.
+    This is also the only lowering. It runs a few small PyTorch kernels, once in each step.
     """
     given = (a.input_row_offsets, a.cache_lengths)
     return cut(*given, a.buffer_size, a.max_chunks, a.page_size)
@@ -125,7 +129,7 @@ def cut(
     page_size: int = 1,
 ) -> Plan:
     """Returns (buffer_row_offsets [C, B + 1], cache_offsets [C, B + 1], buffer_lengths [C]) in
-    int32. A chunk that is not needed has the length 0, not -1."""
+    int32. The length of a chunk that is not needed is 0 here, not -1."""
     ends = row_ends(row_offsets, cache_lengths, page_size)
     first = torch.arange(max_chunks, device=ends.device)[:, None] * buffer_size
     rows = (ends - first).clamp(0, buffer_size)

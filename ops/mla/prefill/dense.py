@@ -1,7 +1,7 @@
 """`mla_prefill_dense`: `mla_prefill` of latents from the graph, without a cache.
 
-Arguments, meaning and kernels are those of `mla_prefill`. It is a separate op because it writes
-nothing: Inductor does not support an op whose written arguments are all None.
+It has the same arguments, results and kernels as `mla_prefill`. It is a separate op because it
+writes nothing: Inductor does not support an op whose written arguments are all None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "mla_prefill_dense"
 
 @dataclass(frozen=True)
 class MlaDenseArguments(MlaPrefillArguments):
-    """The arguments of `mla_prefill` (MlaPrefillArguments), with latent_cache and rope_cache
+    """The arguments of `mla_prefill` (MlaPrefillArguments). latent_cache and rope_cache are
     None."""
 
     latent_cache: torch.Tensor | None = None

@@ -57,12 +57,12 @@ NAME = "mla prefill"
 
 
 def prefill_steps(a: MlaPrefillArguments, target: Target) -> Steps:
-    """Runs the steps of a call of `mla_prefill`."""
+    """Performs the steps of a call of `mla_prefill`."""
     return (yield from _one_chunk(a, Chunk(buffer_rows(a), row_key_offsets(a)), target))
 
 
 def branch_steps(a: MlaBranchArguments, target: Target) -> Steps:
-    """Runs the steps of a call of `mla_prefill_branch_fp8`."""
+    """Performs the steps of a call of `mla_prefill_branch_fp8`."""
     chunks, given = _branch_chunks(a), as_mla_prefill(a)
     if not chunks:
         return (yield from _no_keys(given))
@@ -72,8 +72,8 @@ def branch_steps(a: MlaBranchArguments, target: Target) -> Steps:
 
 
 def plan_branch(a: MlaBranchArguments, target: str) -> LoweringReport:
-    """Returns the kernels that a call will run on a target, each once, even if it runs on several
-    chunks."""
+    """Returns the kernels that a call will run on a target. Each kernel is listed once, even if it
+    runs for several chunks."""
     planner = Planner(get_target(target))
     program = drive(branch_steps(a, planner.target), planner, keep=True)
     specs = tuple(dict.fromkeys(program.specs))
@@ -81,9 +81,11 @@ def plan_branch(a: MlaBranchArguments, target: str) -> LoweringReport:
 
 
 def work(a: MlaPrefillArguments) -> Work:
-    """Returns the reads and products of a call of `mla_prefill`. If the call is computed as
-    `mla_decode`, they are those of `mla_decode`. If not, the keys of all heads are made of every
-    latent, written, and read again."""
+    """Returns the reads and products of a call of `mla_prefill`.
+
+    If the call is computed as `mla_decode`, these are the reads and products of `mla_decode`. If
+    not, the keys of all heads are computed from every latent, written, and read again.
+    """
     batch, rows = max(sequences(a), 1), buffer_rows(a)
     given_keys = a.keys == "given"
     known = ("latent", "k_rope") if given_keys else ("latent_cache", "rope_cache")
@@ -109,7 +111,7 @@ def work(a: MlaPrefillArguments) -> Work:
 
 
 def _branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
-    """Returns the chunks that hold keys."""
+    """Returns the chunks that have keys."""
     count, batch = len(a.buffer_length), a.lookup_table.shape[0]
     offsets = a.buffer_row_offsets.reshape(count, batch + 1)
     starts = a.cache_offsets.reshape(count, -1)[:, :batch]
@@ -121,7 +123,7 @@ def _branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
 
 
 def _no_keys(a: MlaPrefillArguments) -> Steps:
-    """Runs attention without keys, which gives zeros."""
+    """Performs attention without keys, whose result is zeros."""
     out = yield Buffer((a.q.shape[0], a.q.shape[1], a.v_dim), a.q.dtype)
     if out.numel():
         yield Library(torch.Tensor.zero_, (out,))
@@ -129,7 +131,7 @@ def _no_keys(a: MlaPrefillArguments) -> Steps:
 
 
 def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
-    """Runs attention to all keys at once. The result is [T, H, V]."""
+    """Performs attention to all keys at once. The result is [T, H, V]."""
     if a.q.numel() == 0:
         return (yield from _no_keys(a))
     if chunk.rows == 0:
@@ -145,8 +147,8 @@ def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
 
 
 def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Target) -> Steps:
-    """Runs one chunk after the other. Each gives a partial result in fp32 with its log-sum-exp, and
-    the partial results merge exactly."""
+    """Performs attention to one chunk after another. Each chunk gives a partial result in fp32 with
+    its log-sum-exp, and the partial results are merged exactly."""
     yield NotRepeatable("several chunks")  # so each chunk frees its memory
     if a.q.numel() == 0:
         return (yield from _no_keys(a))
@@ -164,8 +166,8 @@ def _tensors(done: Outcome) -> tuple[torch.Tensor, ...]:
 
 
 def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: bool = False) -> Steps:
-    """Runs attention to the keys of a chunk. part: one of several chunks, so that the result is in
-    fp32 and includes its log-sum-exp."""
+    """Performs attention to the keys of a chunk. part: whether there are several chunks. If so, the
+    result is in fp32 and includes its log-sum-exp."""
     joins = None if part else partial(_joins_keys, a, chunk, target)
     keys, how = yield from key_steps(a, chunk, target, joins)
     call = yield from _core_call(a, chunk, keys)
@@ -181,14 +183,14 @@ def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: boo
 def _absorbed(
     a: MlaPrefillArguments, call: MlaDecodeArguments, chunk: Chunk, target: Target
 ) -> Steps:
-    """Writes the new tokens, rotates the queries, and runs `call`, the equivalent call of
+    """Writes the new tokens, rotates the queries, and performs `call`, the equivalent call of
     `mla_decode`."""
     for latents in latent_calls(a, chunk, None) if a.keys != "given" else ():
         yield latent_launch(latents, target)
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)
     q_nope, q_rope = a.q[..., :nope], a.q[..., nope:]
     if rotates_queries(a):
-        # Only the width of the keys is used here, to rotate the queries.
+        # Only the width of the keys is used here; it is needed to rotate the queries.
         sizes = ((chunk.rows, heads, nope), (chunk.rows, heads, v_dim), (chunk.rows, rope))
         keys = Keys(*(torch.empty(size, dtype=a.q.dtype, device="meta") for size in sizes))
         _, turned = yield from query_steps((yield from _core_call(a, chunk, keys)), target)
@@ -199,8 +201,8 @@ def _absorbed(
 
 
 def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
-    """Returns the call with copies of the weight, and of latents that are codes, where TMA cannot
-    start at their addresses."""
+    """Returns the call with copies of tensors that TMA cannot read from their addresses. These may
+    be the weight, and latents that are codes."""
     if not is_aligned(a.kv_b_weight):
         a = replace(a, kv_b_weight=a.kv_b_weight.clone())
     if a.latent_scale is not None and not is_aligned(given(a.latent)):
@@ -209,8 +211,8 @@ def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
 
 
 def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
-    """Whether a call makes its keys joined. It does if the library's attention takes all keys at
-    once, there are as many queries as keys, and the queries have to be rotated first."""
+    """Whether a call computes its keys joined. This is so if the library's attention attends to all
+    keys at once, there are as many queries as keys, and the queries have to be rotated first."""
     if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
         return False
     if _dense_batch(a, chunk) is None or not rotates_queries(a):
@@ -228,7 +230,8 @@ def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: B
 def _core_call(
     a: MlaPrefillArguments, chunk: Chunk, keys: Keys
 ) -> Generator[Step, Any, AttentionCall]:
-    """Returns the call of attention for one chunk, and makes the tensors that it needs."""
+    """Returns the call of attention for one chunk. Allocates and fills the tensors that it
+    needs."""
     call, made = _call(a, chunk, keys), {}
     if _dense_batch(a, chunk) is None:
         rows = {"query_offsets": a.q.shape[0], "key_offsets": chunk.rows}
@@ -253,8 +256,8 @@ def _fill(value: float, out: torch.Tensor) -> None:
 
 
 def _call(a: MlaPrefillArguments, chunk: Chunk, keys: Keys) -> AttentionCall:
-    """Returns the call of attention for one chunk. It is dense if all sequences are equal runs; if
-    not, it has the given offsets."""
+    """Returns the call of attention for one chunk. It is dense if all sequences have the same
+    number of queries and keys. If not, it has the given offsets."""
     batch, one, positions = _dense_batch(a, chunk), _one_run(a, chunk), a.positions
     parts = (a.q, keys.k, keys.v, keys.k_rope)
     if batch is not None:
@@ -289,15 +292,16 @@ def _call(a: MlaPrefillArguments, chunk: Chunk, keys: Keys) -> AttentionCall:
 
 
 def _dense_batch(a: MlaPrefillArguments, chunk: Chunk) -> Any:
-    """Returns the number of sequences if they are equal runs; None if they are ragged."""
+    """Returns the number of sequences if all of them have the same number of queries and keys; None
+    if they are ragged."""
     if _one_run(a, chunk):
         return 1
     return sequences(a) if a.row_offsets is None and chunk.offsets is None else None
 
 
 def _one_run(a: MlaPrefillArguments, chunk: Chunk) -> bool:
-    """Whether a call has one sequence whose keys are exactly its new tokens. Its lengths then
-    follow from shapes, and nothing on the device has to be read."""
+    """Whether a call has one sequence whose keys are exactly its new tokens. The lengths then
+    follow from shapes, and nothing has to be read from the device."""
     if a.row_offsets is None or a.row_offsets.shape[0] != 2 or a.attention_dtype == FP8:
         return False
     written = a.slots == "ragged" and a.keys == "table" and a.positions is None

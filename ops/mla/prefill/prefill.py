@@ -1,7 +1,7 @@
 """`mla_prefill`: multi-head latent attention, with keys and values computed from latents.
 
-Keys are this call's latents or are in a cache, paged or with a page per sequence. The projection's
-output is never split or concatenated in memory.
+The keys are computed from the latents of this call, or from a cache, which may be paged or have a
+page for each sequence. The output of the projection is never split or concatenated in memory.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def reference(a: MlaPrefillArguments) -> torch.Tensor:
         logits = scale * q @ (k_nope | k_rope)^T + attn_mask   -inf where the mask hides
         out = softmax(logits) @ v                              rounded to q's dtype
 
-    A step whose arguments are None is left out. Quantised latents and weights are dequantised
-    first; attention_dtype float8_e4m3fn rounds q, k and v to that dtype instead.
+    A step whose arguments are None is omitted. Quantised latents and weights are dequantised first.
+    If attention_dtype is float8_e4m3fn, q, k and v are rounded to this dtype instead.
     """
     return prefill_reference(a)
 
@@ -88,12 +88,12 @@ def mla_prefill(
     scale: float,
     **options: Any,
 ) -> torch.Tensor:
-    """Calls the op: attention of q [T, H, N + R] to keys computed from latents.
+    """Calls the op: attention of q [T, H, N + R] to keys computed from latents. Returns [T, H, V].
 
-    latent_cache is [num_pages, page_size, L + R], or [.., L] with a rope_cache [.., R]; for other
-    layouts pass `latent_window` and `rope_window` (CacheWindow.to_ints). Result [T, H, V].
-    Arguments and options: MlaPrefillArguments. Raises ArgumentError before anything is written. Not
-    differentiable.
+    latent_cache is [num_pages, page_size, L + R], or [.., L] with a rope_cache [.., R]. For other
+    layouts, pass `latent_window` and `rope_window` (CacheWindow.to_ints). MlaPrefillArguments
+    explains the arguments and options. Raises ArgumentError before anything is written. The op is
+    not differentiable.
     """
     caches = latent_cache, rope_cache
     if latent_cache is None:

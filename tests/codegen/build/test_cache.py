@@ -257,7 +257,7 @@ def test_a_link_of_another_user_is_refused(tmp_path, monkeypatch, warnings):
     give_away(link, monkeypatch)
     assert KernelCache(link).find("binary", "bb") is None
     if os.geteuid() == 0:
-        assert "it is a link of user" in warnings()[0]
+        assert "it is a symbolic link of user" in warnings()[0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ REASONS = {
     "recursion": "calls itself",
     "chained_comparison": "no chained comparison",
     "assertion": "static assertion failed: BLOCK % 32 == 0: 'whole warps'",
-    "undecidable_assertion": "cannot be decided at emit time: n > 0",
+    "undecidable_assertion": "cannot be decided when the kernel is emitted: n > 0",
     "constant_under_runtime_control": "BLOCK is a compile-time value",
     "unknown_name": "undefined_helper is neither",
     "subscript": "only None and : may index a tensor",
@@ -42,7 +42,7 @@ def test_refusal_names_place_and_reason(kernel, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"constants": {"BLOCK": 16, "EXTRA": 1}}, "'EXTRA', which is no parameter"),
+        ({"constants": {"BLOCK": 16, "EXTRA": 1}}, "'EXTRA', which is not a parameter"),
         ({"constants": {}}, "no value or type for BLOCK"),
         ({"constants": {"BLOCK": 16}, "signature": {"x_ptr": "*i32"}}, "no value or type for n"),
         ({"signature": {"n": "i32", "x_ptr": "*i32"}}, "signature order"),

@@ -150,11 +150,11 @@ def scale_at(*strides):
 
 # For each text, the differences of the weight and of the problem.
 OBSTACLES = {
-    "no 4-bit codes": ({"format": "dense"}, {}),
+    "not 4-bit codes": ({"format": "dense"}, {}),
     "not whole words": ({"data": Operand("u8", (N * K // 2, N // 2 + 2, 1))}, {}),
-    "scales are not laid out like the columns": (scale_at(N * K // 16, 1, K), {}),
-    "not whole quarters": ({}, {"inner": N + 16}),
-    "units of 2 bytes": (scale_at(N * K // 16, N // 16 + 1, 1), {}),
+    "differs from the layout of the columns": (scale_at(N * K // 16, 1, K), {}),
+    "into whole quarters": ({}, {"inner": N + 16}),
+    "multiples of 2 bytes": (scale_at(N * K // 16, N // 16 + 1, 1), {}),
     "powers of two": ({"format": "mxfp4", "scale_block": (1, 32)}, {"x": "fp16"}),
     "do not fit steps": ({"format": "int4", "scale_block": (1, 256)}, {}),
 }

@@ -193,23 +193,26 @@ def test_a_norm_of_x_is_a_part_of_it(qk_norm: bool) -> None:
     problem = few(input_norm="rms", qk_norm=qk_norm)
     choice = choose(problem, 1, SM90)
     assert choice.norms_x
-    assert choice.reason.startswith("one fused kernel that norms x, dots")
+    assert choice.reason.startswith("one fused kernel that normalizes x, dots")
     assert choice.config == choose(problem.after_norm, 1, SM90).config
     # A norm that is not linear in x stays before the projection, and so does a dtype that does not
     # have its range.
     for changes in ({"input_norm": "layer"}, {"dtype": torch.float16}):
         apart = choose(few(**({"input_norm": "rms"} | changes)), 1, SM90)
         assert not apart.norms_x
-        assert apart.reason.startswith("x is normed, then one fused kernel, dots")
+        assert apart.reason.startswith("x is normalized first, then one fused kernel, dots")
 
 
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
-    "no codes": ({"weight_format": "dense"}, "weights are no codes"),
+    "no codes": ({"weight_format": "dense"}, "the weights are not quantized"),
     "rows in words": ({**INT4, "weight_format": "int4_n"}, "the codes of several rows"),
-    "columns apart": ({**INT4, "transposed": True}, "columns that lie apart"),
-    "bytes": ({**INT4, **BYTES, "nibble_order": (1, 0)}, "bytes that are no words"),
+    "columns apart": ({**INT4, "transposed": True}, "columns that are not contiguous"),
+    "bytes": ({**INT4, **BYTES, "nibble_order": (1, 0)}, "the codes are stored in bytes"),
     "scales": ({**INT8, "scale_block": (1, 24), "hidden": 240}, "scales of 24 columns"),
-    "columns": ({**INT8, "scale_block": (1, 254), "hidden": 254}, "254 columns are no whole words"),
+    "columns": (
+        {**INT8, "scale_block": (1, 254), "hidden": 254},
+        "254 columns do not fill whole words",
+    ),
 }
 
 

@@ -181,6 +181,6 @@ def test_a_lowering_without_a_rival_is_not_measured(store):
     scaled = replace(CASE, problem=problem(dtype="fp32"))
     assert list(trials(scaled)) == ["library"]
     timer = FakeTimer()
-    assert "no other to measure" in tuned(scaled, H200, timer, store).reason
+    assert "no other lowering to compare" in tuned(scaled, H200, timer, store).reason
     assert tuned(scaled, H200, None, store) is not None
     assert timer.calls == 0

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tests.attention_cases import performed
 from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
+from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops import ArgumentError, cache_attention
 from tilewright.ops.attention.cache_attention import OP, AttentionArguments
@@ -258,3 +259,16 @@ def test_a_page_outside_the_pool_is_refused_where_a_key_may_be_seen():
     assert fits.isfinite().all()
     with pytest.raises(ArgumentError, match=r"block_table.*9 for sequence 0, column 2"):
         cache_attention(q, k, v, key_lengths=torch.tensor([33, 16]), **given)
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
+def test_float8_keys_keep_infinity_and_nan(queries, target):
+    """The compiler's conversion of float8_e5m2 to bfloat16 multiplies by 2 ** 112, by which
+    infinity becomes 65536 and NaN another number. The one to float16 does not."""
+    a = call(queries, cache_lengths=torch.tensor([1, 2]))
+    a = replace(a, k=a.k.to(torch.float8_e5m2), v=a.v.to(torch.float8_e5m2))
+    spec = interpret(OP, a, target).specs[0]
+    ptx = compile_for(spec).ptx
+    assert "cvt.rn.f16x2.e5m2x2" in ptx
+    assert "e112" not in ptx

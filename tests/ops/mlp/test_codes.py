@@ -105,7 +105,9 @@ def test_dot_products_read_words_that_lie_apart():
     spread[:, ::2] = a.weight
     a = replace(a, weight=spread[:, ::2])
     _, steps, problem_of, _ = OPS["residual"]
-    assert dot_obstacle(problem_of(a), 1) == "rows lie next to each other"
+    assert (
+        dot_obstacle(problem_of(a), 1) == "the rows of the weight are contiguous, not its columns"
+    )
     q = problem_of(a).quantization
     config = DotConfig(16, 4 * q.dot_run * q.per_int32, num_warps=4)
     machine = Interpreter()
@@ -316,7 +318,7 @@ def test_bad_arguments_are_named(change, argument):
 def test_bytes_that_fill_no_words_are_not_dotted():
     """Codes in words of eight need no alignment of bytes."""
     for per_int32, whole, said in (
-        *((4, False, "bytes that are no words"), (4, True, None)),
+        *((4, False, "the codes do not form whole 32-bit words"), (4, True, None)),
         *((8, False, None), (8, True, None)),
     ):
         codes = SimpleNamespace(per_int32=per_int32, dot_obstacle=lambda k: None)

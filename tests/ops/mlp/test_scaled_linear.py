@@ -118,7 +118,7 @@ def test_rows_that_the_library_cannot_reach_have_a_reason(argument):
     assert scaled_linear.library_obstacle(taken) is None
     for other in (part_of_wider(codes, 264, 0), codes[:1].expand(len(codes), -1)):
         obstacle = scaled_linear.library_obstacle(replace(a, **{argument: other}))
-        assert "whole 16 bytes apart" in obstacle
+        assert "at distances that are multiples of 16 bytes" in obstacle
 
 
 @pytest.mark.parametrize("name", ["tensors", "blocks"])
@@ -177,7 +177,7 @@ def test_blocks_want_a_torch_that_reads_their_strides(monkeypatch):
     a = OP.sample_inputs(BY_NAME["blocks"])
     assert scaled_linear.library_obstacle(a) is None
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
-    assert "wants torch 2.11" in scaled_linear.library_obstacle(a)
+    assert "requires torch 2.11" in scaled_linear.library_obstacle(a)
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_experts_that_several_tokens_choose_are_read_once(name):
 
 
 NOT_TAKEN = {
-    "rows lie next to each other": replace(BASE, layout="transposed"),
+    "the rows of the weight are contiguous, not its columns": replace(BASE, layout="transposed"),
     "runs of 3 words": replace(BASE, weight_format="int4", hidden=96, inner=96),
 }
 
@@ -232,7 +232,7 @@ def test_rows_of_an_odd_number_of_codes_are_no_words():
     a = moe.sample_inputs(replace(BASE, weight_format="mxfp4", hidden=64, inner=64))
     problem = moe_problem(a)
     odd = replace(problem, hidden=68)
-    assert dots_obstacle(odd, 1) == "gate_weight: rows are no whole words"
+    assert dots_obstacle(odd, 1) == "gate_weight: rows do not fill whole words"
 
 
 def test_arguments_are_read_where_they_lie():

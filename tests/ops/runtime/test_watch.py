@@ -99,7 +99,7 @@ def test_a_gpu_that_does_not_answer_is_waited_for_no_longer(watching):
         other.kill()
         until(lambda: watching.said)
         held.set()
-    assert "this rank's GPU says nothing for 0.2 s" in watching.said[0]
+    assert "this rank's GPU has given no sign for 0.2 s" in watching.said[0]
 
 
 def test_a_rank_that_waits_for_nobody_goes_on(watching):

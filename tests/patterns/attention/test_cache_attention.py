@@ -244,7 +244,7 @@ def written_in_part(q, k, v, mask, *_):
 @pytest.mark.parametrize(
     ("attend", "words"),
     [
-        (weights_are_read, "return no attention weights"),
+        (weights_are_read, "do not return the attention weights"),
         (dropped, "dropout_p=0.0"),
         (written_in_part, "read the input or the result of the layer instead"),
     ],
@@ -260,7 +260,7 @@ def test_a_mask_beside_is_causal_is_to_say_all():
         return sdpa(q, k, v, attn_mask=mask, is_causal=True)
 
     (miss,) = misses_of(lower(attend, inputs()), "attention")
-    assert "leave is_causal out" in miss.hint
+    assert "leave out is_causal" in miss.hint
 
 
 def capped_from_below(q, k, v):

@@ -175,7 +175,7 @@ def sums_used(*_):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (attention(score_mod=squared), "no pattern reads what its score_mod computes"),
+        (attention(score_mod=squared), "no pattern can read what its score_mod computes"),
         (attention(with_sines), "its function calls sin"),
         (attention(whole_row), "its function calls any"),
         (sums_used, "its log-sum-exp, or its largest score, is used"),

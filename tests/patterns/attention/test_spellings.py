@@ -322,7 +322,7 @@ def test_keys_whose_numbers_lie_apart_are_not_read():
     q, k, *others = inputs()
     (miss,) = misses_of(run(attend, (q, k.mT.contiguous(), *others)), "attention")
     assert miss.code == "ATTENTION_FORM"
-    assert "do not follow each other in memory" in miss.message
+    assert "are not contiguous in memory" in miss.message
     assert "contiguous()" in miss.hint
 
 

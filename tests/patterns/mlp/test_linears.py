@@ -460,7 +460,7 @@ def test_a_weight_whose_sizes_are_symbols_is_told(stored):
     (miss,) = lowered.misses
     assert not lowered.matches, str(lowered)
     assert (miss.code, miss.weight) == ("LINEAR_FORM", "advice")
-    assert "its weight has sizes that are symbols" in miss.message
+    assert "its weight has symbolic sizes" in miss.message
 
 
 def test_a_norm_before_the_sum_wants_a_number_of_tokens():

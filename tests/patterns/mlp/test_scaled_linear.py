@@ -222,7 +222,7 @@ def test_blocks_on_hopper_alone():
         assert patterns_in(on[name], *LINEARS) == []
         (miss,) = [m for m in on[name].misses if m.pattern == "scaled_linear"]
         assert (miss.code, miss.weight) == ("NO_KERNELS", "advice")
-        assert "on Hopper alone" in miss.message
+        assert "only on Hopper" in miss.message
 
 
 def test_rows_on_every_chip_with_float8():

@@ -247,19 +247,19 @@ MISSED = {
     "heads at positions of a tensor": NearMiss(
         "K_PATH",
         KP,
-        "at positions that a tensor holds. Hint: where they are constant take them by a slice",
+        "at positions that a tensor gives. Hint: if the positions are constant, use a slice",
         of_keys(lambda k, m: k[:, AT]),
     ),
     "heads flipped": NearMiss("K_PATH", KP, "flip", of_keys(lambda k, m: k.flip(1))),
     "features rolled": NearMiss("K_PATH", KP, "roll", of_keys(lambda k, m: k.roll(1, -1))),
     "keys tiled": NearMiss(
-        "LAYOUT", KP, "each 2 times", keys_tiled, args=lambda: make_args(heads=2 * HKV)
+        "LAYOUT", KP, "2 times each", keys_tiled, args=lambda: make_args(heads=2 * HKV)
     ),
     "features repeated": NearMiss("CACHE_LAYOUT", KP, "2 heads of 8", features_repeated),
     "keys repeated, values not": NearMiss(
         "UNSUPPORTED",
         G,
-        "K's heads are written 2 times each, V's 1 times",
+        "K's heads are written 2 times each, but V's heads 1 times",
         keys_repeated_values_not,
         args=lambda: make_args(heads=HQ),
     ),
@@ -281,7 +281,7 @@ MISSED = {
     "two clamps": NearMiss(
         "UNSUPPORTED",
         KP,
-        "clamp once, to -c .. c",
+        "use one clamp, from -c to c",
         clamps(lambda x: x.clamp(-1, 1).clamp(-0.5, 0.5)),
     ),
     "keys clamped alone": NearMiss(
@@ -297,7 +297,10 @@ MISSED = {
         clamps(lambda x: x.clamp(-x[:1].abs(), x[:1].abs())),
     ),
     "clamp from one side": NearMiss(
-        "K_PATH", KP, "aten.clamp_max[6, 16]. Hint: clamp once", clamps(lambda x: x.clamp_max(0.5))
+        "K_PATH",
+        KP,
+        "aten.clamp_max[6, 16]. Hint: use one clamp",
+        clamps(lambda x: x.clamp_max(0.5)),
     ),
     "clamp in place": NearMiss(
         "UNSUPPORTED", KP, "instead of clamp_", clamped_with_another_name, ROWS

@@ -158,5 +158,5 @@ def test_sizes_of_a_second_compilation_are_told_where_they_are_symbols():
     assert patterns_in(first, "mlp") == ["linear_activation"]
     (miss,) = misses_of(second, "mlp")
     assert (miss.code, miss.pattern) == ("LINEAR_FORM", "linear_activation")
-    assert "sizes that are symbols" in miss.message
+    assert "symbolic sizes" in miss.message
     assert "mark_static" in miss.hint
