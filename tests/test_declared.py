@@ -382,7 +382,7 @@ def test_a_meaning_that_does_not_fit_is_a_miss(meaning):
         miss.message
     )
     assert UNFIT[meaning] in miss.message
-    assert "arguments by name" in miss.hint
+    assert "name the meaning's parameters as the operator's arguments" in miss.hint
     undeclare(ops.scatter_add)
     torch._dynamo.reset()
     assert graphs_of(lowered)[1] == graphs_of(lower(Scatter(), scatter_args()))[1]
@@ -452,7 +452,7 @@ def test_declaring_twice():
     [
         ("scatter_add", cut, 'its name "namespace::name", got'),
         (cut, cut, 'its name "namespace::name", got'),
-        ("aten::add", cut, "is known"),
+        ("aten::add", cut, "which tilewright knows"),
         ("tests_opaque::scatter_add", "x + y", "expected a function"),
         ("tests_opaque::scatter_add", lambda out, index: out, r"function of \(out, index, src\)"),
         ("tests_opaque::store", cut, "the arguments of tests_opaque.store.default"),

@@ -98,7 +98,8 @@ def _linear(value: Value) -> FewTokens | None:
     linear = match_few_tokens(value.whole)
     if linear is None or not linear.coded or value.dtype != linear.product.dtype:
         return None
-    return linear
+    by_graph = linear.x_scale is not None and not linear.product.stands_in
+    return None if by_graph else linear
 
 
 def _shared(linear: FewTokens, flow: Dataflow) -> FewTokens:
@@ -107,7 +108,7 @@ def _shared(linear: FewTokens, flow: Dataflow) -> FewTokens:
     if linear.x_scale is None:
         return linear
     rows = first_alike(CodedRows(linear.x, linear.x_scale), flow)
-    return replace(linear, x=rows.codes, x_scale=rows.x_scale)
+    return replace(linear, x=rows.codes, x_scale=rows.scale)
 
 
 def _is_known(linear: FewTokens) -> bool:
