@@ -24,8 +24,6 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from tilewright.codegen.build.interpreter_operators import quick
-
 
 def replacements() -> list[tuple[Any, str, Any]]:
     """Returns the replacements as (owner, attribute, value). Each call returns new caches, so that
@@ -262,8 +260,7 @@ def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) 
         kwargs["_semantic"] = semantic
         return function(*args, **kwargs)
 
-    operator = quick(name, interpreted) if obj is tl.tensor else interpreted
-    scope.set_attr(obj, name, operator)
+    scope.set_attr(obj, name, interpreted)
 
 
 def _if_it_is_read(original: Callable) -> Callable:

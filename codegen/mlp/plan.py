@@ -24,6 +24,11 @@ MOST_GATED_TOKENS = 16
 # MOST_TOKENS: gate and up in float8 take 92 us for 128 tokens and 52 us for 64 tokens, while the
 # library's two products and the conversions of scales take 66 us for 128 tokens.
 MOST_CODED_TOKENS = 128
+# The largest number of tokens for which the kernel of unquantized weights computes an RMS norm of x
+# itself. Measured for 64 tokens on an H100 (MLP's first linear of OPT-6.7B): this takes 140 us with
+# the norm, and 55 us behind a separate kernel of a layer norm. From 17 to 63 tokens nothing was
+# measured.
+MOST_NORMED_TOKENS = 16
 # The largest number of tokens for which the kernel computes a layer norm of x itself. This is
 # modelled, not measured: every program reads whole rows before its first product, which takes about
 # 1 us per token for 4096 columns, and a separate norm takes about 2 us.
@@ -205,10 +210,13 @@ def orders_x(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     return num_tokens > (1 if problem.gated else MOST_TOKENS_IN_MEMORY_ORDER)
 
 
-def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
-    """Whether the kernel itself normalizes x. kind: the kind of norm, as in `RowNorm`."""
-    few = kind == "rms" or num_tokens <= MOST_LAYER_NORMED_TOKENS
-    return few and takes_columns(kind, columns)
+def takes_norm(kind: str, num_tokens: int, columns: int, coded: bool) -> bool:
+    """Whether the kernel itself normalizes x. kind: the kind of norm, as in `RowNorm`. coded: the
+    weights are quantized."""
+    most = MOST_LAYER_NORMED_TOKENS
+    if kind == "rms":
+        most = MOST_CODED_TOKENS if coded else MOST_NORMED_TOKENS
+    return num_tokens <= most and takes_columns(kind, columns)
 
 
 def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:

@@ -43,7 +43,7 @@ def slower(
         return f"a symbolic number of tokens, which may be more than {most}"
     if isinstance(tokens, int) and tokens > most:
         return f"more than {most} tokens: the library's GEMM is faster"
-    if norm and not takes_norm(norm, tokens, columns):
+    if norm and not takes_norm(norm, tokens, columns, coded):
         return f"{norm} norm of {tokens} tokens: a separate kernel for the norm is faster"
     return None
 

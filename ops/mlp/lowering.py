@@ -170,7 +170,8 @@ def _norms_x(call: _Call) -> bool:
         return False
     if multiplies_apart(problem, num_tokens, call.target):
         return False
-    return takes_norm(problem.norm.kind, num_tokens, problem.k)
+    coded = problem.quantization is not None
+    return takes_norm(problem.norm.kind, num_tokens, problem.k, coded)
 
 
 def _are_many(problem: LinearProblem, num_tokens: int) -> bool:

@@ -597,4 +597,4 @@ def test_a_python_function_of_which_nothing_is_known_is_told():
     torch.compile(model, backend="tilewright", options={"inner": "eager"})(*some_tokens(3))
     misses = [m for report in reports() for m in report.misses]
     (miss,) = (m for m in misses if m.code == "OPAQUE_CALL")
-    assert "what halved writes is not known" in miss.message
+    assert "it is not known which memory halved writes" in miss.message

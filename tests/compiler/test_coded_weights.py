@@ -267,11 +267,12 @@ def test_a_linear_that_no_pattern_takes_runs_as_it_was():
             return self.head(x).sin()
 
     model, (x, *_) = Alone(), arguments()
-    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    others = {"patterns": ["-coded_linear"]}
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager", **others})
     assert torch.equal(compiled(x), model(x))
     assert not reports()[-1].matches
     torch._dynamo.reset()
-    (found,) = lower(model, (x,)).graphs
+    (found,) = lower(model, (x,), **others).graphs
     targets = [node.target for node in found.after.graph.nodes if node.op == "call_function"]
     assert F.linear in targets
     assert getattr not in targets

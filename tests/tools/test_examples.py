@@ -236,7 +236,7 @@ def test_an_argument_that_scratch_writes_is_refused(post_norm, monkeypatch):
     found = lower(model, args, patterns=["add_rms_norm"])
     assert found.matches == []
     assert {miss.code for miss in found.misses} == {"INTERNAL"}
-    assert "argument 'y' is what scratch writes" in found.misses[0].message
+    assert "argument 'y' is memory that scratch writes fill" in found.misses[0].message
 
 
 def test_generate_gives_eager_s_tokens_and_says_what_is_fused(monkeypatch, capsys):

@@ -363,7 +363,9 @@ def test_limits_are_told_before_anything_is_written():
         cache.batch_select_indices(torch.tensor([0, 0, 0, 1, 1, 2, 2]))
     cache = filled(3, 8, max_cache_len=9)
     appended(cache, 3, 1, 8)
-    with pytest.raises(ValueError, match=r"9 tokens and 1 more .* max_cache_len is 9"):
+    with pytest.raises(
+        ValueError, match=r"9 tokens and needs room for 1 more.* max_cache_len is 9"
+    ):
         appended(cache, 3, 1, 9)
 
 

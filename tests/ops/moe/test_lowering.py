@@ -81,8 +81,8 @@ FP8 = moe.sample_inputs(replace(CASE, weight_format="fp8"))
 INT4 = moe.sample_inputs(replace(CASE, weight_format="int4", hidden=192, inner=96))
 UNEVEN = {
     "up_weight: strides": (DENSE, {"up_weight": turned(DENSE.up_weight)}),
-    "down_weight: strides": (DENSE, {"down_weight": spread(DENSE.down_weight)}),
-    "gate_weight: strides": (
+    "down_weight: with strides": (DENSE, {"down_weight": spread(DENSE.down_weight)}),
+    "gate_weight: with strides": (
         DENSE, {name: spread(getattr(DENSE, name)) for name in ("gate_weight", "up_weight")},
     ),
     "bias: of": (DENSE, {"down_bias": DENSE.down_bias.float()}),

@@ -273,7 +273,7 @@ def last_keys_hidden(q, k, v, *_):
 @pytest.mark.parametrize(
     ("attend", "code", "words"),
     [
-        (seen_logits, "ESCAPES", "also used"),
+        (seen_logits, "ESCAPES", "that other nodes use"),
         (
             last_keys_hidden,
             "ATTENTION_FORM",

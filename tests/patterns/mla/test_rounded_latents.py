@@ -145,3 +145,20 @@ def test_codes_that_the_graph_reads_too_stay():
     out, kv = compiled(module, *args)
     torch.testing.assert_close(kv, eager[1])
     torch.testing.assert_close(out, eager[0], rtol=0.03, atol=0.03)
+
+
+def test_a_write_between_the_rounding_and_the_attention_is_seen():
+    class Written(Latents):
+        def forward(self, q, latents, rope_keys, seen):
+            kv = self.up(latents).unflatten(-1, (HEADS, NOPE + V)).transpose(1, 2)
+            latents.fill_(3.0)
+            k_nope, v = kv.split((NOPE, V), dim=-1)
+            k = torch.cat((k_nope, rope_keys[:, None].expand(-1, HEADS, -1, -1)), dim=-1)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.07)
+
+    q, latents, rope_keys, seen = arguments()
+    with torch.no_grad():
+        eager = Written()(q, latents.clone(), rope_keys, seen)
+    out = compiled(Written(), q, latents.clone(), rope_keys, seen)
+    torch.testing.assert_close(out, eager, rtol=0.03, atol=0.03)
+    assert [site.op for site in matches_of(reports()[-1], "mla")] != ["mla_decode"]

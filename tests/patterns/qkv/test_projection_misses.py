@@ -271,7 +271,11 @@ MISSED = {
     ),
     "used whole": NearMiss("ESCAPES", H, "across its parts", packed_product_used_whole, PACKED),
     "query part in place": NearMiss(
-        "INPUT_MUTATED", H, "changed in place", query_part_scaled_in_place, PACKED
+        "INPUT_MUTATED",
+        H,
+        "changes a part of aten.linear[6, 64] in place",
+        query_part_scaled_in_place,
+        PACKED,
     ),
     "scale that changes": NearMiss("ORDER", H, "aten.mul", query_by_a_table_that_changes),
     "asymmetric clamp": NearMiss(

@@ -90,7 +90,9 @@ def stored(form):
 def assert_missed(module, args, code):
     eager, ours = cloned(args), cloned(args)
     expected = module(*eager)
-    actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
+    # The projections by themselves are fused, with another rounding.
+    options = {"inner": "eager", "patterns": ["-coded_linear"]}
+    actual = torch.compile(module, backend="tilewright", options=options)(*ours)
     found = reports()[-1]
     assert "qkv_cache" not in set(patterns_in(found, "qkv"))
     assert code in codes_of(found, "qkv"), [str(m) for m in misses_of(found, "qkv")]
