@@ -79,8 +79,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def whole() -> str:
-    """Compares all rows in two ways: as first predicted, before anything was fitted to them, and as
-    predicted now."""
+    """Returns the lines of a table that compares predicted with measured times. A line has either
+    the first prediction of some rows, made before anything was fitted to them, or today's."""
     now = kept("predictions")["rows"]
     lines = []
     for said, name in (

@@ -111,7 +111,10 @@ def _shape(a: FusedQkvArguments, name: str, tensor: torch.Tensor, tokens: int) -
 
 
 def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict[str, Any]:
-    """Returns the weights as rows of one tensor, if the given weights are rows of one tensor."""
+    """Returns new weights of Q, K and V that lie in one tensor, as the weights of the call do.
+
+    Returns an empty dictionary if the weights of the call do not lie in one tensor.
+    """
     given = {name: getattr(a, name) for name in made}
     if weight_rows(*given.values()) is None:
         return {}

@@ -256,7 +256,7 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
     block = min(width, columns) if isinstance(width, int) else 0
     if block < 1 or width % block or columns % block or rank % block:
         reject("SCALE_BLOCK", Stage.GUARDS, f"{groups} scales along {rank} latents", k.value)
-    weight_scale = _finer(found["q_scale"], columns // block if columns < rank else rank // block)
+    weight_scale = finer(found["q_scale"], columns // block if columns < rank else rank // block)
     layout = effects.compose(keys.effect, k.layout)
     lead = (
         layout.dims[:2]
@@ -268,13 +268,13 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
     last = effects.identity(k.x_scale.shape).dims[1]
     scale = k.x_scale.through(Effect((batch, tokens, last), (first, 0)))
     return {
-        "latent_scale": _finer(scale, width // block if groups > 1 else rank // block),
+        "latent_scale": finer(scale, width // block if groups > 1 else rank // block),
         "kv_b_scale": weight_scale,
         "scale_block": [rows, block],
     }
 
 
-def _finer(scale: View, repeats: int) -> View:
+def finer(scale: View, repeats: int) -> View:
     """Returns the scale with each number of the last dimension repeated."""
     *lead, last = scale.effect.dims
     dim = effects.coalesce((*last, Atom(None, 0, repeats)))

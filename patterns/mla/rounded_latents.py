@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright.ops.mla.decode.gains import is_faster
-from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_widening
 from tilewright.patterns.attention.bare import by_token
 from tilewright.patterns.attention.visible import visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError, Size
 from tilewright.patterns.language import Reject
-from tilewright.patterns.mla.keys import LatentKeys
+from tilewright.patterns.mla.keys import LatentKeys, finer
 from tilewright.patterns.quantised.rounded_rows import RoundedRows, is_rounded, match_rounded_rows
 from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.row_norm import unread
@@ -69,27 +69,33 @@ def absorbed_decode(
 
 
 def _rounding(codes: Value) -> RoundedRows | None:
-    """Returns the rounding that makes codes; None without one, or if its scale is stored."""
+    """Returns the rounding that makes codes. Returns None without one, if the model stores its
+    scale, or if scales are rounded to 16 bits: in float16 they may become zero or infinite."""
     if not is_rounded(codes):
         return None
     try:
         rows = match_rounded_rows(codes)
     except (Reject, InexpressibleError):
         return None
-    return None if rows.is_given else rows
+    return None if rows.is_given or rows.options.get("rounded") else rows
 
 
 def _latents(rows: RoundedRows, keys: LatentKeys) -> tuple[View, int] | None:
     """Returns the latents [B, K, L] before they are rounded, and the number of columns that share a
-    scale, 0 for all. None unless a scale belongs to whole groups of a latent's columns."""
-    rank, width = keys.latents.shape[-1], rows.width
+    scale, 0 if all columns share one. Returns None unless the graph multiplies all codes by the
+    scales by which it rounds them."""
+    shape, width = keys.latents.shape, rows.width
+    rank, scale = shape[-1], keys.scales["latent_scale"]
     if not isinstance(rank, int) or not isinstance(width, int) or rank % width:
         return None
     try:
-        latents = rows.x.reshape(*rows.codes.shape).through(keys.latents.effect)
+        own = rows.scale.whole.reshape(*shape[:-1], rank // width)
+        own = finer(own, scale.shape[-1] // (rank // width))
+        multiplied, _ = strip_widening(scale)
+        latents = rows.x.reshape(*shape)
+        if keys.latents != rows.codes.whole.reshape(*shape) or multiplied != own:
+            return None
     except InexpressibleError:
-        return None
-    if effects.product(rows.codes.shape) != effects.product(rows.x.shape):
         return None
     return latents, 0 if width == rank else width
 

@@ -118,8 +118,8 @@ def _terms(view: View, walk: _Walk) -> list[Term]:
     """Returns the terms whose sum is the last dimension of a view of projected data."""
     value = view.value
     if not is_arithmetic(value) or not value.projected or _is_boundary(view, walk):
-        # A cast can be exchanged with a change of places and signs, so the parts of a head may be
-        # cast at different steps.
+        # A cast gives the same numbers before and after elements are moved or negated. The parts of
+        # a head may therefore be cast at different steps, and casts are removed here.
         view, casts = strip_casts(view)
         walk.absorbed.extend(cast for cast in casts if cast not in walk.absorbed)
         leaf, index = _leaf(view)

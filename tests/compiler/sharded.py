@@ -223,10 +223,11 @@ def by_weights(folder: str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A case.
+    """A model that is divided among ranks, and the sites that must be fused in it.
 
     steps: the number of tokens of each call.
-    heads_by: the number of consecutive ranks that share a cache's heads; None for all ranks.
+    heads_by: the number of consecutive ranks among which the heads of a cache are divided; None if
+        they are divided among all ranks.
     """
 
     kind: str

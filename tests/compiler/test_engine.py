@@ -285,7 +285,8 @@ def test_requests_that_are_put_off_come_back(enabled, monkeypatch, name, space):
 def test_pages_behind_a_window_are_given_back(enabled, monkeypatch):
     steps = Steps(monkeypatch)
     batch(enabled("Gemma3"), plain(), lengths=(100, 1), max_new_tokens=40)
-    # A step of 48 tokens with the window before it, and a page that begins before that.
+    # A step reads its 48 tokens and the window before them. These keys may begin in the middle of
+    # one page and end in the middle of another, so there may be two pages more.
     assert steps.most["sliding_attention"] <= -(-(48 + WINDOW) // PAGE) + 2
     assert steps.most["full_attention"] >= 140 // PAGE
 

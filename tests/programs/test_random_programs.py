@@ -156,7 +156,8 @@ def test_a_seed_is_a_program():
 
 
 def test_no_module_of_tests_changes_a_table_of_another():
-    """Otherwise a seed would be another program if that module has been imported before."""
+    """If a module changed a table that another module owns, a seed would give another program in a
+    process that has imported the module."""
     changes = []
     for path in Path(__file__).resolve().parents[1].rglob("*.py"):
         text = path.read_text("utf-8")

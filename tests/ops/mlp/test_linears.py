@@ -23,7 +23,8 @@ from tilewright.ops.runtime.replay import repeat
 
 UP = LinearCase("up", layout="separate", k=328, n=72, bias=True, norm="rms")
 DOWN = LinearCase("down", k=328, n=72, bias=True, scale=0.5)
-# Rows, tokens, columns and parts. Some tiles reach past every size, and others past none.
+# The first four numbers are rows, tokens, columns and parts of K. Some tiles are larger than the
+# problem in each dimension, and others divide it.
 CONFIGS = [
     LinearConfig(16, 16, 64, 1, 4, 2),
     LinearConfig(64, 16, 64, 3, 4, 2),

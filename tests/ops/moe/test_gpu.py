@@ -36,8 +36,8 @@ FORMS = {
     "mxfp4": replace(BASE, weight_format="mxfp4", layout="interleaved"),
     "mxfp4 separate": replace(BASE, weight_format="mxfp4", layout="separate"),
 }
-# The root of the mean squared error over the rms. It allows four roundings of a unit in the last
-# place each.
+# The largest allowed ratio of the root-mean-square error to the root mean square of the result. The
+# bound allows four roundings, each with an error of up to one unit in the last place.
 TYPICAL = {torch.bfloat16: 2.0**-7.5, torch.float16: 2.0**-10.5}
 
 

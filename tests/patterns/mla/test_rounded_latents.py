@@ -15,6 +15,7 @@ from transformers.integrations import finegrained_fp8 as library
 from tests.agreement import assert_no_worse
 from tests.found import matches_of
 from tests.models import finegrained
+from tests.scaled_products import ROW_SCALES
 from tilewright.compiler import lower, reports
 
 HEADS, NOPE, ROPE, V, RANK, KEYS, BATCH = 16, 128, 64, 128, 256, 300, 2
@@ -162,3 +163,50 @@ def test_a_write_between_the_rounding_and_the_attention_is_seen():
     out = compiled(Written(), q, latents.clone(), rope_keys, seen)
     torch.testing.assert_close(out, eager, rtol=0.03, atol=0.03)
     assert [site.op for site in matches_of(reports()[-1], "mla")] != ["mla_decode"]
+
+
+#: Scales by which a graph multiplies codes, from the scale by which it rounded them.
+MULTIPLIED = {
+    "its own": lambda scale: scale,
+    "a part": lambda scale: scale * 0.25,
+    "a bound": lambda scale: scale.clamp(min=0.01),
+    "sixteen bits": lambda scale: scale.bfloat16().float(),
+    "other rows": lambda scale: scale.flip(0),
+    "none": torch.ones_like,
+}
+
+
+class Scaled(Latents):
+    """Rounds each latent by one scale, and multiplies the codes by another scale."""
+
+    def __init__(self, multiplied, least=0.0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        rows = HEADS * (NOPE + V)
+        codes = torch.randn(rows, RANK, generator=generator).mul(40).to(torch.float8_e4m3fn)
+        self.kv_b = nn.Parameter(codes, requires_grad=False)
+        scale = torch.rand(1, rows, generator=generator) * 1e-3 + 1e-3
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.multiplied, self.least = multiplied, least
+
+    def up(self, latents):
+        x = latents.reshape(-1, RANK).float()
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        if self.least:
+            scale = scale.clamp(min=self.least)
+        codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        options = {"scale_b": self.scale, "out_dtype": latents.dtype}
+        kv = torch._scaled_mm(codes, self.kv_b.t(), scale_a=self.multiplied(scale), **options)
+        return kv.reshape(*latents.shape[:-1], -1)
+
+
+@pytest.mark.skipif(not ROW_SCALES, reason="torch._scaled_mm takes no scale for each row here")
+@pytest.mark.parametrize("name", MULTIPLIED)
+@pytest.mark.parametrize("least", [0.0, 0.02])
+def test_codes_are_multiplied_by_the_scale_that_rounded_them(name, least):
+    module, args = Scaled(MULTIPLIED[name], least), arguments()
+    with torch.no_grad():
+        eager = module(*args)
+    torch.testing.assert_close(compiled(module, *args), eager, rtol=0.03, atol=0.03)
+    (site,) = matches_of(reports()[-1], "mla")
+    assert (site.op == "mla_decode") == (name == "its own" and not least)
