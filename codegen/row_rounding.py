@@ -9,18 +9,16 @@ from tilewright.codegen.spec import Constant
 
 @dataclass(frozen=True)
 class RowRounding:
-    """The rounding of rows to e4m3 codes. The scales are computed from the rows.
+    """The rounding of rows to e4m3 codes. The scales are computed from the rows, in fp32.
 
     Attributes:
         group: The number of columns that share a scale.
-        rounded: Whether scales and quotients are rounded to the dtype of the rows.
         zero_scale: If it is positive, it replaces a scale of 0.
         least: The smallest magnitude from which a scale is computed.
         least_divisor: The smallest number by which numbers are divided.
     """
 
     group: int
-    rounded: bool
     zero_scale: float
     least: float
     least_divisor: float
@@ -30,7 +28,6 @@ class RowRounding:
         """The constants that a kernel needs to round rows while it reads them."""
         return {
             "ROUND_GROUP": self.group,
-            "ROUNDED": self.rounded,
             "ZERO_SCALE": self.zero_scale,
             "LEAST": self.least,
             "LEAST_DIVISOR": self.least_divisor,

@@ -39,7 +39,7 @@ DECODE = Kernel(
     _BROADCAST,
     types=_SCALARS,
     ranges=("num_queries", "num_keys", "row_tiles"),
-    omitted=("ROUND_GROUP", "ROUNDED", "ZERO_SCALE", "LEAST", "LEAST_DIVISOR"),
+    omitted=("ROUND_GROUP", "ZERO_SCALE", "LEAST", "LEAST_DIVISOR"),
 )
 # If the keys are split, this kernel runs after DECODE.
 MERGE = Kernel(

@@ -57,6 +57,15 @@ def scale_of(
 
 
 @triton.jit
+def divisor_of(scale, LEAST_DIVISOR: tl.constexpr):
+    """Returns the divisors of numbers whose codes have these scales: at least LEAST_DIVISOR."""
+    divisor = scale
+    if LEAST_DIVISOR > 0.0:
+        divisor = tl.maximum(scale, LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
+    return divisor
+
+
+@triton.jit
 def codes_of(
     numbers, scale, DTYPE: tl.constexpr, ROUNDED: tl.constexpr, LEAST_DIVISOR: tl.constexpr
 ):  # fmt: skip
@@ -65,9 +74,7 @@ def codes_of(
     ROUNDED: quotients are rounded to DTYPE first. LEAST_DIVISOR: the smallest number by which
     numbers are divided.
     """
-    divisor = scale
-    if LEAST_DIVISOR > 0.0:
-        divisor = tl.maximum(scale, LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
+    divisor = divisor_of(scale, LEAST_DIVISOR)
     quotient = tl.math.div_rn(numbers, tl.broadcast_to(divisor, numbers.shape))
     if ROUNDED:
         quotient = quotient.to(DTYPE).to(tl.float32)
@@ -93,22 +100,17 @@ def quotients(groups, divisor, LEAST_DIVISOR: tl.constexpr):
 
 @triton.jit
 def numbers_of_codes(
-    x, GROUP: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr,
-    LEAST: tl.constexpr, LEAST_DIVISOR: tl.constexpr,
+    x, GROUP: tl.constexpr, ZERO_SCALE: tl.constexpr, LEAST: tl.constexpr,
+    LEAST_DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Returns rows x [rows, columns], rounded to the numbers that e4m3 codes with a scale for each
-    GROUP columns stand for, in x's dtype. The scales are those of `round_rows`."""
+    """Rounds rows x [rows, columns] to the numbers that e4m3 codes with a scale for each GROUP
+    columns stand for. The result has x's dtype. The scales are those of `round_rows`, in fp32."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     groups = tl.reshape(x.to(tl.float32), (ROWS, COLUMNS // GROUP, GROUP))
-    scale = scale_of(largest_magnitudes(groups, 2), x.dtype, ROUNDED, ZERO_SCALE, LEAST)
+    scale = scale_of(largest_magnitudes(groups, 2), x.dtype, False, ZERO_SCALE, LEAST)
     scale = scale[:, :, None]
-    divisor = scale
-    if LEAST_DIVISOR > 0.0:
-        divisor = tl.maximum(scale, LEAST_DIVISOR, propagate_nan=tl.PropagateNan.ALL)
-    quotient = quotients(groups, divisor, LEAST_DIVISOR)
-    if ROUNDED:
-        quotient = quotient.to(x.dtype).to(tl.float32)
+    quotient = quotients(groups, divisor_of(scale, LEAST_DIVISOR), LEAST_DIVISOR)
     # No quotient is above 450, which rounds to 448: nothing has to saturate.
     made = quotient.to(tl.float8e4nv).to(tl.float32) * scale
     return tl.reshape(made, (ROWS, COLUMNS)).to(x.dtype)

@@ -288,8 +288,8 @@ class MlaDecodeArguments(BatchArguments, _Width):
       which keys a query attends to, as in `cache_attention`.
     - `round_latents`: whether latents are rounded to the numbers that e4m3 codes stand for before
       they are used. The cache is not changed.
-    - `latent_group`, `latent_rounded`, `latent_zero_scale`, `latent_least`,
-      `latent_least_divisor`: the RowRounding of a latent.
+    - `latent_group`, `latent_zero_scale`, `latent_least`, `latent_least_divisor`: the RowRounding
+      of a latent, whose scales are float32.
 
     If a query attends to no key, its result is zeros. Keys that no query attends to may have any
     values, even NaN. Bad offsets, lengths and pages raise ArgumentError if they are on the CPU, and
@@ -307,7 +307,6 @@ class MlaDecodeArguments(BatchArguments, _Width):
     scale_block: Sequence[int] = ()
     round_latents: bool = False
     latent_group: int = 0
-    latent_rounded: bool = False
     latent_zero_scale: float = 0.0
     latent_least: float = 0.0
     latent_least_divisor: float = 0.0
@@ -315,7 +314,6 @@ class MlaDecodeArguments(BatchArguments, _Width):
     latent_rounding = Group(
         RowRounding,
         group="latent_group",
-        rounded="latent_rounded",
         zero_scale="latent_zero_scale",
         least="latent_least",
         least_divisor="latent_least_divisor",

@@ -52,8 +52,13 @@ def match_query(attention: Attention, nope: int, flow: Dataflow) -> Query:
         found = None
     if found is not None:
         return found
+    return Query({"q": whole_query(attention)}, ())
+
+
+def whole_query(attention: Attention) -> View | Computed:
+    """Returns the query [T, H, N + R] of an attention, as the graph made it."""
     parts = tuple(by_token(q) for q, _ in attention.terms)
-    return Query({"q": parts[0] if len(parts) == 1 else Computed("cat", (parts, -1))}, ())
+    return parts[0] if len(parts) == 1 else Computed("cat", (parts, -1))
 
 
 def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None:

@@ -15,23 +15,15 @@ from typing import Any
 
 from tilewright.ops.mla.decode.gains import is_faster
 from tilewright.patterns.arithmetic.casts import strip_widening
-from tilewright.patterns.attention.bare import by_token
 from tilewright.patterns.attention.visible import visible_keys
-from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError, Size
 from tilewright.patterns.language import Reject
 from tilewright.patterns.mla.keys import LatentKeys, finer
+from tilewright.patterns.mla.query import whole_query
 from tilewright.patterns.quantised.rounded_rows import RoundedRows, is_rounded, match_rounded_rows
 from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.row_norm import unread
-
-#: The argument of `mla_decode` for each option of a rounding.
-_NAMES = {
-    "rounded": "latent_rounded",
-    "zero_scale": "latent_zero_scale",
-    "least": "latent_least",
-    "least_divisor": "latent_least_divisor",
-}
 
 
 def absorbed_decode(
@@ -46,11 +38,9 @@ def absorbed_decode(
     if rows is None or found is None or not _is_faster(attention, keys):
         return None
     latents, group = found
-    codes = rows.codes
-    rounding = {_NAMES[name]: value for name, value in rows.options.items()}
-    parts = tuple(by_token(q) for q, _ in attention.terms)
+    options = {f"latent_{name}": rows.options[name] for name in rows.options if name != "rounded"}
     arguments = {
-        "q": parts[0] if len(parts) == 1 else Computed("cat", (parts, -1)),
+        "q": whole_query(attention),
         "latent": latents,
         "rope_keys": keys.rope_keys,
         "kv_b_weight": keys.weight,
@@ -61,11 +51,10 @@ def absorbed_decode(
         "scale_block": keys.scales["scale_block"],
         "round_latents": True,
         "latent_group": group,
-        **rounding,
+        **options,
         **visible_keys(attention),
     }
-    inside = (*rows.absorbed, codes)
-    return arguments, unread(inside, keys.absorbed, flow)
+    return arguments, unread((*rows.absorbed, rows.codes), keys.absorbed, flow)
 
 
 def _rounding(codes: Value) -> RoundedRows | None:

@@ -131,8 +131,8 @@ def attend_block(
     V_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     LISTED: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    ROUND_GROUP: tl.constexpr, ROUNDED: tl.constexpr, ZERO_SCALE: tl.constexpr,
-    LEAST: tl.constexpr, LEAST_DIVISOR: tl.constexpr,
+    ROUND_GROUP: tl.constexpr, ZERO_SCALE: tl.constexpr, LEAST: tl.constexpr,
+    LEAST_DIVISOR: tl.constexpr,
 ):  # fmt: skip
     """Returns (output [V, rows], top, total) after a block of keys. total [BLOCK_N, rows] is summed
     over its keys after the last block.
@@ -173,7 +173,7 @@ def attend_block(
         exists = tl.max(seen.to(tl.int32), axis=1) > 0
     k = load_rows(k_rows, exists if CHECKED else None, HEAD_DIM, HEAD_BLOCK)
     if ROUND_GROUP > 0:
-        k = numbers_of_codes(k, ROUND_GROUP, ROUNDED, ZERO_SCALE, LEAST, LEAST_DIVISOR)
+        k = numbers_of_codes(k, ROUND_GROUP, ZERO_SCALE, LEAST, LEAST_DIVISOR)
         # Zeros in the place of keys or columns that do not exist have a scale of zero, and may have
         # become NaN.
         there = (tl.arange(0, HEAD_BLOCK) < HEAD_DIM)[None, :]
@@ -259,8 +259,8 @@ def attention_decode(
     LISTED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
-    ROUND_GROUP: tl.constexpr = 0, ROUNDED: tl.constexpr = False, ZERO_SCALE: tl.constexpr = 0.0,
-    LEAST: tl.constexpr = 0.0, LEAST_DIVISOR: tl.constexpr = 0.0,
+    ROUND_GROUP: tl.constexpr = 0, ZERO_SCALE: tl.constexpr = 0.0, LEAST: tl.constexpr = 0.0,
+    LEAST_DIVISOR: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for sequences
     that are ragged or have equal lengths.
@@ -385,7 +385,7 @@ def attention_decode(
                 mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
                 HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
                 WINDOW, MASK_KIND, CAPPED, masked == 1, LISTED, CHAINED, BLOCK_N, ROWS, ROUND_GROUP,
-                ROUNDED, ZERO_SCALE, LEAST, LEAST_DIVISOR,
+                ZERO_SCALE, LEAST, LEAST_DIVISOR,
             )  # fmt: skip
     total = tl.sum(total, axis=0)
     if SPLITS == 1:

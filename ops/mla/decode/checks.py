@@ -71,6 +71,4 @@ def decode_obstacle(a: MlaDecodeArguments) -> str | None:
     rank, rope_dim = a.latent.shape[2], a.rope_keys.shape[2]
     if rank > MAX_WIDTH or rope_dim > MAX_ROPE:
         return f"no kernel for latents of rank {rank} with {rope_dim} rope columns"
-    if a.round_latents and a.latent_rounded:
-        return "no kernel for scales of latents that are rounded to q's dtype"
     return attention_obstacle(as_attention(a, a.q, a.latent))

@@ -76,7 +76,7 @@ def _latent_rounding(a: MlaDecodeArguments) -> RowRounding | None:
         return None
     r = a.latent_rounding
     group = r.group or next_power_of_2(a.latent.shape[2])
-    return RowRounding(group, r.rounded, r.zero_scale, r.least, r.least_divisor)
+    return RowRounding(group, r.zero_scale, r.least, r.least_divisor)
 
 
 def head_steps(

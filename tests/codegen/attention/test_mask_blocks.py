@@ -130,7 +130,7 @@ def test_masks_of_any_strides(view, dtype):
 
 
 def test_parts_of_a_tile_come_together_and_leave_their_counters_at_zero():
-    """The tile is divided into so many parts that the last part is smaller than the others."""
+    """The number of parts does not divide the tile, so the last part is smaller than the others."""
     target = replace(SM90, num_sms=132)
     program = check(scattered((1, 1, 256, 1100), torch.bool), target)
     assert program.specs[0].constant("SPLIT")

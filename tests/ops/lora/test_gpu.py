@@ -44,7 +44,7 @@ CASES = [
         ids=(4, 0, -1, 2, 2, 1), layout="stacked", hidden=4096,
     ),
 ]  # fmt: skip
-# One adapter, with so many rows that a library's product is faster.
+# A single adapter with many rows, for which a library's product is faster.
 ONE = LoraCase(
     "a batch", "single", num_rows=700, num_adapters=1, hidden=1024, layout="stacked",
     ranks=(64, 64, 64),

@@ -49,7 +49,7 @@ class Latents(nn.Module):
 
 
 class Exact(Latents):
-    """The same codes in float64."""
+    """Computes the up-projection of `Latents` from the same codes, in float64."""
 
     def up(self, latents):
         weight = finegrained.decoded(self.kv_b.weight, self.kv_b.weight_scale_inv)

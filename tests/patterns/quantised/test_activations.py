@@ -80,8 +80,8 @@ def unchanged(rows):
 
 
 def test_gate_and_up_are_quantised_together_or_not_at_all():
-    """The same rows are quantised for only one of them. The op could quantise for both or for none,
-    and neither gives the same result."""
+    """The graph quantises the rows for one of two products only. The op would quantise the rows for
+    both products or for neither, so its result would differ from that of the graph."""
     (site,) = matches_of(lowered(SeparateMoe(divided, bounded, divided)), "fused_moe")
     assert site.op == "fused_moe"
     for hidden in (divided, unchanged):
