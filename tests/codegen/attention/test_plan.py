@@ -1,4 +1,4 @@
-"""Tests that plans of `cache_attention` choose the numbers of parts that were fastest on an H100."""
+"""Tests that plans of `cache_attention` choose the numbers of parts that an H100 ran fastest."""
 
 from dataclasses import replace
 
