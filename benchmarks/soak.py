@@ -6,9 +6,9 @@ The part "calls" runs a compiled decode step at random batch sizes, positions an
 part "cycles" makes, compiles, calls and drops a model in each cycle. The part "requests" sends
 requests of random lengths to one engine of transformers, which `enable` has changed or not, and
 cancels one in a hundred; it needs transformers. Each part runs in its own process under tilewright
-and, as the yardstick, without it: under torch.compile, or in the unchanged engine. No GPU is needed; the engine uses one if
-there is one. Results go to benchmarks/results/soak.json. The exit code is 1 if tilewright's process
-grew beyond its bounds.
+and, as the yardstick, without it: under torch.compile, or in the unchanged engine. No GPU is
+needed; the engine uses one if there is one. Results go to benchmarks/results/soak.json. The exit
+code is 1 if tilewright's process grew beyond its bounds.
 """
 
 from __future__ import annotations
