@@ -39,7 +39,7 @@ class MlaLatentStore:
     op: str = "mla_latent_store"
     asked_before: ClassVar[tuple[str, ...]] = (
         "qkv_cache",
-    )  # these patterns would take a latent and its rope key for a K and a V
+    )  # These patterns would match a latent and its rope key as K and V.
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
