@@ -6,7 +6,7 @@ before the product, and the sum of x's squares is computed in the same pass over
 
 A layer norm cannot be applied in this way, because its mean and bias may be much larger than the
 other terms of a sum. For a layer norm, the statistics of whole rows are computed first. Then x is
-normalized in each step, and rounded once before the product, as if a separate kernel had computed
+normalised in each step, and rounded once before the product, as if a separate kernel had computed
 the norm.
 """
 

@@ -1,4 +1,4 @@
-"""The cache write of multi-head latent attention. The op normalizes the latent, rotates the rope
+"""The cache write of multi-head latent attention. The op normalises the latent, rotates the rope
 key, and writes both to the token's slot.
 
     x ─ linear ─┬─ norm ─▶ cache[slots, :L] = latent
@@ -135,7 +135,7 @@ def _as_it_comes(write: CacheWrite, place: Address) -> Part:
 
 def _known(part: Part, is_rope_key: bool) -> Part:
     """Returns the part if the op supports its norm and rotation. Otherwise, returns the part
-    without them. The op can normalize the latent, with a weight, and rotate the whole rope key."""
+    without them. The op can normalise the latent, with a weight, and rotate the whole rope key."""
     heads = part.heads
     if heads is None:
         return part

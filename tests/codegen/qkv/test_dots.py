@@ -193,18 +193,18 @@ def test_a_norm_of_x_is_a_part_of_it(qk_norm: bool) -> None:
     problem = few(input_norm="rms", qk_norm=qk_norm)
     choice = choose(problem, 1, SM90)
     assert choice.norms_x
-    assert choice.reason.startswith("one fused kernel that normalizes x, dots")
+    assert choice.reason.startswith("one fused kernel that normalises x, dots")
     assert choice.config == choose(problem.after_norm, 1, SM90).config
     # A norm that is not linear in x stays before the projection, and so does a dtype that does not
     # have its range.
     for changes in ({"input_norm": "layer"}, {"dtype": torch.float16}):
         apart = choose(few(**({"input_norm": "rms"} | changes)), 1, SM90)
         assert not apart.norms_x
-        assert apart.reason.startswith("x is normalized first, then one fused kernel, dots")
+        assert apart.reason.startswith("x is normalised first, then one fused kernel, dots")
 
 
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
-    "no codes": ({"weight_format": "dense"}, "the weights are not quantized"),
+    "no codes": ({"weight_format": "dense"}, "the weights are not quantised"),
     "rows in words": ({**INT4, "weight_format": "int4_n"}, "the codes of several rows"),
     "columns apart": ({**INT4, "transposed": True}, "columns that are not contiguous"),
     "bytes": ({**INT4, **BYTES, "nibble_order": (1, 0)}, "the codes are stored in bytes"),

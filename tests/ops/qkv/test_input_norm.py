@@ -103,19 +103,19 @@ def test_few_tokens_are_normed_by_the_kernel_that_projects_them(target):
         normed = problem(num_tokens=tokens)
         choice = choose(normed, tokens, target)
         assert choice.norms_x == inside
-        assert ("x is normalized first, then" in choice.reason) != inside
+        assert ("x is normalised first, then" in choice.reason) != inside
         # If the norm runs separately, everything is as without a norm.
         plain = choose(problem(num_tokens=tokens, input_norm=""), tokens, target)
         if not inside:
             assert (choice.config, choice.epilogue) == (plain.config, plain.epilogue)
         else:
-            assert "that normalizes x" in choice.reason
+            assert "that normalises x" in choice.reason
 
 
 def test_a_chip_without_tma_says_that_x_is_normed_before():
     (choice,) = plan_fused_qkv(problem(), SM80).choices
     assert choice.name == "library"
-    assert choice.reason.startswith("x is normalized first, then")
+    assert choice.reason.startswith("x is normalised first, then")
 
 
 @pytest.mark.parametrize(
