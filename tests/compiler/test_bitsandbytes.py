@@ -99,7 +99,8 @@ def test_blocks_that_do_not_lie_in_rows_are_a_miss(rows, columns, code):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_projections_of_bytes_are_fused(tokens, bias):
-    """The library's operator rounds the activation once."""
+    """Projections with 8-bit weights are fused. The library's operator rounds the activation
+    once."""
     model = attention(bitsandbytes_ops.ByteLinear, bias=bias)
     args = attention_args(activations(tokens))
     ours, eager = run(model, *args)
