@@ -146,7 +146,7 @@ def heads_for_other_keys(m, x):
 
 
 def gate_before_an_mlp(m, x):
-    """Has the activation of an MLP, but applied to another linear."""
+    """Has a gate before an MLP, whose activation belongs to another linear than the gate."""
     y = x * torch.sigmoid(m.square(x))
     return m.down(y.repeat(1, 2) * F.gelu(m.up(x)))
 
@@ -160,7 +160,7 @@ def gate_rounded(m, x):
 
 
 def above_a_threshold(m, x):
-    """Computes the largest of a row from its mean and deviation."""
+    """Keeps the numbers above a threshold, which is computed from the row's mean and deviation."""
     gate = m.up(x)
     least = gate.mean(-1, keepdim=True) + 1.5 * gate.std(-1, keepdim=True)
     return m.down(F.gelu(F.relu(gate - least)))

@@ -581,8 +581,7 @@ def test_an_attention_that_was_chosen_after_a_manager_stays():
 
 
 def test_a_class_that_others_derive_from_the_changed_one_has_the_change():
-    """Derives a class from the changed class before it is changed back, as sharding libraries
-    do."""
+    """Derives a class between two changes of the model's class, as sharding libraries do."""
     model = copy.deepcopy(built("Llama"))
     original = type(model)
     assert enable(model)

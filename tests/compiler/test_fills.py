@@ -82,7 +82,8 @@ def test_only_fills_whose_sizes_are_known_change():
 
 
 def test_a_mask_made_like_projected_queries_is_a_mask():
-    """The near miss of zeros that are written: another projected tensor is added to scores."""
+    """A mask that is filled with a number reads only the shape of the queries. In the near miss,
+    another projected tensor is added to the scores."""
 
     class Attention(torch.nn.Module):
         def __init__(self):

@@ -467,7 +467,8 @@ def test_a_number_of_rows_that_changes(step, count):
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_what_autograd_records_stays(outside):
-    """Autograd records only one of two changes: no_grad hides the other."""
+    """In one case no_grad hides the change from autograd; in the other case autograd records it.
+    The change stays in place in both cases."""
     w = W.clone().requires_grad_()
 
     def step(x, w):

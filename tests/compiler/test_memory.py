@@ -246,9 +246,7 @@ def test_inputs_on_one_storage_do_not_hide_writes_from_each_other():
 
     flow = flow_of(step, pool, pool[2:4])
     (read,) = flow.outputs[0].value.operands
-    assert (
-        read.value.op == "opaque:memory"
-    )  # the value is known to have changed, but not to what
+    assert read.value.op == "opaque:memory"  # the value is known to have changed, but not to what
     whole, part = (flow.memory_of[n] for n in flow.memory_of if n.op == "placeholder")
     assert whole.storage == part.storage
     assert {whole.offset, part.offset} == {0, 12}
