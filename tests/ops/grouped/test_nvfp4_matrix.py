@@ -2,8 +2,8 @@
 
 Every case runs through the reference on a CPU, and through the kernel on a GPU at MAX's sizes. Some
 cases also run through the emitted SM100 source on Triton's interpreter. Without a GPU, N and K are
-smaller, but the rows are not: groups that cross blocks of 128 rows, empty groups, and experts that
-repeat or are -1 stay.
+smaller, but the rows are not: there are still groups that cross blocks of 128 rows, empty groups,
+and experts that repeat or are -1.
 
 The values are standard normal and quantised to NVFP4. As in MAX, expert_scales[e] = 1 + (e + 1) /
 E.
@@ -92,7 +92,8 @@ DISPATCH = tuple(
     for none in ((False, True) if len(sizes) > 1 else (False,))
 )
 MATRIX = PLAIN + DISPATCH
-# Groups that cross blocks, empty groups, groups of one row, no experts, and many groups of one row.
+# Cases for the interpreter: groups that cross blocks, empty groups, groups of one row, no experts,
+# and many groups of one row.
 INTERPRETED = (
     *(PLAIN[i] for i in (1, 5, 6, 7, 8, 10)),
     *(
@@ -174,8 +175,8 @@ def dequantized_weights(case: Case, codes: torch.Tensor, layout: torch.Tensor) -
 
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_reference(case):
-    """N and K are an eighth of MAX's. Groups of scales stay whole, and N that 128 does not divide
-    stays so."""
+    """Runs the reference. N and K are an eighth of MAX's. Groups of scales are still complete, and
+    an N that is not a multiple of 128 is still none."""
     small = case.shrunk(case.rows // 8, max(-(-case.inner // 256), 1) * 32)
     a, x = arguments(small, "cpu")
     check(small, op.OP.call(a), a, x)
