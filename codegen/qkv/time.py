@@ -40,10 +40,10 @@ _CODES_MMA_SHARES = (0.75, 0.55)
 _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
-# For the kernel without tensor cores: its time in addition to the launch (7.4 us in total for 13 MB
-# of int4 on an H100), and how many integers (True) and floats (False) an SM multiplies in a second.
-# The second is modelled: 8 integers take 6 instructions at half rate, and a float takes 3
-# instructions.
+# Constants of the kernel without tensor cores. _DOTS_FILL_S is its time in addition to the launch
+# (it took 7.4 us in total for 13 MB of int4 on an H100). _DOTS_PER_SM_S is how many integers (True)
+# and floats (False) an SM multiplies in a second. It is modelled: 8 integers take 6 instructions at
+# half rate, and a float takes 3 instructions.
 _DOTS_FILL_S = 1.0e-6
 _DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 

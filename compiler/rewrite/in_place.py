@@ -76,8 +76,8 @@ class _Call:
 
 
 def make_arithmetic_new(graph: fx.Graph) -> int:
-    """Replaces such changes in `graph` by calls that return new tensors. Returns the number of
-    replaced changes."""
+    """Replaces in-place arithmetic in `graph` by calls that return new tensors. Returns the number
+    of replaced calls."""
     writing = {called for called in {node.target for node in graph.nodes} if _may_write(called)}
     if not any(node.target in writing and _out_of_place(node) for node in graph.nodes):
         return 0

@@ -152,7 +152,8 @@ def _no_other_write(match: Match, flow: Dataflow) -> None:
 
 
 def _lies_apart_from(match: Match, value: Value) -> bool:
-    """Whether another write fills a part of its memory that no absorbed write fills."""
+    """Whether a write `value`, which is not absorbed, fills only parts of its memory that no
+    absorbed write fills."""
     other = value.store
     if other is None or not _is_known(other):
         return False
