@@ -75,7 +75,7 @@ def layer_step_of_x(
     x_ptrs, norm_ptrs, shift_ptrs, mean, inverse, step, mask,
     NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Returns x [tokens, columns] of a step, layer-normalized and rounded. It is zero outside of
+    """Returns x [tokens, columns] of a step, layer-normalised and rounded. It is zero outside of
     the mask.
 
     mean, inverse: the results of `row_statistics`. shift_ptrs: pointers to the norm's bias.
