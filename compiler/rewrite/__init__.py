@@ -115,7 +115,9 @@ def _rewrite(
                     what = f"{op.name} has no kernel for float64"
                     return _miss(match, "NO_KERNELS", Stage.CAPABILITY, what, last, IN_16_BITS)
                 if _device_type(match) != "cpu":
-                    raise ArgumentError(op.name, "arguments", "some that a kernel takes", without)
+                    raise ArgumentError(
+                        op.name, "arguments", "arguments that a kernel supports", without
+                    )
             found = [pair for r in match.results for pair in _restate(r, node, materialiser)]
             moved = _moved_and_written(found, flow)
             replacements = [

@@ -167,7 +167,7 @@ def _guarded(
         refuse("its logits are capped, or have sinks", attention.end)
     if attention.row_offsets is not None:
         hint = "keys of a sequence lie in a run of their own, or on pages of a table"
-        refuse("its keys are those of a ragged batch, side by side", attention.end, hint)
+        refuse("its keys belong to a ragged batch", attention.end, hint)
     query, result = anchor.query, anchor.result
     parts = (nope, columns.q_rope, columns.latents, columns.rope_keys, query.weight, result.weight)
     dtypes = {view.value.dtype for view in parts} | {query.value.dtype, result.value.dtype}

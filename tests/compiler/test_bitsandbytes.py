@@ -134,4 +134,4 @@ def test_columns_that_are_multiplied_apart_are_told():
     if bitsandbytes_ops.INSTALLED:
         pytest.skip("the library's operator gives a tensor of a size that only the data tell")
     (miss,) = misses_of(lower(call, (activations(3, torch.float16),)), "declare")
-    assert "with a threshold some are multiplied apart" in miss.message
+    assert "with a threshold, some columns are multiplied separately" in miss.message

@@ -152,4 +152,4 @@ def test_a_factor_for_each_row_is_not_the_formats():
 
     run(call, activations(1, HIDDEN), torch.rand(64))
     (miss,) = misses_of(reports()[-1], "declare")
-    assert "for one factor of all rows; here are 64" in miss.message
+    assert "for one factor for all rows; here there are 64" in miss.message
