@@ -26,7 +26,7 @@ MOST_GATED_TOKENS = 16
 MOST_CODED_TOKENS = 128
 # The largest number of tokens for which the kernel of unquantised weights computes an RMS norm of x
 # itself. Measured for 64 tokens on an H100 (MLP's first linear of OPT-6.7B): this takes 140 us with
-# the norm, and 55 us behind a separate kernel of a layer norm. From 17 to 63 tokens nothing was
+# the norm, and 55 us after a separate kernel of a layer norm. From 17 to 63 tokens nothing was
 # measured.
 MOST_NORMED_TOKENS = 16
 # The largest number of tokens for which the kernel computes a layer norm of x itself. This is

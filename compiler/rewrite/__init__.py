@@ -332,7 +332,7 @@ def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
 
 
 def _redirect(old: fx.Node, new: fx.Node) -> None:
-    """Makes the users of `old` read `new`, and moves users that stand before `new` behind it."""
+    """Makes the users of `old` read `new`, and moves users that come before `new` after it."""
     old.replace_all_uses_with(new)
     front = [new]
     behind = new
