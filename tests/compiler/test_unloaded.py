@@ -42,11 +42,11 @@ STATED = {
 }  # fmt: skip
 
 
-def model_of(kind, dtype=torch.bfloat16):
+def model_of(kind, dtype=torch.bfloat16, **changes):
     config, fields = shipped.CONFIGS[kind]
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(
-            config(**shipped.SIZES | fields), dtype=dtype
+            config(**shipped.SIZES | fields | changes), dtype=dtype
         )
     return made.eval().requires_grad_(False)
 
@@ -66,13 +66,13 @@ def step(model):
 def fused_dense(kind):
     """Returns how often each pattern matches in the dense model."""
     torch._dynamo.reset()
-    return Counter(site.pattern for site in step(model_of(kind)).matches)
+    return Counter(site.pattern for site in step(model_of(kind, num_hidden_layers=1)).matches)
 
 
 @pytest.mark.parametrize("form", STATED)
 def test_a_configuration_alone_tells_what_is_fused_and_read(form):
     kind, stated, words, of_codes, beside = STATED[form]
-    model = model_of(kind)
+    model = model_of(kind, num_hidden_layers=1)
     put_codes(model, stated)
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()) if t.dtype.itemsize == 1)
     report = step(model)
