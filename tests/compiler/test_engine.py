@@ -838,15 +838,14 @@ def _compiled(name: str) -> tuple[list[Any], list[list[int]]]:
     return graphs, found
 
 
-#: Engines with several graphs. Each has its settings, whether decode steps are dynamic, whether
-#: steps are replayed as with CUDA graphs, and the fewest graphs that are compiled.
+#: Engines with several graphs: settings, whether decode steps are dynamic, whether steps are
+#: replayed as by CUDA graphs, and the fewest graphs. Each pair of the two choices occurs.
 STEPS_OF_64 = {"max_batch_tokens": 64, "max_requests_per_batch": 64, "q_padding_interval_size": 16}
 WARMED = {
-    "numbers of tokens": (STEPS_OF_64, None, False, 4),
     "numbers of tokens, static": (STEPS_OF_64, False, False, 9),
     "numbers of keys alone": ({}, None, True, 4),
     "numbers of keys alone, static": ({}, False, True, 5),
-    "more tokens than requests": (STEPS_OF_64 | {"max_requests_per_batch": 40}, None, True, 4),
+    "more tokens than requests": (STEPS_OF_64 | {"max_requests_per_batch": 40}, None, False, 4),
 }
 
 
@@ -934,10 +933,10 @@ def test_kernels_of_attention_take_halves(enabled, name):
     assert "no kernel for torch.float32" in reason
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss", "DeepseekV3"])
 def test_every_call_of_a_step_has_a_kernel(fresh_dynamo, replayed, monkeypatch, name):
-    """Every call must have a kernel, because a CUDA graph cannot record the reference. The kernels
-    that merge parts are compiled too. A model whose layers are alike has one such kernel."""
+    """A CUDA graph cannot record the reference. The kernels that merge parts are compiled too.
+    Llama's layers are alike, so it has one."""
     found: dict[str, set[str]] = {}
     merges = set()
     planned = {}  # calls with the same metadata and alignment have the same plan
@@ -954,7 +953,7 @@ def test_every_call_of_a_step_has_a_kernel(fresh_dynamo, replayed, monkeypatch, 
         return perform(self, kind, arguments, args, kwargs, seen)
 
     monkeypatch.setattr(calls.Calls, "_performed", performed)
-    alike = ONE_LAYER if name in ("Llama", "Qwen3Moe") else {}
+    alike = ONE_LAYER if name == "Llama" else {}
     model = made(name, WIDE | alike).to(torch.bfloat16)
     assert enable(model)
     batch(model, BatchingConfig(**ENGINE, options={"inner": "eager"}), warmup=True)
@@ -972,7 +971,7 @@ def test_every_call_of_a_step_has_a_kernel(fresh_dynamo, replayed, monkeypatch, 
 FOUR = (5, 20, 3, 9)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3"])
 def test_compiled_steps_are_two_graphs_with_each_layer_fused(compiled, name):
     graphs, found = compiled(name)
     assert found == generated(name, FOUR)

@@ -1,11 +1,10 @@
-"""Tests continuous batching with tilewright on a GPU: CUDA graphs, two batches at once, streams and
-threads.
+"""Continuous batching by tilewright on a GPU: CUDA graphs, two batches at once, streams, threads.
 
-The same tests run on a CPU, without graphs. There the model is in float32, and each token must be
-the best one. On a GPU it is in bfloat16, whose rounding may choose another of two nearly equal
-tokens. Therefore the tokens are judged by the scores of the same weights in float32. No token may
-be far from the best. On average, the tokens may be at most about twice as far from the best as
-those of transformers' own engine.
+The same tests run with one model on a CPU, without graphs; `test_engine.py` tests other models
+there. On a CPU the model has float32, and each token must be the best one. On a GPU it has
+bfloat16, whose rounding may choose another of two nearly equal tokens; then the tokens are judged
+by the scores of the same weights in float32: none may be far from the best, and on average they may
+be at most about twice as far from it as those of transformers' own engine.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ from tests.compiler.engine_models import (
 from tilewright.compiler import reports
 from tilewright.compiler.serving import BatchingConfig, disable, enable
 
-GPU = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
-    ],
-)
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
 MODELS = ("Llama", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3")
+SERVED = [("Llama", "cpu"), *(pytest.param((name, "cuda"), marks=GPU) for name in MODELS)]
 
 
 @dataclass
@@ -68,22 +65,18 @@ class Served:
         return (scores.amax(1) - chosen) / scores.std()
 
 
-@pytest.fixture(scope="module", params=["cpu", GPU])
-def device(request: Any) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def served(request: Any, device: str) -> Iterator[Served]:
-    """Returns an enabled model. After its last test, Dynamo's graphs are dropped."""
+@pytest.fixture(scope="module", params=SERVED, ids=lambda pair: "-".join(pair))
+def served(request: Any) -> Iterator[Served]:
+    """Returns an enabled model. Dynamo forgets its graphs after its last test."""
+    name, device = request.param
     torch._dynamo.reset()
-    exact = made(request.param, WIDE).to(torch.bfloat16).float().to(device)
+    exact = made(name, WIDE).to(torch.bfloat16).float().to(device)
     model = copy.deepcopy(exact)
     if device == "cuda":
         model.to(torch.bfloat16)
     assert enable(model)
     with torch.no_grad():
-        yield Served(request.param, device, model, exact)
+        yield Served(name, device, model, exact)
     disable(model)
     torch._dynamo.reset()
 

@@ -199,7 +199,6 @@ LAYOUTS = {
     "static_cache": StaticCache(),
     "one_tensor": OneTensor(),
     "one_pool_1MiB": OnePool(MIB),
-    "one_pool_16MiB": OnePool(16 * MIB),
     "one_pool_normed": OnePool(16 * MIB, normed=True),
     "side_by_side": SideBySide(),
     "slices": Slices(),

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -34,21 +30,13 @@ def quiet():
 
 def test_a_graph_with_statements_computes_what_it_did():
     """Each kind of statement in each spelling occurs in graphs of some families. The programs run
-    in separate processes, because torch may crash a process. If it does, the programs of this
-    process are left out."""
-    command = [sys.executable, "-m", "tests.compiler.statements"]
-    done = subprocess.run(
-        [*command, "--seeds", f"{SEEDS.start}:{SEEDS.stop}:{STEP}"],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    made, fused = re.search(r"(\d+) programs, (\d+) with a rewrite", done.stdout).groups()
-    assert int(made) > len(SEEDS) * 0.9
-    assert int(fused) > int(made) / 2
-    assert "not drawn: []" in done.stdout or "took its process down" in done.stdout, done.stdout
+    in a fork, because torch may crash a process; the programs of that process are then left
+    out."""
+    found = statements.tallied(SEEDS)
+    assert not found.wrong
+    assert found.programs.total() > len(SEEDS) * 0.9
+    assert found.fused.total() > found.programs.total() / 2
+    assert not found.left or found.crashed
 
 
 def test_the_seeds_here_have_every_statement_and_family():
