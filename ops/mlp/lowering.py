@@ -81,7 +81,7 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op. If a separate step normalizes x, `a` and `problem` have no norm.
+    """A call of an op. If a separate step normalises x, `a` and `problem` have no norm.
 
     Attributes:
         problem, a, target: The problem, the arguments and the target of the call.

@@ -1,6 +1,7 @@
-"""Inserts statements into graphs that fuse: any operator of ATen that writes or aliases a tensor,
-on any tensor of the graph, at any place, in any spelling. The fused graph must give the same
-results as the graph as it was written, including caches and other inputs.
+"""Inserts statements into graphs in which something is fused. A statement is any operator of ATen
+that writes or aliases a tensor, applied to any tensor of the graph, at any place, and written in
+any way. The fused graph must give the same results as the graph as it was written, including caches
+and other inputs.
 
     python -m tests.compiler.statements --seeds 0:20000     # a table of what was tried
 """
@@ -39,8 +40,8 @@ OPTIONS = Options(inner="eager")
 PER_PROCESS = 100
 DICE, AWAY = 20, 10**6
 
-#: The difference that two correct results may have. Results of mixtures are rounded to bfloat16 at
-#: different places.
+#: The largest difference between two correct results. Results of mixtures are rounded to bfloat16
+#: at different places.
 ROUNDING = {"moe": 0.05}
 #: Families whose numbers are small integers.
 EXACT = {"qkv", "qkv_plain", "cache_store"}
@@ -52,7 +53,8 @@ def is_float(item):
 
 
 def off(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Returns the largest relative error of a tensor; infinite if NaN or shapes differ."""
+    """Returns the largest relative error of a tensor. It is infinite if NaN or the shapes
+    differ."""
     worst = 0.0
     for a, b in zip(actual, expected, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -124,7 +126,8 @@ def tried(seed: int) -> Outcome | None:
 
 
 def _reads_what_nothing_wrote(program: Program, expected: list[torch.Tensor]) -> bool:
-    """Whether the graph itself gives another result if uninitialised memory is filled with NaN."""
+    """Whether the original graph gives another result if uninitialised memory is filled with
+    NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return off(run(program.module, program.base.inputs), expected) > 0

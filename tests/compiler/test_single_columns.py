@@ -24,8 +24,8 @@ found: list[tuple[int, list[str]]] = []
 
 
 def compiled(step):
-    """Returns the step compiled with its products rewritten. The number of rewritten products, and
-    the names of the products in the graph afterwards, go to `found`."""
+    """Returns the step, compiled after its products were rewritten. Adds to `found` the number of
+    rewritten products, and the names of the products that are left."""
 
     def backend(gm, inputs):
         count = through(multiply_single_columns, gm)
@@ -168,7 +168,8 @@ def test_other_products_stay(step):
 
 
 def test_a_result_with_other_strides_stays():
-    """If the stacks are not in order, their elementwise product has the order of its factors."""
+    """If a stack of matrices is not contiguous, an elementwise product would have the memory order
+    of its factors, so the product stays."""
     a = torch.randn(3, BATCH, ROWS, 1).transpose(0, 1)
     b = torch.randn(3, BATCH, 1, COLUMNS).transpose(0, 1)
     ours = compiled(by_operator)(a, b)

@@ -1,4 +1,4 @@
-"""Tests statements in graphs that fuse: see :mod:`tests.compiler.statements`."""
+"""Tests graphs with inserted statements: see :mod:`tests.compiler.statements`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.compiler.statement_programs import FORMS, turn_of, turns
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-# Two fifths of the turns. The step divides neither the number of turns nor the number of families,
-# so each statement occurs in the graphs of several families.
+# These seeds take two fifths of the turns. STEP divides neither the number of turns nor the number
+# of families, so each statement occurs in the graphs of several families.
 FIRST, STEP = 100_800, 5
 SEEDS = range(FIRST, FIRST + 2 * len(turns()), STEP)
 
@@ -40,8 +40,8 @@ def test_a_graph_with_statements_computes_what_it_did():
 
 
 def test_the_seeds_here_have_every_statement_and_family():
-    """The seeds contain every kind in every spelling, and most kinds and spellings in the graph of
-    each family."""
+    """The seeds of this file contain every kind of statement in every spelling, and most of these
+    in the graph of each family."""
     here = {turn_of(seed) for seed in SEEDS}
     assert {turn[1:] for turn in here} == {turn[1:] for turn in turns()}
     for other, least in ((1, 0.95), (2, 0.9)):
@@ -61,7 +61,8 @@ def test_turns_are_all_that_a_statement_can_be():
 
 
 def test_the_operators_are_those_that_torch_registers():
-    """New operators of a newer torch are drawn, too. There are hundreds of each kind."""
+    """The operators are drawn from all that torch registers, so new operators of a newer torch are
+    drawn, too. There are hundreds of each kind."""
     counts = {
         kind: len(statement_programs.overloads(kind)) for kind in ("writes", "out", "aliases")
     }
@@ -78,7 +79,8 @@ def test_every_family_fuses_as_it_is():
 
 
 def test_a_wrong_rewrite_is_seen(monkeypatch):
-    """If the rules of legality are switched off, statements give wrong results."""
+    """If the checks of legality are turned off, statements give wrong results, and the test sees
+    them."""
     monkeypatch.setattr("tilewright.compiler.fuse.check_legality", lambda match, flow: None)
     outcomes = map(statements.tried, range(60))
     assert any(outcome is not None and outcome.wrong for outcome in outcomes)

@@ -1,5 +1,5 @@
-"""Tests models of codes that are built from a configuration alone: the same sites are fused as in
-the loaded models."""
+"""Tests models with quantised weights that are built from a configuration alone. The same sites are
+fused as in loaded models."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dty
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 GROUPS = "int4 codes in groups of 64"
 NVFP4 = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
-#: The model, the contents of its config.json, the format in words, and the bytes for a number of a
-#: weight: of its code, and of scales and zeros.
+#: For each case: the model, the contents of its config.json, the format in words, and the bytes of
+#: a weight's number (of its code, and of its share of scales and zeros).
 STATED = {
     "fp8": ("llama", FP8, "fp8 codes in blocks of 128 x 128", 1.0, 4 / 128**2),
     "fp8-moe": ("qwen3_moe", FP8, "fp8 codes in blocks of 128 x 128", 1.0, 4 / 128**2),
@@ -121,7 +121,7 @@ def test_groups_without_a_size_are_as_transformers_makes_them(config):
 
 
 def test_it_is_what_the_loaded_model_reads(tmp_path):
-    """A loaded checkpoint of ModelOpt is compared with the model built from its configuration
+    """Compares a loaded checkpoint of ModelOpt with the model that is built from its configuration
     alone."""
     loaded = shipped.SHIPPED["modelopt-nvfp4"].load("llama", tmp_path)
     report = lower(loaded, (), shipped.step_of(loaded), target="sm90")

@@ -2,8 +2,8 @@
 
 The keys of all layers are in the rows of one tensor, and a table gives the pages. Ragged prompts
 are padded at the end, and decode steps have padding sequences. A table is as wide as the longest
-sequence may become. Entries that no key needs name a page that no sequence owns: padding (-1) is
-clamped to 0, and pages behind a window were given back.
+sequence may become. Some entries are needed by no key, and name a page that no sequence owns:
+padding (-1), which is clamped to 0, and pages before a window, which were freed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Batch:
 
 
 def call(batch: Batch) -> AttentionArguments:
-    """Returns the call. All rows except the keys of its layer are NaN, including those of page 0,
+    """Returns a call of one layer. Everything except the layer's keys is NaN, including page 0,
     which no sequence owns."""
     generator = torch.Generator().manual_seed(3)
 
@@ -209,8 +209,9 @@ def planned(tokens, sequences, columns, target, heads=(32, 8, 128), ragged=True)
 def test_programs_follow_the_tokens_and_not_what_any_sequence_might_have(
     tokens, sequences, columns, target
 ):
-    """An engine does not say how the tokens are divided, so one sequence may have all of them.
-    There are enough programs for that case, and at most one tile of each sequence is not full."""
+    """The number of programs follows the number of tokens. An engine does not say how the tokens
+    are divided, so one sequence may have all of them. There are enough programs for this case, and
+    at most one incomplete tile for each sequence."""
     (first, *_) = planned(tokens, sequences, columns, target)
     # The tiles have at least 64 rows, which are 16 tokens of 4 heads that share keys.
     assert prod(first.grid) <= (tokens // 16 + sequences) * 8 * (

@@ -31,7 +31,7 @@ _GPU = [
 _WORLDS = [("cpu", 4), ("cuda", 2), ("cuda", 4)]
 #: Seconds after which ranks that still run are killed.
 _LIMIT_S = {"cpu": 300, "cuda": 180}
-#: Seconds within which a rank that waits for one that was killed must have ended.
+#: The number of seconds within which a rank must end if it waits for a killed rank.
 _BEREFT_S = 30
 
 
@@ -41,9 +41,9 @@ def _mark(device, *rest):
 
 @dataclass(frozen=True)
 class World:
-    """The ended ranks. codes: exit codes; None for a rank that had to be killed. errors: what each
-    rank wrote to standard error. parts: what each rank found, by part. waited: seconds from the
-    last call of each surviving rank to its end."""
+    """The ranks of a run, after they have ended. codes: exit codes; None for a rank that had to be
+    killed. errors: what each rank wrote to standard error. parts: what each rank found, by part.
+    waited: seconds from the last call of each surviving rank to its end."""
 
     codes: list[int | None]
     pids: list[int]
@@ -128,7 +128,8 @@ def _found(part: str, ranks: int, folder: Path) -> list[Any]:
     [_mark(*world, part.__name__) for world in _WORLDS for part in PARTS[world[0]]],
 )
 def test_ranks_get_the_right_sum_and_the_same_bits(worlds, device, ranks, part):
-    """Eager calls, calls with delays, a captured graph, and compiled with and without graphs."""
+    """Tests eager calls, calls with delays, a captured graph, and compiled calls with and without
+    CUDA graphs."""
     world = worlds(device, ranks)
     found = world.parts[part]
     assert None not in found, "\n".join(error[-2000:] for error in world.errors)

@@ -180,8 +180,8 @@ def dequantized_weights(case: Case, codes: torch.Tensor, layout: torch.Tensor) -
 
 @pytest.mark.parametrize("case", ON_A_CPU, ids=str)
 def test_reference(case):
-    """N and K are an eighth of MAX's. Groups of scales stay whole, and N that 128 does not divide
-    stays so."""
+    """Runs the reference. N and K are an eighth of MAX's. Groups of scales are still complete, and
+    an N that is not a multiple of 128 is still none."""
     small = case.shrunk(case.rows // 8, max(-(-case.inner // 256), 1) * 32)
     a, x = arguments(small, "cpu")
     check(small, op.OP.call(a), a, x)
