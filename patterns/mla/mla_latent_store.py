@@ -157,7 +157,7 @@ def _absorbable(place: Address, flow: Dataflow, anchor: WritePair) -> Heads | No
             return None
     except Reject as rejection:
         if rejection.miss.code in (_PATH.code, "CAST"):
-            return None  # computed by operations that the op does not have, so stored unchanged
+            return None  # the op cannot compute these latents, so it stores them unchanged
         raise
     whole = heads.linear.layout == effects.identity(heads.linear.value.shape)
     inside = {*heads.absorbed, *place.absorbed, *anchor.stores}

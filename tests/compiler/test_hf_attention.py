@@ -1,5 +1,6 @@
-"""Tests attention of Hugging Face models over a static cache: behind an encoder, step by step, and
-with masks of lowest numbers. Keys are not repeated for the heads that share them.
+"""Tests attention of Hugging Face models over a static cache: after an encoder, step by step, and
+with masks that hold the lowest number of a dtype. Keys are not repeated for the heads that share
+them.
 
 `test_hf_models.py` tests each model with each kind of mask.
 """

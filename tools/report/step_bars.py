@@ -49,7 +49,7 @@ class Taken(Summed):
     us: float = 0.0
 
     def less(self, other: Taken) -> Taken:
-        """Returns by how much this amount is larger than the other, and at least 0."""
+        """Returns how much larger this amount is than the other. Returns 0 where it is smaller."""
         return Taken(max(self.bytes - other.bytes, 0.0), max(self.us - other.us, 0.0))
 
 
