@@ -262,7 +262,7 @@ def test_crop_gives_pages_back_and_reset_all_of_them():
     assert all(torch.equal(found, states(2, 5)[:, 0, :, 0]) for found in held(cache))
 
 
-@pytest.mark.parametrize("backend", ["tilewright", "eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["tilewright", "aot_eager"])
 def test_generate_compiles_its_steps_once_and_once_for_all_sizes(backend):
     """`generate()` compiles its steps once for the first size, and once for all sizes. Prompts run
     eagerly, and a step is one graph."""
@@ -447,13 +447,13 @@ def with_scales(model, by_head=False, of_linears=False):
 def test_eight_bits_are_the_codes_of_a_cache_that_rounds(dtype, by_head, of_linears, compiles):
     model = with_scales(built("Llama"), by_head, of_linears)
     scales = kv_scales(model)
-    way: dict = {"num_beams": 2}
+    way: dict = {} if compiles else {"num_beams": 2}
+    want = generated(model, Rounded(model.config, dtype, scales), **way)
     if compiles:
         torch._dynamo.reset()
         how = CompileConfig(backend="tilewright", mode=None, options={"inner": "eager"})
         how._compile_all_devices = True
         way = {"compile_config": how}
-    want = generated(model, Rounded(model.config, dtype, scales), **way)
     cache = PagedCache(model.config, page_size=PAGE, dtype=dtype, scales=scales)
     assert torch.equal(generated(model, cache, **way), want)
     assert all(pool.dtype == dtype for pool in cache._pools())

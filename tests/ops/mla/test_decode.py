@@ -171,8 +171,14 @@ def test_absorbed_attention_is_no_less_accurate_than_that_of_expanded_latents(na
     assert rms_error(out, exact) < graph
 
 
-@pytest.mark.parametrize("mask", ["positions", "bool"])
-@pytest.mark.parametrize("name", ["16 heads", "40 heads of rank 512", "several tokens"])
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("16 heads", "bool"),
+        ("40 heads of rank 512", "positions"),
+        ("several tokens", "positions"),
+    ],
+)
 def test_parts_of_the_keys_merge(name, mask):
     """Merges five parts of the keys. Some parts have no block."""
     a = call_of(WIDTHS[name], mask).arguments
