@@ -45,6 +45,13 @@ MERGED_LATENT_BYTES = 512
 # second program uses the pauses of the first. Three layers of DeepSeek-V2-Lite with 64 sequences of
 # 1000 latents took 1028 us with 4 parts, and 1192 us with 2 parts (H100).
 LONE_ROUNDED = 1.2
+# Without latents: the least time that a program takes for a block of keys, given as the bytes that a
+# multiprocessor reads in the same time. If there are fewer programs than multiprocessors, each of
+# them reads faster, but its products and its softmax wait for each other. The number follows from
+# sweeps on an H100. With one sequence of 2048 keys, 8 parts (9.3 us) are faster than 16 (9.9 us) if
+# there are 8 heads of keys, and 16 parts are the fastest if there are 4. With 16384 keys, 16 and 32
+# parts are the fastest.
+STEP_BYTES = 19 * 1024
 # The number of programs that fit a multiprocessor at the same time. Any more programs would start
 # late, in a second wave that is nearly empty.
 RESIDENT_PROGRAMS = 2
@@ -168,7 +175,8 @@ def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, 
 
     One program saturates a multiprocessor's share of the memory bandwidth, unless it rounds the
     keys. Therefore the time depends only on the number of key blocks that the busiest
-    multiprocessor reads.
+    multiprocessor reads, and on its share, which is larger if other multiprocessors have no
+    program.
     """
     blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
     rounds = problem.rounding is not None
@@ -178,11 +186,15 @@ def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, 
 
     def time(splits: int) -> float:
         programs = tiles * splits
-        reading: float = cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
+        step_bytes: float = block_bytes
+        if not problem.latent:
+            step_bytes = max(block_bytes * min(programs / sms, 1), STEP_BYTES)
         if rounds:
-            reading *= ROUNDED_TIME * (LONE_ROUNDED if programs <= sms else 1)
-        # Programs write the parts, and the merging programs read them again.
-        merging = LAUNCH_BYTES + merged_bytes * splits + 2 * programs * part_bytes / sms
-        return reading + (merging if splits > 1 else 0)
+            step_bytes *= ROUNDED_TIME * (LONE_ROUNDED if programs <= sms else 1)
+        reading = cdiv(programs, sms) * cdiv(blocks, splits) * step_bytes
+        # Programs write the parts, and the merging programs read them again, in a tile that is
+        # padded to a power of two.
+        parts = merged_bytes * next_power_of_2(splits) + 2 * programs * part_bytes / sms
+        return reading + (LAUNCH_BYTES + parts if splits > 1 else 0)
 
     return min(range(1, max(most, 1) + 1), key=time)
