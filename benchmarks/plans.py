@@ -6,11 +6,11 @@
 Each row is one call of an op at the sizes of a published model. The op runs with the tiles that
 the planner chooses, and with others. For linears, attention, experts and LoRA these are the plan's
 tiles with one or two of their numbers changed: sizes and splits halved or doubled, warps halved or
-doubled, one pipeline stage or program more or less; at most `--most` of them. For latents that are
-rounded, several numbers of parts and warps are tried first. For the QKV projection they are the
-configs that `tune` measures, and the library. For MLA they are attention to the latents themselves,
-and to expanded keys in several tiles. Tiles that do not compile, or whose result differs from the
-plan's by more than rounding, are left out.
+doubled, one pipeline stage or program more or less; at most `--most` of them. Linears try the
+planner's tilings first, and rounded latents try several numbers of parts and warps. For the QKV
+projection the others are the configs that `tune` measures, and the library. For MLA they are
+attention to the latents themselves, and to expanded keys in several tiles. Tiles that do not
+compile, or whose result differs from the plan's by more than rounding, are left out.
 
 Times are microseconds of CUDA graphs with a cold L2 cache: all tiles in three rounds, then the plan
 and the fastest five in fifteen. ratio: the time of the plan over that of the fastest. us: the time
@@ -44,7 +44,7 @@ from timing import capture, interleaved_us, keep
 from triton.runtime.errors import OutOfResources
 
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
-from tilewright.codegen.mlp.plan import linear_config
+from tilewright.codegen.mlp.plan import GATED_LONG, GATED_WIDE, SHORT_STEPS, linear_config
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
 from tilewright.codegen.qkv import plan as qkv_plan
 from tilewright.codegen.qkv.candidates import candidates
@@ -150,7 +150,10 @@ LINEARS = {
     "qwen3-4b": (2560, 9728),
     "qwen3-8b": (4096, 12288),
     "llama3-70b": (8192, 28672),
+    "qwen3-0.6b": (1024, 3072),
 }
+#: Tilings that are tried before the tiles around the plan's.
+TILINGS = (SHORT_STEPS, GATED_LONG, GATED_WIDE, replace(GATED_WIDE, num_warps=8))
 FITTED_LINEARS, FITTED_TOKENS = ("llama3-8b", "qwen3-4b"), (1, 16, 64)
 
 
@@ -181,7 +184,8 @@ def _linear(tokens: int, rows: int, columns: int, gated: bool, case: str, most: 
     problem = activation_problem(a) if gated else residual_problem(a)
     # Where the plan takes a library's product, the kernel's own tiles are the others.
     config = linear_config(problem, tokens, SM90)
-    tried = [config, *neighbours(config, most)]
+    tilings = [linear_config(problem, tokens, SM90, tiling) for tiling in TILINGS]
+    tried = list(dict.fromkeys((config, *tilings, *neighbours(config, most))))[:most]
     return Row("linear", case, make, steps, tried, 2.0 * rows * columns * (1 + gated))
 
 

@@ -45,8 +45,8 @@ MERGED_LATENT_BYTES = 512
 # second program uses the pauses of the first. Three layers of DeepSeek-V2-Lite with 64 sequences of
 # 1000 latents took 1028 us with 4 parts, and 1192 us with 2 parts (H100).
 LONE_ROUNDED = 1.2
-# Without latents: the least time that a program takes for a block of keys, given as the bytes that a
-# multiprocessor reads in the same time. If there are fewer programs than multiprocessors, each of
+# Without latents: the least time that a program takes for a block of keys, given as the bytes that
+# a multiprocessor reads in the same time. If there are fewer programs than multiprocessors, each of
 # them reads faster, but its products and its softmax wait for each other. The number follows from
 # sweeps on an H100. With one sequence of 2048 keys, 8 parts (9.3 us) are faster than 16 (9.9 us) if
 # there are 8 heads of keys, and 16 parts are the fastest if there are 4. With 16384 keys, 16 and 32
