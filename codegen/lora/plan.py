@@ -29,29 +29,41 @@ UNSORTED_ROWS = 512
 SINGLE_ROWS = 64
 ROW_PRODUCTS = 1536 * 4096
 WIDE_COLUMNS = 96
+# If there would be more programs than this on each multiprocessor, a program computes two columns,
+# so that x is read half as often. On an H100, 64 rows of rank 8 take 4.4 us with two columns and
+# 5.0 us with one, and 16 rows of rank 64 take 8.0 us with two and 8.6 us with four.
+SINGLE_COLUMN_PROGRAMS = 4
+# The largest product of rows and columns for which NARROW is the fastest.
+NARROW_PRODUCTS = 64 * 48
 # The largest number of rows for which a program sums over all of K. The keys are the largest
 # numbers of columns of q, k and v together.
 FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
 FEW_ROWS_WIDE = 256  # for more columns
-# For at most this many rows of an adapter on average, tiles of `lora_shrink_few` have as many rows.
-# In larger tiles, more than half of the rows would be padding. Measured on an H100, for 64 rows of
-# 8 adapters: rank 16 takes 5.4 us with 8 rows and 8 columns, and 5.7 us with 16 rows and 8 columns.
-# Rank 64 takes 8.7 us with 8 rows and 8 columns, and 9.6 us with 16 rows and 16 columns.
-SMALL_TILE_ROWS = 8
+# Tiles of `lora_shrink_few` for several adapters. They follow from a sweep on an H100 with 8
+# adapters of ranks 8 to 128 and 16 to 1024 rows, in which the chosen tiles were at most 4 % slower
+# than the fastest. Tiles of 8 rows have less padding and more programs, but read the weights more
+# often. The pipeline stages leave shared memory for RESIDENT programs on a multiprocessor.
+NARROW = FewShrink(8, 8, 256, 4, 4, 3)
+LONG = FewShrink(8, 16, 256, 4, 4, 3)
+SMALL = FewShrink(8, 8, 128, 4, 4, 3)
+WIDER = FewShrink(8, 16, 128, 4, 4, 3)
+SQUARE = FewShrink(16, 16, 128, 4, 4, 3)
+TALL = FewShrink(32, 16, 128, 4, 4, 3)
+RESIDENT = {LONG: 1, SMALL: 4, SQUARE: 2}
 # For weights whose columns are contiguous: the largest product of rows and columns for which the
 # kernel without tensor cores is used.
 ACROSS_PRODUCTS = 1024
 # The largest number of rows for which K is split and a tile has 64 columns. One plane of rank 64
 # has this many columns.
 COLUMN_BLOCK_ROWS = 2048
-# K is split further as long as there are at most this many programs on each multiprocessor, and as
-# they all fit its shared memory. More programs would need a second wave, which is nearly empty:
-# 1024 rows of 8 adapters of rank 64 take 16.2 us on an H100 if K is split in 4, and 15.4 us if it
-# is split in 2.
+# K is split further as long as there are at most this many programs on each multiprocessor.
 PROGRAMS_PER_SM = 2.2
 MAX_SPLIT = 4
-# The smallest part of K that a program sums over.
+# The smallest part of K that a program sums over: in all, and for each row of its tile. Programs
+# that share K exchange their sums. A tile of more rows has more sums: 1024 rows of 8 adapters of
+# rank 64 take 15.4 us on an H100 if tiles of 64 rows split K = 4096 in 2, and 16.2 us in 4.
 LEAST_PART = 512
+LEAST_ROW_PART = 32
 # For plans, numbers of rows are rounded up to a power of two. Above ROUND_ROWS, they are rounded up
 # to a multiple of ROWS_STEP.
 ROUND_ROWS = 4096
@@ -80,8 +92,8 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         if across is not None:
             return across
     if takes_row_kernel(num_rows, columns, hidden):
-        if num_rows * columns * hidden > ROW_PRODUCTS:
-            return RowShrink(1, 4, min(next_power_of_2(hidden), 4096), 8)
+        if num_rows * columns > SINGLE_COLUMN_PROGRAMS * target.num_sms:
+            return RowShrink(1, 2, min(next_power_of_2(hidden), 4096), 8)
         return RowShrink(1, 1, min(next_power_of_2(hidden), 8192), 8)
     if problem.a.dtype == "fp32":
         return TiledShrink(16, 32, _split(problem, num_rows, 16, 1, target), 4, 2)
@@ -96,22 +108,36 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         return TiledShrink(64, 128, split, 4, 3)
     if num_rows <= COLUMN_BLOCK_ROWS:
         rows = 32 if num_rows <= 512 and columns <= 192 else 64
-        split = _split(problem, num_rows, rows, cdiv(columns, 64), target)
+        least = LEAST_ROW_PART * rows
+        split = _split(problem, num_rows, rows, cdiv(columns, 64), target, least)
         return TiledShrink(rows, 128, split, 4, 3, (64,))
     return _plan_many_rows(problem, num_rows, target)
 
 
 def _plan_few(problem: ShrinkProblem, num_rows: int, target: Target) -> FewShrink:
     """Returns the tiles of the kernel in which a program sums over all of K."""
-    columns, adapters = problem.planes * problem.rank, problem.form.num_adapters
-    single = problem.form.addressing == "single"
-    few = not single and num_rows <= SMALL_TILE_ROWS * adapters
-    block_k = 256 if num_rows * columns <= 64 * 48 else 128
-    narrow = block_k == 256
-    if few:
-        # Tiles of 16 columns would leave multiprocessors without a program.
-        narrow |= min(adapters, num_rows) * cdiv(columns, 16) < target.num_sms
-    return FewShrink(SMALL_TILE_ROWS if few else 16, 8 if narrow else 16, block_k, 4, 4, 3)
+    columns = problem.planes * problem.rank
+    narrow = num_rows * columns <= NARROW_PRODUCTS
+    if problem.form.addressing == "single":
+        return FewShrink(16, 8, 256, 4, 4, 3) if narrow else SQUARE
+    if narrow:
+        return NARROW
+    adapters = min(problem.form.num_adapters, num_rows)
+    rows = cdiv(num_rows, adapters)  # of each adapter, on average
+
+    def fits(config: FewShrink) -> bool:
+        """Whether all programs run at the same time."""
+        tiles = adapters * cdiv(rows, config.block_m) * cdiv(columns, config.columns)
+        return tiles <= RESIDENT[config] * target.num_sms
+
+    few = next((config for config in (LONG, SMALL) if fits(config)), None)
+    if few is not None:
+        return few
+    if rows <= WIDER.block_m:
+        return WIDER
+    # If not all programs run at the same time anyway, larger tiles read the weights less often.
+    tall = columns > WIDE_COLUMNS and rows > SQUARE.block_m and not fits(SQUARE)
+    return TALL if tall else SQUARE
 
 
 def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig | None:
@@ -171,14 +197,19 @@ def _programs(problem: ShrinkProblem, num_rows: int, config: TiledShrink) -> int
 
 
 def _split(
-    problem: ShrinkProblem, num_rows: int, block_m: int, column_blocks: int, target: Target
+    problem: ShrinkProblem,
+    num_rows: int,
+    block_m: int,
+    column_blocks: int,
+    target: Target,
+    least_part: int = LEAST_PART,
 ) -> int:
     """Returns the number of programs that share the K of each tile."""
     apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
     programs = (apart + cdiv(num_rows, block_m)) * column_blocks
     split = 1
     while split < MAX_SPLIT and 2 * split * programs <= PROGRAMS_PER_SM * target.num_sms:
-        if problem.hidden < 2 * split * LEAST_PART:
+        if problem.hidden < 2 * split * least_part:
             break
         split *= 2
     return split

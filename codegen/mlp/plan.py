@@ -16,6 +16,10 @@ from tilewright.codegen.targets import Target
 # us, and 68 us with Inductor's kernels; 64 tokens take 113 us, and 74 us with Inductor's kernels.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
+# The largest number of tokens for which one kernel multiplies two weights that are not quantized,
+# if the graph calls the op. On an H100, gate and up of Llama-3-8B take 101 us for 32 tokens, and
+# 105 us with two products of the library. This was not compared with Inductor's kernels.
+MOST_STREAMED_PAIR = 32
 # The largest number of tokens for quantized weights. It is larger because the library needs a
 # decoded weight in every call: on an H100, the down projection in int4 takes 66 us for 128 tokens,
 # while the library takes 56 us to decode the weight and 50 us for the product. The same limit holds
@@ -82,7 +86,8 @@ MOST_PLAIN_TILE = 32
 # and one program has all of the shared memory. Measured on an H100 for 1 and 16 tokens: gate and up
 # of Llama-3-8B take 89.6 and 91.6 us with GATED_LONG, and 95.7 and 97.7 us with two programs that
 # read 16 KiB in a step (SHORT_STEPS). For 16 tokens, gate and up of Qwen3-4B take 45.0 us with
-# GATED_WIDE, and 48.0 us with SHORT_STEPS.
+# GATED_WIDE, and 48.0 us with SHORT_STEPS. The same tiles are the fastest for 4 and 32 tokens, and
+# for Qwen3-8B and Llama-3-70B.
 GATED_LONG = Tiling(stages=5, programs=1)
 GATED_WIDE = Tiling(block_n=128, block_k=64, stages=5, programs=1)
 # The fewest programs that together read memory at its full rate, if each is alone on a
@@ -207,6 +212,11 @@ def most_tokens(num_weights: int, coded: bool = False, rounded: bool = False) ->
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
 
 
+def takes_library(problem: LinearProblem, num_tokens: int) -> bool:
+    """Whether the library's GEMM is faster, for weights that are not quantized."""
+    return num_tokens > (MOST_STREAMED_PAIR if problem.gated else MOST_TOKENS)
+
+
 def multiplies_apart(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     """Whether two quantized weights are multiplied by two separate kernels. A kernel for one weight
     holds the sums of one weight only, so more tokens fit its registers."""
@@ -306,7 +316,7 @@ def _plain_tiling(problem: LinearProblem, block_t: int, target: Target) -> Tilin
     """Returns the tiling for weights that are not quantized."""
     if not problem.gated:
         return PLAIN if block_t <= MOST_PLAIN_TILE else SHORT_STEPS
-    if block_t > MOST_GATED_TOKENS or not target.measured:
+    if block_t > MOST_STREAMED_PAIR or not target.measured:
         return SHORT_STEPS
     return min(GATED_LONG, GATED_WIDE, key=lambda one: _reading_time(problem.n, one, target))
 

@@ -73,7 +73,7 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
     if num_tokens <= 128:
         block_t = max(16, next_power_of_2(num_tokens))
         for block_p in sorted({32, whole}):
-            for block_k, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (64, 8), (64, 5)):
+            for block_k, stages in ((128, 5), (128, 6), (128, 4), (256, 4), (64, 8), (64, 5)):
                 warps = 8 if block_p * block_t >= 64 * 64 else 4
                 for split_k in (1,) if block_p <= 32 else (1, 2, 4):
                     yield SwappedConfig(block_p, block_t, block_k, warps, stages, split_k)

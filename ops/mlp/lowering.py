@@ -33,9 +33,9 @@ from tilewright.codegen.mlp.plan import (
     dot_config,
     dot_obstacle,
     linear_config,
-    most_tokens,
     multiplies_apart,
     orders_x,
+    takes_library,
     takes_norm,
 )
 from tilewright.codegen.mlp.problem import LinearProblem
@@ -181,7 +181,7 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
     either, because it rounds the result that the norm needs.
     """
     alone = problem.quantization is None and problem.post_norm is None
-    return alone and num_tokens > most_tokens(problem.num_weights)
+    return alone and takes_library(problem, num_tokens)
 
 
 def _apart(call: _Call, x: torch.Tensor) -> Steps:
