@@ -39,17 +39,18 @@ NARROW_PRODUCTS = 64 * 48
 # numbers of columns of q, k and v together.
 FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
 FEW_ROWS_WIDE = 256  # for more columns
-# Tiles of `lora_shrink_few` for several adapters. They follow from a sweep on an H100 with 8
-# adapters of ranks 8 to 128 and 16 to 1024 rows, in which the chosen tiles were at most 4 % slower
-# than the fastest. Tiles of 8 rows have less padding and more programs, but read the weights more
-# often. The pipeline stages leave shared memory for RESIDENT programs on a multiprocessor.
+# Tiles of `lora_shrink_few` for several adapters, on chips that were measured. They follow from a
+# sweep on an H100 with 8 adapters of ranks 8 to 128 and 16 to 1024 rows, in which the chosen tiles
+# were at most 4 % slower than the fastest. Tiles of 8 rows have less padding and more programs, but
+# read the weights more often. MOST_PROGRAMS: the number of programs on each multiprocessor up to
+# which some of these tiles are used. Longer steps leave shared memory for fewer programs.
 NARROW = FewShrink(8, 8, 256, 4, 4, 3)
 LONG = FewShrink(8, 16, 256, 4, 4, 3)
 SMALL = FewShrink(8, 8, 128, 4, 4, 3)
 WIDER = FewShrink(8, 16, 128, 4, 4, 3)
 SQUARE = FewShrink(16, 16, 128, 4, 4, 3)
 TALL = FewShrink(32, 16, 128, 4, 4, 3)
-RESIDENT = {LONG: 1, SMALL: 4, SQUARE: 2}
+MOST_PROGRAMS = {LONG: 1, SMALL: 4, SQUARE: 2}
 # For weights whose columns are contiguous: the largest product of rows and columns for which the
 # kernel without tensor cores is used.
 ACROSS_PRODUCTS = 1024
@@ -118,7 +119,7 @@ def _plan_few(problem: ShrinkProblem, num_rows: int, target: Target) -> FewShrin
     """Returns the tiles of the kernel in which a program sums over all of K."""
     columns = problem.planes * problem.rank
     narrow = num_rows * columns <= NARROW_PRODUCTS
-    if problem.form.addressing == "single":
+    if problem.form.addressing == "single" or not target.measured:
         return FewShrink(16, 8, 256, 4, 4, 3) if narrow else SQUARE
     if narrow:
         return NARROW
@@ -126,9 +127,9 @@ def _plan_few(problem: ShrinkProblem, num_rows: int, target: Target) -> FewShrin
     rows = cdiv(num_rows, adapters)  # of each adapter, on average
 
     def fits(config: FewShrink) -> bool:
-        """Whether all programs run at the same time."""
-        tiles = adapters * cdiv(rows, config.block_m) * cdiv(columns, config.columns)
-        return tiles <= RESIDENT[config] * target.num_sms
+        """Whether the programs are few enough to run at the same time."""
+        programs = adapters * cdiv(rows, config.block_m) * cdiv(columns, config.columns)
+        return programs <= MOST_PROGRAMS[config] * target.num_sms
 
     few = next((config for config in (LONG, SMALL) if fits(config)), None)
     if few is not None:
