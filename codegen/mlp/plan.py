@@ -212,9 +212,11 @@ def most_tokens(num_weights: int, coded: bool = False, rounded: bool = False) ->
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
 
 
-def takes_library(problem: LinearProblem, num_tokens: int) -> bool:
+def takes_library(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     """Whether the library's GEMM is faster, for weights that are not quantized."""
-    return num_tokens > (MOST_STREAMED_PAIR if problem.gated else MOST_TOKENS)
+    if not problem.gated:
+        return num_tokens > MOST_TOKENS
+    return num_tokens > (MOST_STREAMED_PAIR if target.measured else MOST_GATED_TOKENS)
 
 
 def multiplies_apart(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
