@@ -571,7 +571,7 @@ def find(
     furthest: dict[Value, Stage] = {}
     ops: dict[int, str] = {}  # the op that each missed pattern would have inserted
     sites: dict[int, list[Value]] = defaultdict(list)
-    whole: set[Value] = set()  # absorbed values, and the writes of matches that absorb some
+    whole: set[Value] = set()  # absorbed values, and the writes of matches that absorb values
     by_op: dict[str, set[Value]] = defaultdict(set)  # absorbed by patterns that take leftovers
     written: dict[str, set[Value]] = defaultdict(set)  # the stores that each pattern takes
     for pattern in patterns:

@@ -48,8 +48,8 @@ def test_every_folder_is_a_package_that_is_installed():
 
 
 def test_public_names_are_imported_when_they_are_used_and_are_the_compiler_s():
-    """A public name stands for the same object in `tilewright` and in `tilewright.compiler`.
-    `import tilewright` does not import torch."""
+    """A public name stands for the same object in `tilewright` and in `tilewright.compiler`, and is
+    imported only when it is used. `import tilewright` does not import torch."""
     assert {"lower", "reports", "PagedCache"} <= set(tilewright.__all__) <= set(dir(tilewright))
     for name in tilewright.__all__:
         value = getattr(tilewright, name)
@@ -62,7 +62,8 @@ def test_public_names_are_imported_when_they_are_used_and_are_the_compiler_s():
 
 
 def test_the_version_is_in_one_place():
-    """Files that cannot read the version from there repeat it. They must agree with it."""
+    """The version is in one place. Files that cannot read it from there repeat it, and must
+    agree."""
     assert (
         "version" in read_configuration(ROOT / "pyproject.toml", expand=False)["project"]["dynamic"]
     )
@@ -74,8 +75,8 @@ def test_the_version_is_in_one_place():
 
 
 def test_the_workflow_runs_the_two_commands_of_the_makefile():
-    """A hosted runner runs the same as `.ci/run`: each command is a target, and nothing else is
-    run."""
+    """The hosted workflow runs the same two commands as `.ci/run`: each is a target of the
+    Makefile, and nothing else is run."""
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'docs'")
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text("utf-8"))
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]

@@ -75,7 +75,8 @@ def test_adapters_have_the_dtype_of_their_model():
 
 
 def test_the_list_of_a_masks_blocks_is_started_once():
-    """Attention names the kernel that lists the blocks, but a separate node starts that kernel."""
+    """The list of a mask's blocks counts as one start of a kernel: attention names the kernel that
+    makes the list, but a separate node starts it."""
     step = step_behind(row_of("qwen3-0.6b", steps_models.cases_of("qwen3-0.6b")[0], H100, 500.0))
     attention = [part for part in step.parts if part.name == "cache_attention"]
     assert len(attention) == steps_models.WIDTHS["qwen3-0.6b"].layers

@@ -144,7 +144,7 @@ def _tiled_configs(
 
 
 def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfig]:
-    """Yields the configs for quantized weights that were among the fastest on an H200 in at least
+    """Yields the configs for quantised weights that were among the fastest on an H200 in at least
     one measured format.
 
     For few tokens, tiles are small, and K is split into many parts. For more tokens, one earlier

@@ -8,7 +8,7 @@ to 23-bit integers, with a power of two for each RUN of words. The conversion is
 (float16) numbers of at least 2 ** -14 (2 ** -11) of the largest number of their run. Smaller
 numbers lose fewer bits than they would lose in fp32 sums. Each integer has three bytes, and one
 instruction (`dp4a`) multiplies four bytes by four codes. Codes of floats, and weights that are not
-quantized, are multiplied as fp32 numbers.
+quantised, are multiplied as fp32 numbers.
 """
 
 import triton

@@ -81,7 +81,7 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op. If a separate step normalizes x, `a` and `problem` have no norm.
+    """A call of an op. If a separate step normalises x, `a` and `problem` have no norm.
 
     Attributes:
         problem, a, target: The problem, the arguments and the target of the call.
@@ -226,7 +226,7 @@ def _activated(call: _Call, gate: torch.Tensor, up: torch.Tensor | None, out: to
 
 
 def _streamed(call: _Call, x: torch.Tensor, dtype: torch.dtype | None = None) -> Steps:
-    """Performs the streaming kernel. x: a result of `_x`. dtype: the dtype of the result; None for
+    """Launches the streaming kernel. x: a result of `_x`. dtype: the dtype of the result; None for
     x's dtype."""
     problem, a, target, num_tokens = call.problem, call.a, call.target, call.num_tokens
     norm, (config, statics) = problem.post_norm, call.chosen

@@ -100,7 +100,8 @@ def test_only_rewrites_the_sites_named():
 
 
 def test_a_module_has_the_same_path_where_the_forward_of_the_model_is_decorated(monkeypatch):
-    """transformers 5.24 decorates every forward. In the graph, `self` is then `args[0]`."""
+    """transformers 5.24 decorates every forward. In the graph, the module is then `args[0]` of the
+    wrapper."""
     model, args = build("page_offset", num_layers=2)
     forward = type(model).forward
 
