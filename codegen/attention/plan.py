@@ -22,8 +22,9 @@ HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
-# The number of keys in a block of latents that are rounded. They are in registers, in fp32. A
-# program needs about three times as long for these keys as for reading them (measured on an H100).
+# For latents that the kernel rounds to float8 codes and back before it uses them: the number of
+# keys in a block. The keys are in registers, in fp32. To read and round keys takes a program about
+# three times as long as only to read them (measured on an H100).
 ROUNDED_KEYS = 16
 ROUNDED_TIME = 3
 # Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may
