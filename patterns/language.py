@@ -470,12 +470,14 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
 
     names: the names of the patterns to return. A leading `-` excludes a pattern; if all names have
     it, all other patterns are returned. If it is None, all patterns are returned. Raises ValueError
-    if a name is unknown, and if two patterns must each come before the other.
+    if there is no name, if a name is unknown, and if two patterns must each come before the other.
     """
     if names is None:
         return _in_order()
     if isinstance(names, str):
         raise ValueError(f"patterns: expected a list of names, got the string {names!r}")
+    if not names:
+        raise ValueError("patterns: expected names, or None for all patterns; got an empty list")
     unknown = [n for n in names if n.lstrip("-") not in _REGISTRY]
     if unknown:
         near = did_you_mean(unknown[0].lstrip("-"), _REGISTRY)

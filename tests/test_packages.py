@@ -54,8 +54,9 @@ def test_public_names_are_imported_when_they_are_used_and_are_the_compiler_s():
     for name in tilewright.__all__:
         value = getattr(tilewright, name)
         assert value is getattr(compiler, name, value)
-    with pytest.raises(AttributeError, match="'tilewright' has no attribute 'lowered'"):
+    with pytest.raises(AttributeError, match="'tilewright' has no attribute 'lowered'") as raised:
         _ = tilewright.lowered
+    assert (raised.value.name, raised.value.obj) == ("lowered", tilewright)
     code = "import sys, tilewright; tilewright.__version__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -154,3 +155,21 @@ def test_a_template_takes_from_every_folder_of_templates(source, taken):
     text = f"from {source} import helper\n"
     module = parse_module("tilewright.codegen.qkv.templates.tiled", text)
     assert module.imports == ({"helper": Imported(source, "helper")} if taken else {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "printed"),
+    [
+        ("", "tilewright: nothing was fused"),
+        ("logging.basicConfig()", "WARNING:tilewright:nothing was fused"),
+        ("log.addHandler(logging.StreamHandler())", "nothing was fused"),
+    ],
+)
+def test_a_warning_names_the_library_where_no_logging_is_set_up(setting, printed):
+    """The program's own logging prints a warning once, in its own form."""
+    code = (
+        "import logging, tilewright; log = logging.getLogger('tilewright')\n"
+        f"{setting}\nlog.info('unseen'); log.warning('nothing was %s', 'fused')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == f"{printed}\n"

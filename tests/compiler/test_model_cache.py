@@ -62,6 +62,11 @@ def test_a_model_without_a_cache_is_refused():
         cache_argument(torch.nn.Linear(2, 2), object())
 
 
+def test_arguments_in_the_wrong_order_are_named():
+    with pytest.raises(TypeError, match=r"^model: expected a model.*got object"):
+        cache_argument(object(), torch.nn.Linear(2, 2))
+
+
 def test_the_cache_among_arguments_is_not_the_memory_of_an_engine():
     """Before transformers 5.24, a step of continuous batching has both arguments."""
     assert cache_in({"past_key_values": None, "cache": 1}) == ("past_key_values", None)

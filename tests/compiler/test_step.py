@@ -215,7 +215,7 @@ def test_a_write_in_place_moves_the_rows_it_writes(write, read, moved):
     """A write in place moves only the rows that it writes. The rest of the target stays, and is not
     read."""
     at = torch.zeros(2, dtype=torch.int64, device="meta")
-    total = step_of(lowered(write, (4096, 8), (2, 8), at, patterns=[])).total
+    total = step_of(lowered(write, (4096, 8), (2, 8), at)).total
     assert (total.caches, total.activations) == (read, moved)
 
 
@@ -223,7 +223,7 @@ def test_sums_in_place_read_and_write_all_once():
     def add(cache, bias):
         cache.add_(bias).mul_(2)
 
-    total = step_of(lowered(add, (64, 8), (8,), patterns=[])).total
+    total = step_of(lowered(add, (64, 8), (8,))).total
     assert (total.caches, total.activations) == (64 * ROW, ROW + 64 * ROW)
 
 

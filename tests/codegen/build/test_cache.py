@@ -221,6 +221,14 @@ def test_what_another_user_put_there_is_not_used(tmp_path, monkeypatch, whose, w
         assert "TILEWRIGHT_CACHE_TRUST=1" in said
 
 
+def test_a_file_in_place_of_the_folder_is_no_matter_of_trust(tmp_path, warnings):
+    place = tmp_path / "cache"
+    place.write_text("")
+    assert KernelCache(place).get_or_make("binary", "aa", lambda: FILES).files == FILES
+    (said,) = warnings()
+    assert said.endswith("it is not a folder. Set TILEWRIGHT_CACHE_DIR to another folder")
+
+
 def test_told_to_trust_it_uses_what_others_wrote(tmp_path, monkeypatch):
     store = KernelCache(tmp_path)
     entry = store.get_or_make("binary", "aa", lambda: FILES).folder

@@ -225,7 +225,7 @@ def test_a_trace_from_elsewhere_is_read_without_a_gpu(command, tmp_path):
         (("--trace", "mine.py"), "--trace needs --target"),
         pytest.param(
             (),
-            "--profile needs an NVIDIA GPU, and there is none here",
+            "--profile needs an NVIDIA GPU, and there is none here; --trace FILE --target",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
         ),
     ],
