@@ -1,23 +1,23 @@
 """Compares the planner's tiles with the fastest of the tiles around them.
 
     python benchmarks/plans.py [--ops linear qkv attention latents mla experts lora]
-        [--cases TEXT ...] [--most 16] [--seconds 90] [--list] [--out DIR]
+        [--cases TEXT ...] [--unfitted] [--most 16] [--seconds 90] [--list] [--out DIR]
 
 Each row is one call of an op at the sizes of a published model. The op runs with the tiles that
 the planner chooses, and with others. For linears, attention, experts and LoRA these are the plan's
 tiles with one or two of their numbers changed: sizes and splits halved or doubled, warps halved or
-doubled, one pipeline stage or program more or less; at most `--most` of them. For latents that are
-rounded, several numbers of parts and warps are tried first. For the QKV projection they are the
-configs that `tune` measures, and the library. For MLA they are attention to the latents themselves,
-and to expanded keys in several tiles. Tiles that do not compile, or whose result differs from the
-plan's by more than rounding, are left out.
+doubled, one pipeline stage or program more or less; at most `--most` of them. Linears try the
+planner's tilings first, and rounded latents try several numbers of parts and warps. For the QKV
+projection the others are the configs that `tune` measures, and the library. For MLA they are
+attention to the latents themselves, and to expanded keys in several tiles. Tiles that do not
+compile, or whose result differs from the plan's by more than rounding, are left out.
 
 Times are microseconds of CUDA graphs with a cold L2 cache: all tiles in three rounds, then the plan
 and the fastest five in fifteen. ratio: the time of the plan over that of the fastest. us: the time
 of each. fitted: whether a rule of the planner was fitted to a measurement of this call; the other
 rows test the rules. Results go to results/plans.json. --cases selects the rows whose name contains
-one of the texts. After --seconds no further row is measured. --list prints the rows and the number
-of their tiles, and needs no GPU.
+one of the texts, and --unfitted those that no rule was fitted to. After --seconds no further row is
+measured. --list prints the rows and the number of their tiles, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +44,7 @@ from timing import capture, interleaved_us, keep
 from triton.runtime.errors import OutOfResources
 
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
-from tilewright.codegen.mlp.plan import linear_config
+from tilewright.codegen.mlp.plan import GATED_LONG, GATED_WIDE, SHORT_STEPS, linear_config
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
 from tilewright.codegen.qkv import plan as qkv_plan
 from tilewright.codegen.qkv.candidates import candidates
@@ -145,19 +145,25 @@ def planned(a: Any, steps: Callable[[Any, Any], Steps]) -> Any:
 
 
 #: The hidden and inner sizes of models.
-LINEARS = {
+FITTED_LINEARS = {
     "llama3-8b": (4096, 14336),
     "qwen3-4b": (2560, 9728),
     "qwen3-8b": (4096, 12288),
     "llama3-70b": (8192, 28672),
 }
-FITTED_LINEARS, FITTED_TOKENS = ("llama3-8b", "qwen3-4b"), (1, 16, 64)
+OTHER_LINEARS = {
+    "qwen3-0.6b": (1024, 3072),
+    "gemma2-9b": (3584, 14336),
+    "qwen3-32b": (5120, 25600),
+}
+#: Tilings that are tried before the tiles around the plan's.
+TILINGS = (SHORT_STEPS, GATED_LONG, GATED_WIDE, replace(GATED_WIDE, num_warps=8))
 
 
 def linear_cases() -> Iterator[Case]:
-    for name, (hidden, inner) in LINEARS.items():
-        for tokens in (1, 4, 16, 32, 64, 128):
-            fitted = name in FITTED_LINEARS and tokens in FITTED_TOKENS
+    for models, counts in ((FITTED_LINEARS, (1, 4, 16, 32, 64, 128)), (OTHER_LINEARS, (1, 8, 32))):
+        for (name, (hidden, inner)), tokens in product(models.items(), counts):
+            fitted = models is FITTED_LINEARS
             up = partial(_linear, tokens, inner, hidden, True)
             down = partial(_linear, tokens, hidden, inner, False)
             yield Case(f"{name} gate and up, {tokens}", up, fitted)
@@ -181,19 +187,23 @@ def _linear(tokens: int, rows: int, columns: int, gated: bool, case: str, most: 
     problem = activation_problem(a) if gated else residual_problem(a)
     # Where the plan takes a library's product, the kernel's own tiles are the others.
     config = linear_config(problem, tokens, SM90)
-    tried = [config, *neighbours(config, most)]
+    tilings = [linear_config(problem, tokens, SM90, tiling) for tiling in TILINGS]
+    tried = list(dict.fromkeys((config, *tilings, *neighbours(config, most))))[:most]
     return Row("linear", case, make, steps, tried, 2.0 * rows * columns * (1 + gated))
 
 
 #: Numbers of sequences and keys.
-FITTED_SEQUENCES = ((1, 2048), (1, 16384), (16, 2048), (64, 1024))
-OTHER_SEQUENCES = ((1, 4096), (4, 2048), (8, 2048), (8, 8192), (32, 1024), (32, 4096))
+FITTED_SEQUENCES = (
+    *((1, 2048), (1, 16384), (16, 2048), (64, 1024), (1, 4096), (4, 2048)),
+    *((8, 2048), (8, 8192), (32, 1024), (32, 4096)),
+)
+OTHER_SEQUENCES = ((1, 8192), (2, 2048), (2, 8192), (4, 16384), (24, 1024), (48, 2048))
 
 
 def attention_cases() -> Iterator[Case]:
     for batch, keys in FITTED_SEQUENCES + OTHER_SEQUENCES:
         for heads, kv_heads, width in ((32, 8, 128), (32, 4, 128), (32, 8, 64)):
-            fitted = (batch, keys) in FITTED_SEQUENCES and width == 128
+            fitted = (batch, keys) in FITTED_SEQUENCES
             wide = "" if width == 128 else f" of {width} columns"
             case = f"{batch} x {keys} keys, {heads} heads of {kv_heads}{wide}"
             yield Case(case, partial(_attention_row, batch, keys, heads, kv_heads, width), fitted)
@@ -242,27 +252,26 @@ class LatentCall:
         return f"{self.batch} x {seen}{self.latents} {kind}, {self.heads} heads"
 
 
-FITTED_LATENTS = tuple(
-    LatentCall(batch, latents, heads)
-    for batch, latents in ((1, 2048), (8, 2048), (64, 1024))
-    for heads in (16, 128)
+FITTED_LATENTS = (
+    *(
+        LatentCall(*size, heads)
+        for size in ((1, 2048), (8, 2048), (64, 1024))
+        for heads in (16, 128)
+    ),
+    *(LatentCall(*size, 16) for size in ((4, 4096), (16, 1024), (32, 2048))),
+    *(LatentCall(batch, keys, 16, True) for batch in (1, 8, 16, 64) for keys in (1024, 2048)),
+    *(LatentCall(batch, 2048, 16, True, seen=1000) for batch in (1, 16, 64)),
 )
-OTHER_LATENTS = tuple(
-    LatentCall(batch, latents, 16) for batch, latents in ((4, 4096), (16, 1024), (32, 2048))
+OTHER_LATENTS = (
+    *(LatentCall(*size, 16) for size in ((2, 2048), (48, 1024), (128, 1024))),
+    *(LatentCall(*size, 16, True) for size in ((2, 2048), (4, 1024), (32, 1024), (128, 1024))),
+    *(LatentCall(*size, 128) for size in ((4, 2048), (32, 1024))),
 )
-ROUNDED_LATENTS = tuple(
-    LatentCall(batch, latents, 16, rounded=True)
-    for batch in (1, 8, 16, 64)
-    for latents in (1024, 2048)
-)
-#: The calls of steps of DeepSeek-V2-Lite that were measured.
-STEP_LATENTS = tuple(LatentCall(batch, 2048, 16, True, 1000) for batch in (1, 16, 64))
 
 
 def latent_cases() -> Iterator[Case]:
-    for call in FITTED_LATENTS + OTHER_LATENTS + ROUNDED_LATENTS + STEP_LATENTS:
-        fitted = call in FITTED_LATENTS + STEP_LATENTS
-        yield Case(str(call), partial(_latent_row, call), fitted)
+    for call in FITTED_LATENTS + OTHER_LATENTS:
+        yield Case(str(call), partial(_latent_row, call), call in FITTED_LATENTS)
 
 
 def _latent_row(call: LatentCall, case: str, most: int) -> Row:
@@ -411,9 +420,12 @@ def _experts(shape: MoeShape, tokens: int, case: str, most: int) -> Row:
 
 
 #: Ranks and numbers of tokens.
-FITTED_RANKS = ((16, 1), (16, 64), (64, 64), (16, 1024), (64, 1024))
-OTHER_RANKS = tuple((rank, tokens) for rank in (8, 128) for tokens in (16, 64, 256, 1024))
-OTHER_RANKS += tuple((rank, tokens) for rank in (16, 64) for tokens in (16, 256))
+FITTED_RANKS = (
+    *((16, 1), (16, 64), (64, 64), (16, 1024), (64, 1024)),
+    *product((8, 128), (16, 64, 256, 1024)),
+    *product((16, 64), (16, 256)),
+)
+OTHER_RANKS = (*product((8, 16, 64), (128, 512)), *product((32,), (1, 16, 64, 256, 1024)))
 
 
 def lora_cases() -> Iterator[Case]:
@@ -440,9 +452,16 @@ def _lora_steps(a: ShrinkArguments, config: Any) -> Steps:
     return shrink_steps(a, SM90, config)
 
 
-FITTED_QKV = (Shape("llama3-8b", 4096, 32, 8), Shape("qwen3-4b", 2560, 32, 8, norm=True))
-#: A model that is not in the shipped table.
-OTHER_QKV = (Shape("qwen3-1.7b", 2048, 16, 8, norm=True),)
+FITTED_QKV = (
+    Shape("llama3-8b", 4096, 32, 8),
+    Shape("qwen3-4b", 2560, 32, 8, norm=True),
+    Shape("qwen3-1.7b", 2048, 16, 8, norm=True),
+)
+#: Models that are not in the shipped table.
+OTHER_QKV = (
+    Shape("mistral-nemo", 5120, 32, 8),
+    Shape("qwen3-0.6b", 1024, 16, 8, norm=True),
+)
 
 
 def qkv_cases() -> Iterator[Case]:
@@ -481,12 +500,12 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def chosen_rows(ops: Sequence[str], texts: Sequence[str], most: int) -> list[Row]:
-    """Returns the rows of these ops whose name contains one of the texts. Without texts, it returns
-    all rows."""
+def chosen_cases(ops: Sequence[str], texts: Sequence[str], unfitted: bool) -> list[Case]:
+    """Returns the cases of these ops whose name contains one of the texts. Without texts, it
+    returns all. unfitted: whether to leave out the cases that a rule was fitted to."""
     cases = [case for op in ops for case in CASES[op]()]
-    wanted = [case for case in cases if not texts or any(text in case.name for text in texts)]
-    return [case.row(most) for case in wanted]
+    named = [case for case in cases if not texts or any(text in case.name for text in texts)]
+    return [case for case in named if not (unfitted and case.fitted)]
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -584,6 +603,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ops", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--cases", nargs="+", metavar="TEXT", default=[])
+    parser.add_argument("--unfitted", action="store_true")
     parser.add_argument("--most", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--list", action="store_true")
@@ -591,7 +611,8 @@ def main() -> None:
     given = parser.parse_args()
     started = time.monotonic()
     torch.manual_seed(0)
-    rows = chosen_rows(given.ops, given.cases, given.most)
+    cases = chosen_cases(given.ops, given.cases, given.unfitted)
+    rows = [case.row(given.most) for case in cases]
     if given.list:
         for row in rows:
             a = row.make()

@@ -16,6 +16,10 @@ from tilewright.codegen.targets import Target
 # us, and 68 us with Inductor's kernels; 64 tokens take 113 us, and 74 us with Inductor's kernels.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
+# The largest number of tokens for which one kernel multiplies two weights that are not quantised,
+# if the graph calls the op. On an H100, gate and up of Llama-3-8B take 101 us for 32 tokens, and
+# 105 us with two products of the library. This was not compared with Inductor's kernels.
+MOST_STREAMED_PAIR = 32
 # The largest number of tokens for quantised weights. It is larger because the library needs a
 # decoded weight in every call: on an H100, the down projection in int4 takes 66 us for 128 tokens,
 # while the library takes 56 us to decode the weight and 50 us for the product. The same limit holds
@@ -74,6 +78,21 @@ class Tiling:
 
 
 PLAIN = Tiling()
+# Tiles for weights that are not quantised, if there are two weights or more than MOST_PLAIN_TILE
+# tokens.
+SHORT_STEPS = Tiling(block_k=64)
+MOST_PLAIN_TILE = 32
+# Tiles for two weights that are not quantised and few tokens. A step reads 32 KiB of the weights,
+# and one program has all of the shared memory. Measured on an H100 for 1 and 16 tokens: gate and up
+# of Llama-3-8B take 89.6 and 91.6 us with GATED_LONG, and 95.7 and 97.7 us with two programs that
+# read 16 KiB in a step (SHORT_STEPS). For 16 tokens, gate and up of Qwen3-4B take 45.0 us with
+# GATED_WIDE, and 48.0 us with SHORT_STEPS. The same tiles are the fastest for 4 and 32 tokens, and
+# for Qwen3-8B and Llama-3-70B.
+GATED_LONG = Tiling(stages=5, programs=1)
+GATED_WIDE = Tiling(block_n=128, block_k=64, stages=5, programs=1)
+# The fewest programs that together read memory at its full rate, if each is alone on a
+# multiprocessor: 3.35 TB/s of an H100, of which one program reads up to 85 GB/s.
+READING_PROGRAMS = 40
 # Tiles for 4-bit codes. They read 128 bytes of a row in each step. Measured on an H100 for 1 and 16
 # tokens: the down projection of Llama-3-8B takes 17.2 us (29.1 us with tiles of 64 rows and 128
 # columns and eight stages), and gate and up take 35.0 us (38.8 us).
@@ -193,6 +212,13 @@ def most_tokens(num_weights: int, coded: bool = False, rounded: bool = False) ->
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
 
 
+def takes_library(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
+    """Whether the library's GEMM is faster, for weights that are not quantised."""
+    if not problem.gated:
+        return num_tokens > MOST_TOKENS
+    return num_tokens > (MOST_STREAMED_PAIR if target.measured else MOST_GATED_TOKENS)
+
+
 def multiplies_apart(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     """Whether two quantised weights are multiplied by two separate kernels. A kernel for one weight
     holds the sums of one weight only, so more tokens fit its registers."""
@@ -219,9 +245,11 @@ def takes_norm(kind: str, num_tokens: int, columns: int, coded: bool) -> bool:
     return num_tokens <= most and takes_columns(kind, columns)
 
 
-def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
+def linear_config(
+    problem: LinearProblem, num_tokens: int, target: Target, tiling: Tiling | None = None
+) -> LinearConfig:
     """Returns the tile sizes for this many tokens, with as many bytes in flight as shared memory
-    holds."""
+    holds. tiling: a tiling to use instead of the plan's."""
     ordered = orders_x(problem, num_tokens, target)
     most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
     if problem.quantization and problem.quantization.format.number and problem.num_weights == 2:
@@ -231,8 +259,8 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     if problem.quantization and target.multiplies_registers:
         most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)
-    tiling = _tiling(problem, num_tokens, block_t, target)
-    block_k = 64 if problem.num_weights == 2 or block_t > 32 else tiling.block_k
+    tiling = tiling or _tiling(problem, num_tokens, block_t, target)
+    block_k = tiling.block_k
     if problem.quantization is not None:
         block_k = code_step(problem.quantization, problem.k, tiling.block_k)
     tiles = cdiv(problem.n, tiling.block_n)
@@ -260,7 +288,9 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
 
 def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Target) -> Tiling:
     q = problem.quantization
-    if q is None or target.multiplies_registers:
+    if q is None:
+        return _plain_tiling(problem, block_t, target)
+    if target.multiplies_registers:
         return PLAIN
     if orders_x(problem, num_tokens, target):
         if target.tmem_columns > 0:
@@ -282,6 +312,22 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
     if q.format.number:
         return GATED_NUMBERS if problem.gated else NUMBERS
     return GATED_NIBBLES if problem.gated else NIBBLES
+
+
+def _plain_tiling(problem: LinearProblem, block_t: int, target: Target) -> Tiling:
+    """Returns the tiling for weights that are not quantised."""
+    if not problem.gated:
+        return PLAIN if block_t <= MOST_PLAIN_TILE else SHORT_STEPS
+    if block_t > MOST_STREAMED_PAIR or not target.measured:
+        return SHORT_STEPS
+    return min(GATED_LONG, GATED_WIDE, key=lambda one: _reading_time(problem.n, one, target))
+
+
+def _reading_time(rows: int, tiling: Tiling, target: Target) -> int:
+    """Returns the time in which programs read all rows, one program on a multiprocessor at a time.
+    It is given as the number of rows that are read at the full rate of memory."""
+    waves, last = divmod(cdiv(rows, tiling.block_n), target.num_sms)
+    return tiling.block_n * (waves * target.num_sms + (max(last, READING_PROGRAMS) if last else 0))
 
 
 def _most_ordered(problem: LinearProblem, target: Target) -> int:

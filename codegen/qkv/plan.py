@@ -203,13 +203,18 @@ def _fused_choice(
 
 
 def ranked(problem: QkvProblem, num_tokens: int, target: Target) -> list[tuple[float, Config]]:
-    """Returns the candidates with their modelled times in seconds. The fastest candidate is
-    first."""
+    """Returns the candidates with their modelled times in seconds. The fastest candidate is first.
+
+    If several candidates are modelled to take the same time, they keep the order of `candidates`,
+    which follows measurements of weights that are not quantised. For quantised weights, and on
+    chips on which nothing was measured, they are ordered by name.
+    """
+    in_order = target.measured and problem.quantization is None
     timed = [
         (estimate(problem, config, num_tokens, target), config)
         for config in candidates(problem, num_tokens, target)
     ]
-    return sorted(timed, key=lambda one: (one[0], str(one[1])))
+    return sorted(timed, key=lambda one: (one[0], "" if in_order else str(one[1])))
 
 
 def _us(seconds: float) -> str:

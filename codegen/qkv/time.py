@@ -26,6 +26,11 @@ _EPILOGUE_S = 1.6e-6
 # weights take 15 us in total, and 168 MB take 41 us.
 _FILL_S = 1.0e-6
 _DESCRIPTOR_S = 1.0e-6
+# The time in which a multiprocessor starts another program. A persistent program needs no such
+# time: it loads the operands of its next tile during the epilogue. This time only decides between
+# tiles that would otherwise take equally long: in the table, persistent tiles are the fastest if
+# there are several waves of tiles, and others are if there is one wave.
+_RESTART_S = 0.1e-6
 _SPLIT_S = 1.2e-6
 _LIBRARY_FILL_S = 2.5e-6
 # How many bytes an SM loads in a second: by TMA, and by loads of its threads.
@@ -124,7 +129,10 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     together = min(per_sm, resident)
     if per_sm > resident:
         # If the last wave has fewer tiles than fit, it takes as long as a full wave.
-        per_sm = cdiv(tiles, target.num_sms * resident) * resident
+        waves = cdiv(tiles, target.num_sms * resident)
+        per_sm = waves * resident
+        if isinstance(config, TiledConfig) and not config.persistent:
+            overhead += (waves - 1) * _RESTART_S
     if (norm := problem.input_norm) is not None and not norm.follows:
         # Each program reads whole rows before its first product.
         overhead += per_sm * num_tokens * problem.hidden * size / _LOAD_BYTES_PER_SM_S
