@@ -71,11 +71,11 @@ NOISE = _names(
 #: values in their place.
 PASSED_OVER = "tilewright_passed_over"
 
-# The result equals the first operand, element for element. The storages of the fake tensors tell
-# whether the two share memory.
+# Calls whose result equals the first operand, element for element. The storages of the fake tensors
+# tell whether the two share memory.
 IDENTITY = _names("contiguous clone detach detach_ alias lift_fresh_copy requires_grad_ positive")
 
-# A call of these is the identity if the dtype stays the same, and a cast if it changes.
+# Calls that are the identity if the dtype stays the same, and a cast if the dtype changes.
 CASTS = _names("to _to_copy float half bfloat16 double type type_as long int bool cuda cpu")
 
 # Calls that put the wrappers of vmap, grad and jvp around tensors, or take these wrappers off.

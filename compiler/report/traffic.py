@@ -432,7 +432,7 @@ class _Moved:
         leader = self.groups.leader
         maker = self.memory.makers.get((node, key))
         while maker in self.memory.puts and leader[maker] is leader[node]:
-            maker = self.memory.makers.get((maker, key))  # made what the maker does not write
+            maker = self.memory.makers.get((maker, key))  # it made the elements that the put keeps
         return maker is not None and leader[maker] is leader[node]
 
     def _writes(self, node: fx.Node, traffic: _Traffic) -> None:

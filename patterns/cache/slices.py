@@ -1,7 +1,7 @@
 """Finds the meaning of each dimension of a written slice of a cache, `cache[:B, s : s + n]`.
 
-There is no index tensor that shows which dimension of a slice has the slots. It is the dimension
-that is cut.
+There is no index tensor that shows which dimension of a slice has the slots. The slots are in the
+dimension that is cut.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _axes(dims: Sequence[Dim], rank: int) -> list[int | None] | None:
     """Returns the memory's axis for every dimension; None if the axes are not known.
 
     A dimension of length one does not show its axis. It gets an unused axis between the axes of its
-    neighbours, unless there are more such axes than dimensions of length one. If there are fewer,
-    the last dimensions get no axis.
+    neighbours, unless there are more unused axes than dimensions of length one. If there are fewer
+    unused axes than such dimensions, the last of these dimensions get no axis.
     """
     known: list[int | None] = []
     for dim in dims:
