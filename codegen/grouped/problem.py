@@ -63,9 +63,10 @@ class WeightOperands:
         }
 
     def fits(self, dtype: str) -> bool:
-        """Whether `dtype` has the range of the weight's scales. Scales that are e8m0 have the range
-        of bf16 and fp32."""
-        return dtype != "fp16" or self.scale is None or self.scale.dtype != "u8"
+        """Whether `dtype` has the range of the weight's scales. Scales that are e8m0 ("u8") have
+        the range of bf16 and fp32."""
+        form = WEIGHT_FORMATS.get(self.format)
+        return dtype != "fp16" or form is None or form.expert_scales != ("u8",)
 
     @property
     def in_words(self) -> WeightOperands:

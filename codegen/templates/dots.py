@@ -101,8 +101,8 @@ def parts_of_x(
 
     Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word; the same bytes for the
     odd nibbles; the sum of the integers of each run; and the two powers of each run
-    (`integers_of_x`). The bytes are [words] each. If BYTES, they belong to the first four and to the
-    last four nibbles instead. For words of bytes, both groups of three bytes are equal.
+    (`integers_of_x`). The bytes are [words] each. If BYTES, they belong to the first four and to
+    the last four nibbles instead. For words of bytes, both groups of three bytes are equal.
 
     REVERSED: whether the high nibble of a byte is its first code. INTERLEAVED: whether words of
     eight codes are in AWQ's order.
