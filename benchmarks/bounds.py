@@ -1,4 +1,4 @@
-"""Upper bounds of one GPU, which are the memory rates with which the other benchmarks are
+"""Measures upper bounds of one GPU: the memory rates with which the other benchmarks are
 compared."""
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Tries whether a CUDA graph captured by hand outlives PyTorch's own recording, without tilewright.
+"""Tests, without tilewright, whether a CUDA graph that was captured by hand still works after
+PyTorch has recorded graphs of its own.
 
     python benchmarks/captured_workspace.py [--seconds 55] [--out DIR]
 
-cuBLAS takes workspace for products that it splits over K. During a capture, the workspace comes
+cuBLAS uses a workspace for products that it splits over K. During a capture, the workspace comes
 from the graph's memory pool, and later captures on the same stream use it too. When PyTorch records
 graphs of its own (mode="reduce-overhead"), it frees these workspaces and returns unused memory to
 the driver. Each case is a process that captures a graph twice, by hand, and replays the second one
@@ -15,10 +16,11 @@ at the end. The cases differ in what happens in between:
     deleted-recorded-filled  then memory is allocated and filled, too
     recorded-before          PyTorch records before the first capture; the first graph is deleted
 
-A row says which kernels the products ran, the error of the replay if it raised one, how far its
-results are from eager's, and how many of the filled tensors it overwrote. With `compute-sanitizer`
-on the path, "deleted-recorded" runs under it too, without PyTorch's check of its memory pool, which
-ended the run of 2026-11-28 there. Results go to results/captured_workspace.json.
+A row has the kernels of the products, the error of the replay if it raised one, the difference of
+its results from eager's, and the number of filled tensors that it overwrote. If `compute-sanitizer`
+is on the path, "deleted-recorded" also runs under it, without PyTorch's check of its memory pool.
+(In the run of 2026-11-28, this check ended the process before the replay.) Results go to
+results/captured_workspace.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Time that tilewright adds to Dynamo's, for 8 to 80 layers of Llama-3-70B on the meta device.
+"""Measures the time that tilewright adds to Dynamo's, for 8 to 80 layers of Llama-3-70B on the meta
+device.
 
     python benchmarks/compile_time.py [--layers 8 16 32 80] [--model qwen3-30b-a3b --out DIR]
 

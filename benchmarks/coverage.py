@@ -299,7 +299,7 @@ def warm_up() -> None:
 
 
 def start(name: str, limit: int, folder: Path) -> int:
-    """Forks a process that writes the row of a model, and returns its id."""
+    """Forks a process that computes and writes the row of a model. Returns the process id."""
     if pid := os.fork():
         return pid
     os.nice(3)

@@ -1,4 +1,4 @@
-"""Every quantised format with every model of the tests, for `coverage.py`."""
+"""Combines every quantised format with every model of the tests, for `coverage.py`."""
 
 from __future__ import annotations
 

@@ -75,8 +75,7 @@ def steps_of(row: Row) -> list[Row]:
 
 
 def attention_layers(row: Row) -> int:
-    """Counts the layers whose cache write is fused. The phase with the fewest such layers
-    counts."""
+    """Counts the layers whose cache write is fused, in the phase in which they are the fewest."""
     fewest = [
         sum(step["fused"].get(p, 0) for p in ("qkv_cache", "mla_latent_store"))
         + (step["stored"] + 1) // 2

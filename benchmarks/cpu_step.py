@@ -1,4 +1,4 @@
-"""Benchmark of whole passes on a CPU, where tilewright leaves graphs as they are.
+"""Benchmark of whole forward passes on a CPU, where tilewright leaves graphs unchanged.
 
     python benchmarks/cpu_step.py [--rounds 25 --out DIR]
 

@@ -100,7 +100,7 @@ class Case:
 
 
 def real_tokens(case: Case) -> torch.Tensor:
-    """Returns a bool mask [batch, tokens] of the tokens that are no padding.
+    """Returns a bool mask [batch, tokens]. It is True for tokens that are not padding.
 
     Kernels differ in the attention of a query that sees no key (tilewright's, and the CPU's, give
     zeros), so padding is not compared.

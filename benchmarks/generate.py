@@ -28,7 +28,7 @@ second after the prompt. same: the share of new tokens that equal eager's; with 
 scores of two tokens are sometimes nearly equal, and all tokens after such a choice differ.
 undeferred: the share of new tokens that equal those of the same variant without
 `defer_stop_check`, which all must. cache: memory of the cache in MiB. peak: memory of a call beyond
-model and cache, in MiB. `--short` has "tilewright" and "tilewright-deferred" alone, each timed
+model and cache, in MiB. `--short` runs only "tilewright" and "tilewright-deferred", each timed
 once.
 """
 

@@ -4,8 +4,9 @@
 
 A case is `model/stage/form/tokens,tokens`, for instance `qwen3/up/dense/1,16`. The stage is up or
 down. The form is dense, fp16, fp8_rows (both operands are codes) or a format of
-ops.formats.expert_weight. A + after a number of tokens times other tiles beside the op. `quantise`
-(or `quantise+`) measures the quantiser. Without cases, those of the kept results are measured.
+ops.formats.expert_weight. A + after a number of tokens also times other tiles than the planner's.
+`quantise` (or `quantise+`) measures the quantiser. Without cases, those of the kept results are
+measured.
 
 Routing is random. Times are microseconds of CUDA graphs with a cold L2 cache; TB/s count the
 weights of the experts in use. float16 is also timed without graphs: there torch loops over the

@@ -153,7 +153,7 @@ def error(made: torch.Tensor, exact: torch.Tensor) -> float:
 
 @dataclass
 class Prepared:
-    """A row with everything but its times. sets: the arguments of each call."""
+    """A row without its times. sets: the arguments of each call."""
 
     facts: dict[str, Any]
     calls: dict[str, Part]

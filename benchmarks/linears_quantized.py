@@ -1,4 +1,4 @@
-"""Benchmark of every linear of a decoder layer as its fused op, by format of its weights.
+"""Benchmark of the fused op of every linear of a decoder layer, by format of the weights.
 
     python benchmarks/linears_quantized.py [--models llama3-8b ...] [--ops qkv gate_up down out]
         [--formats int4 awq ...] [--tokens 1 16 64 1024] [--out DIR]

@@ -8,8 +8,8 @@ Times are microseconds per call, in CUDA graphs with a cold L2 cache. Tokens are
 that it needs. Peers of the shrink:
 
     grouped_mm    torch._grouped_mm over one stack [G, K, 3R], then the permutation to planes
-    gather        a gather of each token's weights and a bmm; left out where it takes over 1 GB
-    linear        one product and the permutation, for a single adapter
+    gather a gather of each token's weights and a bmm; left out if it needs over 1 GB linear one
+    product and the permutation, for a single adapter
     linears       three products, for a single adapter with three separate weights
     loop          torch.compile of a loop over the adapters with a mask (--loop)
 

@@ -4,8 +4,9 @@
 
 A batch has one sequence. "new" rows are stored, gathered and, as codes, quantised in one launch.
 "cached" rows are gathered together with one new row. "stored" rows are only stored. Times are
-microseconds of CUDA graphs, with a cold L2 cache where several sets of arguments exceed it.
-Bandwidth is the bytes read and written over the time, beside that of torch's copy of as many bytes.
+microseconds of CUDA graphs. The L2 cache is cold if several sets of arguments exceed it. Bandwidth
+is the bytes read and written, divided by the time. It is compared with that of torch's copy of as
+many bytes.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Launch, Machine, drive
 
 MAX_SETS = 16
-# The number of tokens up to which errors are measured. With more tokens, the float64 reference
-# dominates the run.
+# The number of tokens up to which errors are measured. For more tokens, computing the float64
+# reference would take most of the run.
 CHECKED_TOKENS = 64
 # The names of the kernels of the two GEMMs in the results.
 GEMMS = {

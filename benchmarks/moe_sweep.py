@@ -190,7 +190,7 @@ def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None
             if got.dtype == torch.float8_e4m3fn:
                 got = got.view(-1, SCALED_K).float() * values["hidden_scale_ptr"].view(-1, 1)
                 got = got.flatten()[: want.numel()] if want is not None else got.flatten()
-            # Streamed codes need the hidden rows in another order than these have.
+            # Kernels that read streamed codes need hidden rows in another order than these.
             if want is None and not (case.stage == "down" and text[0] in "cd"):
                 want = got.float().clone()
             checked = want is not None and not (case.stage == "down" and text[0] in "cd")

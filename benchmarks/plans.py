@@ -1,20 +1,23 @@
 """Compares the planner's tiles with the fastest of the tiles around them.
 
-    python benchmarks/plans.py [--ops linear qkv attention latents mla experts lora] [--most 16]
-        [--seconds 90] [--list] [--out DIR]
+    python benchmarks/plans.py [--ops linear qkv attention latents mla experts lora]
+        [--cases TEXT ...] [--unfitted] [--most 16] [--seconds 90] [--list] [--out DIR]
 
 Each row is one call of an op at the sizes of a published model. The op runs with the tiles that
 the planner chooses, and with others. For linears, attention, experts and LoRA these are the plan's
 tiles with one or two of their numbers changed: sizes and splits halved or doubled, warps halved or
-doubled, one pipeline stage or program more or less; at most `--most` of them. For the QKV
-projection they are the configs that `tune` measures, and the library. For MLA they are attention to
-the latents themselves, and to expanded keys in several tiles. Tiles that do not compile, or
-whose result differs from the plan's by more than rounding, are left out.
+doubled, one pipeline stage or program more or less; at most `--most` of them. Linears try the
+planner's tilings first, and rounded latents try several numbers of parts and warps. For the QKV
+projection the others are the configs that `tune` measures, and the library. For MLA they are
+attention to the latents themselves, and to expanded keys in several tiles. Tiles that do not
+compile, or whose result differs from the plan's by more than rounding, are left out.
 
 Times are microseconds of CUDA graphs with a cold L2 cache: all tiles in three rounds, then the plan
 and the fastest five in fifteen. ratio: the time of the plan over that of the fastest. us: the time
-of each. Results go to results/plans.json. After --seconds no further row is measured. --list prints
-the rows and the number of their tiles, and needs no GPU.
+of each. fitted: whether a rule of the planner was fitted to a measurement of this call; the other
+rows test the rules. Results go to results/plans.json. --cases selects the rows whose name contains
+one of the texts, and --unfitted those that no rule was fitted to. After --seconds no further row is
+measured. --list prints the rows and the number of their tiles, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,10 +44,11 @@ from timing import capture, interleaved_us, keep
 from triton.runtime.errors import OutOfResources
 
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
-from tilewright.codegen.mlp.plan import linear_config
+from tilewright.codegen.mlp.plan import GATED_LONG, GATED_WIDE, SHORT_STEPS, linear_config
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
 from tilewright.codegen.qkv import plan as qkv_plan
 from tilewright.codegen.qkv.candidates import candidates
+from tilewright.codegen.row_rounding import RowRounding
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.attention.arguments import AttentionArguments
@@ -79,7 +83,8 @@ COUNTED = ("num_stages", "programs_per_sm")
 @dataclass(frozen=True)
 class Row:
     """A call to measure. make: makes the arguments of a call. steps: the steps of a call with
-    tiles; None for the plan's. tried: the other tiles. read: bytes that a call reads."""
+    tiles; None for the plan's. tried: the other tiles. read: bytes that a call reads. fitted:
+    whether a rule of the planner was fitted to a measurement of this call."""
 
     op: str
     case: str
@@ -87,11 +92,24 @@ class Row:
     steps: Callable[[Any, Any], Steps]
     tried: Sequence[Any]
     read: float
+    fitted: bool = False
 
     @property
     def sets(self) -> int:
         """The number of argument sets that keep the L2 cache cold."""
         return max(2, min(MOST_SETS, -(-int(COLD_BYTES) // int(self.read))))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row that is not made yet. make: makes the row from its name and the most tiles to try."""
+
+    name: str
+    make: Callable[[str, int], Row]
+    fitted: bool = False
+
+    def row(self, most: int) -> Row:
+        return replace(self.make(self.name, most), fitted=self.fitted)
 
 
 def neighbours(config: Any, most: int) -> list[Any]:
@@ -126,14 +144,33 @@ def planned(a: Any, steps: Callable[[Any, Any], Steps]) -> Any:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def linear_rows(most: int) -> Iterator[Row]:
-    for name, hidden, inner in (("llama3-8b", 4096, 14336), ("qwen3-4b", 2560, 9728)):
-        for tokens in (1, 16, 64):
-            yield _linear(f"{name} gate and up, {tokens}", tokens, inner, hidden, True, most)
-            yield _linear(f"{name} down, {tokens}", tokens, hidden, inner, False, most)
+#: The hidden and inner sizes of models.
+FITTED_LINEARS = {
+    "llama3-8b": (4096, 14336),
+    "qwen3-4b": (2560, 9728),
+    "qwen3-8b": (4096, 12288),
+    "llama3-70b": (8192, 28672),
+}
+OTHER_LINEARS = {
+    "qwen3-0.6b": (1024, 3072),
+    "gemma2-9b": (3584, 14336),
+    "qwen3-32b": (5120, 25600),
+}
+#: Tilings that are tried before the tiles around the plan's.
+TILINGS = (SHORT_STEPS, GATED_LONG, GATED_WIDE, replace(GATED_WIDE, num_warps=8))
 
 
-def _linear(case: str, tokens: int, rows: int, columns: int, gated: bool, most: int) -> Row:
+def linear_cases() -> Iterator[Case]:
+    for models, counts in ((FITTED_LINEARS, (1, 4, 16, 32, 64, 128)), (OTHER_LINEARS, (1, 8, 32))):
+        for (name, (hidden, inner)), tokens in product(models.items(), counts):
+            fitted = models is FITTED_LINEARS
+            up = partial(_linear, tokens, inner, hidden, True)
+            down = partial(_linear, tokens, hidden, inner, False)
+            yield Case(f"{name} gate and up, {tokens}", up, fitted)
+            yield Case(f"{name} down, {tokens}", down, fitted)
+
+
+def _linear(tokens: int, rows: int, columns: int, gated: bool, case: str, most: int) -> Row:
     def make() -> Any:
         weights = [normal(rows, columns, scale=columns**-0.5) for _ in range(1 + gated)]
         x = normal(tokens, columns)
@@ -150,46 +187,116 @@ def _linear(case: str, tokens: int, rows: int, columns: int, gated: bool, most: 
     problem = activation_problem(a) if gated else residual_problem(a)
     # Where the plan takes a library's product, the kernel's own tiles are the others.
     config = linear_config(problem, tokens, SM90)
-    tried = [config, *neighbours(config, most)]
+    tilings = [linear_config(problem, tokens, SM90, tiling) for tiling in TILINGS]
+    tried = list(dict.fromkeys((config, *tilings, *neighbours(config, most))))[:most]
     return Row("linear", case, make, steps, tried, 2.0 * rows * columns * (1 + gated))
 
 
-def attention_rows(most: int) -> Iterator[Row]:
-    for batch, keys in ((1, 2048), (1, 16384), (16, 2048), (64, 1024)):
-        for heads, kv_heads in ((32, 8), (32, 4)):
-            case = f"{batch} x {keys} keys, {heads} heads of {kv_heads}"
-            read = 4.0 * batch * keys * kv_heads * 128
-            make = partial(_attention, batch, keys, heads, kv_heads)
-            tried = neighbours(planned(make(), _attention_steps), most)
-            yield Row("attention", case, make, _attention_steps, tried, read)
+#: Numbers of sequences and keys.
+FITTED_SEQUENCES = (
+    *((1, 2048), (1, 16384), (16, 2048), (64, 1024), (1, 4096), (4, 2048)),
+    *((8, 2048), (8, 8192), (32, 1024), (32, 4096)),
+)
+OTHER_SEQUENCES = ((1, 8192), (2, 2048), (2, 8192), (4, 16384), (24, 1024), (48, 2048))
 
 
-def _attention(batch: int, keys: int, heads: int, kv_heads: int) -> AttentionArguments:
-    pools = [normal(batch, keys, kv_heads, 128) for _ in "kv"]
+def attention_cases() -> Iterator[Case]:
+    for batch, keys in FITTED_SEQUENCES + OTHER_SEQUENCES:
+        for heads, kv_heads, width in ((32, 8, 128), (32, 4, 128), (32, 8, 64)):
+            fitted = (batch, keys) in FITTED_SEQUENCES
+            wide = "" if width == 128 else f" of {width} columns"
+            case = f"{batch} x {keys} keys, {heads} heads of {kv_heads}{wide}"
+            yield Case(case, partial(_attention_row, batch, keys, heads, kv_heads, width), fitted)
+
+
+def _attention_row(
+    batch: int, keys: int, heads: int, kv_heads: int, width: int, case: str, most: int
+) -> Row:
+    make = partial(_attention, batch, keys, heads, kv_heads, width)
+    tried = neighbours(planned(make(), _attention_steps), most)
+    read = 4.0 * batch * keys * kv_heads * width
+    return Row("attention", case, make, _attention_steps, tried, read)
+
+
+def _attention(batch: int, keys: int, heads: int, kv_heads: int, width: int) -> AttentionArguments:
+    pools = [normal(batch, keys, kv_heads, width) for _ in "kv"]
     place = torch.full((1,), keys - 1, device=DEVICE)
-    q = normal(batch, heads, 128)
-    return AttentionArguments(q, *pools, positions=place, scale=128**-0.5, num_sequences=batch)
+    q = normal(batch, heads, width)
+    return AttentionArguments(q, *pools, positions=place, scale=width**-0.5, num_sequences=batch)
 
 
 def _attention_steps(a: AttentionArguments, config: Any) -> Steps:
     return attention_steps(a, SM90, config)
 
 
-def latent_rows(most: int) -> Iterator[Row]:
-    for batch, keys in ((1, 2048), (8, 2048), (64, 1024)):
-        for heads in (16, 128):
-            case = f"{batch} x {keys} latents, {heads} heads"
-            make = partial(_latents, batch, keys, heads)
-            tried = neighbours(planned(make(), _latent_steps), most)
-            yield Row("latents", case, make, _latent_steps, tried, 2.0 * batch * keys * 576)
+#: The rounding of DeepSeek's checkpoints in float8 blocks.
+ROUNDING = RowRounding(group=128, zero_scale=0.0, least=0.0, least_divisor=1e-12)
+#: Numbers of parts and warps that are tried for rounded latents, before those around the plan's.
+ROUNDED_PARTS, ROUNDED_WARPS = (1, 2, 4, 8, 16), (4, 8)
 
 
-def _latents(batch: int, keys: int, heads: int) -> tuple[AttentionArguments, RopePart]:
+@dataclass(frozen=True)
+class LatentCall:
+    """The sizes of a call of attention to latents. seen: how many latents of a sequence its query
+    attends to; 0 for all."""
+
+    batch: int
+    latents: int
+    heads: int
+    rounded: bool = False
+    seen: int = 0
+
+    def __str__(self) -> str:
+        seen = f"{self.seen} of " if self.seen else ""
+        kind = "rounded latents" if self.rounded else "latents"
+        return f"{self.batch} x {seen}{self.latents} {kind}, {self.heads} heads"
+
+
+FITTED_LATENTS = (
+    *(
+        LatentCall(*size, heads)
+        for size in ((1, 2048), (8, 2048), (64, 1024))
+        for heads in (16, 128)
+    ),
+    *(LatentCall(*size, 16) for size in ((4, 4096), (16, 1024), (32, 2048))),
+    *(LatentCall(batch, keys, 16, True) for batch in (1, 8, 16, 64) for keys in (1024, 2048)),
+    *(LatentCall(batch, 2048, 16, True, seen=1000) for batch in (1, 16, 64)),
+)
+OTHER_LATENTS = (
+    *(LatentCall(*size, 16) for size in ((2, 2048), (48, 1024), (128, 1024))),
+    *(LatentCall(*size, 16, True) for size in ((2, 2048), (4, 1024), (32, 1024), (128, 1024))),
+    *(LatentCall(*size, 128) for size in ((4, 2048), (32, 1024))),
+)
+
+
+def latent_cases() -> Iterator[Case]:
+    for call in FITTED_LATENTS + OTHER_LATENTS:
+        yield Case(str(call), partial(_latent_row, call), call in FITTED_LATENTS)
+
+
+def _latent_row(call: LatentCall, case: str, most: int) -> Row:
+    make = partial(_latents, call)
+    plan = planned(make(), _latent_steps)
+    tried = neighbours(plan, most)
+    if call.rounded:
+        parts = [
+            replace(plan, splits=splits, num_warps=warps)
+            for splits in ROUNDED_PARTS
+            for warps in ROUNDED_WARPS
+        ]
+        tried = list(dict.fromkeys((*parts, *tried)))[:most]
+    read = 2.0 * call.batch * (call.seen or call.latents) * 576
+    return Row("latents", case, make, _latent_steps, tried, read)
+
+
+def _latents(call: LatentCall) -> tuple[AttentionArguments, RopePart]:
+    batch, keys, heads = call.batch, call.latents, call.heads
     latent = normal(batch, keys, 512).unsqueeze(2)
-    place = torch.full((1,), keys - 1, device=DEVICE)
+    place = torch.full((1,), (call.seen or keys) - 1, device=DEVICE)
     given = {"positions": place, "scale": 192**-0.5, "num_sequences": batch}
     a = AttentionArguments(normal(batch, heads, 512), latent, latent, **given)
-    return a, RopePart(normal(batch, heads, 64), normal(batch, keys, 64))
+    rounding = ROUNDING if call.rounded else None
+    return a, RopePart(normal(batch, heads, 64), normal(batch, keys, 64), rounding)
 
 
 def _latent_steps(a: tuple[AttentionArguments, RopePart], config: Any) -> Steps:
@@ -226,17 +333,20 @@ EXPANDED = (
 )
 
 
-def mla_rows(most: int) -> Iterator[Row]:
+def mla_cases() -> Iterator[Case]:
     """Yields calls of new tokens behind cached latents, with a mask. Attention is to the latents
     themselves, or to keys that are computed from them."""
     sizes = ((2, 64), (1, 64), (8, 64), (2, 16), (2, 32), (2, 128), (2, 256))
     for name, model in (("minicpm3", MINICPM3), ("deepseek-v2-lite", DEEPSEEK)):
         for batch, queries in sizes:
-            make = partial(_mla, model, batch, queries)
-            tried = [Absorbed(), *(Expanded(tiles) for tiles in EXPANDED)]
-            read = 2.0 * batch * 2048 * (model.rank + model.rope)
             case = f"{name}, {batch} x {queries} behind 1900"
-            yield Row("mla", case, make, _mla_steps, tried, read)
+            yield Case(case, partial(_mla_row, model, batch, queries), fitted=True)
+
+
+def _mla_row(model: Latents, batch: int, queries: int, case: str, most: int) -> Row:
+    tried = [Absorbed(), *(Expanded(tiles) for tiles in EXPANDED)][:most]
+    read = 2.0 * batch * 2048 * (model.rank + model.rope)
+    return Row("mla", case, partial(_mla, model, batch, queries), _mla_steps, tried, read)
 
 
 @dataclass(frozen=True)
@@ -283,13 +393,13 @@ def _mla_steps(a: MlaPrefillArguments, way: Absorbed | Expanded | None) -> Steps
         return (yield from prefill_steps(a, SM90))
 
 
-def expert_rows(most: int) -> Iterator[Row]:
+def expert_cases() -> Iterator[Case]:
     for name in ("qwen3-30b-a3b", "mixtral-8x7b"):
         for tokens in (1, 16, 64, 512):
-            yield _experts(EXPERTS[name], tokens, most)
+            yield Case(f"{name}, {tokens}", partial(_experts, EXPERTS[name], tokens), fitted=True)
 
 
-def _experts(shape: MoeShape, tokens: int, most: int) -> Row:
+def _experts(shape: MoeShape, tokens: int, case: str, most: int) -> Row:
     layers: list[Any] = []
 
     def make() -> Any:
@@ -306,15 +416,30 @@ def _experts(shape: MoeShape, tokens: int, most: int) -> Row:
     tried += [replace(plan, down=down) for down in neighbours(plan.down, most // 2)]
     share = 1 - (1 - shape.num_slots / shape.num_experts) ** tokens
     read = 2.0 * share * shape.num_experts * shape.expert_elements
-    return Row("experts", f"{shape.name}, {tokens}", make, steps, tried, read)
+    return Row("experts", case, make, steps, tried, read)
 
 
-def lora_rows(most: int) -> Iterator[Row]:
-    for rank, tokens in ((16, 1), (16, 64), (64, 64), (16, 1024), (64, 1024)):
-        make = partial(_lora, rank, tokens)
-        tried = neighbours(planned(make(), _lora_steps), most)
-        read = 2.0 * 4096 * (tokens + 3 * rank * min(8, tokens))
-        yield Row("lora", f"8 adapters of rank {rank}, {tokens}", make, _lora_steps, tried, read)
+#: Ranks and numbers of tokens.
+FITTED_RANKS = (
+    *((16, 1), (16, 64), (64, 64), (16, 1024), (64, 1024)),
+    *product((8, 128), (16, 64, 256, 1024)),
+    *product((16, 64), (16, 256)),
+)
+OTHER_RANKS = (*product((8, 16, 64), (128, 512)), *product((32,), (1, 16, 64, 256, 1024)))
+
+
+def lora_cases() -> Iterator[Case]:
+    for rank, tokens in FITTED_RANKS + OTHER_RANKS:
+        fitted = (rank, tokens) in FITTED_RANKS
+        case = f"8 adapters of rank {rank}, {tokens}"
+        yield Case(case, partial(_lora_row, rank, tokens), fitted)
+
+
+def _lora_row(rank: int, tokens: int, case: str, most: int) -> Row:
+    make = partial(_lora, rank, tokens)
+    tried = neighbours(planned(make(), _lora_steps), most)
+    read = 2.0 * 4096 * (tokens + 3 * rank * min(8, tokens))
+    return Row("lora", case, make, _lora_steps, tried, read)
 
 
 def _lora(rank: int, tokens: int) -> ShrinkArguments:
@@ -327,15 +452,28 @@ def _lora_steps(a: ShrinkArguments, config: Any) -> Steps:
     return shrink_steps(a, SM90, config)
 
 
-def qkv_rows(most: int) -> Iterator[Row]:
-    shapes = (Shape("llama3-8b", 4096, 32, 8), Shape("qwen3-4b", 2560, 32, 8, norm=True))
-    for shape in shapes:
-        cache = paged_cache(shape, 0.05)
+FITTED_QKV = (
+    Shape("llama3-8b", 4096, 32, 8),
+    Shape("qwen3-4b", 2560, 32, 8, norm=True),
+    Shape("qwen3-1.7b", 2048, 16, 8, norm=True),
+)
+#: Models that are not in the shipped table.
+OTHER_QKV = (
+    Shape("mistral-nemo", 5120, 32, 8),
+    Shape("qwen3-0.6b", 1024, 16, 8, norm=True),
+)
+
+
+def qkv_cases() -> Iterator[Case]:
+    for shape in FITTED_QKV + OTHER_QKV:
         for tokens in (1, 16, 64, 256):
-            yield _qkv(shape, cache, tokens)
+            case = f"{shape.name}, {tokens}"
+            yield Case(case, partial(_qkv, shape, tokens), shape in FITTED_QKV)
 
 
-def _qkv(shape: Shape, cache: Any, tokens: int) -> Row:
+def _qkv(shape: Shape, tokens: int, case: str, most: int) -> Row:
+    cache = paged_cache(shape, 0.05)
+
     def make() -> Any:
         made = fused_arguments(shape, make_layer(shape, tokens), cache)
         return replace(made, static_tokens=True)
@@ -348,18 +486,26 @@ def _qkv(shape: Shape, cache: Any, tokens: int) -> Row:
     def steps(a: Any, choice: Any) -> Steps:
         return choice_steps(prepare(a), choice or plan, SM90)
 
-    return Row("qkv", f"{shape.name}, {tokens}", make, steps, tried, shape.weight_bytes)
+    return Row("qkv", case, make, steps, tried, shape.weight_bytes)
 
 
-ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
-    "linear": linear_rows,
-    "attention": attention_rows,
-    "latents": latent_rows,
-    "mla": mla_rows,
-    "experts": expert_rows,
-    "lora": lora_rows,
-    "qkv": qkv_rows,
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "linear": linear_cases,
+    "attention": attention_cases,
+    "latents": latent_cases,
+    "mla": mla_cases,
+    "experts": expert_cases,
+    "lora": lora_cases,
+    "qkv": qkv_cases,
 }
+
+
+def chosen_cases(ops: Sequence[str], texts: Sequence[str], unfitted: bool) -> list[Case]:
+    """Returns the cases of these ops whose name contains one of the texts. Without texts, it
+    returns all. unfitted: whether to leave out the cases that a rule was fitted to."""
+    cases = [case for op in ops for case in CASES[op]()]
+    named = [case for case in cases if not texts or any(text in case.name for text in texts)]
+    return [case for case in named if not (unfitted and case.fitted)]
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -442,6 +588,7 @@ def measured(row: Row, tried: dict[str, Any]) -> dict[str, Any]:
     return {
         "op": row.op,
         "case": row.case,
+        "fitted": row.fitted,
         "tried": len(graphs),
         "plan": round(us[PLAN], 2),
         "best": round(us[best], 2),
@@ -454,7 +601,9 @@ def measured(row: Row, tried: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--ops", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", metavar="TEXT", default=[])
+    parser.add_argument("--unfitted", action="store_true")
     parser.add_argument("--most", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--list", action="store_true")
@@ -462,7 +611,8 @@ def main() -> None:
     given = parser.parse_args()
     started = time.monotonic()
     torch.manual_seed(0)
-    rows = [row for op in given.ops for row in ROWS[op](given.most)]
+    cases = chosen_cases(given.ops, given.cases, given.unfitted)
+    rows = [case.row(given.most) for case in cases]
     if given.list:
         for row in rows:
             a = row.make()
@@ -479,8 +629,10 @@ def main() -> None:
         results.append(measured(row, tried[row.op, row.case]))
         print(" ".join(f"{key} {value}" for key, value in results[-1].items()), flush=True)
         keep("plans", results, given.out)
-    near = sum(one["ratio"] <= 1.05 for one in results)
-    print(f"{near} of {len(results)} rows within 5 % of the best", flush=True)
+    for which in (True, False):
+        ratios = [one["ratio"] for one in results if one["fitted"] == which]
+        near, whose = sum(ratio <= 1.05 for ratio in ratios), "fitted" if which else "other"
+        print(f"{near} of {len(ratios)} {whose} rows within 5 % of the best", flush=True)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ def step_of(model: Any, kind: str, seed: int = 1) -> dict[str, Any]:
 
 
 def compiled(model: Any, kind: str) -> dict[str, Any]:
-    """Returns the matches and misses of a step. `stored` counts the writes that are fused alone."""
+    """Returns the matches and misses of a step. `stored` counts the cache writes that are fused
+    without their projection."""
     row = compiled_step(model, step_of(model, kind))
     return {name: row[name] for name in (*SHOWN, "stored") if name in row}
 

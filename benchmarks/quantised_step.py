@@ -1,5 +1,5 @@
-"""Benchmark of decode steps of quantised models at true dims: as loaded by their library, and
-fused.
+"""Benchmark of decode steps of quantised models with the sizes of published ones: as their library
+loads them, and fused.
 
     python benchmarks/quantised_step.py [--formats ct-fp8 ...] [--models llama3-8b ...]
         [--cases 1x1 16x1 16x1-padded 64x1] [--variants tilewright bf16 stock library]
@@ -7,8 +7,8 @@ fused.
 
 The models have true dims, few layers, a vocabulary of 8192 and random weights. Cases are named as
 in `end_to_end.py`. A static cache of 2048 tokens holds 1000 (0 before a prompt such as 1x1024), and
-the mask is the one that `generate()` gives. Times are microseconds of CUDA graphs, variants in
-turn; the cache is rewound between rounds of them, and in the graph only for prompts:
+the mask is the one that `generate()` gives. Times are microseconds of CUDA graphs, and the variants
+are timed in turn. The cache is rewound between rounds, and in the graph only for prompts:
 
     library       torch.compile of the model as loaded; null if it cannot be compiled or captured
     stock         torch.compile of the prepared model
@@ -17,8 +17,8 @@ turn; the cache is rewound between rounds of them, and in the graph only for pro
                   where --variants names it
     bf16          the dense model with backend "tilewright", in the same process
 
-errors: relative errors of the logits, in the 2-norm, from float64 of the same codes: those of the
-library's own forward pass in eager mode, and of tilewright. peak: memory of a step beyond model and
+errors: relative errors of the logits, in the 2-norm, from float64 of the same codes, for the
+library's own forward pass in eager mode and for tilewright. peak: memory of a step beyond model and
 cache, in MiB.
 
 Each case of a format is a process: `--jobs` processes make their models on the GPU and compile side
@@ -183,7 +183,8 @@ class Prepared:
         return self.steps[self.models[variant].dtype]
 
     def compiled(self, variant: str, **options: Any) -> Any:
-        """Compiles and calls a variant. Returns its forward pass, or None if that failed.
+        """Compiles and calls a variant. Returns the variant's forward pass, or None if compiling or
+        calling it failed.
 
         For the variant "tilewright", the logits are kept.
         """

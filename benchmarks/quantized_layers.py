@@ -49,7 +49,7 @@ class Format:
             return []
         width = self.block[1] or columns
         while self.weight_format.startswith("int4") and columns % width:
-            width //= 2  # gpt-oss's 2880 columns are no multiple of 128
+            width //= 2  # gpt-oss's 2880 columns are not a multiple of 128
         return [self.block[0] or rows, width]
 
     @property

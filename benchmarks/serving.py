@@ -11,7 +11,7 @@
                         has eager attention, and steps of 128 tokens
     flash-2, flash-3    transformers alone with its flash attention, where its package is installed
 
-CUDA graphs and asynchronous batching are as each variant has them by default. Workloads, as
+Each variant uses CUDA graphs and asynchronous batching as by its default. The workloads are, as
 requests x prompt tokens -> new tokens: A 64 x 256..1024 -> 256, B 32 x 256 -> 2048, C 512 x 128 ->
 64. `--share` scales the new tokens of A and B, and the requests of C.
 
@@ -95,7 +95,7 @@ SMALL = {
 }
 PAGE, TOKENS = 256, 1000
 #: The numbers of steps that run before a decode step is timed, of timed steps, and of profiled
-#: steps. No page fills up in them.
+#: steps. During these steps no page becomes full.
 WARM, TIMED, PROFILED = 4, 20, 6
 #: The number of tokens in a step of eager attention, which computes all scores.
 EAGER_TOKENS = 128
@@ -290,7 +290,7 @@ class Decoding:
     def _add(self, name: str) -> None:
         from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-        # Up to one step before the next page boundary, all steps stay in a page.
+        # Up to one step before the next page boundary, all steps write into one page.
         length = TOKENS // PAGE * PAGE + PAGE - (WARM + TIMED + PROFILED + 4)
         state = RequestState(request_id=name, initial_tokens=[1] * length, max_new_tokens=None)
         state._status = RequestStatus.DECODING

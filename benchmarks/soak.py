@@ -1,12 +1,14 @@
 """Tests that the memory of a process does not grow while it serves and compiles for a long time.
 
-    python benchmarks/soak.py [--calls 100000] [--cycles 200] [--inner eager]
+    python benchmarks/soak.py [--calls 100000] [--cycles 200] [--requests 10000] [--inner eager]
 
 The part "calls" runs a compiled decode step at random batch sizes, positions and addresses. The
-part "cycles" makes, compiles, calls and drops a model in each cycle. Each part runs in its own
-process under tilewright and, as the yardstick, under torch.compile without it. No GPU is needed.
-Results go to benchmarks/results/soak.json. The exit code is 1 if tilewright's process grew beyond
-its bounds.
+part "cycles" makes, compiles, calls and drops a model in each cycle. The part "requests" sends
+requests of random lengths to one engine of transformers, which `enable` has changed or not, and
+cancels one in a hundred; it needs transformers. Each part runs in its own process under tilewright
+and, as the yardstick, without it: under torch.compile, or in the unchanged engine. No GPU is
+needed; the engine uses one if there is one. Results go to benchmarks/results/soak.json. The exit
+code is 1 if tilewright's process grew beyond its bounds.
 """
 
 from __future__ import annotations
@@ -34,6 +36,18 @@ HIDDEN, HEADS, HEAD_DIM, SLOTS = 64, 2, 32, 256
 #: the process, and in numbers of live tensors, graph modules and nodes.
 MIB, OBJECTS = 8.0, 0
 WARM_UP = 0.1
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: The settings of the engine, and how many requests wait for their answers at most.
+ENGINE = {
+    "page_size": 16,
+    "num_blocks": 400,
+    "max_batch_tokens": 256,
+    "max_requests_per_batch": 32,
+    "max_blocks_per_request": 8,
+    "q_padding_interval_size": 64,
+    "kv_padding_interval_size": 512,
+}
+WAITING = 64
 
 
 class Step(nn.Module):
@@ -129,7 +143,60 @@ def cycles(backend: str, inner: str, count: int) -> Iterator[None]:
         yield
 
 
-PARTS = {"calls": calls, "cycles": cycles}
+def requests(backend: str, inner: str, count: int) -> Iterator[None]:
+    """Answers requests in one engine, at most `WAITING` at a time. Each yield is an answer."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from tilewright.compiler.serving import BatchingConfig, enable
+
+    draw, model, settings = random.Random(0), small_llama(), dict(ENGINE)
+    if backend == "tilewright":
+        assert enable(model)
+        options = {"inner": inner, "everywhere": True} if DEVICE == "cpu" else {}
+        config = BatchingConfig(**settings, options=options)
+    else:
+        config = ContinuousBatchingConfig(**settings | {"max_blocks_per_request": 0})
+    how = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    waiting: set[str] = set()
+    added = done = 0
+    with model.continuous_batching_context_manager(
+        generation_config=how, continuous_batching_config=config
+    ) as manager:
+        while done < count:
+            while len(waiting) < WAITING and added < count:
+                prompt = [draw.randrange(1, 64) for _ in range(draw.randint(1, 60))]
+                name = manager.add_request(prompt, max_new_tokens=draw.randint(1, 16))
+                added += 1
+                if added % 100 == 0:
+                    manager.cancel_request(name)
+                    done += 1
+                    yield
+                else:
+                    waiting.add(name)
+            result = manager.get_result(timeout=60)
+            assert result is not None, "the engine gave no answer in a minute"
+            assert result.error is None, result.error
+            if result.request_id in waiting and result.is_finished():
+                waiting.remove(result.request_id)
+                done += 1
+                yield
+
+
+def small_llama() -> nn.Module:
+    """Returns a Llama with one layer and random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=512))
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    model = model.to(DEVICE, dtype).eval().requires_grad_(False)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+PARTS = {"calls": calls, "cycles": cycles, "requests": requests}
 
 
 def measured(part: str, backend: str, inner: str, count: int) -> dict:
@@ -164,6 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--cycles", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--inner", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
@@ -177,7 +245,7 @@ def main() -> None:
                 pair.append(pool.submit(measured, part, backend, given.inner, count).result())
             said = ", ".join(f"{k} {v:+.1f}" for k, v in grown(pair[-1]).items())
             print(
-                f"{part:7} {count:7} {backend:10} {given.inner:8} "
+                f"{part:8} {count:7} {backend:10} {given.inner:8} "
                 f"{pair[-1]['at_the_end']['mib']:6.0f} MiB at the end; after the warm-up: {said}",
                 flush=True,
             )

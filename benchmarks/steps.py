@@ -4,10 +4,10 @@
         [--tiny] [--out DIR]
 
 `steps_models.py` has the models, at published widths with few layers and random weights, and the
-cases of each. A pass is that of torch.compile with backend "tilewright", called as `generate()`
-calls it: with a static cache, positions, and a mask made outside of the pass. It is captured as a
-CUDA graph; a row has the median of its microseconds. The weights of one pass exceed the L2 cache,
-so every pass is cold.
+cases of each; models with adapters need PEFT. A pass is that of torch.compile with backend
+"tilewright", called as `generate()` calls it: with a static cache, positions, and a mask made
+outside of the pass. It is captured as a CUDA graph; a row has the median of its microseconds. The
+weights of one pass exceed the L2 cache, so every pass is cold.
 
 A process for each model compiles its cases, then has the GPU to itself; `--jobs` of them compile
 side by side. Processes compile no further case once their part of `--seconds` is over, so that what

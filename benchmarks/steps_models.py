@@ -7,11 +7,12 @@ were written down before any row was measured.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
+from steps_adapters import QKV, Adapters, with_adapters
 
 VOCABULARY = 8192
 #: The names of `Widths.dims` in most config classes.
@@ -28,6 +29,7 @@ class Widths:
     layers: the number of layers that are built. There is at least one of each kind, and more than
         the L2 cache holds.
     config: the family of its config class, if it is another one.
+    adapters: its adapters (LoRA), if it has any.
     """
 
     family: str
@@ -35,6 +37,7 @@ class Widths:
     fields: Mapping[str, Any] = field(default_factory=dict)
     layers: int = 2
     config: str = ""
+    adapters: Adapters | None = None
 
 
 def _rope(theta: float = 10000.0, **more: Any) -> dict[str, Any]:
@@ -178,6 +181,27 @@ WIDTHS: dict[str, Widths] = {
     ),
 }
 
+
+def _adapted(name: str, targets: tuple[str, ...] | str, rank: int = 16, several: int = 0) -> Widths:
+    """Returns the widths of a model that is already in WIDTHS, with adapters."""
+    return replace(WIDTHS[name], adapters=Adapters(rank, targets, several))
+
+
+#: The linears of attention, which most users of PEFT give adapters.
+_ATTENTION = (*QKV, "o_proj")
+#: A name with "lora" stands for one adapter, a name with "loras" for eight adapters in one batch.
+WIDTHS |= {
+    "qwen3-8b-lora": _adapted("qwen3-8b", _ATTENTION),
+    "llama3-8b-lora": _adapted("llama3-8b", _ATTENTION),
+    "mistral-7b-lora": _adapted("mistral-7b", _ATTENTION),
+    "llama3-8b-lora-all": _adapted("llama3-8b", "all-linear"),
+    "gemma2-9b-lora-all": _adapted("gemma2-9b", "all-linear"),
+    "llama3-8b-loras": _adapted("llama3-8b", QKV, several=8),
+    "qwen3-8b-loras": _adapted("qwen3-8b", QKV, several=8),
+    "qwen3-30b-a3b-lora": _adapted("qwen3-30b-a3b", _ATTENTION),
+    "llama3.2-1b-lora-qv": _adapted("llama3.2-1b", ("q_proj", "v_proj"), rank=8),
+}
+
 #: Models whose rows are all held out. They were chosen before any row was measured.
 HELD_OUT = frozenset(
     {
@@ -198,6 +222,12 @@ HELD_OUT = frozenset(
         "dots1",
         "qwen1.5-moe",
         "deepseek-v3-dense",
+        "qwen3-8b-lora",
+        "mistral-7b-lora",
+        "llama3.2-1b-lora-qv",
+        "gemma2-9b-lora-all",
+        "qwen3-8b-loras",
+        "qwen3-30b-a3b-lora",
     }
 )
 
@@ -246,6 +276,11 @@ PLANS: tuple[list[Case], ...] = (
     [*_decode(16, 1000, 4000), *_prompt(1, 256), *_decode(1, 200, 4000), *_decode(64, 1000)],
     [*_decode(4, 200, 1000), *_prompt(1, 1024), *_decode(64, 1000, 4000), *_prompt(4, 1024)],
 )
+#: The cases of models with adapters.
+ADAPTED_PLAN = [
+    *_decode(1, 1000), *_prompt(1, 1024), *_decode(16, 1000), *_decode(64, 1000),
+    *_prompt(1, 256), *_prompt(8, 1024),
+]  # fmt: skip
 #: The largest number of bytes of a model's cache. A larger batch is replaced by the largest batch
 #: that fits.
 MOST_CACHE = 2.5e9
@@ -254,7 +289,8 @@ MOST_CACHE = 2.5e9
 def cases_of(name: str, tiny: bool = False) -> list[Case]:
     """Returns the cases of a model. Cases that matter most to a balanced sample come first. With
     `tiny`, they have an eighth of the tokens."""
-    plan = PLANS[list(WIDTHS).index(name) % len(PLANS)]
+    number = list(WIDTHS).index(name)
+    plan = ADAPTED_PLAN if WIDTHS[name].adapters else PLANS[number % len(PLANS)]
     cases = dict.fromkeys(_fitting(name, case) for case in plan)
     return [_smaller(case) for case in cases] if tiny else list(cases)
 
@@ -322,6 +358,9 @@ def build(name: str, device: str, tiny: bool = False) -> Any:
         made = getattr(transformers, f"{WIDTHS[name].family}ForCausalLM")._from_config(
             config, dtype=torch.bfloat16, **experts
         )
+    adapters = WIDTHS[name].adapters
+    if adapters is not None:
+        made = with_adapters(made, adapters)
     made = made.eval().requires_grad_(False)
     if device != "meta":
         _fill(made)

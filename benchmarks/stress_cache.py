@@ -1,4 +1,5 @@
-"""Stress test of the kernel cache: kills, crowds, full disks, damage and two versions.
+"""Stress test of the kernel cache with killed processes, many processes, full disks, damaged
+entries and two versions at once.
 
 It checks every answer of the cache byte by byte; after a wrong or missing answer, the exit code is
 1. --seed determines the random moments, orders and damages. No GPU is needed. The full disk is a

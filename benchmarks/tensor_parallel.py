@@ -1,4 +1,4 @@
-"""Benchmark of Llama on two GPUs, and of the sum over ranks with its norm alone.
+"""Benchmark of Llama on two GPUs, and of the sum over ranks with its norm by itself.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--parts op soak model] [--out DIR]
 

@@ -56,7 +56,7 @@ class Job:
         return prepare(self.prepared(1)[0])
 
     def prepared(self, num_layers: int) -> list[Any]:
-        """Returns the arguments of `num_layers` layers over one cache."""
+        """Returns the arguments of `num_layers` layers that share one cache."""
         cache = paged_cache(self.shape, 0.1)
         layers = [make_quantized(self.form, self.shape, self.num_tokens) for _ in range(num_layers)]
         return [quantized_arguments(self.form, self.shape, layer, cache) for layer in layers]

@@ -1,4 +1,4 @@
-"""Formats of quantized weights, and the static facts about the quantized weights of a problem.
+"""Formats of quantised weights, and the static facts about the quantised weights of a problem.
 
 Every layer of the package uses the table WEIGHT_FORMATS. This module does not need torch.
 """
@@ -49,7 +49,7 @@ _FACTORS = {"nf4": (1.43701171875, 1.6776885986328125), "fp4": (192.0, 192.0)}
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The format of a quantized weight [..., N, K].
+    """The format of a quantised weight [..., N, K].
 
     A weight is (number of the code - zero) * scale. With added_zeros, it is (number of the code -
     zero_point) * scale + zero.
@@ -189,7 +189,7 @@ def scales_are_exact(form: WeightFormat, scale: str, columns: int) -> bool:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The static facts about the quantized weights of a call: w = (number of the code - zero) *
+    """The static facts about the quantised weights of a call: w = (number of the code - zero) *
     scale.
 
     Attributes:
@@ -204,7 +204,7 @@ class Quantization:
         packed_zeros: Whether a stored word holds the zeros of eight rows.
         zero_point: The constant part of the zero.
         order: The order of the nibbles in a word. It is empty if element j is in nibble j.
-        x_scale: The scales of x if x is quantized too, with strides (token, block).
+        x_scale: The scales of x if x is quantised too, with strides (token, block).
         x_block: The number of columns of x that share a scale.
         differs: A property in which the weights differ, so that no kernel can multiply all weights
             together; "" if there is none.
@@ -405,6 +405,6 @@ class Quantization:
         return 128 if wide >= columns or 128 % wide == 0 else wide & -wide
 
     def scales_whole_rows(self, hidden: int) -> bool:
-        """Whether each row of the weight has one scale and, if x is quantized, each token has one
+        """Whether each row of the weight has one scale and, if x is quantised, each token has one
         scale."""
         return self.block[1] >= hidden and (self.x_scale is None or self.x_block >= hidden)

@@ -294,7 +294,7 @@ class Kernel:
 
     @cached_property
     def _places(self) -> dict[str, tuple[Stride, ...]]:
-        """The dimensions that each constant of strides consists of."""
+        """For each constant that holds strides, the dimensions whose strides it holds."""
         found: dict[str, Stride | tuple[Stride, ...]] = {}
         for name in self._constexprs.difference(self._optional):
             tensor = name.removesuffix("_STRIDE").lower()

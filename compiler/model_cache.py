@@ -26,7 +26,7 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """
     model = getattr(model, "_orig_mod", model)
     base = getattr(model, "get_base_model", lambda: model)()
-    name = name_in(base.forward)
+    name = name_in(base.forward) if hasattr(base, "forward") else None
     if name is None:
         raise TypeError(
             f"model: expected a model whose forward() takes {' or '.join(NAMES)}, got "

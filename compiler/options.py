@@ -33,8 +33,9 @@ class Options:
         ranks are not fused, because no rank may return to the original alone.
     strict: raise an error for a lost miss, a graph break or an internal error instead of reporting
         it. True holds for every pattern; a list of names holds for these patterns (`capture` stands
-        for graph breaks). A cache that grows is also a miss of `qkv_cache`, because it keeps that
-        pattern from every write.
+        for graph breaks). A graph break before the first operation of a function is only reported.
+        A cache that grows is also a miss of `qkv_cache`, because it keeps that pattern from every
+        write.
     fuel: apply only the first `fuel` rewrites. Use it to find a wrong rewrite by bisection.
     only: the paths of the modules whose sites are rewritten; `*` matches within one path. None
         stands for all modules.

@@ -313,9 +313,9 @@ def compose(outer: Effect, inner: Effect) -> Effect:
 
 
 def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, list[Atom]] | None:
-    """Returns the atoms of a merged dimension that each atom of the outer effect steps along, by
-    the id of the outer atom. Adds to `start`. Returns None if sizes are symbols, or if an index
-    would carry over."""
+    """Finds, for each atom of the outer effect, the atoms of a merged dimension that it steps
+    along. Returns them by the id of the outer atom, and adds to `start` where they begin. Returns
+    None if sizes are symbols, or if an index would carry over."""
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
     first = outer.start[axis]
     numbers = [first, *(n for a in (*dim, *taken) for n in (a.length, a.step))]
@@ -354,9 +354,9 @@ def split_index(index: int, digits: Sequence[Digit]) -> list[int]:
 
 
 def split_atom(atom: Atom, digits: Sequence[Digit], reach: list[int]) -> list[Atom] | None:
-    """Returns, for each digit, the atom that steps along this digit when one atom steps along the
-    index. The outermost digit comes first. Adds to `reach` how far each digit is stepped along.
-    Returns None if the steps of the atom cannot be split into steps of the digits."""
+    """Splits an atom that steps along an index into one atom for each digit of the index, the
+    outermost first. Adds to `reach` the distance that is covered along each digit. Returns None if
+    the steps of the atom cannot be split into steps of the digits."""
     step, left = atom.step, atom.length
     found: list[Atom] = []
     for at in range(len(digits) - 1, -1, -1):

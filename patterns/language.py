@@ -470,12 +470,14 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
 
     names: the names of the patterns to return. A leading `-` excludes a pattern; if all names have
     it, all other patterns are returned. If it is None, all patterns are returned. Raises ValueError
-    if a name is unknown, and if two patterns must each come before the other.
+    if there is no name, if a name is unknown, and if two patterns must each come before the other.
     """
     if names is None:
         return _in_order()
     if isinstance(names, str):
         raise ValueError(f"patterns: expected a list of names, got the string {names!r}")
+    if not names:
+        raise ValueError("patterns: expected names, or None for all patterns; got an empty list")
     unknown = [n for n in names if n.lstrip("-") not in _REGISTRY]
     if unknown:
         near = did_you_mean(unknown[0].lstrip("-"), _REGISTRY)
@@ -571,7 +573,7 @@ def find(
     furthest: dict[Value, Stage] = {}
     ops: dict[int, str] = {}  # the op that each missed pattern would have inserted
     sites: dict[int, list[Value]] = defaultdict(list)
-    whole: set[Value] = set()  # absorbed values, and the writes of matches that absorb some
+    whole: set[Value] = set()  # absorbed values, and the writes of matches that absorb values
     by_op: dict[str, set[Value]] = defaultdict(set)  # absorbed by patterns that take leftovers
     written: dict[str, set[Value]] = defaultdict(set)  # the stores that each pattern takes
     for pattern in patterns:

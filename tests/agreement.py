@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-# One rounding in each dtype. The error of the fused model may exceed the error of eager by that
-# much.
+# The size of one rounding in each dtype. The error of the fused model may exceed the error of eager
+# by at most one rounding.
 ALLOWANCE = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
@@ -63,7 +63,7 @@ def assert_no_worse(fused: torch.Tensor, eager: torch.Tensor, exact: torch.Tenso
 def assert_as_eager(layer, make, exactly: bool):
     """Compares eager and the backend: their outputs, and their arguments after the call.
 
-    `make()` returns new arguments. Caches that alias each other still do so in the copies.
+    `make()` returns new arguments. Caches that alias each other alias in the copies, too.
     """
     eager, ours = make(), make()
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Files of other users, and child processes, for tests of permissions.
 
-If the tests run as root, they give a file to another user, and run a child process as another user.
-If they run as any other user, they replace the id that this process sees as its own.
+As root, tests give a file to another user, or run a child process as another user. As any other
+user, they replace the id that this process sees as its own.
 """
 
 from __future__ import annotations

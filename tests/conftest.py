@@ -26,9 +26,10 @@ os.environ.setdefault("TILEWRIGHT_EVERYWHERE", "1")
 # Without this, Inductor compiles a test program for each vector instruction set of the processor.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# Dynamo makes many short-lived objects beside a large heap. The garbage collector would read the
-# whole heap often, and Dynamo would also start it after each compilation. Most objects of a test
-# are free before the next million has been made; the rest takes some 100 MB.
+# Dynamo makes many short-lived objects beside a large heap. By default, the garbage collector would
+# read the whole heap often, and Dynamo would start it after each compilation, too. With this
+# threshold, most objects of a test are freed before the next million is made. The others take some
+# 100 MB.
 gc.set_threshold(1_000_000, 20, 20)
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
@@ -77,7 +78,7 @@ StackSummary.format_frame_summary = _kept_by_place(StackSummary.format_frame_sum
 
 @pytest.fixture
 def fresh_dynamo():
-    """Starts a test with nothing compiled, without reports, and under `no_grad`."""
+    """Starts a test without compiled graphs and reports, and under `no_grad`."""
     import torch
 
     from tilewright.compiler import backend

@@ -10,10 +10,10 @@ from tilewright.codegen.targets import SM100
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 
-# With few multiprocessors there are few programs, with several tiles each. The interpreter then
-# finishes soon.
+# With few multiprocessors, there are few programs with several tiles each, which take less time in
+# the interpreter.
 SMALL_SM100 = replace(SM100, num_sms=3)
-# One rounding of the result, for weights that are not rounded.
+# The size of one rounding of the result, for weights that are not rounded.
 ONE_ROUNDING = {
     torch.bfloat16: Tolerance(2.0**-8, 2.0**-16),
     torch.float16: Tolerance(2.0**-11, 2.0**-16),

@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
-# All places in this repository on which the net depends.
+# Every file of this repository whose path the net could depend on is imported here.
 from tilewright.codegen.emit import emit, emitter_fingerprint
 from tilewright.codegen.emit.source import fingerprint
 from tilewright.codegen.qkv.plan import fused_choice, library_choice, ranked
@@ -44,7 +44,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 NET_TARGETS = ("sm90", "sm100")
 DIGITS = 8
 ALIGNED = 512  # bytes
-# For the name of each case, its kernels, or the reason why there are none.
+# Maps the name of a case to its kernels, or to the reason why there are none.
 Found = dict[str, Sequence[KernelSpec] | str]
 
 

@@ -1,5 +1,5 @@
-"""Layers made of a quantisation library's linears (projections with a cache write, and a gated
-MLP), and comparisons of them with eager and float64."""
+"""Layers that consist of a quantisation library's linears (projections with a cache write, and a
+gated MLP). Tests compare them with eager and float64."""
 
 from __future__ import annotations
 

@@ -24,6 +24,6 @@ def attention(q, k, v, bias, lse, dropout, causal, *more, scale):
 
 
 def take_every_call(monkeypatch):
-    """Makes every call that the library can compute use the library."""
+    """Makes the plan use the library for every call that the library can compute."""
     monkeypatch.setattr(cudnn, "library_gains", lambda *sizes: True)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attention)

@@ -4,8 +4,9 @@
 operator, comparison or number, or removes one statement, in a function of `codegen`, `ops`,
 `patterns` or `compiler`. The script plants it in a temporary copy of the repository. It runs the
 tests that import the module, the tests of the family and the kernel net, up to the first failure,
-and appends the result to `tests/mutants.json`. A fault that survives asks for a test, or for less
-code. `--at FILE:LINE` plants every fault of a line. Each run of pytest is a fork of a process
+and appends the result to `tests/mutants.json`. If no test catches a fault, a test is missing, or
+the code is not needed. `--at FILE:LINE` plants every fault of a line. Each run of pytest is a fork
+of a process
 that has imported torch and Triton, but nothing of the repository.
 """
 
@@ -207,7 +208,7 @@ def tested(root: Path, tests: list[str], limit: float) -> tuple[int | None, str]
     while code is None and time.monotonic() < ends:
         done, status = os.waitpid(child, os.WNOHANG)
         code = os.waitstatus_to_exitcode(status) if done else time.sleep(0.05)
-    # Together with all processes that the tests started.
+    # Ends all processes that the tests started, too.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if code is None:

@@ -1,4 +1,4 @@
-"""Executes straight-line PTX on 32-bit registers, as inline assembly has it."""
+"""Executes PTX without branches on 32-bit registers, such as inline assembly."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def bf16(half: int) -> float:
-    """The number of the bits of a bfloat16."""
+    """Returns the number that the bits of a bfloat16 stand for."""
     return struct.unpack("<f", struct.pack("<I", half << 16))[0]
 
 
 def bits(number: float) -> int:
-    """The bits of a number, rounded to bfloat16."""
+    """Returns the bits of a number after rounding it to bfloat16."""
     made = torch.tensor(number, dtype=torch.float64).bfloat16()
     return made.view(torch.int16).item() & 0xFFFF
 
@@ -28,7 +28,7 @@ def pair(even: float, odd: float) -> int:
 
 
 def numbers(word: int, unit: float = 1.0) -> tuple[float, ...]:
-    """The two bfloat16 numbers of a register, divided by `unit`."""
+    """Returns the two bfloat16 numbers of a register, divided by `unit`."""
     return tuple(bf16(half) / unit for half in halves(word))
 
 
@@ -38,7 +38,7 @@ def _by_halves(of, *words: int) -> int:
 
 
 def _rounded(of):
-    """An instruction on pairs of bfloat16 numbers, which rounds once."""
+    """Makes an instruction on pairs of bfloat16 numbers that rounds once."""
     return lambda *words: _by_halves(lambda *given: bits(of(*given)), *words)
 
 
@@ -61,7 +61,8 @@ INSTRUCTIONS = {
 
 
 def executed(text: str, **operands: int) -> int:
-    """The result of inline assembly. operands: by number, as `_1`."""
+    """Returns the result of inline assembly. operands: the values of its operands by number, as
+    `_1`."""
     registers = {name.replace("_", "$"): value for name, value in operands.items()}
     for line in filter(None, map(str.strip, text.split(";"))):
         if line.startswith(".reg"):

@@ -90,7 +90,8 @@ def _read_quickly(unset: Any, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _traced_files(module: Any) -> None:
-    """Decides once for each file whether Dynamo traces it. A change of the rules is another key."""
+    """Decides once for each file whether Dynamo traces it. If Dynamo's rules change, it decides
+    again."""
     if not all(hasattr(module, name) for name in ("_as_posix_path", "check_file", "SKIP_DIRS_RE")):
         return
     module._as_posix_path = functools.cache(module._as_posix_path)
@@ -121,8 +122,8 @@ def _events(module: Any) -> None:
 
 
 def _fake_tensors(module: Any) -> None:
-    """Computes the key of a fake tensor for the cache of calls with fewer function calls. The key
-    is the same."""
+    """Computes the key of a fake tensor for the cache of calls with fewer Python calls. The key is
+    the same."""
     dense, sparse = module.torch.strided, module.is_sparse_any
     _put(module, "is_sparse_any", lambda t: getattr(t, "layout", None) is not dense and sparse(t))
     kind = getattr(module, "TensorMetadata", None)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 def scales_rows() -> bool:
-    """Whether `torch._scaled_mm` of this PyTorch takes a scale for each row on a CPU."""
+    """Whether this PyTorch's `torch._scaled_mm` supports a scale for each row on a CPU."""
     codes, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
     try:
         torch._scaled_mm(

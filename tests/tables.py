@@ -13,7 +13,8 @@ Axis = Mapping[str, Any] | Iterable[Any]
 
 
 def in_turn(*axes: Axis) -> list[Any]:
-    """Returns rows that cover each value of each axis, as many as the longest axis has values."""
+    """Returns rows that cover each value of each axis. There are as many rows as the longest axis
+    has values."""
     named = [_named(axis) for axis in axes]
     longest = max(map(len, named))
     return [_row([axis[row % len(axis)] for axis in named]) for row in range(longest)]

@@ -1,5 +1,5 @@
 """Tests that forward passes of benchmarks rewind their cache. Captured passes of one token rewind
-it only between rounds."""
+it only between rounds of replays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tests operators that `declare` describes, from outside the package.
 
-They are fused if they complete a form, put back if they do not, and refused if the declaration does
-not fit.
+A call is fused if a pattern matches what the operator computes. Otherwise the original call is put
+back. A declaration that does not fit the operator is refused.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def assert_as_eager(model, args, **options):
 
 @pytest.fixture
 def mixture(monkeypatch):
-    """Returns a mixture of experts that combines results by an operator of its own, as torchtitan's
-    does."""
+    """Returns a mixture of experts that combines its results by a custom operator, like
+    torchtitan's."""
 
     def combine(y, order, rows, shape):
         out = torch.zeros(shape[0], y.shape[1], dtype=y.dtype, device=y.device)
@@ -80,7 +80,7 @@ def test_a_mixture_with_a_scatter_of_its_own(mixture):
 
 
 class Attention(nn.Module):
-    """Has projections and a cache write by a user's operators."""
+    """An attention whose projections and cache write are a user's operators."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def attention_args():
 
 
 class TiledAttention(Attention):
-    """The codes lie in tiles, so that their shape is not that of a matrix."""
+    """An attention whose codes are stored in tiles, so that their shape is not that of a matrix."""
 
     def __init__(self):
         super().__init__()
@@ -176,8 +176,8 @@ def test_calls_that_no_pattern_took_are_put_back():
 
 
 class Halves(nn.Module):
-    """Has results that share no memory, some of which are changed in place, next to a written
-    argument."""
+    """Returns results that share no memory. The graph changes some of them in place, and one
+    argument is written."""
 
     def forward(self, out, x):
         one, two, copy, other = ops.halves(out, x)
@@ -198,7 +198,8 @@ def test_results_in_place_and_their_strides():
 
 
 def test_what_a_meaning_returns_lies_as_what_the_operator_returns(monkeypatch):
-    """Computes the spelled-out form alone, which a fused op may leave in the graph."""
+    """The replacement of an operator must return the memory layout of the operator. The graph is
+    only the replacement, which a fused op may leave in the graph."""
     declare(ops.halves, ops.halves_meaning)
     args = torch.zeros(4, 8), torch.randn(4, 8)
     seen = []
@@ -255,7 +256,8 @@ def test_an_operator_stays_whole_where_products_would_be_left(monkeypatch):
 
 
 def test_what_is_read_of_a_spelled_out_form_alone_leaves_the_call():
-    """The norm gives the rows that the projections read, and is no part of the fused operations."""
+    """If only a part of the replacement is needed, the call stays. The norm gives the rows that the
+    projections read, and is no part of the fused operations."""
 
     class Normed(Attention):
         def forward(self, x, slots, k_cache, v_cache):
@@ -289,7 +291,8 @@ def add_norm_meaning(x, rest):
 
 @pytest.mark.parametrize("index", [None, slice(0, 2)], ids=["the tuple", "a part of it"])
 def test_a_call_whose_results_are_read_together_is_not_spelled_out(index):
-    """A value could stand for each result, but not for the tuple of the results."""
+    """A call whose results are read as one tuple is not replaced: a value could stand for each
+    result, but not for the tuple."""
     graph = torch.fx.Graph()
     call = graph.call_function(torch.var_mean, (graph.placeholder("x"),))
     call.meta["example_value"] = torch.ones(3), torch.ones(3)
@@ -395,8 +398,8 @@ def test_a_meaning_that_does_not_write_what_the_schema_says():
 
 
 def test_a_meaning_may_make_a_table():
-    """The meaning itself makes the table, so its numbers are known. A tensor that the meaning holds
-    may change."""
+    """A declaration may make a table, whose numbers are then known. A tensor that the declaration
+    holds may change."""
     numbers = [n / 8 for n in range(-8, 8)]
     held = torch.tensor(numbers)
 

@@ -23,7 +23,7 @@ OWN_CODES = dict(CODES)
 OWN_PATTERNS = [
     p.name for p in language.registered() if type(p).__module__.startswith("tilewright.")
 ]
-#: A pattern that the section of another pattern describes.
+#: Patterns that are described in the section of another pattern.
 DESCRIBED_WITH = {
     "cache_absent": "qkv_cache",
     "moe_dense": "moe",

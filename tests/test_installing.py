@@ -1,4 +1,4 @@
-"""Tests that the wheel that is built from the sdist has every module, and works where it is
+"""Tests that the wheel that is built from the sdist has every module, and works after it is
 installed."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PARTS = ("src", *LAYERS, "docs", "README.md", "LICENSE", "MANIFEST.in", "pyproje
 
 
 def run(*command: str, cwd: Path, path: Path | None = None) -> str:
-    """Returns the output of a program, with only `path` before the installed packages."""
+    """Returns the output of a program. Only `path` comes before the installed packages."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"PYTHONPATH": str(path)} if path else {}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
@@ -108,7 +108,7 @@ def test_the_wheel_is_installed_into_an_empty_environment_and_starts(published, 
     assert "static cache" in run(program, "explain", "GROWING_CACHE", cwd=tmp_path)
     found, place = run(python, "-c", ENTRY_POINTS, cwd=tmp_path).splitlines()
     assert (found, Path(place)) == ("1 1 1", own)
-    # A folder with the name of the package, such as a clone, does not hide the installed package.
+    # A folder with the package's name, such as a clone, must not hide the installed package.
     (tmp_path / "tilewright" / "compiler").mkdir(parents=True)
     read = run(python, "-c", "import tilewright; print(tilewright.__version__)", cwd=tmp_path)
     assert f"tilewright {read}" == said
@@ -133,7 +133,8 @@ print(function(torch.zeros(1)).item())
 
 @pytest.mark.parametrize("module", ["backend", "serving.batching"])
 def test_the_backend_has_its_name_where_the_sources_are_only_on_the_path(tmp_path, module):
-    """No entry point tells Dynamo its name."""
+    """The backend has its name even if the sources are only on the path, so that no entry point
+    tells Dynamo the name."""
     if module == "serving.batching":
         pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
     for folder in installed_here():

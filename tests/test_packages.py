@@ -48,21 +48,23 @@ def test_every_folder_is_a_package_that_is_installed():
 
 
 def test_public_names_are_imported_when_they_are_used_and_are_the_compiler_s():
-    """A public name stands for the same object in `tilewright` and in `tilewright.compiler`.
-    `import tilewright` does not import torch."""
+    """A public name stands for the same object in `tilewright` and in `tilewright.compiler`, and is
+    imported only when it is used. `import tilewright` does not import torch."""
     assert {"lower", "reports", "PagedCache"} <= set(tilewright.__all__) <= set(dir(tilewright))
     for name in tilewright.__all__:
         value = getattr(tilewright, name)
         assert value is getattr(compiler, name, value)
-    with pytest.raises(AttributeError, match="'tilewright' has no attribute 'lowered'"):
+    with pytest.raises(AttributeError, match="'tilewright' has no attribute 'lowered'") as raised:
         _ = tilewright.lowered
+    assert (raised.value.name, raised.value.obj) == ("lowered", tilewright)
     code = "import sys, tilewright; tilewright.__version__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_the_version_is_in_one_place():
-    """Files that cannot read the version from there repeat it. They must agree with it."""
+    """The version is in one place. Files that cannot read it from there repeat it, and must
+    agree."""
     assert (
         "version" in read_configuration(ROOT / "pyproject.toml", expand=False)["project"]["dynamic"]
     )
@@ -74,8 +76,8 @@ def test_the_version_is_in_one_place():
 
 
 def test_the_workflow_runs_the_two_commands_of_the_makefile():
-    """A hosted runner runs the same as `.ci/run`: each command is a target, and nothing else is
-    run."""
+    """The hosted workflow runs the same two commands as `.ci/run`: each is a target of the
+    Makefile, and nothing else is run."""
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'docs'")
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text("utf-8"))
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
@@ -153,3 +155,21 @@ def test_a_template_takes_from_every_folder_of_templates(source, taken):
     text = f"from {source} import helper\n"
     module = parse_module("tilewright.codegen.qkv.templates.tiled", text)
     assert module.imports == ({"helper": Imported(source, "helper")} if taken else {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "printed"),
+    [
+        ("", "tilewright: nothing was fused"),
+        ("logging.basicConfig()", "WARNING:tilewright:nothing was fused"),
+        ("log.addHandler(logging.StreamHandler())", "nothing was fused"),
+    ],
+)
+def test_a_warning_names_the_library_where_no_logging_is_set_up(setting, printed):
+    """The program's own logging prints a warning once, in its own form."""
+    code = (
+        "import logging, tilewright; log = logging.getLogger('tilewright')\n"
+        f"{setting}\nlog.info('unseen'); log.warning('nothing was %s', 'fused')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == f"{printed}\n"

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -54,8 +55,28 @@ def test_a_row_is_modelled_without_a_gpu(name):
     assert row["ratio"] == pytest.approx(row["modelled_us"] / 500.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["llama3.2-1b-lora-qv", "qwen3-8b-loras"])
+def test_a_step_with_adapters_reads_them(name):
+    """The step of a model with adapters is of a class of its own, and longer than without them."""
+    pytest.importorskip("peft")
+    case = steps_models.cases_of(name)[0]
+    adapted = predicted(row_of(name, case, H100, 500.0))
+    plain = predicted(row_of(name.partition("-lora")[0], case, H100, 500.0))
+    assert (adapted["class"], plain["class"]) == ("decode, adapters", "decode, dense")
+    assert 1.02 * plain["modelled_us"] < adapted["modelled_us"] < 1.5 * plain["modelled_us"]
+
+
+def test_adapters_have_the_dtype_of_their_model():
+    pytest.importorskip("peft")
+    for name in ("llama3-8b-lora", "llama3-8b-loras"):
+        parameters = list(steps_models.build(name, "meta").parameters())
+        assert {p.dtype for p in parameters} == {torch.bfloat16}
+        assert {p.device.type for p in parameters} == {"meta"}
+
+
 def test_the_list_of_a_masks_blocks_is_started_once():
-    """Attention names the kernel that lists the blocks, but a separate node starts that kernel."""
+    """The list of a mask's blocks counts as one start of a kernel: attention names the kernel that
+    makes the list, but a separate node starts it."""
     step = step_behind(row_of("qwen3-0.6b", steps_models.cases_of("qwen3-0.6b")[0], H100, 500.0))
     attention = [part for part in step.parts if part.name == "cache_attention"]
     assert len(attention) == steps_models.WIDTHS["qwen3-0.6b"].layers

@@ -1,4 +1,4 @@
-"""Tests that tables of parameters leave out combinations and nothing else."""
+"""Tests that tables of test parameters leave out only combinations."""
 
 from __future__ import annotations
 

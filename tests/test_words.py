@@ -83,8 +83,8 @@ def test_pages_say_who_does_what(page):
 
 
 def test_one_word_for_one_thing():
-    """A model is a network, and a floor is a lower bound of a time. The other two things have names
-    of two words."""
+    """Tests that a floor is always a lower bound of a time, and a model always a network. The
+    layers of the package and the cost model have names of their own."""
     cost_model = re.compile(
         r"(?:chip's|GPU's|planner's) model\b|(?<!cost )\bmodel of (?:a|the) (?:chip|GPU)\b"
     )

@@ -35,7 +35,7 @@ class Pages:
         self.rows: list[list[int]] = []
         self.free: list[int] = []
         self.num_pages = 1
-        # The pages of each sequence, and the columns of the block table.
+        # The number of pages of each sequence, and the number of columns of the block table.
         self.columns = 0
         self.width = 1 if max_length is None else self._pages_for(max_length)
         self.length = torch.zeros((), dtype=torch.int64)

@@ -23,9 +23,10 @@ MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
 # The number of keys in a block of latents that are rounded. They are in registers, in fp32. A
-# program needs about three times as long for these keys as for reading them (measured on an H100).
+# program needs about four times as long for these keys as for reading them. The number follows from
+# sweeps on an H100 with 1 to 64 sequences of 1024 and 2048 latents.
 ROUNDED_KEYS = 16
-ROUNDED_TIME = 3
+ROUNDED_TIME = 4
 # Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may
 # hold. If there are more numbers, the program has 8 warps.
 HELD_SUMS = 96
@@ -40,6 +41,18 @@ MERGED_BYTES = 2 * 1024
 # For latents: the cost of each part. Several programs merge the parts of a row (measured on an
 # H100).
 MERGED_LATENT_BYTES = 512
+# For latents that are rounded: the time of a program that is alone on a multiprocessor, relative to
+# the time that two programs which share one take for each of their blocks. A program waits for its
+# reads and then rounds, so a second program uses the pauses of the first. Measured on an H100 with
+# 64 sequences of 1024 latents: 69.7 us with 4 parts, and 115.5 us with 2 parts.
+LONE_ROUNDED = 1.1
+# Without latents: the least time that a program takes for a block of keys, given as the bytes that
+# a multiprocessor reads in the same time. If there are fewer programs than multiprocessors, each of
+# them reads faster, but its products and its softmax wait for each other. The number follows from
+# sweeps on an H100. With one sequence of 2048 keys, 8 parts (9.3 us) are faster than 16 (9.9 us) if
+# there are 8 heads of keys, and 16 parts are the fastest if there are 4. With 16384 keys, 16 and 32
+# parts are the fastest.
+STEP_BYTES = 19 * 1024
 # The number of programs that fit a multiprocessor at the same time. Any more programs would start
 # late, in a second wave that is nearly empty.
 RESIDENT_PROGRAMS = 2
@@ -47,6 +60,11 @@ RESIDENT_PROGRAMS = 2
 # number of a block before the block.
 STAGES = 3
 PAGED_STAGES = 5
+# Without latents: the bytes of keys that are on their way to a multiprocessor that has only one
+# program. Blocks of narrow keys are small, so the program has more stages. Measured on an H100 for
+# 8 heads of 64 columns: 8 sequences of 8192 keys take 61.6 us with four stages, and 64.9 us with
+# three. With two programs on a multiprocessor, three stages are faster.
+LONE_BYTES = 48 * 1024
 # Tile sizes for many queries. The plan uses the first ones that fit.
 BY_POINTERS = (
     PrefillConfig(64, 64, 4, 3),
@@ -135,17 +153,20 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
     keys = KEYS if not problem.latent else LATENT_KEYS
     if problem.rounding is not None:
         keys = ROUNDED_KEYS
-    stages = _stages(problem, rows, keys, target)
-    config = DecodeConfig(tokens, heads, rows, 1, warps, stages, keys)
+    config = DecodeConfig(tokens, heads, rows, 1, warps, STAGES, keys)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
     splits = _splits(problem, config, tiles, sizes.num_keys, target.num_sms)
-    return replace(config, splits=splits)
+    stages = _stages(problem, rows, keys, target, alone=tiles * splits <= target.num_sms)
+    return replace(config, splits=splits, num_stages=stages)
 
 
-def _stages(problem: CacheProblem, rows: int, keys: int, target: Target) -> int:
-    """Returns the number of pipeline stages: as many as are useful and fit shared memory."""
+def _stages(problem: CacheProblem, rows: int, keys: int, target: Target, alone: bool) -> int:
+    """Returns the number of pipeline stages: as many as are useful and fit shared memory. alone:
+    whether no two programs share a multiprocessor."""
     paged = problem.paged
     wanted = PAGED_STAGES if paged else STAGES
+    if alone and not problem.latent:
+        wanted = max(wanted, 1 + cdiv(LONE_BYTES, keys * problem.key_bytes))
     fixed = 2 * rows * (problem.head_block + problem.rope_block + keys) + SPARE_BYTES
     if problem.attn_mask:
         fixed += wanted * rows * keys * ELEMENT_BYTES[problem.attn_mask]
@@ -161,21 +182,28 @@ def _stages(problem: CacheProblem, rows: int, keys: int, target: Target) -> int:
 def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, sms: int) -> int:
     """Returns the number of parts of each tile's keys that gives the shortest modelled time.
 
-    One program saturates a multiprocessor's share of the memory bandwidth. Therefore the time
-    depends only on the number of key blocks that the busiest multiprocessor reads.
+    One program saturates a multiprocessor's share of the memory bandwidth, unless it rounds the
+    keys. Therefore the time depends only on the number of key blocks that the busiest
+    multiprocessor reads, and on its share, which is larger if other multiprocessors have no
+    program.
     """
     blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
-    if problem.rounding is not None:
-        block_bytes *= ROUNDED_TIME
+    rounds = problem.rounding is not None
     part_bytes = 4 * config.real_rows * problem.v_block
     merged_bytes = MERGED_LATENT_BYTES if problem.latent else MERGED_BYTES
     most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * sms // tiles)
 
     def time(splits: int) -> float:
         programs = tiles * splits
-        reading = cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
-        # Programs write the parts, and the merging programs read them again.
-        merging = LAUNCH_BYTES + merged_bytes * splits + 2 * programs * part_bytes / sms
-        return reading + (merging if splits > 1 else 0)
+        step_bytes: float = block_bytes
+        if not problem.latent:
+            step_bytes = max(block_bytes * min(programs / sms, 1), STEP_BYTES)
+        if rounds:
+            step_bytes *= ROUNDED_TIME * (LONE_ROUNDED if programs <= sms else 1)
+        reading = cdiv(programs, sms) * cdiv(blocks, splits) * step_bytes
+        # Programs write the parts, and the merging programs read them again, in a tile that is
+        # padded to a power of two.
+        parts = merged_bytes * next_power_of_2(splits) + 2 * programs * part_bytes / sms
+        return reading + (LAUNCH_BYTES + parts if splits > 1 else 0)
 
     return min(range(1, max(most, 1) + 1), key=time)

@@ -25,7 +25,7 @@ def part_columns(weight: WeightOperands, config: CodesConfig) -> int:
 
 
 def scale_bytes(weight: WeightOperands, config: CodesConfig) -> int:
-    """Returns the size, in bytes, of the E2M1 scales for a quarter of a part."""
+    """Returns how many bytes the scales of E2M1 codes take for one quarter of a part's columns."""
     return part_columns(weight, config) // QUARTERS // weight.scale_block[1]
 
 

@@ -33,8 +33,9 @@ WIDE_CODES_ROWS = 96
 LONG_ROWS = 512
 # With at least this many rows in a group, weights are dequantised before the GEMM.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
-# The same limits for 4-bit codes that the GEMM cannot read as they are stored. These limits are
-# lower, because such a GEMM dequantises the codes again for each tile.
+# The numbers of rows in a group from which weights are dequantised first, for 4-bit codes that the
+# GEMM cannot read as they are stored. They are lower than DECODED_ROWS, because such a GEMM
+# dequantises the codes again for each tile.
 DECODED_FROM_TILES = {"int4": 48, "nvfp4": 40, "mxfp4": 48}
 # The number of columns of a step over the inner dimension. If the GEMM takes as long as reading the
 # weights, a step has STREAMED_K columns.

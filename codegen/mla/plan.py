@@ -11,7 +11,8 @@ from tilewright.codegen.targets import Target
 # The largest number of rows for which each program computes one row. A chip has room for more warps
 # than there are rows.
 FEW_ROWS = 1024
-# The largest number of rows for which a program of a fused launch checks four tokens.
+# The largest number of rows for which a program checks four new tokens, if cached keys and new
+# tokens share a launch.
 SOME_ROWS = 16384
 
 

@@ -1,5 +1,5 @@
-"""The kernel `mla_query`, which rotates queries before attention or casts them to 8 bits, and the
-static part of rotations."""
+"""The kernel `mla_query`, which rotates queries before attention or casts them to 8 bits. Also the
+static facts about rotations."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _STRIDES: dict[str, Stride | tuple[Stride, ...]] = {
     "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
     "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
 }
-# If the result is normalized, `streamed_linear` stores fp32 sums, and NORM_ROWS reads them.
+# If the result is normalised, `streamed_linear` stores fp32 sums, and NORM_ROWS reads them.
 LINEAR = Kernel(
     "mlp.linear",
     "streamed_linear",
@@ -66,7 +66,7 @@ class LinearConfig:
         num_warps: The number of warps of a program.
         num_stages: The number of pipeline stages.
         prefetch: How many columns of each weight row the kernel prefetches while the previous
-            kernel ends; a multiple of 64. If the weight is quantized, the kernel prefetches as many
+            kernel ends; a multiple of 64. If the weight is quantised, the kernel prefetches as many
             bytes as this number of 16-bit columns would take.
         lets_in: Whether the kernel allows the next kernel to start early.
         x_in_order: Whether an earlier kernel permutes the columns of x to the order of the weight's
@@ -145,7 +145,7 @@ def dot_grid(problem: LinearProblem, config: DotConfig, num_tokens: int) -> tupl
 
 
 def _shared_constants(problem: LinearProblem) -> dict[str, Constant]:
-    """Returns the constants that both kernels have. They say that x is not normalized."""
+    """Returns the constants that both kernels have. They say that x is not normalised."""
     return {
         "N": problem.n,
         "K": problem.k,
@@ -178,7 +178,7 @@ def linear_constants(
 
 
 def _makes_x(problem: LinearProblem, config: LinearConfig) -> bool:
-    """Whether the kernel normalizes or permutes x itself."""
+    """Whether the kernel normalises or permutes x itself."""
     permutes = problem.quantization is not None and not config.x_in_order
     return problem.norm is not None or permutes
 

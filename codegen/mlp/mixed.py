@@ -1,4 +1,4 @@
-"""The kernel `mixed_linear` for quantized weights and many tokens: its plan, constants and
+"""The kernel `mixed_linear` for quantised weights and many tokens: its plan, constants and
 limits."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | 
     x."""
     q = problem.quantization
     if q is None:
-        return "the weights are not quantized"
+        return "the weights are not quantised"
     if not decodes_codes(target):
         return f"{target.name} has no tensor core that reads a decoded weight from registers"
     if dtype != "bf16":
@@ -134,7 +134,7 @@ def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | 
     if q.differs:
         return q.differs
     if q.x_scale is not None:
-        return "x is quantized too"
+        return "x is quantised too"
     return _storage_obstacle(problem, q) or _blocks_obstacle(problem, q)
 
 

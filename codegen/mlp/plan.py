@@ -16,24 +16,28 @@ from tilewright.codegen.targets import Target
 # us, and 68 us with Inductor's kernels; 64 tokens take 113 us, and 74 us with Inductor's kernels.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
-# The largest number of tokens for quantized weights. It is larger because the library needs a
+# The largest number of tokens for which one kernel multiplies two weights that are not quantised,
+# if the graph calls the op. On an H100, gate and up of Llama-3-8B take 101 us for 32 tokens, and
+# 105 us with two products of the library. This was not compared with Inductor's kernels.
+MOST_STREAMED_PAIR = 32
+# The largest number of tokens for quantised weights. It is larger because the library needs a
 # decoded weight in every call: on an H100, the down projection in int4 takes 66 us for 128 tokens,
 # while the library takes 56 us to decode the weight and 50 us for the product. The same limit holds
-# for two quantized weights. (Above MOST_GATED_TOKENS, each of them has its own kernel if x cannot
-# be permuted first.) If x is quantized too, the library multiplies the codes, and the limit is
+# for two quantised weights. (Above MOST_GATED_TOKENS, each of them has its own kernel if x cannot
+# be permuted first.) If x is quantised too, the library multiplies the codes, and the limit is
 # MOST_TOKENS: gate and up in float8 take 92 us for 128 tokens and 52 us for 64 tokens, while the
 # library's two products and the conversions of scales take 66 us for 128 tokens.
 MOST_CODED_TOKENS = 128
-# The largest number of tokens for which the kernel of unquantized weights computes an RMS norm of x
+# The largest number of tokens for which the kernel of unquantised weights computes an RMS norm of x
 # itself. Measured for 64 tokens on an H100 (MLP's first linear of OPT-6.7B): this takes 140 us with
-# the norm, and 55 us behind a separate kernel of a layer norm. From 17 to 63 tokens nothing was
+# the norm, and 55 us after a separate kernel of a layer norm. From 17 to 63 tokens nothing was
 # measured.
 MOST_NORMED_TOKENS = 16
 # The largest number of tokens for which the kernel computes a layer norm of x itself. This is
 # modelled, not measured: every program reads whole rows before its first product, which takes about
 # 1 us per token for 4096 columns, and a separate norm takes about 2 us.
 MOST_LAYER_NORMED_TOKENS = 1
-# The largest number of tokens in a tile that decodes two quantized weights. With more tokens, the
+# The largest number of tokens in a tile that decodes two quantised weights. With more tokens, the
 # sums would not leave enough registers.
 MOST_CODED_TILE = 32
 # For 4-bit floats, a tile with more than MOST_CODED_TILE tokens spills registers on sm90 if fewer
@@ -42,7 +46,7 @@ MOST_CODED_TILE = 32
 LEAST_GROUP = 32
 # The largest number of tokens in a tile that decodes two weights of 4-bit floats.
 MOST_GATED_FLOATS = 16
-# The largest number of tokens in a tile of any quantized weight, if the tensor cores read both
+# The largest number of tokens in a tile of any quantised weight, if the tensor cores read both
 # operands from registers.
 MOST_CODED_IN_REGISTERS = 16
 # The bytes of its share of shared memory that a program keeps free for barriers and for sums over
@@ -74,6 +78,21 @@ class Tiling:
 
 
 PLAIN = Tiling()
+# Tiles for weights that are not quantised, if there are two weights or more than MOST_PLAIN_TILE
+# tokens.
+SHORT_STEPS = Tiling(block_k=64)
+MOST_PLAIN_TILE = 32
+# Tiles for two weights that are not quantised and few tokens. A step reads 32 KiB of the weights,
+# and one program has all of the shared memory. Measured on an H100 for 1 and 16 tokens: gate and up
+# of Llama-3-8B take 89.6 and 91.6 us with GATED_LONG, and 95.7 and 97.7 us with two programs that
+# read 16 KiB in a step (SHORT_STEPS). For 16 tokens, gate and up of Qwen3-4B take 45.0 us with
+# GATED_WIDE, and 48.0 us with SHORT_STEPS. The same tiles are the fastest for 4 and 32 tokens, and
+# for Qwen3-8B and Llama-3-70B.
+GATED_LONG = Tiling(stages=5, programs=1)
+GATED_WIDE = Tiling(block_n=128, block_k=64, stages=5, programs=1)
+# The fewest programs that together read memory at its full rate, if each is alone on a
+# multiprocessor: 3.35 TB/s of an H100, of which one program reads up to 85 GB/s.
+READING_PROGRAMS = 40
 # Tiles for 4-bit codes. They read 128 bytes of a row in each step. Measured on an H100 for 1 and 16
 # tokens: the down projection of Llama-3-8B takes 17.2 us (29.1 us with tiles of 64 rows and 128
 # columns and eight stages), and gate and up take 35.0 us (38.8 us).
@@ -90,7 +109,7 @@ NUMBERS = Tiling(stages=3, programs=3)
 GATED_NUMBERS = Tiling(stages=3)
 # Tiles for words that hold the codes of several rows: 27.3 us, and 30.7 us with NIBBLES.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
-# Tiles for quantized weights if an earlier kernel permutes x. Times on an H100, in us, include the
+# Tiles for quantised weights if an earlier kernel permutes x. Times on an H100, in us, include the
 # earlier kernel. Down projection of Llama-3-8B, for 32, 64 and 128 tokens: int4 21.8, 30.8 and 46.4
 # (23.4, 33.4 and 57.9 if each program permutes x itself); float8 29.2, 34.2 and 45.6; NVFP4 24.9,
 # 32.5 and 47.4; nf4 30.3, 37.1 and 57.3. Gate and up, for 16, 32, 64 and 128 tokens: int4 33.4,
@@ -112,7 +131,7 @@ MOST_TOKENS_IN_MEMORY_ORDER = 16
 PREFETCHED = 256
 
 
-# The largest number of tokens for which quantized weights are multiplied without tensor cores.
+# The largest number of tokens for which quantised weights are multiplied without tensor cores.
 MOST_DOTTED_TOKENS = 1
 
 
@@ -152,7 +171,7 @@ def dot_obstacle(
     """
     q = problem.quantization
     if q is None:
-        return "the weights are not quantized"
+        return "the weights are not quantised"
     if num_tokens > MOST_DOTTED_TOKENS:
         return f"more than {MOST_DOTTED_TOKENS} tokens"
     if problem.norm is not None and problem.norm.kind != "rms":
@@ -185,7 +204,7 @@ def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
 def most_tokens(num_weights: int, coded: bool = False, rounded: bool = False) -> int:
     """Returns the largest number of tokens for which these kernels are faster than a library.
 
-    coded: whether the weights are quantized. rounded: whether x is quantized too, so that a
+    coded: whether the weights are quantised. rounded: whether x is quantised too, so that a
     library's GEMM can multiply the codes directly.
     """
     if coded:
@@ -193,8 +212,15 @@ def most_tokens(num_weights: int, coded: bool = False, rounded: bool = False) ->
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
 
 
+def takes_library(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
+    """Whether the library's GEMM is faster, for weights that are not quantised."""
+    if not problem.gated:
+        return num_tokens > MOST_TOKENS
+    return num_tokens > (MOST_STREAMED_PAIR if target.measured else MOST_GATED_TOKENS)
+
+
 def multiplies_apart(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
-    """Whether two quantized weights are multiplied by two separate kernels. A kernel for one weight
+    """Whether two quantised weights are multiplied by two separate kernels. A kernel for one weight
     holds the sums of one weight only, so more tokens fit its registers."""
     if not problem.gated or problem.quantization is None:
         return False
@@ -202,8 +228,8 @@ def multiplies_apart(problem: LinearProblem, num_tokens: int, target: Target) ->
 
 
 def orders_x(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
-    """Whether an earlier kernel permutes x to the order of the codes. That kernel also normalizes
-    x, if x is normalized at all."""
+    """Whether an earlier kernel permutes x to the order of the codes. That kernel also normalises
+    x, if x is normalised at all."""
     q = problem.quantization
     if q is None or q.packed_rows or not problem.k_major or target.multiplies_registers:
         return False
@@ -211,17 +237,19 @@ def orders_x(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int, coded: bool) -> bool:
-    """Whether the kernel itself normalizes x. kind: the kind of norm, as in `RowNorm`. coded: the
-    weights are quantized."""
+    """Whether the kernel itself normalises x. kind: the kind of norm, as in `RowNorm`. coded: the
+    weights are quantised."""
     most = MOST_LAYER_NORMED_TOKENS
     if kind == "rms":
         most = MOST_CODED_TOKENS if coded else MOST_NORMED_TOKENS
     return num_tokens <= most and takes_columns(kind, columns)
 
 
-def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
+def linear_config(
+    problem: LinearProblem, num_tokens: int, target: Target, tiling: Tiling | None = None
+) -> LinearConfig:
     """Returns the tile sizes for this many tokens, with as many bytes in flight as shared memory
-    holds."""
+    holds. tiling: a tiling to use instead of the plan's."""
     ordered = orders_x(problem, num_tokens, target)
     most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
     if problem.quantization and problem.quantization.format.number and problem.num_weights == 2:
@@ -231,8 +259,8 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     if problem.quantization and target.multiplies_registers:
         most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)
-    tiling = _tiling(problem, num_tokens, block_t, target)
-    block_k = 64 if problem.num_weights == 2 or block_t > 32 else tiling.block_k
+    tiling = tiling or _tiling(problem, num_tokens, block_t, target)
+    block_k = tiling.block_k
     if problem.quantization is not None:
         block_k = code_step(problem.quantization, problem.k, tiling.block_k)
     tiles = cdiv(problem.n, tiling.block_n)
@@ -260,7 +288,9 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
 
 def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Target) -> Tiling:
     q = problem.quantization
-    if q is None or target.multiplies_registers:
+    if q is None:
+        return _plain_tiling(problem, block_t, target)
+    if target.multiplies_registers:
         return PLAIN
     if orders_x(problem, num_tokens, target):
         if target.tmem_columns > 0:
@@ -282,6 +312,22 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
     if q.format.number:
         return GATED_NUMBERS if problem.gated else NUMBERS
     return GATED_NIBBLES if problem.gated else NIBBLES
+
+
+def _plain_tiling(problem: LinearProblem, block_t: int, target: Target) -> Tiling:
+    """Returns the tiling for weights that are not quantised."""
+    if not problem.gated:
+        return PLAIN if block_t <= MOST_PLAIN_TILE else SHORT_STEPS
+    if block_t > MOST_STREAMED_PAIR or not target.measured:
+        return SHORT_STEPS
+    return min(GATED_LONG, GATED_WIDE, key=lambda one: _reading_time(problem.n, one, target))
+
+
+def _reading_time(rows: int, tiling: Tiling, target: Target) -> int:
+    """Returns the time in which programs read all rows, one program on a multiprocessor at a time.
+    It is given as the number of rows that are read at the full rate of memory."""
+    waves, last = divmod(cdiv(rows, tiling.block_n), target.num_sms)
+    return tiling.block_n * (waves * target.num_sms + (max(last, READING_PROGRAMS) if last else 0))
 
 
 def _most_ordered(problem: LinearProblem, target: Target) -> int:

@@ -17,15 +17,15 @@ class LinearProblem:
     Attributes:
         n: The number of output features.
         k: The number of input features.
-        weight: The dtype of the stored weight. If the weight is quantized, it is the dtype of the
+        weight: The dtype of the stored weight. If the weight is quantised, it is the dtype of the
             words that hold the codes.
         gated: Whether there is an up weight.
         k_major: Whether K is the contiguous dimension of the weights.
-        norm: The norm of x; None if x is not normalized.
+        norm: The norm of x; None if x is not normalised.
         activation: The name of the activation; "" for none.
         scale: The factor of the product.
-        quantization: How the weights are quantized; None if they are not.
-        post_norm: The norm of the product; None if the product is not normalized. It is applied
+        quantization: How the weights are quantised; None if they are not.
+        post_norm: The norm of the product; None if the product is not normalised. It is applied
             before the scale and the residual.
     """
 
@@ -52,7 +52,7 @@ class LinearProblem:
 
 
 def codes_obstacle(q: Quantization, columns: int) -> str | None:
-    """Returns why `streamed_linear` cannot compute quantized weights of this many columns; None if
+    """Returns why `streamed_linear` cannot compute quantised weights of this many columns; None if
     it can."""
     if q.differs:
         return q.differs

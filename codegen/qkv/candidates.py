@@ -50,6 +50,8 @@ LEAST_DOT_WORDS, LEAST_DOT_WORDS_OF_NIBBLES = 32, 16
 DOT_PROGRAMS = 3
 # The largest number of words that a thread holds in registers. With more words, registers spill.
 MOST_THREAD_WORDS = 64
+# Options of tiles whose programs compute several tiles in one flattened loop.
+PERSISTENT = {"persistent": True, "flatten": True}
 
 
 def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Config]:
@@ -59,8 +61,8 @@ def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Con
 
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
-    """Yields the configs that were among the fastest on an H200 in at least one measured
-    problem."""
+    """Yields the configs that were among the fastest on an H200 in at least one measured problem.
+    Those that were the fastest more often are first."""
     dots = dots_config(problem, num_tokens, target)
     if dots is not None:
         yield dots
@@ -71,12 +73,16 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
     if num_tokens <= 128:
         block_t = max(16, next_power_of_2(num_tokens))
         for block_p in sorted({32, whole}):
-            for block_k, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (64, 8), (64, 5)):
+            for block_k, stages in ((128, 5), (128, 6), (128, 4), (256, 4), (64, 8), (64, 5)):
                 warps = 8 if block_p * block_t >= 64 * 64 else 4
                 for split_k in (1,) if block_p <= 32 else (1, 2, 4):
                     yield SwappedConfig(block_p, block_t, block_k, warps, stages, split_k)
-    for heads in (1, 2, 4, 8):
-        yield from _tiled_configs(heads, heads * problem.epilogue.head_dim, num_tokens, target)
+    tiled = [(heads, heads * problem.epilogue.head_dim) for heads in (1, 2, 4, 8)]
+    for heads, width in tiled:
+        yield from _tiled_configs(heads, width, num_tokens, target)
+    if num_tokens > 64 and not target.has("tcgen05"):
+        for heads in (heads for heads, width in tiled if width == 128):
+            yield TiledConfig(256, heads, 64, 8, 4, epilogue_parts=4, **PERSISTENT)
 
 
 def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsConfig | None:
@@ -107,7 +113,7 @@ def _tiled_configs(
 ) -> Iterator[TiledConfig]:
     """Yields tile sizes for `heads` heads with `width` columns. For all chips, it yields tiles with
     persistent loops. If the chip keeps the accumulator in tensor memory, warps are specialised."""
-    walk = {"persistent": True, "flatten": True, "warp_specialize": target.has("tcgen05")}
+    walk = PERSISTENT | {"warp_specialize": target.has("tcgen05")}
     if 32 < num_tokens <= 1024 and width <= 128:
         yield TiledConfig(64, heads, 128, 4, 4)
         for stages in (3, 4, 6):
@@ -118,10 +124,11 @@ def _tiled_configs(
         yield TiledConfig(128, heads, 64, 8, 4, **walk)
     if num_tokens > 64 and width == 256:
         yield TiledConfig(64, heads, 64, 8, 5)
+        if not target.has("tcgen05"):
+            yield TiledConfig(128, heads, 64, 8, 4, **walk)
         parts = 4 if target.has("tcgen05") else 2
         yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=parts, **walk)
         if not target.has("tcgen05"):
-            yield TiledConfig(128, heads, 64, 8, 4, **walk)
             yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=2, pairs_first=True, **walk)
     if num_tokens > 64 and not target.has("tcgen05"):
         # With two programs on an SM, the epilogue of one program overlaps with the products of the
@@ -131,14 +138,13 @@ def _tiled_configs(
                 pair = TiledConfig(128, heads, 64, 4, 3, epilogue_parts=parts, **walk)
                 yield replace(pair, programs_per_sm=2)
             yield TiledConfig(128, heads, 64, 8, 6, epilogue_parts=2, **walk)
-            yield TiledConfig(256, heads, 64, 8, 4, epilogue_parts=4, **walk)
         if width == 256:
             pair = TiledConfig(64, heads, 32, 4, 5, epilogue_parts=4, **walk)
             yield replace(pair, programs_per_sm=2)
 
 
 def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfig]:
-    """Yields the configs for quantized weights that were among the fastest on an H200 in at least
+    """Yields the configs for quantised weights that were among the fastest on an H200 in at least
     one measured format.
 
     For few tokens, tiles are small, and K is split into many parts. For more tokens, one earlier

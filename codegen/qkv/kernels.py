@@ -41,7 +41,7 @@ SWAPPED = Kernel(
     omitted=_OMITTED,
     unaligned=("factors",),
 )
-# The kernel for quantized weights.
+# The kernel for quantised weights.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
 DEQUANTIZE = Kernel(
     "qkv.dequantize",
@@ -52,7 +52,7 @@ DEQUANTIZE = Kernel(
 )
 KERNELS = (EPILOGUE, TILED, SWAPPED, DEQUANTIZE)
 
-# If the kernel normalizes x, it prefetches this many columns of each weight row while the previous
+# If the kernel normalises x, it prefetches this many columns of each weight row while the previous
 # kernel ends.
 PREFETCHED = 256
 

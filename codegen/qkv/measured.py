@@ -2,7 +2,7 @@
 number of tokens.
 
 `benchmarks/tune_qkv.py` writes `measured_qkv.json`. `benchmarks/tune_quantized.py` writes
-`measured_quantized.json`, which is for quantized weights.
+`measured_quantized.json`, which is for quantised weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def row_key(problem: QkvProblem, target: Target) -> dict[str, Any]:
 
 
 def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
-    """Returns the row for the problem's dims and, if weights are quantized, its format. Its number
+    """Returns the row for the problem's dims and, if weights are quantised, its format. Its number
     of tokens is the smallest measured number that is at least `num_tokens`. Returns None if there
     is no such row."""
     coded, heads = problem.quantization is not None, problem.epilogue

@@ -3,14 +3,14 @@ GPU.
 
 Four lowerings compute `fused_qkv_paged`:
 
-    dots       one kernel without tensor cores, for quantized weights and one token
+    dots       one kernel without tensor cores, for quantised weights and one token
     swapped    one kernel with weight rows on the M side, for few tokens
     tiled      one kernel with tokens on the M side and TMA, for many tokens
     library    library GEMMs (one GEMM if the three weights are rows of one tensor), then
                `qkv_epilogue` on their results
 
-`dots` can include a norm of x, and so can `swapped` if weights are not quantized. For the other
-lowerings, a separate kernel normalizes x first.
+`dots` can include a norm of x, and so can `swapped` if weights are not quantised. For the other
+lowerings, a separate kernel normalises x first.
 
 Times come from the measured tables if these have the problem's dims. If not, they come from the
 cost model in `codegen.qkv.time`. If `dots_config` returns tiles, `dots` takes precedence over
@@ -41,13 +41,13 @@ from tilewright.codegen.qkv.time import estimate, library_estimate
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
 
-# The largest number of tokens for which the kernel for few tokens normalizes x itself. Compared
+# The largest number of tokens for which the kernel for few tokens normalises x itself. Compared
 # with a norm that Inductor compiled, a layer of Llama-3-8B on an H200 takes 1.5 us less for one
 # token, and 0.9, 0.6 and 4.5 us more for 4, 8 and 16 tokens. The same limit holds for a layer norm,
 # for which it was modelled, not measured.
 MOST_NORMED_TOKENS = 1
 
-# The library's products of quantized operands are chosen only if they are modelled to be faster
+# The library's products of quantised operands are chosen only if they are modelled to be faster
 # than a measured kernel by this factor.
 MARGIN = 1.25
 
@@ -74,7 +74,7 @@ class LoweringChoice:
         source: Where the time comes from: HERE, TABLE or MODEL.
         norms_x: Whether the kernel includes the problem's norm of x.
         statics: The constants of the fused kernel. For the library, the constants of the epilogue,
-            and then the constants of `dequantize_weight` for each quantized weight.
+            and then the constants of `dequantize_weight` for each quantised weight.
     """
 
     name: str
@@ -144,7 +144,7 @@ def choose(
     """
     if problem.input_norm is not None:
         chosen = choose(problem.after_norm, num_tokens, target, packed)
-        apart = replace(chosen, reason=f"x is normalized first, then {chosen.reason}")
+        apart = replace(chosen, reason=f"x is normalised first, then {chosen.reason}")
         return _with_norm(problem, num_tokens, target, chosen) or apart
     if not target.has("tma"):
         return library_choice(problem, num_tokens, target, packed, None)
@@ -162,7 +162,7 @@ def choose(
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
-    """Whether the kernel for few tokens normalizes x itself. kind: the kind of norm, as in
+    """Whether the kernel for few tokens normalises x itself. kind: the kind of norm, as in
     `RowNorm`."""
     return 0 < num_tokens <= MOST_NORMED_TOKENS and takes_columns(kind, columns)
 
@@ -171,7 +171,7 @@ def _with_norm(
     problem: QkvProblem, num_tokens: int, target: Target, chosen: LoweringChoice
 ) -> LoweringChoice | None:
     """Returns the fused choice that includes the norm of x; None if there is no such choice.
-    chosen: the choice for an x that has already been normalized."""
+    chosen: the choice for an x that has already been normalised."""
     norm = problem.input_norm
     assert norm is not None
     if chosen.name not in ("dots", "swapped") or not takes_norm(
@@ -203,13 +203,18 @@ def _fused_choice(
 
 
 def ranked(problem: QkvProblem, num_tokens: int, target: Target) -> list[tuple[float, Config]]:
-    """Returns the candidates with their modelled times in seconds. The fastest candidate is
-    first."""
+    """Returns the candidates with their modelled times in seconds. The fastest candidate is first.
+
+    If several candidates are modelled to take the same time, they keep the order of `candidates`,
+    which follows measurements of weights that are not quantised. For quantised weights, and on
+    chips on which nothing was measured, they are ordered by name.
+    """
+    in_order = target.measured and problem.quantization is None
     timed = [
         (estimate(problem, config, num_tokens, target), config)
         for config in candidates(problem, num_tokens, target)
     ]
-    return sorted(timed, key=lambda one: (one[0], str(one[1])))
+    return sorted(timed, key=lambda one: (one[0], "" if in_order else str(one[1])))
 
 
 def _us(seconds: float) -> str:
@@ -221,7 +226,7 @@ def fused_choice(
 ) -> LoweringChoice:
     source = TABLE if measured else MODEL
     norms_x = problem.input_norm is not None
-    kernel = "one fused kernel that normalizes x" if norms_x else "one fused kernel"
+    kernel = "one fused kernel that normalises x" if norms_x else "one fused kernel"
     reason = f"{kernel}, {config}: {_us(seconds)} {_WORDS[source]}"
     statics = _fused_statics(problem, config)
     return LoweringChoice(

@@ -177,7 +177,7 @@ class QkvProblem:
         epilogue: The epilogue.
         one_descriptor: Whether one TMA descriptor can cover the three weights, because they are
             near enough (strides below 2**40 bytes).
-        quantization: How the weights are quantized; None if they are not. If they are, their
+        quantization: How the weights are quantised; None if they are not. If they are, their
             strides count stored words.
         input_norm: The norm of x before the projection, or None.
         scaled_by: If a library can multiply the codes of x with the codes of the weights, what
@@ -200,7 +200,7 @@ class QkvProblem:
 
     @property
     def codes(self) -> Quantization:
-        """The quantization of a problem whose weights are quantized."""
+        """The quantisation of a problem whose weights are quantised."""
         assert self.quantization is not None
         return self.quantization
 
@@ -234,7 +234,7 @@ class QkvProblem:
 
     @property
     def after_norm(self) -> QkvProblem:
-        """The problem that remains after a separate kernel has normalized x. If there is no norm of
+        """The problem that remains after a separate kernel has normalised x. If there is no norm of
         x, this is the problem itself."""
         if self.input_norm is None:
             return self
@@ -297,7 +297,7 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
     if problem.quantization is not None:
         return "the kernel cannot convert codes, because TMA does not load through registers"
     if problem.input_norm is not None:
-        return "the kernel cannot normalize x, because TMA does not load through registers"
+        return "the kernel cannot normalise x, because TMA does not load through registers"
     weights = [weight for weight in problem.weights if weight is not None]
     if len({weight.strides[2:] for weight in weights}) != 1:
         return "the three weights have different strides"
@@ -343,7 +343,7 @@ def swapped_obstacle(problem: QkvProblem) -> str | None:
 def _range_obstacle(problem: QkvProblem) -> str | None:
     if squares_a_row(problem.input_norm) and problem.x.dtype != "bf16":
         return (
-            f"the range of {problem.x.dtype} is too small for sums that are normalized afterwards"
+            f"the range of {problem.x.dtype} is too small for sums that are normalised afterwards"
         )
     return None
 
@@ -376,7 +376,7 @@ def dots_obstacle(problem: QkvProblem) -> str | None:
         return obstacle
     q, norm = problem.quantization, problem.input_norm
     if q is None:
-        return "the weights are not quantized"
+        return "the weights are not quantised"
     if q.differs:
         return q.differs
     if norm is not None and not norm.follows:

@@ -26,13 +26,18 @@ _EPILOGUE_S = 1.6e-6
 # weights take 15 us in total, and 168 MB take 41 us.
 _FILL_S = 1.0e-6
 _DESCRIPTOR_S = 1.0e-6
+# The time in which a multiprocessor starts another program. A persistent program needs no such
+# time: it loads the operands of its next tile during the epilogue. This time only decides between
+# tiles that would otherwise take equally long: in the table, persistent tiles are the fastest if
+# there are several waves of tiles, and others are if there is one wave.
+_RESTART_S = 0.1e-6
 _SPLIT_S = 1.2e-6
 _LIBRARY_FILL_S = 2.5e-6
 # How many bytes an SM loads in a second: by TMA, and by loads of its threads.
 _TMA_BYTES_PER_SM_S = 115e9
 _LOAD_BYTES_PER_SM_S = 85e9
 
-# For quantized weights: how many codes an SM unpacks in a second; the fraction of the tensor cores'
+# For quantised weights: how many codes an SM unpacks in a second; the fraction of the tensor cores'
 # rate that tiles of few tokens reach, and the fraction that tiles of more tokens reach (tiles of
 # fewer than 64 tokens take as long as tiles of 64); and the time of the kernel that permutes x.
 _CODES_PER_SM_S = 9.0e10
@@ -40,10 +45,10 @@ _CODES_MMA_SHARES = (0.75, 0.55)
 _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
-# For the kernel without tensor cores: its time in addition to the launch (7.4 us in total for 13 MB
-# of int4 on an H100), and how many integers (True) and floats (False) an SM multiplies in a second.
-# The second is modelled: 8 integers take 6 instructions at half rate, and a float takes 3
-# instructions.
+# Constants of the kernel without tensor cores. _DOTS_FILL_S is its time in addition to the launch
+# (it took 7.4 us in total for 13 MB of int4 on an H100). _DOTS_PER_SM_S is how many integers (True)
+# and floats (False) an SM multiplies in a second. It is modelled: 8 integers take 6 instructions at
+# half rate, and a float takes 3 instructions.
 _DOTS_FILL_S = 1.0e-6
 _DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 
@@ -61,7 +66,7 @@ def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
     if isinstance(config, SwappedConfig):
         rows = 2 * config.block_p + config.block_t
         # A norm takes shared memory for its vectors, which are repeated for each token, and for one
-        # tile of normalized x.
+        # tile of normalised x.
         norm = problem.input_norm
         vectors, normed = (norm.tiles * config.block_t, config.block_t) if norm else (0, 0)
         staged = (rows + vectors) * config.num_stages + normed
@@ -124,7 +129,10 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     together = min(per_sm, resident)
     if per_sm > resident:
         # If the last wave has fewer tiles than fit, it takes as long as a full wave.
-        per_sm = cdiv(tiles, target.num_sms * resident) * resident
+        waves = cdiv(tiles, target.num_sms * resident)
+        per_sm = waves * resident
+        if isinstance(config, TiledConfig) and not config.persistent:
+            overhead += (waves - 1) * _RESTART_S
     if (norm := problem.input_norm) is not None and not norm.follows:
         # Each program reads whole rows before its first product.
         overhead += per_sm * num_tokens * problem.hidden * size / _LOAD_BYTES_PER_SM_S
@@ -172,7 +180,7 @@ def _dots_estimate(
 def _codes_estimate(
     problem: QkvProblem, config: SwappedConfig, num_tokens: int, target: Target
 ) -> float:
-    """Estimates the time of the kernel for quantized weights, in seconds. It is the time of the
+    """Estimates the time of the kernel for quantised weights, in seconds. It is the time of the
     launch, plus the longest of three times: reading memory, unpacking words, and multiplying."""
     q = problem.codes
     rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
@@ -220,7 +228,7 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
         limit = 4 if problem.quantization is None else by_shared
     elements = rows * columns // (32 * config.num_warps)
     # Registers hold the accumulator, and half as many numbers for the epilogue and addresses.
-    # Kernels of quantized weights need more registers.
+    # Kernels of quantised weights need more registers.
     wanted = 40 + elements * 3 // 2 if problem.quantization is None else 80 + 2 * elements
     registers = min(wanted, target.max_registers)
     by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)

@@ -9,7 +9,7 @@ to 23-bit integers, with a power of two for each RUN of words. The conversion is
 numbers lose fewer bits than they would lose in fp32 sums. A sum of integers is multiplied by its
 power of two before it is multiplied by a scale, because its product with a large scale could be
 infinite. Each integer has three bytes, and one instruction (`dp4a`) multiplies four bytes by four
-codes. Codes of floats, and weights that are not quantized, are multiplied as fp32 numbers.
+codes. Codes of floats, and weights that are not quantised, are multiplied as fp32 numbers.
 """
 
 import triton

@@ -6,7 +6,7 @@ before the product, and the sum of x's squares is computed in the same pass over
 
 A layer norm cannot be applied in this way, because its mean and bias may be much larger than the
 other terms of a sum. For a layer norm, the statistics of whole rows are computed first. Then x is
-normalized in each step, and rounded once before the product, as if a separate kernel had computed
+normalised in each step, and rounded once before the product, as if a separate kernel had computed
 the norm.
 """
 
@@ -75,7 +75,7 @@ def layer_step_of_x(
     x_ptrs, norm_ptrs, shift_ptrs, mean, inverse, step, mask,
     NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Returns x [tokens, columns] of a step, layer-normalized and rounded. It is zero outside of
+    """Returns x [tokens, columns] of a step, layer-normalised and rounded. It is zero outside of
     the mask.
 
     mean, inverse: the results of `row_statistics`. shift_ptrs: pointers to the norm's bias.

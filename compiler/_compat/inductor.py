@@ -34,7 +34,7 @@ def option_problem(options: Mapping[str, Any]) -> str | None:
             return f"settings of Inductor; it has no {name!r} (similar names: {near})"
         kind = config.get_type(name)  # type: ignore[attr-defined]
         if get_origin(kind) is None and not isinstance(value, kind):
-            return f"a value of {kind} for {name!r}"
+            return f"a value of type {kind.__name__} for {name!r}"
     return None
 
 

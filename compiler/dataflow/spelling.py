@@ -67,7 +67,8 @@ NOISE = _names(
     """
 )
 
-#: Key in the `meta` of nodes that the view passes over, because other nodes stand in for them.
+#: A key in the `meta` of nodes that the dataflow view ignores, because other nodes compute the same
+#: values in their place.
 PASSED_OVER = "tilewright_passed_over"
 
 # The result equals the first operand, element for element. The storages of the fake tensors tell

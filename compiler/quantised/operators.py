@@ -173,7 +173,7 @@ def tensor_batched(
 
 def mx(**_: Any) -> None:
     raise UnfitError(
-        "for scales that 128 columns share; here 32 do, of activations too (MX)",
+        "for scales of 128 columns; here 32 columns share one, for activations too (MX)",
         "load the model decoded where memory allows: FineGrainedFP8Config(dequantize=True)",
     )
 
@@ -204,7 +204,7 @@ def deep_gemm(
     **_: Any,
 ) -> None:
     if c is not None:
-        raise UnfitError("for a product that is added to nothing; here c is given")
+        raise UnfitError("for a product to which nothing is added; here the argument c is given")
     if b_data.dtype != _E4M3:
         raise UnfitError(f"for weights in float8_e4m3fn; here they are in {b_data.dtype}")
     d.copy_(_product(a_data, _factors(a_sf), b_data, _factors(b_sf), d.dtype))
@@ -212,7 +212,7 @@ def deep_gemm(
 
 def deep_gemm_of_groups(**_: Any) -> None:
     raise UnfitError(
-        "for rows of experts that lie side by side; here those of each begin at a multiple of 128",
+        "for adjacent rows of experts; here the rows of each expert begin at a multiple of 128",
         'use experts that are fused: model.set_experts_implementation("grouped_mm")',
     )
 
@@ -263,7 +263,9 @@ def int8_codes(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]
     """Returns codes [.., K] and the largest magnitude of each row [M]. Rows of zeros have codes
     0."""
     if threshold:
-        raise UnfitError("for all columns; with a threshold some are multiplied apart")
+        raise UnfitError(
+            "for all columns; with a threshold, some columns are multiplied separately"
+        )
     largest = A.abs().amax(-1).float()
     by = torch.where(largest == 0, 0.0, 127.0 / largest)
     return torch.round(A * by.unsqueeze(-1)).to(torch.int8), largest.flatten(), None
@@ -291,7 +293,7 @@ def int8_product(
 
 def nvfp4_gemv(a: Tensor, b: Tensor, b_sf: Tensor, alpha: Tensor) -> Tensor:
     if alpha.numel() != 1:
-        raise UnfitError(f"for one factor of all rows; here are {alpha.numel()}")
+        raise UnfitError(f"for one factor for all rows; here there are {alpha.numel()}")
     return F.linear(a, nvfp4.decoded(b, b_sf, alpha.reshape(1)).to(a.dtype))
 
 

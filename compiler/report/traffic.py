@@ -302,7 +302,7 @@ class _Groups:
 
 def _groups(memory: _Memory) -> _Groups:
     """Groups nodes into units. `depth` counts the fused ops and products on the way to a node, so
-    that the nodes before such an op and the nodes behind it get different units."""
+    that the nodes before such an op and the nodes after it get different units."""
     depth: dict[fx.Node, int] = {}
     joined: UnionFind = UnionFind()
     for node in memory.writes:

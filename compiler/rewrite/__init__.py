@@ -115,7 +115,9 @@ def _rewrite(
                     what = f"{op.name} has no kernel for float64"
                     return _miss(match, "NO_KERNELS", Stage.CAPABILITY, what, last, IN_16_BITS)
                 if _device_type(match) != "cpu":
-                    raise ArgumentError(op.name, "arguments", "some that a kernel takes", without)
+                    raise ArgumentError(
+                        op.name, "arguments", "arguments that a kernel supports", without
+                    )
             found = [pair for r in match.results for pair in _restate(r, node, materialiser)]
             moved = _moved_and_written(found, flow)
             replacements = [
@@ -330,7 +332,7 @@ def _held_parts(parts: Parts, flow: Dataflow) -> list[tuple[fx.Node, Effect]]:
 
 
 def _redirect(old: fx.Node, new: fx.Node) -> None:
-    """Makes the users of `old` read `new`, and moves users that stand before `new` behind it."""
+    """Makes the users of `old` read `new`, and moves users that come before `new` after it."""
     old.replace_all_uses_with(new)
     front = [new]
     behind = new

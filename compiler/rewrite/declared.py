@@ -368,7 +368,7 @@ def _laid_out(held: Any) -> str:
 
 def _rooms(call: fx.Node, trace: Trace) -> dict[fx.Node, fx.Node]:
     """Returns the tensors that the graph allocates only for this call to fill, by the input of the
-    trace. The nodes behind the call may read a new tensor instead."""
+    trace. The nodes after the call may read a new tensor instead."""
     given = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
     return {taken: given[taken] for taken in trace.copies if _is_room(given[taken], call)}
 

@@ -4,7 +4,7 @@ difference.
 `q.mul_(s)`, `q *= s`, `scores.masked_fill_(mask, -inf)`, `F.relu(x, inplace=True)`, `q[:] = other`,
 `out.index_add_(0, rows, y)`, `out.index_put_((rows,), y)`: such a call becomes a call that returns
 a new tensor. Two conditions must hold: the graph has allocated the memory, and no other view of the
-written elements is read afterwards. Readers behind the write then read the new tensor. Only a view
+written elements is read afterwards. Readers after the write then read the new tensor. Only a view
 that overlaps the write counts: one part of a split may change while other nodes still read the
 other parts. After this pass, patterns see one form of each operation.
 """
@@ -76,8 +76,8 @@ class _Call:
 
 
 def make_arithmetic_new(graph: fx.Graph) -> int:
-    """Replaces such changes in `graph` by calls that return new tensors. Returns the number of
-    replaced changes."""
+    """Replaces in-place arithmetic in `graph` by calls that return new tensors. Returns the number
+    of replaced calls."""
     writing = {called for called in {node.target for node in graph.nodes} if _may_write(called)}
     if not any(node.target in writing and _out_of_place(node) for node in graph.nodes):
         return 0
@@ -350,7 +350,7 @@ class _Rewriter:
         return not matter
 
     def _is_private(self, base: fx.Node, node: fx.Node) -> bool:
-        """Whether the graph allocated a tensor's memory and, behind `node`, reads no other tensor
+        """Whether the graph allocated a tensor's memory and, after `node`, reads no other tensor
         that overlaps the tensor."""
         held = base.meta["example_value"]
         if not _is_plain(held) or _meets_itself(held) or not self.recorded.isdisjoint((base, node)):
@@ -371,7 +371,7 @@ class _Rewriter:
         )
 
     def _read_behind(self, name: fx.Node, node: fx.Node) -> list[torch.Tensor]:
-        """Returns the tensors of `name` that may be read behind a node. If `name` has several
+        """Returns the tensors of `name` that may be read after a node. If `name` has several
         tensors, returns only those that a later node takes from it."""
         behind = [user for user in name.users if node < user]
         several = not isinstance(name.meta["example_value"], torch.Tensor)

@@ -64,7 +64,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _selected(product: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-    """Returns the elementwise nodes behind a product, and the selection of rows behind these nodes.
+    """Returns the elementwise nodes after a product, and the selection of rows after these nodes.
 
     Each node is the only reader of the node before it. The selection is None if the product is read
     in another way.

@@ -152,7 +152,8 @@ def _no_other_write(match: Match, flow: Dataflow) -> None:
 
 
 def _lies_apart_from(match: Match, value: Value) -> bool:
-    """Whether another write fills a part of its memory that no absorbed write fills."""
+    """Whether a write `value`, which is not absorbed, fills only parts of its memory that no
+    absorbed write fills."""
     other = value.store
     if other is None or not _is_known(other):
         return False
@@ -365,7 +366,7 @@ _DEFERRABLE = {
 
 
 def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
-    """Whether a reader of a replaced value stands behind the op, or can be moved behind it.
+    """Whether a reader of a replaced value comes after the op, or can be moved after it.
 
     The rewriter moves the reader with all nodes that depend on the reader. The memory that the
     moved nodes read must not change between their old place and their new place.
@@ -380,7 +381,7 @@ def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
 
 
 def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:
-    """Whether a value may be computed behind the position `last` instead of at its own position."""
+    """Whether a value may be computed after the position `last` instead of at its own position."""
     plain = reader.op in _DEFERRABLE or _goes_by_element(reader.op)
     plain = plain and not reader.stands_in  # a spelled-out call stays in its place
     if not plain or reader in flow.output_values or reader.node in flow.store_nodes:

@@ -184,7 +184,7 @@ def check_modes(match: Match, flow: Dataflow, modes: Modes) -> Miss | None:
 def _moved(
     results: Sequence[Value], place: fx.Node, match: Match, flow: Dataflow
 ) -> Iterator[fx.Node]:
-    """Yields the readers that the rewrite moves behind the op, and the nodes that depend on these
+    """Yields the readers that the rewrite moves after the op, and the nodes that depend on these
     readers."""
     last = flow.positions[place]
     inside = {*results, *match.absorbed, *match.stores, *match.scratch}

@@ -51,7 +51,7 @@ class InputMemory:
 class _Piece:
     """A plain tensor of an input.
 
-    start, end: the address of the first byte, and the address behind the last byte.
+    start, end: the address of the first byte, and the address after the last byte.
     shape: the shape of the tensor.
     strides: the strides of the tensor in bytes.
     """

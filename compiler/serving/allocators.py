@@ -83,8 +83,8 @@ class FullPages(FullAttentionCacheAllocator):
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Raises RuntimeError, because only an attention that is not tilewright's calls this."""
         raise RuntimeError(
-            "continuous batching by tilewright goes on while the model's attention was changed: "
-            "stop one manager before the next"
+            "the model's attention was changed while a manager of continuous batching runs: stop "
+            "one manager before you start the next"
         )
 
     get_cache_for_block_table = update

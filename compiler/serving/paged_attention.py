@@ -67,8 +67,8 @@ def _refuse_tables(cache: PagedAttentionCache, step: dict[str, Any]) -> None:
     attention = cache.config._attn_implementation
     if step.get("block_table") is not None and "flash" not in str(attention):
         raise RuntimeError(
-            f"continuous batching by tilewright was to start, and the model's attention was "
-            f"changed to {attention}: make another manager"
+            f"the model's attention was changed to {attention} before tilewright's continuous "
+            "batching could start: make another manager"
         )
 
 
@@ -225,8 +225,9 @@ def attention(
     memory = kwargs.get(MEMORY)
     if not isinstance(memory, PagedAttentionCache):
         raise RuntimeError(
-            "the model is in continuous batching by tilewright, and called otherwise: stop the "
-            "manager before generate() or forward(), or tilewright.compiler.serving.disable(model)"
+            "the model is used by a manager of continuous batching and was also called directly: "
+            "stop the manager before you call generate() or forward(), or call "
+            "tilewright.compiler.serving.disable(model)"
         )
     if position_bias is not None:
         raise ValueError("position_bias: expected None, got a bias, which the engine does not add")

@@ -211,8 +211,8 @@ def _small_memory(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Yields a reason for each layer whose pages tilewright computes elsewhere in a small memory
-    than transformers does."""
+    """Compares, for a small memory, where transformers puts the pages of each layer and where
+    tilewright expects them. Yields a reason for each layer whose places differ."""
     memory = _small_memory(config, dtype)
     for kind, owner in memory.cache_allocators.items():
         if not isinstance(owner, ALLOCATORS[kind]):

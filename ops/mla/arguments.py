@@ -29,7 +29,7 @@ class LatentStoreArguments:
       parts are in latent_cache.
     - `latent_window`, `rope_window`: the nine integers of a CacheWindow on the base, with one head,
       and with head_dim L and R.
-    - `norm_weight` [L] of latent's dtype or float32. The normalized latent is norm_weight * latent
+    - `norm_weight` [L] of latent's dtype or float32. The normalised latent is norm_weight * latent
       / sqrt(mean(latent²) + norm_eps). If norm_weight is None, there is no norm.
     - `cos`, `sin`, `rope_style`, `rope_by_position`: a rotation, as in RopeTables.
     - `slots`, `indexing`, `slot_mapping`, `lookup_table`, `sequence_ids`, `positions`,
@@ -96,7 +96,7 @@ class MlaPrefillArguments:
       block instead (ops/formats/fp8_block.py). If latent_scale_cap is not 0, it is the largest
       amax.
     - `latent_scale` [Tk, ceil(L / bk)]: if it is given, `latent` already has such codes, made of
-      normalized and rotated latents. This requires keys="given" and slots="none".
+      normalised and rotated latents. This requires keys="given" and slots="none".
 
     The cache:
 
@@ -275,7 +275,7 @@ class MlaDecodeArguments(BatchArguments, _Width):
       dtype is bf16, fp16, fp32 or fp64, and the last dimension is contiguous.
     - `row_offsets` [B + 1]: the queries of each sequence. Without it, each of num_sequences
       sequences has the same number of queries.
-    - `latent` [P, S, L], `rope_keys` [P, S, R]: the cache, normalized and rotated, of q's dtype. It
+    - `latent` [P, S, L], `rope_keys` [P, S, R]: the cache, normalised and rotated, of q's dtype. It
       may have any strides, but the last dimension is contiguous.
     - `block_table` [B, columns]: key j of sequence b is latent[block_table[b, j // S], j % S]. If
       it is None, key j of sequence b is latent[b, j], and P = B.

@@ -51,7 +51,7 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
 
         out = residual + scale * (x @ weight^T + bias)
 
-    Without bias, nothing is added to the product. With rms_norm, the sum in brackets is normalized
+    Without bias, nothing is added to the product. With rms_norm, the sum in brackets is normalised
     before it is scaled. Quantised weights are dequantised first.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)

@@ -33,9 +33,9 @@ from tilewright.codegen.mlp.plan import (
     dot_config,
     dot_obstacle,
     linear_config,
-    most_tokens,
     multiplies_apart,
     orders_x,
+    takes_library,
     takes_norm,
 )
 from tilewright.codegen.mlp.problem import LinearProblem
@@ -81,7 +81,7 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op. If a separate step normalizes x, `a` and `problem` have no norm.
+    """A call of an op. If a separate step normalises x, `a` and `problem` have no norm.
 
     Attributes:
         problem, a, target: The problem, the arguments and the target of the call.
@@ -119,7 +119,7 @@ def linear_activation_steps(
         bare = replace(a, **without_norm(a.x, a.norm))
         call = _Call(activation_problem(bare), bare, target, norm=a.norm)
     x = yield from _x(call)
-    if config is None and _are_many(call.problem, call.num_tokens):
+    if config is None and _are_many(call.problem, call.num_tokens, target):
         return (yield from _activation_by_library(call, x))
     if config is None and multiplies_apart(call.problem, call.num_tokens, target):
         return (yield from _apart(call, x))
@@ -132,7 +132,7 @@ def linear_residual_steps(
     """Performs the steps of a `linear_residual` call. config: the tiles. If it is None, the plan
     chooses them."""
     call = _Call(residual_problem(a), a, target, config)
-    if config is None and _are_many(call.problem, call.num_tokens):
+    if config is None and _are_many(call.problem, call.num_tokens, target):
         return (yield from _residual_by_library(a))
     if config is None and decodes_many(a, target):
         out, tiles = yield from decoding_product(call.problem, a, 0, target)
@@ -166,7 +166,7 @@ def _norms_x(call: _Call) -> bool:
     """Whether one kernel that computes the norm of x and the product is faster than two kernels."""
     problem, num_tokens = call.problem, call.num_tokens
     assert problem.norm is not None
-    if _are_many(problem, num_tokens) or orders_x(problem, num_tokens, call.target):
+    if _are_many(problem, num_tokens, call.target) or orders_x(problem, num_tokens, call.target):
         return False
     if multiplies_apart(problem, num_tokens, call.target):
         return False
@@ -174,14 +174,14 @@ def _norms_x(call: _Call) -> bool:
     return takes_norm(problem.norm.kind, num_tokens, problem.k, coded)
 
 
-def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
+def _are_many(problem: LinearProblem, num_tokens: int, target: Target) -> bool:
     """Whether the library's GEMM is faster and may be used.
 
     It is not used for quantised weights, because it cannot read them. It is not used before a norm
     either, because it rounds the result that the norm needs.
     """
     alone = problem.quantization is None and problem.post_norm is None
-    return alone and num_tokens > most_tokens(problem.num_weights)
+    return alone and takes_library(problem, num_tokens, target)
 
 
 def _apart(call: _Call, x: torch.Tensor) -> Steps:
@@ -226,7 +226,7 @@ def _activated(call: _Call, gate: torch.Tensor, up: torch.Tensor | None, out: to
 
 
 def _streamed(call: _Call, x: torch.Tensor, dtype: torch.dtype | None = None) -> Steps:
-    """Performs the streaming kernel. x: a result of `_x`. dtype: the dtype of the result; None for
+    """Launches the streaming kernel. x: a result of `_x`. dtype: the dtype of the result; None for
     x's dtype."""
     problem, a, target, num_tokens = call.problem, call.a, call.target, call.num_tokens
     norm, (config, statics) = problem.post_norm, call.chosen

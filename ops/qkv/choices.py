@@ -55,7 +55,7 @@ WEIGHTS = ("q_weight", "k_weight", "v_weight")
 
 def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
     """Performs the steps of a call with one lowering, whatever a plan would choose. If the kernel
-    does not normalize x, an earlier step does."""
+    does not normalise x, an earlier step does."""
     q = yield result_buffer(call.a)
     if call.problem.input_norm is not None and not choice.norms_x:
         call = yield from _normed(call.a, target)
@@ -69,7 +69,7 @@ def specs_of(call: FusedCall, choice: LoweringChoice, target: Target) -> tuple[K
 
 
 def _normed(a: FusedQkvArguments, target: Target) -> Generator[Step, Any, FusedCall]:
-    """Normalizes x and returns the remaining call."""
+    """Normalises x and returns the remaining call."""
     x = yield from normed(a.x, a.input_norm, target)
     return prepare(replace(a, **without_norm(x, a.input_norm)))
 

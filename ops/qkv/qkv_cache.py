@@ -119,7 +119,7 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
 
 
 def _input(a: FusedQkvArguments) -> torch.Tensor:
-    """Returns x in the precision of the computation, dequantised or normalized."""
+    """Returns x in the precision of the computation, dequantised or normalised."""
     x = a.x.to(torch.promote_types(a.value_dtype, torch.float32))
     return a.input_norm.apply(x) if a.x_scale is None else scaled_numbers(x, a.x_scale)
 
@@ -160,7 +160,7 @@ def sample_inputs(
 
 
 def slower(*, tokens: int, norm: str, columns: int) -> str | None:
-    """Returns why a separate kernel normalizes x faster; None if the kernel of the projection is
+    """Returns why a separate kernel normalises x faster; None if the kernel of the projection is
     faster."""
     if takes_norm(norm, tokens, columns):
         return None

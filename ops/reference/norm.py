@@ -152,7 +152,7 @@ def apply_norm(
     width: str = "head",
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """Normalizes x [..., D] over each row or head, or x [T, H, D] over all heads of a token, in x's
+    """Normalises x [..., D] over each row or head, or x [T, H, D] over all heads of a token, in x's
     dtype.
 
     kind: "rms" computes x / sqrt(mean(x²) + eps). "layer" computes the same after it subtracts the

@@ -37,7 +37,7 @@ def row_norm_of(norm: RowNorm) -> row_norm.RowNorm | None:
 
 
 def without_norm(x: torch.Tensor, norm: RowNorm) -> dict[str, Any]:
-    """Returns the arguments that have to be replaced in a call whose x has already been normalized,
+    """Returns the arguments that have to be replaced in a call whose x has already been normalised,
     by name."""
     off = {"rms_norm": False, "layer_norm": False, "norm_weight": None, "norm_bias": None}
     return {"x": x, **{norm.named(field): value for field, value in off.items()}}

@@ -168,7 +168,7 @@ def _agreed(why: str | None, wanted: Any, group: Any, index: int) -> bool:
     if _all_can(why is None, f"{wanted.form} {wanted.kind}", group, index):
         return True
     why = why or "another rank cannot, or has other releases"
-    log.warning("no symmetric memory in group %s, NCCL instead: %s", wanted.group, why)
+    log.warning("group %s has no symmetric memory and uses NCCL instead: %s", wanted.group, why)
     return False
 
 

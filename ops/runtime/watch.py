@@ -59,7 +59,8 @@ class Process(NamedTuple):
     started: int
 
     def is_beside(self, other: Process) -> bool:
-        """Whether a pid means the same process for this process and for the other one."""
+        """Whether both processes number processes in the same way, so that a pid that one of them
+        reports is valid for the other."""
         return self[1:4] == other[1:4]
 
 

@@ -1,4 +1,4 @@
-"""Removes casts between floating types. Computations in fp32 may omit such casts."""
+"""Removes casts between floating types that a computation in fp32 may leave out."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _strip_all(view: View) -> tuple[View, tuple[Value, ...]]:
 
 
 def strip_while(view: View, passes: Callable[[Value], bool]) -> tuple[View, tuple[Value, ...]]:
-    """Follows first arguments as long as `passes` accepts the value. Returns the view before these
-    values, and the values."""
+    """Walks from a value to its first argument, and on, as long as `passes` accepts the value.
+    Returns the view before the accepted values, and these values."""
     stripped: list[Value] = []
     while passes(view.value):
         stripped.append(view.value)

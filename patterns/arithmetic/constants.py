@@ -27,13 +27,13 @@ _DIVISIONS = ("aten.floor_divide", "aten.remainder")
 
 def number_of(item: float | fx.Node) -> float:
     """Returns a number of the graph as a float. With `dynamic=True`, Dynamo traces floats as
-    symbols. This function specialises such a symbol."""
+    symbols; this function specialises such a symbol."""
     return float(item.meta["example_value"] if isinstance(item, fx.Node) else item)
 
 
 def given_number(item: Any) -> float | None:
-    """Returns the number that an argument is, which may be a float that Dynamo traced. Returns None
-    for a tensor, and for a symbolic size, which must not be specialised."""
+    """Returns the number that an argument stands for. Dynamo may have traced it as a symbol.
+    Returns None for a tensor, and for a symbolic size, which must not be specialised."""
     if isinstance(item, fx.Node):
         traced = isinstance(item.meta.get("example_value"), (float, torch.SymFloat))
         return number_of(item) if traced else None
@@ -72,7 +72,7 @@ def _evaluate(value: Value) -> torch.Tensor | None:
         if any(not isinstance(a, (int, float, torch.Tensor)) for a in operands):
             return None
         if value.op in _DIVISIONS and not torch.as_tensor(operands[1]).all():
-            return None  # for integers, the graph raises an error or the result is undefined
+            return None  # For integers, the graph raises an error or the result is undefined.
         result: torch.Tensor = getattr(torch, value.op.removeprefix("aten."))(*operands)
         return result
     if value.op == "aten.index":
@@ -128,7 +128,7 @@ def _operand(view: View) -> torch.Tensor | None:
 
 
 def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
-    """Returns the numbers of its value that a view selects."""
+    """Returns the numbers that a view selects from the numbers of its value."""
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
         tensor = tensor.float()  # numpy lacks bfloat16 and 8-bit floats
     strides = tensor.contiguous().stride()
@@ -139,8 +139,8 @@ def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
 
 
 def offsets(dim: Dim, strides: Mapping[int, int]) -> np.ndarray:
-    """Returns the offset of each index of a dimension from the dimension's start. strides: the
-    strides of the base's axes. An axis without a stride counts as 0."""
+    """Returns, for each index of a dimension, the distance from the dimension's start in the base.
+    strides: the strides of the base's axes. An axis without a stride counts as 0."""
     at = np.zeros(1, dtype=np.int64)
     for atom in dim:
         step = 0 if atom.axis is None else atom.step * strides.get(atom.axis, 0)

@@ -1,4 +1,4 @@
-"""Formulas that views are matched with. They are written as arithmetic.
+"""Formulas: patterns of views, written as arithmetic.
 
     X, ALPHA = tensor("x"), number("alpha")
     SWISH = X * call("sigmoid", X) | X * call("sigmoid", ALPHA * X)
@@ -33,9 +33,9 @@ from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 _COMMUTE = frozenset({"aten.add", "aten.mul"})
 # Options, with the values for which an operation behaves as if the option were not given.
 _NEUTRAL = {"alpha": 1, "value": 1, "rounding_mode": None}.items()
-# The roots (last operations) of arguments that are not views.
+# The last operations that stand for arguments that are not views.
 _NUMBER, _ABSENT = "number", "absent"
-# How many signatures are remembered for each formula. A model has a few hundred.
+# How many signatures each formula remembers. A model has a few hundred.
 _KNOWN = 4096
 
 #: The last operation of a view and the last operations of its arguments, as ATen names, ignoring
@@ -87,7 +87,8 @@ class Formula:
         return self.roots is None or _root(item) in self.roots
 
     def giving(self, **facts: Any) -> Formula:
-        """Returns a formula with the same matches, which also bind these names to these facts."""
+        """Returns a formula with the same matches. A match also binds the given names to the given
+        facts."""
 
         def match(item: Any, found: Found, then: Then) -> Any:
             return self.matcher(
@@ -97,8 +98,8 @@ class Formula:
         return replace(self, matcher=match, ways=())
 
     def named(self, name: str) -> Formula:
-        """Returns a formula with the same matches, which also bind the view to this name. All views
-        of one name must be equal."""
+        """Returns a formula with the same matches. A match also binds the view to this name. All
+        views of one name must be equal."""
         view = tensor(name)
 
         def match(item: Any, found: Found, then: Then) -> Any:
@@ -138,7 +139,7 @@ def tensor(
 ) -> Formula:
     """Matches any view, and binds it to a name. All views of one name must be equal.
 
-    holds: one more condition. strip: a function that removes casts from the view.
+    holds: one more condition on the view. strip: a function that removes casts from the view.
     """
 
     def match(item: Any, found: Found, then: Then) -> Any:
@@ -186,7 +187,8 @@ def call(
     separated by spaces, as in "clamp clamp_min".
 
     holds: one more condition on the value. read: a function that returns the operands of a view of
-    the value, if they are not its first arguments; None if the operation does not fit.
+    the value, for operations whose operands are not their first arguments. It returns None if the
+    operation does not fit.
     """
     names = frozenset(op if op == "cast" else f"aten.{op}" for op in ops.split())
     formulas = tuple(one if isinstance(one, Formula) else number(one) for one in operands)
@@ -195,7 +197,7 @@ def call(
 
     @lru_cache(_KNOWN)
     def turns_of(signature: Signature) -> tuple[int, ...]:
-        """Returns the orders of the arguments that can match."""
+        """Returns the orders of the arguments in which a formula can match."""
         if signature[0] not in names:
             return ()
         return tuple(turn for turn in orders if read or _fit(formulas, signature[1:][::turn]))
@@ -235,8 +237,8 @@ def reduction(
 ) -> Formula:
     """Matches a reduction `op` over runs of numbers along the last dimension.
 
-    operand: matches the input, in a view that has each number of a run at the index of the run's
-    result. width: the name of the length of a run. holds: one more condition on the value.
+    operand: matches the input. It gets a view in which each number of a run is at the index of the
+    run's result. width: the name of the length of a run. holds: one more condition on the value.
     """
     name = f"aten.{op}"
 
@@ -264,7 +266,7 @@ def largest(of: Formula, width: str) -> Formula:
 
 
 def aside(formula: Formula) -> Formula:
-    """Returns a formula that has the same matches but absorbs no values, so that they stay in the
+    """Returns a formula with the same matches that absorbs no values, so that they stay in the
     graph."""
 
     def match(item: Any, found: Found, then: Then) -> Any:
@@ -310,7 +312,7 @@ ABSENT = _formula(lambda item, found, then: then(found) if item is None else Non
 def _in_turn(
     matchers: tuple[_Matcher, ...], items: tuple[Any, ...], found: Found, then: Then, at: int = 0
 ) -> Any:
-    """Matches each item with its formula. If a later formula does not match, earlier formulas try
+    """Matches each item with its formula. If a formula does not match, the formulas before it try
     their next alternatives."""
     if at == len(matchers) - 1:
         return matchers[at](items[at], found, then)
@@ -362,8 +364,8 @@ def _fit(wanted: Sequence[Formula], given: Signature) -> bool:
 
 
 def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
-    """Returns the first `count` arguments of an operation that has no other options; None for
-    another operation. If `count` is one, more arguments are allowed, because they are options."""
+    """Returns the first `count` arguments of an operation; None if the operation has other options.
+    If `count` is one, more arguments are allowed, because they are options."""
     args, kwargs = value.args, value.kwargs
     if len(args) != count and (count != 1 or not args):
         return None
@@ -373,8 +375,8 @@ def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
 
 
 def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Returns, for a view of the result of an elementwise operation, the corresponding parts of the
-    operands."""
+    """Returns the parts of the operands that correspond to a view of an elementwise operation's
+    result."""
     try:
         return tuple(view.of_operand(one) if isinstance(one, View) else one for one in items)
     except InexpressibleError:

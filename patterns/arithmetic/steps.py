@@ -11,7 +11,7 @@ import torch
 from tilewright.patterns.arithmetic.constants import given_number
 from tilewright.patterns.dataflow import Value, View
 
-# The position of a bound among the arguments, its name, and its default.
+# The position of a bound among the arguments of a clamp, its name, and its default.
 _Bound = tuple[int, str, float | None]
 _MIN: _Bound = (1, "min", None)
 _MAX: _Bound = (2, "max", None)
@@ -36,7 +36,7 @@ def reduced_dims(value: Value) -> tuple[int, ...]:
 
 
 def keeps_dim(value: Value) -> bool:
-    """Whether a reduction keeps the reduced dimension with length one."""
+    """Whether a reduction keeps the dimensions that it reduces, with length one."""
     return bool(value.argument(2, "keepdim", False))
 
 
@@ -67,7 +67,7 @@ def chosen_by_mask(value: Value) -> tuple[View, Any, Any] | None:
 def constant_factor(
     value: Value, number_of: Callable[[Any], float | None] = given_number
 ) -> tuple[View, float] | None:
-    """Returns (x, factor) of a value that is x times a finite number that is not zero. Returns None
+    """Returns (x, factor) of a value that is x times a finite factor other than zero. Returns None
     for another value.
 
     number_of: a function that returns the number that an operand is, or None. `one_number` also
@@ -95,7 +95,8 @@ def floor_quotient(value: Value) -> tuple[View, int] | None:
 
 
 def is_filled(item: Any, number: float) -> bool:
-    """Whether an item is the number, or a tensor created with every element equal to it."""
+    """Whether an item is the given number, or a tensor that was created with this number as every
+    element."""
     return filled_with(item) == number
 
 

@@ -1,6 +1,6 @@
-"""Finds queries, keys and values as they are stored in memory, that is, before casts to a wider
-dtype and before products with a number. The op computes these casts and products after it has read
-the tensors."""
+"""Finds the tensors that are stored in memory for queries, keys and values, before casts to a wider
+dtype and before products with a number. The op reads these tensors, and computes the casts and
+products itself."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
 
 
 def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
-    """Returns the attention of the stored queries, keys and values, if these have one dtype or if
-    keys and values are decoded. Otherwise, returns the attention unchanged. If the result has a
-    wider dtype, it is replaced by the cast that rounds it to that dtype."""
+    """Returns the attention of the stored queries, keys and values, if they have one dtype or if
+    keys and values are decoded from codes. Otherwise, returns the attention unchanged. If the
+    attention's result has a wider dtype than the queries, the returned attention ends at the cast
+    that rounds the result to the queries' dtype."""
     if len(found.terms) != 1:
         return found
     ((q, k),) = found.terms
@@ -47,8 +48,8 @@ def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
 
 
 def with_end_in(found: Attention, dtype: torch.dtype, flow: Dataflow) -> Attention | None:
-    """Returns the attention with its result in `dtype`, if the graph rounds the result to this
-    dtype; else None."""
+    """Returns the attention with the cast of its result to `dtype` as its end. Returns None if the
+    graph does not round the result to this dtype."""
     end = flow.only_user(found.end)
     if found.end.dtype == dtype:
         return found

@@ -83,7 +83,7 @@ class CacheAttention:
             return match_call(anchor)
         if reads_a_cache(anchor):
             return self._match(anchor, flow, None)
-        with as_advice(anchor):  # a library's kernel computes the graph as it is written
+        with as_advice(anchor):  # A library's kernel computes the graph as it is written.
             return self._match(anchor, flow, "advice")
 
     def _match(self, anchor: Value, flow: Dataflow, weight: Weight | None) -> Match:
@@ -152,21 +152,21 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
 
 
 def _keys(k: View, v: View) -> dict[str, Any]:
-    """Returns the arguments for k and v [B, K, Hq, D]. They have only one head for each group of
-    equal heads."""
+    """Returns the op's arguments for k and v [B, K, Hq, D]. They have only one head for each group
+    of equal heads."""
     group = group_of(k, v)
     return _places(once(k, group), once(v, group))
 
 
 def _codes(k: Decoded, v: Decoded) -> dict[str, Any]:
-    """Returns the codes of k and v and their scales as arguments."""
+    """Returns the op's arguments for the codes of k and v and for their scales."""
     scales = {"k_scale": k.scale_argument(), "v_scale": v.scale_argument()}
     return _places(k.codes, v.codes) | {name: s for name, s in scales.items() if s is not None}
 
 
 def _places(k: View, v: View) -> dict[str, Any]:
-    """Returns the arguments for k and v [B, K, Hkv, D]. If k and v are in pages, these are the
-    pools and their table."""
+    """Returns the op's arguments for k and v [B, K, Hkv, D]. If k and v are in pages, the arguments
+    are the pools of pages and the block table."""
     paged = same_pages(k, v)
     if paged is None:
         return {"k": k, "v": v}

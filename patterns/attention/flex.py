@@ -23,8 +23,8 @@ _HINT = (
 
 
 def unread_calls(flow: Dataflow) -> Iterator[Value]:
-    """Yields the results of calls that were not replaced by ordinary operations. For a call that
-    was, yields its softmax if that is not recognised as attention."""
+    """Yields the results of calls that the compiler did not replace by ordinary operations. Of a
+    call that it did replace, yields the softmax if the pattern does not recognise the attention."""
     for value in flow.values:
         if (UNREAD in value.node.meta and value.kwargs.get("output", 0) == 0) or (
             SPELLED in value.node.meta and sketch_of(value) is None

@@ -43,7 +43,7 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
         seen = mask if mask is None or attention.sees else Computed("invert", (mask,))
         whole = _with_numbers(seen, numbers)
         return {"mask": "none", **_tensor(whole, hide_lowest=_lowest_hides(attention))}
-    # The mask already covers numbers that only hide keys.
+    # `mask` already covers added numbers that only hide keys.
     more = None if mask is None else numbers
     given = {
         "positions": found.positions,
@@ -85,7 +85,8 @@ def _lowest_hides(attention: Attention) -> bool:
 def _with_numbers(
     seen: View | Computed | None, numbers: View | Computed | None
 ) -> View | Computed | None:
-    """Combines a bool mask (True means visible) and added numbers to one mask."""
+    """Combines a bool mask (True means visible) and numbers that the graph adds to the logits into
+    one mask."""
     if seen is None or numbers is None:
         return numbers if seen is None else seen
     return Computed("where", (seen, numbers, float("-inf")))

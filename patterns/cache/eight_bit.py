@@ -113,9 +113,9 @@ def _there_and_back(written: Written) -> Written | None:
 
 
 def _holds(bounds: tuple[Any, Any], dtype: torch.dtype) -> tuple[bool, bool] | None:
-    """Returns (whether a clamp brings numbers below the range of a dtype into it, whether it brings
-    numbers above the range into it). Returns None if the clamp changes numbers inside the range. A
-    bound outside of the range brings no numbers into it."""
+    """Returns two bools: whether a clamp moves numbers below the range of a dtype into this range,
+    and whether it moves numbers above the range into it. A bound outside of the range moves no
+    numbers into it. Returns None if the clamp changes numbers inside the range."""
     limit = torch.finfo(dtype).max
     if not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
         return None

@@ -1,4 +1,4 @@
-"""Finds writes of latents. Each token has one entry for all heads, which consists of a normalized
+"""Finds writes of latents. Each token has one entry for all heads, which consists of a normalised
 latent and a rotated key."""
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Slots:
 
 
 def own_slots(offsets: View, num_pages: Size, page_size: Size, device: torch.device) -> Computed:
-    """Returns flat slots [P * T] from offsets [P, T]. Row p has the offsets of the tokens of page
-    p, as in scatter_. Negative offsets become invalid slots."""
+    """Returns flat slots [P * T] from offsets [P, T]. Row p of the offsets belongs to page p, as in
+    scatter_. Negative offsets become invalid slots."""
     pages = Computed("arange", (num_pages,), (("device", device),))
     rows = Computed("reshape", (pages, [num_pages, 1]))
     slots = paged_slot(rows, offsets, num_pages, page_size, lowest=0)

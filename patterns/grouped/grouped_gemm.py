@@ -49,8 +49,8 @@ from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, match_grouped
 NVFP4_BLOCK, NVFP4_COLUMNS = 16, 32
 # The size of a row of codes must be a multiple of this number of bytes.
 ALIGNED_BYTES = 16
-# On an H200, torch's kernel was faster for 256 inner columns and 256 rows in a group, but not for
-# 768 columns or for fewer rows.
+# On an H200, torch's kernel was faster for 256 inner columns and 256 rows in a group. It was not
+# faster for 768 columns or for fewer rows.
 SHORT_INNER, MANY_ROWS = 512, 160
 
 

@@ -115,8 +115,8 @@ _STEP = (
 
 
 def _factor(view: View, found: Found) -> Factors | None:
-    """Returns one factor of a view [..., W]; None if the view is another product. The values that
-    compute it are absorbed."""
+    """Returns one factor of a view [..., W]. Returns None if the view is not a product with such a
+    factor. The values that compute the factor are absorbed."""
     bound, divisor = found.bound, found.bound.get("divisor", 1.0)
     # zeros_like(delta) reads only the shape of the delta.
     zeros = [bound["zeros"].value] if "zeros" in bound else []
@@ -132,8 +132,8 @@ def _factor(view: View, found: Found) -> Factors | None:
 
 
 def _by_row(step: Factors, factor: View, view: View) -> Factors | None:
-    """Returns `step` with one more factor, which has a number for each row: table[index], or a
-    mask. Returns None for other factors."""
+    """Returns `step` with one more factor, which has one number for each row: table[index], or a
+    mask. Returns None if the factor has another form."""
     rows = _rows_of(factor, view)
     if rows is None:
         return None

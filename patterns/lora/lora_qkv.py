@@ -157,8 +157,8 @@ def match_sum(value: Value) -> Sum | None:
 
 
 def _waits(group: Sequence[Sum], place: Value, flow: Dataflow) -> bool:
-    """Whether a group can be extended by a sum at `place`. This requires that no value before
-    `place` reads a sum of the group."""
+    """Whether a sum at `place` can join a group. This requires that no value before `place` reads a
+    sum of the group."""
     readers = (user for item in group for user in flow.users.get(item.value, ()))
     return len(group) < len(LETTERS) and all(user.position > place.position for user in readers)
 
@@ -206,7 +206,8 @@ _REACH = 32
 
 
 def _rescaled(sums: Value) -> list[Value]:
-    """Returns the lookups before the products of a sum that also write their tables (max_norm)."""
+    """Returns lookups that also rescale their table (`max_norm`), among the values before the
+    products of a sum."""
     around = _AROUND | {*BATCHED}
     before = upstream(sums, _REACH, lambda v: v is sums or v.op in around)
     return [value for value in before if value.op == RESCALED]

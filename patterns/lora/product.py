@@ -133,7 +133,7 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
 
 
 def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
-    """If both operands have a dimension, removes it from the operand in which it only repeats."""
+    """Removes a dimension that both operands have from one of them, if it only repeats there."""
     for name in xs.keys() & ws.keys():
         repeats = [all(a.axis is None for a in dims[name]) for dims in (xs, ws)]
         if repeats == [True, False]:
@@ -143,9 +143,9 @@ def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
 
 
 def _cut(stack: View, features: Sequence[str], result: str, columns: Effect) -> Effect:
-    """Returns an effect [G, N, K] on stack [G, features..., K]. It selects the features for some
-    columns of the result. columns: an effect that selects these columns on the axes of the
-    result."""
+    """Returns an effect [G, N, K] on a stack [G, features..., K] of matrices. It selects the
+    features that compute some columns of the result. columns: an effect that selects these columns
+    on the axes of the result."""
     place = {result.index(name): 1 + at for at, name in enumerate(features)}
     (dim,) = columns.dims
     taken = tuple(Atom(place[a.axis], a.step, a.length) for a in dim if a.axis is not None)

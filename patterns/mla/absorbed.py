@@ -49,14 +49,16 @@ class PerHead:
         return heads, hidden, features
 
     def is_axis(self, dim: Dim, name: str) -> bool:
-        """Whether a dimension of a view of the value is the whole dimension of this name."""
+        """Whether `dim`, a dimension of a view of the value, covers the value's whole dimension of
+        this name."""
         axis = self.result.index(name)
         return dim == effects.identity(self.value.shape).dims[axis]
 
 
 @dataclass(frozen=True)
 class Absorbed:
-    """An attention between the product that makes q_latent and the product of o_latent."""
+    """An attention over latents, with the product that makes q_latent before it and the product
+    that reads o_latent after it."""
 
     query: PerHead
     attention: Value
@@ -103,8 +105,8 @@ def _attention_of(result: PerHead) -> Value | None:
 
 
 def _before_casts(value: Value) -> Value:
-    """Returns the value before casts and dropout, the steps between a softmax and the product with
-    values."""
+    """Returns the value before casts and dropout, which may stand between a softmax and its product
+    with the values."""
     while value.op in ("cast", "aten.dropout"):
         value = value.operands[0].value
     return value
@@ -163,7 +165,7 @@ def heads_of(product: PerHead, query: Side) -> str | None:
 
 
 def _are_heads(view: View, product: PerHead) -> bool:
-    """Whether a view of one dimension walks the product's heads."""
+    """Whether a view of one dimension has the product's heads, one after the other."""
     if view.effect.dims == ((),):
         return False
     view, _ = bare(view)
@@ -208,7 +210,7 @@ def query_of(product: PerHead, latent: View) -> View:
 
 @dataclass(frozen=True)
 class Taken:
-    """The columns of an attention's result that the product behind it reads.
+    """The columns of an attention's result that the product after the attention reads.
 
     columns: the index of the first of these columns. layout: the product's dimensions on the axes
     [B, S, H, V].
@@ -219,8 +221,8 @@ class Taken:
 
 
 def taken_of(product: PerHead, layout: Effect) -> Taken:
-    """Returns the columns that the product reads. layout: the dimensions of the attention's result,
-    which is the product's x, on the axes [B, S, H, width].
+    """Returns the columns of an attention's result that the product reads. layout: the dimensions
+    of the result, expressed on the axes [B, S, H, width]. The result is the x of the product.
 
     Raises InexpressibleError if the product does not take whole heads.
     """

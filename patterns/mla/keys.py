@@ -144,8 +144,8 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
 
 
 def _joins(value: Value, linear: Linear) -> tuple[Value, ...]:
-    """Returns the concatenation from which K or V is taken, if there is one between it and the
-    result of the linear."""
+    """Returns the concatenation from which K or V is taken, if one stands between the linear's
+    result and K or V."""
     return () if value is linear.value else (value,)
 
 
@@ -275,7 +275,7 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
 
 
 def finer(scale: View, repeats: int) -> View:
-    """Returns the scale with each number of the last dimension repeated."""
+    """Returns the scale with each number repeated along the last dimension."""
     *lead, last = scale.effect.dims
     dim = effects.coalesce((*last, Atom(None, 0, repeats)))
     return scale.with_dims(*lead, dim)
@@ -285,8 +285,8 @@ def finer(scale: View, repeats: int) -> View:
 
 
 def assembled(keys: Sequence[View], flow: Dataflow) -> Assembled:
-    """Returns K [B, K, H, D], which is given in one or more parts, as ranges of columns. Each range
-    is a view of the tensor that it was assembled from."""
+    """Splits K [B, K, H, D], which is given in one or more parts, into ranges of columns. Each
+    range is a view of the tensor that it was assembled from."""
     parts = [_assembled(k, flow) for k in keys]
     pieces: list[Piece] = []
     first: Size = 0

@@ -6,8 +6,8 @@ up-projection.
     out      = o_latent @ W_UV[h]^T
 
 Latents and rope keys are columns of one cache or of two caches, sequence by sequence or on pages of
-a table. The query is multiplied with both in one product, or with each in its own. Dimension
-letters: as in `patterns/mla/keys.py`; S queries of each sequence, T = B * S.
+a table. The graph multiplies the query by latents and rope keys in one product, or in two.
+Dimension letters: as in `patterns/mla/keys.py`; S queries of each sequence, T = B * S.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MlaDecode:
     op: str = "mla_decode"
     asked_before: ClassVar[tuple[str, ...]] = (
         "lora_qkv",
-    )  # that pattern would take its sum of two products for a base and adapters
+    )  # That pattern would match the sum of the two products as a base projection and its adapter.
     sought: ClassVar[Sought] = Sought(
         "attention to latents: its queries and its result are multiplied with weights of each head",
         frozenset({"aten.scaled_dot_product_attention", "aten.softmax", "aten.einsum", "aten.bmm"}),
@@ -102,8 +102,8 @@ class Columns:
     """The two parts of queries and keys: q_latent [B, S, H, L], a view of the absorbed product,
     q_rope [B, S, H, R], latents [B, K, L] and rope_keys [B, K, R].
 
-    factor: multiplies the products of these to give the logits. absorbed: values between q_latent
-    and attention. scratch: writes into fresh memory.
+    factor: the logits are the products of queries and keys, times this factor. absorbed: values
+    between q_latent and attention. scratch: writes into fresh memory.
     """
 
     q_latent: View
@@ -161,13 +161,13 @@ def _shared(keys: View) -> View:
 def _guarded(
     attention: Attention, columns: Columns, nope: View, anchor: Absorbed, flow: Dataflow
 ) -> Attention:
-    """Returns the attention with its result in the type of its operands. Raises Reject if these
-    differ, or for options that the op lacks."""
+    """Returns the attention with its result in the dtype of its operands. Raises Reject if the
+    operands have different dtypes, or if the attention has options that the op lacks."""
     if attention.softcap or attention.sinks is not None:
         refuse("its logits are capped, or have sinks", attention.end)
     if attention.row_offsets is not None:
         hint = "keys of a sequence lie in a run of their own, or on pages of a table"
-        refuse("its keys are those of a ragged batch, side by side", attention.end, hint)
+        refuse("its keys belong to a ragged batch", attention.end, hint)
     query, result = anchor.query, anchor.result
     parts = (nope, columns.q_rope, columns.latents, columns.rope_keys, query.weight, result.weight)
     dtypes = {view.value.dtype for view in parts} | {query.value.dtype, result.value.dtype}
@@ -224,7 +224,7 @@ def _keys(columns: Columns) -> dict[str, Any]:
 
 
 def _result(product: PerHead, attention: Attention, layout: Effect) -> Result:
-    """Returns the Result that puts the op's output [T, H, V] in the place of the product."""
+    """Returns the Result by which the op's output [T, H, V] replaces the result of the product."""
     batch, queries, heads = attention.queries
     sizes = (heads, product.sizes[2])
     flat = effects.identity((effects.product((batch, queries)), *sizes))

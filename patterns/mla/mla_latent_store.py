@@ -1,4 +1,4 @@
-"""The cache write of multi-head latent attention. The op normalizes the latent, rotates the rope
+"""The cache write of multi-head latent attention. The op normalises the latent, rotates the rope
 key, and writes both to the token's slot.
 
     x ─ linear ─┬─ norm ─▶ cache[slots, :L] = latent
@@ -39,7 +39,7 @@ class MlaLatentStore:
     op: str = "mla_latent_store"
     asked_before: ClassVar[tuple[str, ...]] = (
         "qkv_cache",
-    )  # these patterns would take a latent and its rope key for a K and a V
+    )  # These patterns would match a latent and its rope key as K and V.
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
@@ -135,7 +135,7 @@ def _as_it_comes(write: CacheWrite, place: Address) -> Part:
 
 def _known(part: Part, is_rope_key: bool) -> Part:
     """Returns the part if the op supports its norm and rotation. Otherwise, returns the part
-    without them. The op can normalize the latent, with a weight, and rotate the whole rope key."""
+    without them. The op can normalise the latent, with a weight, and rotate the whole rope key."""
     heads = part.heads
     if heads is None:
         return part
@@ -157,7 +157,7 @@ def _absorbable(place: Address, flow: Dataflow, anchor: WritePair) -> Heads | No
             return None
     except Reject as rejection:
         if rejection.miss.code in (_PATH.code, "CAST"):
-            return None  # computed by operations that the op does not have, so stored unchanged
+            return None  # the op cannot compute these latents, so it stores them unchanged
         raise
     whole = heads.linear.layout == effects.identity(heads.linear.value.shape)
     inside = {*heads.absorbed, *place.absorbed, *anchor.stores}

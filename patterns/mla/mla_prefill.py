@@ -100,7 +100,8 @@ def _absorbed_match(
 
 
 def _is_latent(value: Value, flow: Dataflow) -> bool:
-    """Whether K has a part that all heads share. If it is not fused, it is reported as a miss."""
+    """Whether K has a part that all heads share. If such an attention is not fused, it is reported
+    as a miss."""
     return any(has_shared_part(keys, flow) for keys in keys_of(value))
 
 
@@ -133,8 +134,8 @@ def _arguments(
 
 
 def _weight(keys: LatentKeys, flow: Dataflow) -> View | Computed:
-    """Returns the weight with its rows scaled. The result differs from scaled sums by at most one
-    rounding."""
+    """Returns the weight with its rows scaled. Scaling the sums instead would give a result that
+    differs by at most one rounding."""
     rows = _in_rows(keys.weight, flow)
     return rows if keys.row_scale is None else Computed("mul", (rows, keys.row_scale))
 

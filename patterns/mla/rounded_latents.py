@@ -4,9 +4,9 @@
     kv  = (codes @ kv_b_codes^T) * scales * kv_b_scales   ⇒   mla_decode(.., round_latents=True)
     out = attention(q, kv..., rope_keys)
 
-For few queries, absorbed attention reads the latents themselves, and rounds those that a query
-sees. For more queries, the graph makes the codes, and `mla_prefill` takes them. Dimension letters:
-as in `patterns/mla/keys.py`.
+For few queries, `mla_decode` reads the latents, and rounds only latents that a query sees. For more
+queries, the graph rounds the latents, and `mla_prefill` takes the codes. Dimension letters: as in
+`patterns/mla/keys.py`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def absorbed_decode(
 
 
 def _rounding(codes: Value) -> RoundedRows | None:
-    """Returns the rounding that makes codes. Returns None without one, if the model stores its
-    scale, or if scales are rounded to 16 bits: in float16 they may become zero or infinite."""
+    """Returns the rounding by which the graph makes codes. Returns None if there is no rounding, if
+    its scale is a number that the model stores, or if its scales are rounded to 16 bits, where they
+    may become zero or infinite."""
     if not is_rounded(codes):
         return None
     try:
@@ -70,9 +71,9 @@ def _rounding(codes: Value) -> RoundedRows | None:
 
 
 def _latents(rows: RoundedRows, keys: LatentKeys) -> tuple[View, int] | None:
-    """Returns the latents [B, K, L] before they are rounded, and the number of columns that share a
-    scale, 0 if all columns share one. Returns None unless the graph multiplies all codes by the
-    scales by which it rounds them."""
+    """Returns the latents [B, K, L] before the graph rounds them, and the number of columns that
+    share a scale (0 if all columns of a token share one). Returns None unless the graph multiplies
+    all codes by the same scales with which it rounded them."""
     shape, width = keys.latents.shape, rows.width
     rank, scale = shape[-1], keys.scales["latent_scale"]
     if not isinstance(rank, int) or not isinstance(width, int) or rank % width:
@@ -90,7 +91,8 @@ def _latents(rows: RoundedRows, keys: LatentKeys) -> tuple[View, int] | None:
 
 
 def _is_faster(attention: Attention, keys: LatentKeys) -> bool:
-    """Whether attention to the latents themselves is faster, for sizes that are not symbols."""
+    """Whether attention to the latents themselves is faster, if all sizes are numbers and not
+    symbols."""
     _, queries, heads = attention.queries
     sizes: dict[str, Size] = {
         "queries": queries,

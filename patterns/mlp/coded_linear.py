@@ -103,8 +103,8 @@ def _linear(value: Value) -> FewTokens | None:
 
 
 def _shared(linear: FewTokens, flow: Dataflow) -> FewTokens:
-    """Returns the linear with the first of equal codes as its activation, so that linears of one
-    activation read the same codes."""
+    """Returns the linear with another view of its codes as the activation: the first value in the
+    graph that is equal to them. Linears of one activation then read the same codes."""
     if linear.x_scale is None:
         return linear
     rows = first_alike(CodedRows(linear.x, linear.x_scale), flow)
@@ -121,8 +121,8 @@ def _is_known(linear: FewTokens) -> bool:
 
 
 def _is_of_another(value: Value, flow: Dataflow) -> bool:
-    """Whether `linear_activation` or `linear_residual` examines a linear, because a sum of tensors
-    or an activation reads it."""
+    """Whether the pattern `linear_activation` or `linear_residual` examines a linear, because an
+    activation or a sum of tensors reads it."""
     read = flow.downstream(value, _REACH, lambda one: one.shape == value.shape)
     return any(one.op == "aten.add" or match_activation(one.whole) is not None for one in read)
 

@@ -84,7 +84,7 @@ class FewTokens:
         return Computed(decoded_rows, (self.x, self.x_scale), (("dtype", self.product.dtype),))
 
     def reads_as(self, other: FewTokens) -> bool:
-        """Whether the other linear reads the same activation."""
+        """Whether the other linear reads the same activation as this one."""
         scales = [one for one in (self.x_scale, other.x_scale) if one is not None]
         same = not scales or (len(scales) == 2 and equal_values(*scales))
         return same and equal_values(self.x, other.x)
@@ -96,8 +96,7 @@ class FewTokens:
 
     @property
     def codes(self) -> dict[str, bool]:
-        """Which operands are codes. The answer has the form of the arguments of the op's
-        `slower`."""
+        """Says which operands are codes, in the form of the arguments of the op's `slower`."""
         return {"coded": self.coded, "rounded": self.rounded}
 
     @property

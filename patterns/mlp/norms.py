@@ -18,7 +18,7 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_of
 
 def norms_before(linear: FewTokens) -> Iterator[Missed]:
     """Yields a miss for the norm that a linear reads, if no op supports this norm because it is
-    gated or normalizes parts of rows."""
+    gated or normalises parts of rows."""
     normed = linear.x.value
     norm = norm_of(normed.whole)
     described = None if norm is None else _described(norm)

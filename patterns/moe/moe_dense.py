@@ -64,8 +64,7 @@ from tilewright.patterns.recognise.routing import (
 )
 
 _PRODUCTS = ("aten.bmm", "aten.matmul")
-# The operations that may be between the two products. They compute the activation, however it is
-# written.
+# The operations that may be between the two products, where the graph computes the activation.
 _BETWEEN = {
     "cast", "aten.mul", "aten.add", "aten.silu", "aten.sigmoid", "aten.gelu", "aten.relu",
     "aten.clamp", "aten.pow", "aten.square", "aten.tanh", "aten.clamp_max", "aten.sin",

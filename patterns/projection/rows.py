@@ -68,7 +68,7 @@ class Rows:
         feature, digits = len(tokens), self._digits()
         first_row = effect.start[feature] - self.first
         if not isinstance(first_row, int) or first_row < 0:
-            raise InexpressibleError("features of another projection")
+            raise InexpressibleError("the view has features of another projection")
         start = effects.split_index(first_row, digits)
         reach = list(start)
         dims = []
@@ -87,7 +87,7 @@ class Rows:
                     atoms.append(Atom(0, atom.step * inner, atom.length))
             dims.append(effects.coalesce(atoms))
         if any(last >= piece.length for last, (piece, _) in zip(reach, digits, strict=True)):
-            raise InexpressibleError("features of another projection")
+            raise InexpressibleError("the view has features of another projection")
         first: list[Size] = [0, 0, 0]
         for axis, at in enumerate(effect.start[:feature]):
             first[0] = first[0] + at * effects.product(tokens[axis + 1 :])

@@ -30,7 +30,7 @@ class CacheStore:
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
         found = list(pairs(flow))
         yield from found
-        for pair in found:  # two writes that do not match as a pair may match one by one
+        for pair in found:  # Two writes that do not match as a pair may still match one by one.
             yield from pair.apart()
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:

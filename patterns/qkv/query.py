@@ -184,7 +184,7 @@ def _query_at(
     late: Query | None = None
     for end in _ends(flow, product):
         if constant_factor(strip_casts(end.whole)[0].value) is not None:
-            continue  # attention reads the value before it, and scales its logits
+            continue  # attention reads the value before the factor, which scales its logits
         try:
             heads = match_heads(end.whole, _PATH, head_dim=k.head_dim, factors=True)
             result = Result(end, on_heads(heads, heads.layout), factor=heads.factor)

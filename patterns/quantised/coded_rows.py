@@ -124,7 +124,8 @@ def first_alike(rows: CodedRows, flow: Dataflow) -> CodedRows:
 
 
 def _first_equal(view: View, values: Sequence[Value]) -> View:
-    """Returns an equal view of the first value, in program order, that has the same numbers."""
+    """Returns a view of the first value, in program order, that has the same numbers as the given
+    view."""
     own = view.value
     for value in values:
         if value.position >= own.position:

@@ -381,7 +381,7 @@ def _holds(weight: View, columns: Size, summed: Size) -> bool:
 
 
 def operator_of(value: Value) -> str:
-    """Returns the name of the operation of an unread product."""
+    """Returns the name of the operation of a product that the patterns could not read."""
     named = value.store.kind if value.store is not None else value.op
     return named.removeprefix("opaque:")
 

@@ -495,7 +495,8 @@ def _complex_product(view: View, walk: _Walk) -> _Complex:
 
 
 def _turn(view: View) -> tuple[tuple[Leaf, np.ndarray], tuple[Leaf, np.ndarray], int]:
-    """Returns (cos, sin, the sign of sin) of complex coefficients that depend on no projection."""
+    """Returns (cos, sin, the sign of sin) for a tensor of complex numbers by which heads are
+    multiplied. They depend on no projection."""
     value = view.value
     if value.op in _CONJUGATES:
         cos, sin, sign = _turn(view.of_operand(value.operands[0]))

@@ -7,6 +7,8 @@ imports none. The folders beside this file are links to the folders at the top o
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 #: The release. pyproject.toml reads it here.
@@ -49,7 +51,9 @@ else:
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            said = f"module {__name__!r} has no attribute {name!r}"
+            # With the name and the module, Python's traceback adds the nearest name.
+            raise AttributeError(said, name=name, obj=sys.modules[__name__])
         module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
         return module if name == "serving" else getattr(module, name)
 
@@ -74,3 +78,17 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Named(logging.Handler):
+    """Prints warnings with the library's name in programs that set up no logging. Python alone
+    prints only the text, which does not say where it comes from."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        own = logging.getLogger("tilewright")
+        others = [handler for handler in own.handlers if handler is not self]
+        if not others and not (own.propagate and logging.getLogger().handlers):
+            print(f"tilewright: {self.format(record)}", file=sys.stderr)
+
+
+logging.getLogger("tilewright").addHandler(_Named(logging.WARNING))

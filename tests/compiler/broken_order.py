@@ -1,7 +1,7 @@
 """Steps that must not fuse because of their order: a read, write, alias or user comes at the wrong
 time.
 
-Each has a twin that fuses, unless that twin is `plain`.
+For each step there is a similar step that fuses; where none is given, it is `plain`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _scaled(m, x, k_cache, v_cache, slots, weight):
 def slots_moved_between(m, x, k_cache, v_cache, slots):
     q, k, v = m.qkv(x)
     at = slots + 0
-    first = at[:1]  # another name of the memory that changes
+    first = at[:1]  # another name of the memory that is changed
     store(k_cache, at, k)
     keep = at.clone()
     at.add_(1)
@@ -106,8 +106,8 @@ def slots_moved_before(m, x, k_cache, v_cache, slots):
 
 
 def activation_changed(change, seen=True):
-    """Makes a step that changes an activation in place. `seen` says whether another name reads the
-    change, so that it must happen in place."""
+    """Makes a step that changes an activation in place. `seen`: whether another view of the memory
+    reads the change, so that it must stay in place."""
 
     def step(m, x, k_cache, v_cache, slots):
         h = x + 0
@@ -153,7 +153,7 @@ def query_used_first(m, x, k_cache, v_cache, slots):
 
 
 def query_norm_after(m, x, k_cache, v_cache, slots):
-    """The query's norm weight is computed only after the write."""
+    """Computes the weight of the query's norm only after the write."""
     q, k, v = m.qkv(x)
     table = cos_sin()
     store(k_cache, slots, rotate(rms_norm(k, m.norm), *table))

@@ -1,4 +1,4 @@
-"""Steps that must not fuse because of an operation between activation and cache."""
+"""Steps that must not fuse because of an operation between the activation and the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fresh_cache(m, x, k_cache, v_cache, slots):
 
 
 def whole_cache(m, x, k_cache, v_cache, slots):
-    """Writes the whole cache, so that every dimension could be that of the slots."""
+    """Writes the whole cache, so that any dimension could be the slots."""
     q, k, v = m.qkv(x)
     k_cache.copy_(k.view(k_cache.shape))
     v_cache.copy_(v.view(v_cache.shape))
@@ -74,7 +74,7 @@ def random_slots(m, x, k_cache, v_cache, slots):
 
 
 def features_apart(m, x, k_cache, v_cache, slots):
-    """K consists of every second feature of a projection."""
+    """K takes every second feature of a projection."""
     q, v = m.q_proj(x).view(T, HQ, D), m.v_proj(x).view(T, HKV, D)
     store(k_cache, slots, m.wide_proj(x)[:, ::2].view(T, HKV, D))
     store(v_cache, slots, v)
@@ -82,7 +82,7 @@ def features_apart(m, x, k_cache, v_cache, slots):
 
 
 def one_wide_head(m, x, k_cache, v_cache, slots):
-    """Stores one head of 2 * D in the caches, although the rotation has heads of D."""
+    """Stores one head of 2 * D numbers, although the rotation treats it as heads of D numbers."""
     q, k, v = m.qkv(x)
     table = cos_sin()
     store(k_cache, slots, rotate(k, *table).view(T, 1, HKV * D))
@@ -105,7 +105,7 @@ def only_later_tokens(m, x, k_cache, v_cache, slots):
 
 
 def slot_by_head(m, x, k_cache, v_cache, slots):
-    """Every head of a token is written to a separate slot."""
+    """Writes every head of a token to a separate slot."""
     q, k, v = m.qkv(x)
     by_head = slots[:, None] + torch.arange(HKV)
     k_cache.view(-1, HKV, D)[by_head, torch.arange(HKV)] = k
@@ -114,7 +114,7 @@ def slot_by_head(m, x, k_cache, v_cache, slots):
 
 
 def pages_of_other_size(m, x, k_cache, v_cache, slots):
-    """K is in six pages of 8 slots, and V in six pages of 16."""
+    """Stores K in six pages of 8 slots, and V in six pages of 16 slots."""
     q, k, v = m.qkv(x)
     k_cache[slots // 8, slots % 8] = k
     v_cache[slots // 8, slots % 8] = v
@@ -229,7 +229,7 @@ def bias(m, x, k_cache, v_cache, slots):
 
 
 def norm_of_the_first_token(m, x, k_cache, v_cache, slots):
-    """Scales every token by the first token's RMS."""
+    """Scales every token by the RMS of the first token."""
     q, k, v = m.qkv(x)
     scale = torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + 1e-6)[:1]
     store(k_cache, slots, k * scale * m.norm)

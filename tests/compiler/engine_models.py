@@ -28,7 +28,8 @@ SIZES = {
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 HEADS = {"head_dim": 16}
 EXPERTS = {"num_experts_per_tok": 2}
-#: The class of a model, its own settings, and the attention that its `generate()` has.
+#: For each model: its class, the fields that differ from the common ones, and the attention that
+#: its `generate()` uses.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "Llama": ("Llama", {}, "sdpa"),
     "Qwen3": ("Qwen3", HEADS, "sdpa"),
@@ -65,7 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "Mistral": ("Mistral", {"sliding_window": WINDOW}, "sdpa"),  # no layer sees all keys
 }
-#: Sizes of models with the smallest tiles of the kernels.
+#: Sizes of models for which the kernels use their smallest tiles.
 WIDE = {
     "hidden_size": 128,
     "intermediate_size": 192,
@@ -77,20 +78,21 @@ WIDE = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
-#: Where a second layer would run what the first one runs.
+#: For tests in which a second layer would run the same code as the first.
 ONE_LAYER = {"num_hidden_layers": 1}
-#: Lengths of prompts: one token, whole pages, a page and one, several chunks, longer than a table.
+#: Lengths of prompts: one token, whole pages, whole pages and one token, several chunks, and more
+#: than a table holds.
 LENGTHS = (5, 1, 40, 16, 150, 3, 17, 64, 9, 70)
 
 
 @functools.cache
 def built(name: str) -> Any:
-    """Returns a tiny model, whose weights are large enough for its tokens to differ."""
+    """Returns a tiny model. Its weights are so large that its tokens differ from each other."""
     return made(name)
 
 
 def made(name: str, sizes: Mapping[str, Any] | None = None) -> Any:
-    """Makes a tiny model. sizes: other values of the fields that its configuration has here."""
+    """Makes a tiny model. sizes: configuration fields that replace the usual ones."""
     torch.manual_seed(0)
     kind, settings, attention = MODELS[name]
     text = "Text" if kind == "Gemma3" else ""
@@ -129,12 +131,13 @@ def generated_by(model: Any, lengths: tuple[int, ...], new: int = NEW) -> list[l
 
 
 def greedy(**settings: Any) -> GenerationConfig:
-    """Returns the settings of greedy search without an end."""
+    """Returns the settings of greedy search that never ends early."""
     plain = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0}
     return GenerationConfig(**plain | settings)
 
 
-#: A small engine: steps of at most 48 tokens and 5 requests, tables of 12 pages.
+#: The settings of a small engine: steps of at most 48 tokens and 5 requests, and block tables of 12
+#: pages.
 SMALL = {
     "page_size": PAGE,
     "num_blocks": 80,
@@ -145,7 +148,8 @@ SMALL = {
     "q_padding_interval_size": 48,
     "kv_padding_interval_size": 64,
 }
-#: A page for each tile of keys; the memory holds 640 tokens, as in the tests on a CPU.
+#: The settings of an engine whose pages are tiles of keys. Its memory holds 640 tokens, as in the
+#: tests on a CPU.
 ENGINE = SMALL | {"page_size": 16, "num_blocks": 40, "max_blocks_per_request": 8}
 
 

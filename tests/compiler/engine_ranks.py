@@ -1,5 +1,5 @@
-"""Continuous batching of models that are sharded over the ranks of a process group: the code of a
-rank."""
+"""The code of a rank in tests of continuous batching with models that are sharded over a process
+group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformers import DistributedConfig
 from tests.compiler.engine_models import MODELS, built, generated, greedy, plain, prompts
 from tilewright.compiler.serving import disable, enable
 
-#: Models. The first has two layers whose heads of keys are divided among ranks, one with a window.
-#: The other caches latents, which every rank has whole.
+#: The tested models. The first has two layers, one of them with a window, whose heads of keys are
+#: divided among ranks. The second caches latents, of which every rank has a whole copy.
 NAMES = ("Gemma3", "DeepseekV3")
 LENGTHS = (5, 1, 40, 16, 70)
 
 
 def found(name: str, folder: Path) -> list[list[int]]:
-    """Returns the tokens of each request on this rank; ranks other than the first have none."""
+    """Returns the tokens of each request on the first rank. Other ranks return none."""
     saved = folder / f"engine-{name}"
     if dist.get_rank() == 0:
         built(name).save_pretrained(saved)
@@ -43,5 +43,5 @@ def found(name: str, folder: Path) -> list[list[int]]:
 
 
 def wanted(name: str) -> list[list[int]]:
-    """Returns the tokens of the whole model's `generate()`."""
+    """Returns the tokens that `generate()` of the unsharded model gives."""
     return generated(name, LENGTHS)

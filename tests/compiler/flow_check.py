@@ -12,7 +12,7 @@ from tilewright.compiler.dataflow.build import build_view
 from tilewright.patterns.dataflow import Dataflow, Store, Value, View
 from tilewright.patterns.effects import Effect
 
-# Values that are no function of their operands, or whose content is not known.
+# Values that are not computed from their operands, or whose contents are not known.
 SKIPPED = ("aten.empty", "aten.new_empty", "aten.rand", "opaque", "store", "input", "constant")
 
 
@@ -167,7 +167,8 @@ def carried_out(
 
 
 def recomputed(value: Value, content: dict[Value, torch.Tensor]) -> torch.Tensor | None:
-    """Computes a value from its operands; returns None if they, or the operation, are not known."""
+    """Computes a value from its operands. Returns None if the operands, or the operation, are not
+    known."""
     if any(v.value not in content for v in value.operands):
         return None
 

@@ -14,7 +14,7 @@ from torch import fx
 
 
 class Program:
-    """A `graph`, its `inputs` before a run, and the `module` that runs it."""
+    """A random program: its `graph`, its `inputs` before a run, and the `module` that runs it."""
 
     def __init__(self, seed: int, steps: int) -> None:
         self.random = random.Random(seed)
@@ -32,7 +32,7 @@ class Program:
         self.module = fx.GraphModule({}, self.graph)
 
     def _inputs(self) -> list[torch.Tensor]:
-        """Returns a cache, a view of its storage, and a separate tensor."""
+        """Returns three tensors: a cache, a view of the cache's storage, and a separate tensor."""
         cache = torch.arange(96.0).view(4, 2, 3, 4)
         return [cache, cache[1:3], torch.arange(24.0).view(2, 3, 4) + 1000]
 

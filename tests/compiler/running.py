@@ -22,7 +22,7 @@ def compiled(model, **options):
 
 
 def through(rewrite, gm):
-    """Returns what a rewrite of a graph returns, and checks that the graph is still valid."""
+    """Returns the result of a rewrite of a graph, and checks that the graph is still valid."""
     told = rewrite(gm.graph)
     gm.graph.lint()
     gm.recompile()
@@ -60,5 +60,5 @@ def patterns_used(*names):
 
 @torch.compiler.allow_in_graph
 def doubled(t):
-    """Stands for a user's function that graphs call by its name."""
+    """Doubles a tensor. It stands for a user's function that graphs call by its name."""
     return t * 2

@@ -55,7 +55,7 @@ from tilewright.compiler.safety import ranks as agreed
 from tilewright.ops.runtime import peers, watch
 
 LENGTH = 16
-# A long limit for busy ranks, for tests in which no rank ends.
+# How long ranks wait in tests in which no rank ends: long, because the machine may be busy.
 _PATIENCE_S = 300.0
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
 _COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eager"}}
@@ -124,7 +124,7 @@ _ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class _Rows(torch.nn.Module):
-    """A linear that has some columns of the weight, and sums its results over ranks."""
+    """A linear with some columns of the weight. It sums its results over ranks."""
 
     def __init__(self, weight: torch.Tensor, in_place: bool) -> None:
         super().__init__()
@@ -139,7 +139,8 @@ class _Rows(torch.nn.Module):
 
 
 def by_hand(folder: str) -> Any:
-    """Shards as Megatron does: weights cut by hand, and a collective after each second linear."""
+    """Shards as Megatron does: the weights are cut by hand, and a collective follows each second
+    linear."""
     model = loaded(folder)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for layer in model.model.layers:
@@ -238,7 +239,7 @@ class Case:
 
     @property
     def parts(self) -> int:
-        """The number of parts of a cache's heads."""
+        """How many parts the heads of a cache are divided into."""
         return self.heads_by or dist.get_world_size()
 
 
@@ -247,8 +248,8 @@ _DENSE = _ATTENTION | {"linear_activation"}
 _SUMMED = {"all_reduce_residual_norm"}
 _MIXTURE = _ATTENTION | {"moe", "moe_router"} | _SUMMED
 _LATENT = frozenset({"mla_latent_store", "mla_prefill", "moe", "moe_router"}) | _SUMMED
-# Each model is sharded in one way, and each way is used for a dense model or for a mixture that it
-# suits.
+# The cases by number of ranks. Each model is sharded in one way, and each way of sharding is tested
+# with a dense model or with a mixture that suits it.
 WORLDS = {
     2: {
         "llama by plan": Case("llama", by_plan, _DENSE | _SUMMED, (5, 1)),
@@ -258,10 +259,11 @@ WORLDS = {
         "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), 1),
         "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), 1),
     },
-    # Cases that two ranks cannot have: groups of some ranks, and one expert on each of several.
+    # These cases need more than two ranks: groups of some of the ranks, and one expert on each of
+    # several ranks.
     4: {
         "llama in pairs": Case("llama", in_pairs, _DENSE | _SUMMED, (5,), 2),
-        # Groups with the same ranks as those of the last model, but other names.
+        # These groups have the same ranks as those of the previous model, but other names.
         "mixtral in a grid": Case("mixtral", in_a_grid(2), _MIXTURE, (5,), 2),
         "qwen3_moe by experts alone": Case("qwen3_moe", in_a_grid(1), _MIXTURE, (5,), 1),
     },
@@ -315,7 +317,8 @@ def _compiles_nothing_fused() -> None:
 
 
 def _compiles_slowly() -> None:
-    """Compiles for longer than a rank may be silent, and tells the others that it compiles."""
+    """Compiles for longer than a rank may say nothing, and meanwhile tells the other ranks that it
+    compiles."""
     fuse = backend.fuse
 
     def slow(*args: Any) -> Any:
@@ -333,8 +336,8 @@ def _nothing() -> None:
     pass
 
 
-#: What happens to rank 1, and the options that it has. The order matters, because ranks know what
-#: held before.
+#: For each case: what happens on rank 1, and the options of rank 1. The order matters, because
+#: ranks remember what was true in earlier cases.
 DIFFERING: dict[str, tuple[Callable[[], None], dict[str, Any]]] = {
     "compiles slowly": (_compiles_slowly, {}),
     "alike": (_nothing, {}),
@@ -346,7 +349,7 @@ DIFFERING: dict[str, tuple[Callable[[], None], dict[str, Any]]] = {
     "another release": (_has_another_release, {}),
     "says nothing": (_nothing, {}),
 }
-#: The cases in which both ranks fuse.
+#: The cases in which both ranks use the fused op.
 TOGETHER = ("alike", "compiles slowly")
 
 
@@ -373,7 +376,7 @@ def differing(rank: int, name: str) -> dict[str, Any]:
     try:
         made = (summed if silent and rank == 1 else step)(x, weight, residual)
     except torch._dynamo.exc.BackendCompilerFailed:
-        made = summed(x, weight, residual)  # the other rank is not left waiting
+        made = summed(x, weight, residual)  # the other rank must not be left waiting
     finally:
         backend.fuse, backend._inner, agreed.torch = kept  # type: ignore[assignment]
     exact = summed(x, weight, residual)
@@ -389,8 +392,7 @@ def _dies() -> None:
 
 
 def be_survivor(rank: int, ranks: int, folder: Path, compiling: bool) -> None:
-    """Kills rank 1 while it compiles, or at a later call, and returns the error that rank 0
-    gets."""
+    """Kills rank 1 while it compiles, or at a later call. Returns the error that rank 0 raises."""
     start_group(rank, ranks, folder, f"killed-{compiling}")
     agreed.WAIT_S, agreed.BEAT_S = 2.0, 0.2
     x, weight = torch.ones(3, 32).bfloat16(), torch.ones(64, 32).bfloat16()
@@ -411,7 +413,7 @@ def be_survivor(rank: int, ranks: int, folder: Path, compiling: bool) -> None:
 
 
 def be_watched(rank: int, ranks: int, folder: Path) -> None:
-    """Kills rank 1. Rank 0 then reports that it waits for it, and is aborted."""
+    """Kills rank 1. Then rank 0 must report that it waits for rank 1, and must be aborted."""
     start_group(rank, ranks, folder, "watched")
     told = peers._gathered(watch.this_process(rank), dist.group.WORLD, torch.device("cpu"))
     dist.barrier()
@@ -513,7 +515,7 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
 
 
 def findings_of(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """Returns what a rank of a world finds, by case."""
+    """Returns the results of a rank, by case."""
     # A rank reports nothing while Dynamo traces a model, which takes long on a busy machine.
     agreed.WAIT_S = _PATIENCE_S
     found: dict[str, Any] = {}
@@ -571,7 +573,7 @@ def main(folder: Path) -> int:
     """Starts the ranks of each world as forks of this process, which has imported everything."""
     from tests.quick_dynamo import (
         quicken_dynamo,
-    )  # avoids work that Dynamo would repeat in every rank
+    )  # avoids work that Dynamo would otherwise repeat in every rank
 
     torch.set_num_threads(1)
     disable_progress_bar()
@@ -589,7 +591,7 @@ def main(folder: Path) -> int:
     for compiling in (True, False):
         in_processes(be_survivor, 2, folder, compiling)
     in_processes(be_watched, 2, folder)
-    # No other process may take its port before the ranks connect.
+    # This store keeps its port, so that no other process takes it before the ranks connect.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     (folder / "example").write_text(str(in_processes(be_example, 2, store.port)))
     return 0 if worlds else 1

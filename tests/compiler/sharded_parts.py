@@ -1,4 +1,4 @@
-"""Parts of models that are sharded by hand: tokens sent to the ranks of their experts and back,
+"""Parts of models that are sharded by hand: sending tokens to the ranks of their experts and back,
 sequence parallelism, and pipeline stages. tests/compiler/sharded.py starts the ranks."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _chosen(x: torch.Tensor, router: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def dispatched(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
-    """Sorts rows by expert, sends counts and rows to the ranks that have the experts, and the
-    results back."""
+    """Sorts rows by expert, sends them and their counts to the ranks that have the experts, and
+    sends the results back."""
     ranks, here = dist.get_world_size(), up.shape[0]
     scores, ids = _chosen(x, router)
     order = ids.flatten().argsort(stable=True)
@@ -66,7 +66,7 @@ def dispatched(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down: to
 
 
 def padded(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
-    """Sends an equal number of rows from each rank to each expert, some of which are padding."""
+    """Sends an equal number of rows from each rank to each expert. Some of the rows are padding."""
     ranks, here = dist.get_world_size(), up.shape[0]
     scores, ids = _chosen(x, router)
     flat = ids.flatten()
@@ -102,8 +102,8 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def by_token(x: torch.Tensor, norm: torch.Tensor, *weights: torch.Tensor) -> Any:
-    """Computes an MLP between norms of this rank's tokens, as in Megatron's sequence
-    parallelism."""
+    """Computes an MLP between two norms. The norms see only this rank's tokens, as in Megatron's
+    sequence parallelism."""
     (gate, up, down), world = weights, dist.group.WORLD
     gathered = functional.all_gather_tensor(_norm(x, norm), 0, world)
     part = F.linear(F.silu(F.linear(gathered, gate)) * F.linear(gathered, up), down)
@@ -135,7 +135,8 @@ class Layer(nn.Module):
 
 
 def _staged(compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the result of the last stage on its rank, and in float64. Each rank has a layer."""
+    """Runs one layer on each rank. Returns the result on the last rank, and the result in
+    float64."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = _random(9, TOKENS, WIDTH)
     exact = x

@@ -1,5 +1,5 @@
-"""Programs with additional statements. A program is a graph that fuses, in Dynamo's form, with one
-or two inserted calls as Dynamo would record them.
+"""Programs with additional statements. A program is a graph in which something is fused, as Dynamo
+records it, with one or two inserted calls.
 
 :mod:`tests.compiler.statements` judges the results. The overloads are drawn from the schemas that
 torch registers, not from a list.
@@ -99,7 +99,7 @@ FAMILIES: dict[str, Callable[[], tuple[torch.nn.Module, tuple]]] = {
 
 @dataclass(frozen=True)
 class Base:
-    """A captured graph, and the inputs it was captured on."""
+    """A captured graph, and the inputs with which it was captured."""
 
     module: fx.GraphModule
     inputs: list[torch.Tensor]
@@ -178,7 +178,7 @@ class Undrawn(Exception):
 
 
 class Spoiled(BaseException):
-    """Raised if a program changed metadata that the programs of its family share; it was
+    """Raised if a program changed metadata that the programs of its family share. The metadata was
     restored."""
 
 
@@ -247,10 +247,9 @@ class Inserter:
 
 class Program:
     """A program: `module` is a copy of a family's graph with inserted statements, and `said`
-    describes these.
+    describes the statements.
 
-    The turn of the seed determines the first statement. As many consecutive seeds as there are
-    turns take every turn.
+    The seed determines the first statement: seeds go through the `turns` one after another.
     """
 
     def __init__(self, seed: int) -> None:
@@ -299,7 +298,7 @@ class Program:
                     self.module.graph.erase_node(node)
             finally:
                 changed = [was for was in shared if laid_out(was[0]) != was]
-                if changed:  # an `out` of another shape got a new shape
+                if changed:  # an `out` of another shape was resized
                     with self.mode, torch.no_grad():
                         for tensor, *layout in changed:
                             tensor.as_strided_(*layout)
@@ -343,13 +342,13 @@ class Program:
         return [] if first is None else [call(operator.getitem, node, first)]
 
     def _check(self) -> None:
-        """Checks that the whole graph runs on its real inputs."""
+        """Checks that the whole graph runs with its real inputs."""
         self.module.recompile()
         run(self.module, self.base.inputs)
 
     def _arguments(self, overload: Any, operand: fx.Node, call: Any) -> tuple[list, dict]:
-        """Draws arguments by their types. The operand becomes the first written argument, or the
-        first argument."""
+        """Draws arguments by their types. The operand becomes the first argument that is written,
+        or else the first argument."""
         arguments = overload._schema.arguments
         tensors = [a for a in arguments if "Tensor" in str(a.type)]
         written = [a for a in tensors if a.alias_info is not None]
@@ -425,7 +424,7 @@ def examples(node: fx.Node) -> list[torch.Tensor]:
 
 
 def laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the tensor, and the places of its elements in memory."""
+    """Returns a tensor, and the places of its elements in its memory."""
     return tensor, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
@@ -460,7 +459,7 @@ def as_torch_function(call, overload, args, kwargs):
 
 
 def in_a_dict(call, overload, args, kwargs):
-    """Stands for a user's function, as `allow_in_graph` leaves it in a graph."""
+    """Stands for a user's function. Graphs call it by its name, as after `allow_in_graph`."""
 
     def users_own(held):
         return overload(*held["args"], **held["kwargs"])
@@ -513,8 +512,8 @@ def turns() -> list[tuple[str, str, str]]:
     """Returns (family, kind, form) for each kind of statement, in each spelling, in the graph of
     each family.
 
-    Statements that write are listed twice. A read has only one spelling, and no body returns a view
-    that could be written.
+    Statements that write are listed twice. A read is written in one way only. Bodies of
+    `checkpoint` or `cond` return no view that could be written.
     """
     kinds = ("writes", "writes", "out", "aliases")
     statements = [(kind, form) for kind in kinds for form in FORMS] + [("reads", "overload")] * 2

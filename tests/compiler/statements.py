@@ -1,6 +1,7 @@
-"""Inserts statements into graphs that fuse: any operator of ATen that writes or aliases a tensor,
-on any tensor of the graph, at any place, in any spelling. The fused graph must give the same
-results as the graph as it was written, including caches and other inputs.
+"""Inserts statements into graphs in which something is fused. A statement is any operator of ATen
+that writes or aliases a tensor, applied to any tensor of the graph, at any place, and written in
+any way. The fused graph must give the same results as the graph as it was written, including caches
+and other inputs.
 
     python -m tests.compiler.statements --seeds 0:20000     # a table of what was tried
 """
@@ -39,8 +40,8 @@ OPTIONS = Options(inner="eager")
 PER_PROCESS = 100
 DICE, AWAY = 20, 10**6
 
-#: The difference that two correct results may have. Results of mixtures are rounded to bfloat16 at
-#: different places.
+#: The largest difference between two correct results. Results of mixtures are rounded to bfloat16
+#: at different places.
 ROUNDING = {"moe": 0.05}
 #: Families whose numbers are small integers.
 EXACT = {"qkv", "qkv_plain", "cache_store"}
@@ -52,7 +53,8 @@ def is_float(item):
 
 
 def off(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Returns the largest relative error of a tensor; infinite if NaN or shapes differ."""
+    """Returns the largest relative error of a tensor. It is infinite if NaN or the shapes
+    differ."""
     worst = 0.0
     for a, b in zip(actual, expected, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -124,7 +126,8 @@ def tried(seed: int) -> Outcome | None:
 
 
 def _reads_what_nothing_wrote(program: Program, expected: list[torch.Tensor]) -> bool:
-    """Whether the graph itself gives another result if uninitialised memory is filled with NaN."""
+    """Whether the original graph gives another result if uninitialised memory is filled with
+    NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return off(run(program.module, program.base.inputs), expected) > 0
@@ -163,6 +166,53 @@ def tried_all(seeds: range) -> list[tuple[int, Outcome]]:
     return found
 
 
+@dataclass(frozen=True)
+class Tally:
+    """The outcomes of some seeds.
+
+    programs, fused: the number of programs, and of those with a rewrite, by family.
+    wrong: the seeds whose fused graphs give wrong results.
+    unclear: the number of programs whose results are no evidence.
+    left: the turns of which no program was drawn.
+    crashed: the first of each `PER_PROCESS` seeds whose process torch took down.
+    """
+
+    programs: Counter[str]
+    fused: Counter[str]
+    wrong: list[int]
+    unclear: int
+    left: set[tuple[str, str, str]]
+    crashed: list[int]
+
+
+def tallied(every: range) -> Tally:
+    """Tries seeds in forks of this process, and prints each wrong outcome."""
+    for family in FAMILIES:
+        base(family)  # all processes share this trace
+    outcomes: list[tuple[int, Outcome]] = []
+    crashed = []
+    for place in range(0, len(every), PER_PROCESS):
+        seeds = every[place : place + PER_PROCESS]
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+            try:
+                tried_here = pool.submit(tried_all, seeds).result()
+            except BrokenProcessPool:  # an operator of torch crashed on unusual arguments
+                crashed.append(seeds.start)
+                continue
+        outcomes += tried_here
+        for seed, outcome in tried_here:
+            if outcome.wrong:
+                print(f"wrong by {outcome.wrong:.2e}, seed {seed}: {outcome}", flush=True)
+    return Tally(
+        programs=Counter(outcome.family for _, outcome in outcomes),
+        fused=Counter(outcome.family for _, outcome in outcomes if outcome.patterns),
+        wrong=[seed for seed, outcome in outcomes if outcome.wrong],
+        unclear=sum(outcome.unclear for _, outcome in outcomes),
+        left=set(map(turn_of, every)) - {turn_of(seed) for seed, _ in outcomes},
+        crashed=crashed,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     given = "first:last or first:last:step, the last left out"
@@ -171,44 +221,19 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
-    fused: Counter[str] = Counter()
-    programs: Counter[str] = Counter()
-    wrong = []
-    unclear = 0
     start = time.time()
-    crashed = []
-    asked = {turn_of(seed) for seed in every}
-    left = set(asked)
-    for family in FAMILIES:
-        base(family)  # all processes share this trace
-    for place in range(0, len(every), PER_PROCESS):
-        seeds = every[place : place + PER_PROCESS]
-        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-            try:
-                outcomes = pool.submit(tried_all, seeds).result()
-            except BrokenProcessPool:  # an operator of torch crashed on unusual arguments
-                crashed.append(seeds.start)
-                continue
-        for seed, outcome in outcomes:
-            programs[outcome.family] += 1
-            left.discard(turn_of(seed))
-            fused[outcome.family] += bool(outcome.patterns)
-            unclear += outcome.unclear
-            if outcome.wrong:
-                wrong.append(seed)
-                print(f"wrong by {outcome.wrong:.2e}, seed {seed}: {outcome}", flush=True)
-    for family, count in sorted(programs.items()):
-        print(f"{family:12} {count:7} programs, {fused[family]:7} with a rewrite")
-    total = sum(programs.values())
+    found = tallied(every)
+    for family, count in sorted(found.programs.items()):
+        print(f"{family:12} {count:7} programs, {found.fused[family]:7} with a rewrite")
     print(
-        f"{total} programs, {sum(fused.values())} with a rewrite, {unclear} unclear, "
-        f"{len(wrong)} wrong: {wrong}"
+        f"{found.programs.total()} programs, {found.fused.total()} with a rewrite, "
+        f"{found.unclear} unclear, {len(found.wrong)} wrong: {found.wrong}"
     )
-    print(f"of {len(asked)} (family, kind, spelling) not drawn: {sorted(left)}")
-    if crashed:
-        print(f"torch took its process down: {PER_PROCESS} seeds each from {crashed} left out")
+    print(f"of (family, kind, spelling) not drawn: {sorted(found.left)}")
+    if found.crashed:
+        print(f"torch took its process down: {PER_PROCESS} seeds each from {found.crashed}")
     print(f"seeds {every}, {time.time() - start:.0f} s")
-    sys.exit(bool(wrong))
+    sys.exit(bool(found.wrong))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A tiny attention layer whose step is a plain function, steps that are fused, and the arguments of
+"""A tiny attention layer, functions that run a step of it and that are fused, and the arguments of
 a step.
 
 A step takes (layer, x, k_cache, v_cache, slots).
@@ -112,8 +112,8 @@ def normed(m, x, k_cache, v_cache, slots):
 
 
 def caches_on_one_storage(v_from):
-    """Returns caches on one storage. K's cache is at its start, and V's cache begins at element
-    `v_from`."""
+    """Returns caches on one storage. K's cache begins at the start of the storage, and V's cache at
+    element `v_from`."""
 
     def make():
         x, k_cache, _, slots = make_args()

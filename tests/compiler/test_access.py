@@ -1,5 +1,5 @@
-"""Tests that tilewright finds out what a statement between a projection and its cache writes reads
-and writes.
+"""Tests statements between a projection and its cache writes: tilewright must find out which memory
+such a statement reads and writes.
 
 Each model is right under eager. If a statement changes an operand, or reads or writes a cache
 between the K write and the V write, nothing may be moved past it.
@@ -79,7 +79,7 @@ def data_replaced(t):
     t.data = t.data * 2
 
 
-# Statements that change a tensor in place, by the way in which they are written.
+# Statements that change a tensor in place, each by the name of the way in which it is written.
 CHANGES = {
     "foreach": lambda t: torch._foreach_mul_([t], 0.5),
     "foreach_second": lambda t: torch._foreach_add_([torch.zeros(1), t], 1.0),
@@ -118,8 +118,8 @@ PLACES = {False: "before", True: "between"}
 
 
 def step_with(statement, operand, between, returned=False):
-    """Makes a step that projects, rotates and stores. It has a statement on an operand, before the
-    stores or between them.
+    """Makes a step that projects, rotates and stores. It applies a statement to an operand, before
+    the stores or between them.
 
     With `returned`, the result of the statement is also a result of the step.
     """
@@ -158,7 +158,8 @@ def assert_as_eager(step, make=make_args):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-# `test_what_changes_the_cache_between_its_writes_is_named` tests a cache between its writes.
+# `test_what_changes_the_cache_between_its_writes_is_named` tests the remaining case, a cache
+# between its writes.
 OTHERS = [operand for operand in OPERANDS if operand != "k_cache"]
 CHANGED = [
     (name, operands[row % len(operands)], between)
@@ -177,8 +178,8 @@ def test_what_changes_an_operand_around_the_stores_is_seen(name, operand, betwee
     assert_as_eager(step_with(CHANGES[name], operand, between))
 
 
-# Statements that only read. They may stand before the stores. They may stand between the stores
-# only if they do not read a cache.
+# Statements that only read. Before the stores they do not prevent fusion. Between the stores they
+# do so only if they read a cache.
 READS = {
     "dict": lambda t: read_in_a_dict({"a": t}),
     "foreach": lambda t: torch._foreach_mul([t], 0.5)[0].sum(),
@@ -205,7 +206,7 @@ def fused():
 
 @pytest.mark.parametrize("name", READS)
 def test_what_only_reads_hinders_nothing(name):
-    """One step has a read of each operand."""
+    """The step reads each operand once."""
 
     def step(m, x, k_cache, v_cache, slots):
         q, k, v = m.qkv(x)
@@ -350,7 +351,8 @@ def test_a_lookup_that_is_tried_out_leaves_no_mask_behind():
 
 
 def test_a_function_that_cannot_be_tried_out_may_write_anything():
-    """The function reads its data, and writes a cache that is not even among its arguments."""
+    """A function that cannot be tried out may write anything. This function reads data, and writes
+    a cache that is not among its arguments."""
     held = {}
 
     @torch._dynamo.allow_in_graph
@@ -388,8 +390,8 @@ def test_a_function_that_cannot_be_tried_out_may_write_anything():
 
 
 def overloads(name):
-    """Yields ATen's overloads that take tensors first. Other overloads sort lists and add
-    numbers."""
+    """Yields ATen's overloads whose first arguments are tensors. The other overloads sort lists and
+    add numbers."""
     packet = getattr(torch.ops.aten, name, None)
     found = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
     return [o for o in found if o._schema.arguments and "Tensor" in str(o._schema.arguments[0])]
@@ -484,7 +486,8 @@ def test_caches_of_one_pool_stay_fused_wherever_they_lie(caplog):
 
 
 def test_a_dtensor_that_lies_in_a_cache_at_a_later_call_is_seen():
-    """The address of the DTensor itself says nothing. The address of the tensor inside it does."""
+    """A DTensor is seen by the address of the tensor inside it. The DTensor's own address says
+    nothing."""
 
     def step(m, x, k_cache, v_cache, slots):
         local = x.to_local()
@@ -583,7 +586,7 @@ def some_tokens(num_tokens):
 def test_what_a_python_function_writes_is_found_out_at_symbolic_sizes():
     model = Projections(stored_behind(halved_where_long))
     ours = torch.compile(model, backend="tilewright", options={"inner": "eager"})
-    for num_tokens in (3, 4, 6, 7):  # this gives two graphs: Dynamo guards the branch
+    for num_tokens in (3, 4, 6, 7):  # these sizes give two graphs: Dynamo guards the branch
         mine, theirs = some_tokens(num_tokens), some_tokens(num_tokens)
         results = [*ours(*mine), *mine], [*model(*theirs), *theirs]
         for a, b in zip(*results, strict=True):

@@ -96,8 +96,8 @@ def test_nothing_moves_past_a_users_kernel(statement, operand, place, inner):
     patterns = [site.pattern for report in reports() for site in report.matches]
     reads_x_alone = statement is read and operand == "x"
     of_a_cache_before = place == 0 and operand != "x"
-    # The fused op writes K later than the graph does. A reader of V's cache cannot see the
-    # difference.
+    # The fused op writes K later than the graph does. A reader of V's cache between the writes
+    # cannot see the difference.
     reads_v_between = statement is read and operand == "v_cache"
     may_fuse = place == 2 or of_a_cache_before or reads_x_alone or reads_v_between
     assert ("qkv_cache" in patterns) == may_fuse

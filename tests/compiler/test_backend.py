@@ -30,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 # --- a model without a match --------------------------------------------------------------------
 
 
-#: These tests concern a whole report: its warnings and its files.
+#: The names of the patterns of `qkv`. The tests that use them concern a whole report: its warnings
+#: and its files.
 QKV = sorted(patterns_of("qkv"))
 
 
@@ -89,8 +90,8 @@ def break_fake(monkeypatch):
     monkeypatch.setattr("tilewright.compiler._compat.run_fake", broken)
 
 
-# After these failures nothing of the whole graph is fused. test_failures.py tests a failure at a
-# site.
+# Failures after which nothing of the whole graph is fused. test_failures.py tests failures at a
+# single site.
 WHOLE = [break_view, break_rewrite, break_lint]
 BREAKS = [*WHOLE, break_match, break_fake]
 

@@ -99,7 +99,8 @@ def test_blocks_that_do_not_lie_in_rows_are_a_miss(rows, columns, code):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_projections_of_bytes_are_fused(tokens, bias):
-    """The library's operator rounds the activation once."""
+    """Projections with 8-bit weights are fused. The library's operator rounds the activation
+    once."""
     model = attention(bitsandbytes_ops.ByteLinear, bias=bias)
     args = attention_args(activations(tokens))
     ours, eager = run(model, *args)
@@ -133,4 +134,4 @@ def test_columns_that_are_multiplied_apart_are_told():
     if bitsandbytes_ops.INSTALLED:
         pytest.skip("the library's operator gives a tensor of a size that only the data tell")
     (miss,) = misses_of(lower(call, (activations(3, torch.float16),)), "declare")
-    assert "with a threshold some are multiplied apart" in miss.message
+    assert "with a threshold, some columns are multiplied separately" in miss.message

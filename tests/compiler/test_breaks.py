@@ -141,7 +141,8 @@ def test_lower_tells_every_break_once_with_its_place(name):
 
 @pytest.mark.parametrize("name", ["branch", "branch in loop"])
 def test_the_two_texts_of_a_branch_have_one_hint(name):
-    """Dynamo's hint for the second text is about clamping, and does not mention the branch."""
+    """Dynamo has two texts for a branch. Its own hint for the second text is about clamping, and
+    does not mention the branch."""
     lowered = lower(BREAKS[name][0], (torch.ones(3),))
     (miss,) = misses_of(lowered, "capture")
     assert miss.hint == "compute both sides and choose with torch.where, or use torch.cond"
@@ -156,7 +157,8 @@ def guarded(x, cache):
 
 
 def test_what_only_data_tell_is_named():
-    """With scalars in the graph, the comparison of a scalar breaks the graph, and not `.item()`."""
+    """With scalars captured in the graph, the graph breaks at the comparison of a scalar, and not
+    at `.item()`."""
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         lowered = lower(guarded, (torch.ones(3, dtype=torch.long), torch.ones(9)))
     (miss,) = misses_of(lowered, "capture")
@@ -275,7 +277,7 @@ def test_what_comes_out_of_a_graph_is_zeros_after_a_break():
         longest = int(ids.max())
         return x.new_zeros(longest + 1, 2)
 
-    for _ in range(3):  # by then, memory of earlier calls is present
+    for _ in range(3):  # after some calls, memory of earlier calls is present
         torch._dynamo.reset()
         torch.full((64,), 10**15)
         lowered = lower(model, (torch.ones(3), torch.arange(4)))

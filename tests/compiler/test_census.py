@@ -1,7 +1,8 @@
 """Tests the census of a graph.
 
-Every product with a weight, softmax, write into memory from outside, and choice of the largest is
-in a match, in a miss, of no interest for a reason, or unaccounted.
+The census looks at each product with a weight, softmax, write into memory from outside, and choice
+of the largest. Each of these is in a match, is in a miss, is of no interest for a stated reason, or
+is unaccounted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ K, N, T = 64, 128, 4
 
 @torch.library.custom_op("census_test::scrambled", mutates_args=())
 def scrambled(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Computes a product that only its name reveals."""
+    """Computes a product that is recognisable only by its name."""
     return x @ codes.T
 
 
@@ -66,7 +67,7 @@ def census(step, tokens=T):
 
 
 def accounts(step, kind, tokens=T):
-    """Returns (account, why) for each point of one kind."""
+    """Returns (account, reason) for each point of one kind."""
     points = census(step, tokens).points
     return [(point.account, point.why) for point in points if point.kind == kind]
 
@@ -137,7 +138,7 @@ def shared_expert(m, x):
 
 
 def heads_for_other_keys(m, x):
-    """Has a norm of each head, computed by a power of -1/2. It is no activation."""
+    """Normalises each head by a power of -1/2, which is no activation."""
     q = m.square(x).view(T, 2, 32).float()
     q = (q * torch.pow(q.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5)).to(x.dtype)
     k = x.view(T, 2, 32)
@@ -145,7 +146,7 @@ def heads_for_other_keys(m, x):
 
 
 def gate_before_an_mlp(m, x):
-    """The activation that an op has belongs to another linear."""
+    """Has a gate before an MLP, whose activation belongs to another linear than the gate."""
     y = x * torch.sigmoid(m.square(x))
     return m.down(y.repeat(1, 2) * F.gelu(m.up(x)))
 
@@ -159,7 +160,7 @@ def gate_rounded(m, x):
 
 
 def above_a_threshold(m, x):
-    """Computes the largest of a row from its mean and deviation."""
+    """Keeps the numbers above a threshold, which is computed from the row's mean and deviation."""
     gate = m.up(x)
     least = gate.mean(-1, keepdim=True) + 1.5 * gate.std(-1, keepdim=True)
     return m.down(F.gelu(F.relu(gate - least)))
@@ -187,7 +188,7 @@ def recurrence(m, x):
 
 
 def indexed(m, x, read=F.scaled_dot_product_attention):
-    """Lets each token attend to one key, which has the largest of the token's own scores."""
+    """Lets each token attend to one key: the key with the largest of the token's own scores."""
     x = x.view(2, 2, K)
     scores = F.relu(x @ x.mT)
     chosen = scores.topk(1).indices
@@ -200,8 +201,8 @@ def indexed_for_a_linear(m, x):
 
 
 def indexed_by_others(m, x):
-    """The near miss of scores of tokens with each other: these are scores of two activations, and a
-    linear reads them."""
+    """The near miss of scores of tokens with each other: here the scores are of two activations,
+    and a linear reads them."""
     chosen = F.relu(x @ m.square(x).mT).topk(1).indices
     return m.square(torch.zeros(T, T, dtype=x.dtype).scatter(-1, chosen, 1.0) @ x)
 
@@ -220,20 +221,20 @@ def changed_in_slices(m, x):
 
 
 def sum_put_into_a_cache(m, x):
-    """The near miss: `out=` writes the result of a linear."""
+    """The near miss of a sum: `out=` writes the result of a linear into a cache."""
     made = m.square(x)
     torch.add(made[0], made[1], out=m.last)
     return x
 
 
 def mixed_streams(m, x):
-    """Has four streams for each token, which are mixed by numbers that a linear computes."""
+    """Has four streams for each token. Numbers that a linear computes mix the streams."""
     weights = m.square(x)[:, :16].view(T, 4, 4).softmax(-1) + 1e-6
     return (weights / weights.sum(-2, keepdim=True)) @ x.view(T, 4, 16)
 
 
 def mixed_experts(m, x):
-    """The near miss of streams: results of linears are weighted."""
+    """The near miss of streams: the weighted values are results of linears."""
     weights = m.square(x)[:, :2].softmax(-1)
     return m.up(weights[:, :1] * m.square(x + 1) + weights[:, 1:] * m.square(x + 2))
 
@@ -243,12 +244,12 @@ def looked_up(m, x):
 
 
 def decoded(m, x):
-    """The near miss of tokens: the rows of a weight, chosen by codes of the model."""
+    """The near miss of tokens: codes of the model choose the rows of a weight."""
     return F.silu(x @ F.embedding(m.positions.repeat(32), m.square.weight).T) @ m.down.weight.T
 
 
 def looked_up_matrices(m, x):
-    """The near miss of tokens: each token has a matrix of the model."""
+    """The near miss of tokens: each token looks up a matrix of the model."""
     chosen = F.embedding(x.argmax(-1), m.stack.flatten(1)).view(T, K, K)
     return m.up(F.silu(torch.bmm(chosen, x[:, :, None])[..., 0]))
 
@@ -260,7 +261,7 @@ def token_shift(m, x):
 
 
 def left_by_a_product(m, x):
-    """Nothing reads the product except a value that one step leaves for the next."""
+    """Nothing reads the product except a value that one step keeps for the next step."""
     m.last.copy_(m.square(x).cos()[-1])
     return x
 
@@ -272,7 +273,7 @@ def put_into_memory(m, x):
 
 
 def last_tokens(m, x):
-    """The near miss of one token: a window of a cache, without its former contents."""
+    """The near miss of one token: a window of a cache, without the cache's earlier contents."""
     out = mlp(m, x + m.window.sum(0))
     m.window.copy_(m.square(x)[-2:])
     return out
@@ -291,15 +292,15 @@ def unread(m, x):
 
 
 def read_from_memory(m, x):
-    """The near miss of a value that nothing reads: only a write reads it, and the graph reads that
-    memory."""
+    """The near miss of a value that nothing reads: here a write reads it, and the graph reads the
+    written memory."""
     held = torch.zeros_like(x)
     held.copy_(m.square(m.square(x).softmax(-1)))
     return mlp(m, x) + held.cos()
 
 
-#: For each program: the kind of the points that are tested, their accounts, and words of the
-#: reason.
+#: Maps a program to the kind of points that are tested, the accounts of these points, and words of
+#: the reasons.
 CASES = {
     mlp: ("product", {"match"}, "linear_"),
     head: ("product", {"no interest"}, "a head"),
@@ -328,8 +329,8 @@ def test_a_point_has_its_account(step):
     assert all(words in why for _, why in found)
 
 
-#: For each program: the kind of the first point that is tested, its account, and words of the
-#: reason. They are points of no interest, and for each there is one that looks like it.
+#: Maps a program to the kind of the first tested point, its account, and words of the reason. The
+#: programs come in pairs: in one the point is of no interest, and in the other a similar point is.
 PAIRS = {
     heads_for_other_keys: ("product", "no interest", "a product alone"),
     gate_before_an_mlp: (
@@ -419,7 +420,8 @@ def test_an_unknown_operator_without_a_weight_is_no_point():
 
 
 def test_an_attention_that_no_pattern_reads_is_no_head():
-    """The near miss of a value from which tokens are sampled: another product reads the softmax."""
+    """The near miss of a value from which tokens are sampled: here another product reads the
+    softmax."""
 
     def near(m, x):
         return m.square(m.square(x).softmax(-1))
@@ -428,7 +430,7 @@ def test_an_attention_that_no_pattern_reads_is_no_head():
 
 
 def test_a_write_without_an_account_is_told():
-    """The near miss of a count: numbers of a projection are written into memory that is no
+    """The near miss of a count: here numbers of a projection are written into memory that is no
     cache."""
 
     def near(m, x):

@@ -24,8 +24,8 @@ FUSED = ["qkv_cache", "linear_activation", "linear_residual"]
 
 
 class Int8Tensor(torch.Tensor):
-    """Stands in for torchao's class with quantised weights alone. It has the names of the class's
-    fields."""
+    """Stands in for torchao's class, with only the weights quantised. Its fields have the same
+    names."""
 
     reads_zero = False
     names = ("qdata", "scale", "zero_point", "act_pre_scale")
@@ -94,7 +94,7 @@ ReadsZero.__module__, ReadsZero.__name__ = "torchao.quantization", "Int8Tensor"
 
 
 class Unheard(Int8Tensor):
-    """A class that no table of tilewright has."""
+    """A class of weights that no table of tilewright has."""
 
 
 Unheard.__module__ = "torchao.prototype.new"
@@ -139,7 +139,7 @@ def arguments(tokens=3):
 
 
 def exact(layer, args):
-    """Computes the layer with dense weights in float64, which have the numbers of its codes."""
+    """Computes the layer in float64, with dense weights that equal the decoded codes."""
     plain = Layer()
     for name, module in plain.named_children():
         own = getattr(layer, name).weight
@@ -168,8 +168,8 @@ def test_a_model_is_fused_as_it_is_loaded(inner):
 
 
 def test_codes_are_read_where_they_lie():
-    """Inductor passes the tensors inside the weights to the op, and makes no tensor of their
-    size."""
+    """Inductor passes the tensors inside the weights directly to the op, and makes no other tensor
+    of their size."""
     layer, args = Layer(), arguments()
     compiled = torch.compile(layer, backend="tilewright")
     _, (code, *_) = run_and_get_code(compiled, *args)
@@ -196,7 +196,8 @@ def test_zero_points_that_the_library_does_not_read_are_not_looked_at():
 
 
 def test_a_library_that_reads_more_of_the_weight_is_told():
-    """A later release of the library could, for example, subtract the zero points."""
+    """A release of the library that reads another field of the weight is reported. It could, for
+    example, subtract zero points."""
     layer, args = Layer(kind=ReadsZero, zero_point=torch.ones(1, dtype=torch.int8)), arguments()
     lowered = lower(layer, args)
     assert not {"qkv_cache", "linear_activation"} & {m.pattern for m in lowered.matches}

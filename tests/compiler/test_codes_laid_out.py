@@ -1,5 +1,5 @@
-"""Tests that `prepare` lays out codes of GPTQ and AWQ along K, once, and that memory holds the
-codes only once."""
+"""Tests that `prepare` lays out the codes of GPTQ and AWQ along K, once, and that memory holds only
+one copy of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def awq_weight(module):
 
 @pytest.mark.parametrize(("rows", "columns"), [(8, 8), (64, 24), (1032, 16), (2056, 8)])
 def test_words_that_are_turned_have_the_same_codes(rows, columns):
-    """There are more rows than are transposed at once, and the last part of the rows is smaller."""
+    """Tests more rows than are transposed at once. The last part of the rows is smaller."""
     make = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=make).int()
     turned = turned_words(words, AWQ_ORDER)
@@ -123,7 +123,7 @@ def test_codes_of_a_row_lie_next_to_each_other(method, linear_of):
     along_k = codes.t() if method == "gptq" else codes
     assert along_k.shape == (64, 32)
     assert along_k.is_contiguous()
-    # Every copy of a module has it, too.
+    # Every copy of a module has the codes, too.
     assert copy.deepcopy(model)[0].get_buffer(CODES[method]).stride() == codes.stride()
     if method == "gptq":
         assert isinstance(model[0], GptqLinear)
@@ -161,7 +161,8 @@ def test_a_copy_has_codes_of_its_own(method, linear_of):
 @pytest.mark.parametrize("rows", [64, 256])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_state_of_the_library_s_is_loaded(method, rows, linear_of):
-    """With 256 rows and columns, words of both orders have the same shape."""
+    """A state dict of the library can be loaded. With 256 rows and columns, words of both orders
+    have the same shape."""
     model, other = linear_of(method, rows=rows), linear_of(method, rows=rows)
     gptq_modules.fill(other[0], seed=5)
     x = inputs((5, 256), torch.float16)

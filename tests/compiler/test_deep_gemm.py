@@ -1,7 +1,7 @@
 """Tests DeepGEMM's operators, which write an argument.
 
-Stand-ins have the hub's schemas and arithmetic, in modules of transformers as they are recorded on
-a Hopper GPU and on a Blackwell GPU.
+Stand-ins have the schemas and the arithmetic of the hub's kernels. The calls are those that
+transformers makes on a Hopper GPU and on a Blackwell GPU.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def kernel(monkeypatch, request):
 
 
 def linear(machine, **options):
-    """Makes a linear of these rows and columns from a seed, with scales in the form of the
-    machine's checkpoint."""
+    """Makes a linear of these sizes from a seed. Its scales have the form of the machine's
+    checkpoint."""
     return partial(finegrained.linear, scale_fmt=MACHINES[machine][1], **options)
 
 
@@ -58,7 +58,7 @@ def activations(*shape, seed=1):
 
 
 def exactly(module, x):
-    """Computes the function of a linear of the library, without rounding after the codes."""
+    """Computes a linear as the library does, but without rounding after the codes."""
     blackwell = library.is_sm100()
     codes, sf = deep_gemm.per_token_cast_to_fp8(
         x.reshape(-1, x.shape[-1]), use_ue8m0=blackwell, use_packed_ue8m0=blackwell
@@ -111,7 +111,8 @@ def test_models_are_fused(kind):
 
 
 def test_rows_in_a_layout_are_told():
-    """Rows of experts begin at multiples of 128. The hint names `grouped_mm`, which is fused."""
+    """Tests rows of experts that begin at multiples of 128. The hint names `grouped_mm`, which is
+    fused."""
     torch.manual_seed(0)
     config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     config |= {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -131,7 +132,8 @@ def test_rows_in_a_layout_are_told():
 
 
 class Sums(nn.Module):
-    """The tensor that the operator writes is read before, is a view, or belongs to the caller."""
+    """The tensor that the operator writes is read before the call, is a view, or belongs to the
+    caller."""
 
     def __init__(self, how):
         super().__init__()
@@ -158,7 +160,7 @@ def test_what_is_written_keeps_its_other_names(how):
 
 
 def test_a_sum_is_another_operation():
-    """The operator adds the product to `c`."""
+    """With the argument `c`, the operator adds the product to `c`."""
     module = linear("hopper")(256, HIDDEN, 0)
     op = getattr(torch.ops, deep_gemm.LIBRARY).fp8_fp4_gemm_nt
 

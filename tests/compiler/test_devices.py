@@ -1,5 +1,5 @@
-"""Tests that a graph is rewritten for a device for which its ops have kernels, and otherwise stays
-as it was."""
+"""Tests that a graph is rewritten only for a device for which its ops have kernels. For another
+device it stays as it was."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture(autouse=True)
 def as_for_users(monkeypatch):
-    """Undoes the setting that the tests make for themselves."""
+    """Undoes the setting that is made for all tests."""
     monkeypatch.delenv("TILEWRIGHT_EVERYWHERE", raising=False)
 
 
@@ -219,7 +219,8 @@ def test_numbers_that_a_chip_does_not_have_leave_a_site(target, fused):
 
 
 def test_an_adapter_s_ops_are_asked_too():
-    """These ops stand before the op that a match names. The writes are then fused by themselves."""
+    """An adapter needs ops before the op that a match names. If these have no kernels, only the
+    writes are fused."""
     layer, args = attention_with_adapter()
     found = lower(layer, args, target="sm120")
     whole = matches_of(lower(layer, args, target="sm90"), "qkv")
@@ -230,8 +231,8 @@ def test_an_adapter_s_ops_are_asked_too():
 
 
 def test_a_family_that_the_targets_do_not_list_is_named(monkeypatch):
-    """This can happen for a new op: its kernels are left out because a list lacks one word, and the
-    reason says so."""
+    """A new op may belong to a family that the list of a target lacks. Then its kernels are not
+    used, and the reason says so."""
     monkeypatch.setattr(fused_op, "FAMILIES", targets.FAMILIES - {"moe"})
     module, args = moe_idioms.build("plain")
     found = lower(module, args, target="sm90")

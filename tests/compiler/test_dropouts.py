@@ -1,5 +1,5 @@
-"""Tests that a dropout that is off equals its input, also for in-place sums, and that a dropout
-that is on stays."""
+"""Tests a dropout that is off, which equals its input, also for in-place sums. A dropout that is on
+stays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_place(x):
 
 
 def of_an_input(x):
-    """The caller's tensor changes, as in eager."""
+    """Changes the caller's tensor, as in eager."""
     F.dropout(x, 0.5, False).add_(1)
     return x * 2
 
@@ -86,8 +86,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_view_changed_in_place_behind_a_dropout_changes_its_input(change):
-    """Fake tensors give a dropout memory of its own, so a change through a view seemed to reach no
-    other name. The sum behind it then read the projection as it was before the change."""
+    """A change of a view after a dropout also changes the dropout's input. (The fake tensor of a
+    dropout has separate memory. Without care, a sum would read the projection as it was before the
+    change.)"""
     generator = torch.Generator().manual_seed(0)
     x, residual, w = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(3))
 

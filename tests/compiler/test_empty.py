@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Attention(nn.Module):
-    """Projects x [B, S, 64] to heads. K and V are written to caches [B, H, 16, 32], which are
-    read."""
+    """Projects x [B, S, 64] to heads. Writes K and V to caches [B, H, 16, 32], and reads the
+    caches."""
 
     def __init__(self, num_heads):
         super().__init__()

@@ -1,10 +1,10 @@
 """Continuous batching by tilewright on a GPU: CUDA graphs, two batches at once, streams, threads.
 
-The same tests run on a CPU, without graphs. There the model has float32, and each token must be the
-best one. On a GPU it has bfloat16, whose rounding may choose another of two nearly equal tokens;
-then the tokens are judged by the scores of the same weights in float32: none may be far from the
-best, and on average they may be at most about twice as far from it as those of transformers' own
-engine.
+The same tests run with one model on a CPU, without graphs; `test_engine.py` tests other models
+there. On a CPU the model has float32, and each token must be the best one. On a GPU it has
+bfloat16, whose rounding may choose another of two nearly equal tokens; then the tokens are judged
+by the scores of the same weights in float32: none may be far from the best, and on average they may
+be at most about twice as far from it as those of transformers' own engine.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ from tests.compiler.engine_models import (
 from tilewright.compiler import reports
 from tilewright.compiler.serving import BatchingConfig, disable, enable
 
-GPU = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
-    ],
-)
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
 MODELS = ("Llama", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3")
+SERVED = [("Llama", "cpu"), *(pytest.param((name, "cuda"), marks=GPU) for name in MODELS)]
 
 
 @dataclass
@@ -59,30 +57,26 @@ class Served:
         return config
 
     def distances(self, ids: list[int], tokens: list[int]) -> torch.Tensor:
-        """Returns how far the score of each token is below that of the best one, in standard
-        deviations of the scores."""
+        """Returns how far the score of each token is below the best score, in standard deviations
+        of the scores."""
         given = torch.tensor([ids + tokens], device=self.device)
         scores = self.exact(given).logits[0, len(ids) - 1 : -1].float()
         chosen = scores.gather(1, torch.tensor(tokens, device=self.device)[:, None])[:, 0]
         return (scores.amax(1) - chosen) / scores.std()
 
 
-@pytest.fixture(scope="module", params=["cpu", GPU])
-def device(request: Any) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def served(request: Any, device: str) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=SERVED, ids=lambda pair: "-".join(pair))
+def served(request: Any) -> Iterator[Served]:
     """Returns an enabled model. Dynamo forgets its graphs after its last test."""
+    name, device = request.param
     torch._dynamo.reset()
-    exact = made(request.param, WIDE).to(torch.bfloat16).float().to(device)
+    exact = made(name, WIDE).to(torch.bfloat16).float().to(device)
     model = copy.deepcopy(exact)
     if device == "cuda":
         model.to(torch.bfloat16)
     assert enable(model)
     with torch.no_grad():
-        yield Served(request.param, device, model, exact)
+        yield Served(name, device, model, exact)
     disable(model)
     torch._dynamo.reset()
 
@@ -93,20 +87,21 @@ def answers(results: dict[str, Any]) -> list[list[int]]:
 
 
 def check(served: Served, given: list[list[int]], found: list[list[int]], new: int = NEW) -> float:
-    """Checks that each token is the best one, up to rounding; returns the mean distance."""
+    """Checks that each token is the best one, apart from rounding. Returns the mean distance."""
     assert [len(tokens) for tokens in found] == [new] * len(given)
     far = torch.cat([served.distances(*pair) for pair in zip(given, found, strict=True)])
     if served.device == "cpu":
         assert far.max() < 1e-4
     else:
         assert (far == 0).float().mean() >= 0.9
-        # A router that chooses another expert changes everything after it.
+        # A different choice of experts changes everything after it.
         assert (far > 0.5).float().mean() <= (0.0 if served.name in ("Llama", "Gemma3") else 0.05)
     return far.mean().item()
 
 
 def test_tokens_are_those_of_float32(served):
-    """Prompts in several steps, mixed steps, shared prefixes; steps are compiled on a GPU."""
+    """Tests prompts in several steps, mixed steps and shared prefixes. On a GPU the steps are
+    compiled."""
     compiled = served.device == "cuda"
     before = len(reports())
     with served.model.continuous_batching_context_manager(
@@ -127,7 +122,7 @@ def test_tokens_are_those_of_float32(served):
     assert len(graphs) == 2
     assert min(map(len, graphs)) >= 4
     assert (warm > before, len(reports())) == (True, warm)  # nothing is compiled after the warm-up
-    if served.name == "DeepseekV3":  # transformers' own engine does not run it
+    if served.name == "DeepseekV3":  # transformers' own engine cannot run it
         return
     disable(served.model)
     theirs = served.model.generate_batch(
@@ -163,7 +158,7 @@ def test_forks_are_those_of_one_request(served):
 
 
 def test_out_of_pages_requests_come_back(served):
-    """The requests need more pages than there are; some are computed again or copied back."""
+    """The requests need more pages than there are. Some are computed again or copied back."""
     lengths, new = (90, 100, 95, 80, 100), 60
     for space in (0.0, 0.01) if served.device == "cuda" else (0.0,):
         results = served.model.generate_batch(
@@ -190,7 +185,7 @@ def test_memory_stays_the_same_over_many_requests(served):
                 torch.cuda.synchronize()
                 used.append(torch.cuda.memory_allocated())
     assert free == [1.0] * 6
-    # The first turns capture graphs of their sizes.
+    # In the first rounds, graphs for their sizes are captured.
     assert max(used[3:], default=0) <= min(used[2:3], default=0) + 2**20
 
 
@@ -222,7 +217,8 @@ def test_stopped_in_the_middle_it_starts_again(served):
 
 
 def test_after_an_exception_in_a_processor_the_next_batch_is_right(served, monkeypatch):
-    """On a GPU the second call of a step is the one that is captured."""
+    """On a GPU, the second call of a step is captured, so an exception may come within a
+    capture."""
     calls = []
 
     class Failing(torch.nn.Module):
@@ -242,7 +238,7 @@ def test_after_an_exception_in_a_processor_the_next_batch_is_right(served, monke
         continuous_batching_config=served.settings(),
     )  # fmt: skip
     errors = {result.error for result in failed.values()}
-    # The end of a capture that failed may have an error of its own.
+    # The end of a failed capture may raise another error.
     assert errors == {"a processor's own"} or (served.device == "cuda" and None not in errors)
     monkeypatch.undo()
     results = served.model.generate_batch(
@@ -254,7 +250,7 @@ def test_after_an_exception_in_a_processor_the_next_batch_is_right(served, monke
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 def test_float32_runs_as_transformers_runs_it(caplog):
-    """No kernel of attention takes float32, and the reference cannot be captured."""
+    """No attention kernel supports float32, and a capture cannot record the reference."""
     model = made("Llama", WIDE)
     assert enable(model)  # on the CPU
     model.cuda()

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Broken(ArithmeticError):
-    """An exception that no code of tilewright raises."""
+    """An exception that tilewright itself never raises."""
 
 
 def at_first_call(function):
@@ -73,7 +73,7 @@ def fail_fake(monkeypatch):
 
 
 def fail_half_way(monkeypatch):
-    """Makes a rewrite raise after users have their new operand and writes are gone, so that the
+    """Makes a rewrite raise when it has already replaced operands and removed writes, so that the
     graph cannot be used any more."""
     monkeypatch.setattr(rewrite, "check_site", at_first_call(rewrite.check_site))
 
@@ -99,8 +99,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_failure_costs_one_site_and_the_next_pattern_may_take_it(where, monkeypatch, caplog):
-    """There are two layers. One is fused as usual, and in the other only the write is fused. The
-    numbers are right."""
+    """Of two layers, one is fused as usual. In the other only the write is fused. The numbers are
+    right."""
     model, args = build("page_offset", num_layers=2)
     injure, doing = FAILURES[where]
     injure(monkeypatch)
@@ -140,7 +140,8 @@ def test_under_strict_a_compilation_raises_and_changes_nothing(monkeypatch):
 
 
 def test_where_every_site_fails_half_way_the_pattern_is_left_out(monkeypatch):
-    """The compiler does not copy the graph for each of its layers."""
+    """If every site fails half-way, the pattern is left out. The compiler does not copy the graph
+    again for each layer."""
     model, args = build("page_offset", num_layers=8)
     real, copied = rewrite.check_site, []
 
@@ -172,7 +173,7 @@ def test_what_a_pattern_owes_is_told_in_its_own_words(monkeypatch):
 
 
 def test_an_op_whose_check_fails_is_a_miss(monkeypatch):
-    """The op's own fake implementation fails here, not a stand-in for it."""
+    """The op's own fake implementation fails, and not a stand-in for it."""
     op = contract.get_op("fused_qkv_paged")
     validate = op.validate
 
@@ -192,7 +193,7 @@ def test_an_op_whose_check_fails_is_a_miss(monkeypatch):
 
 
 class OtherActivation(nn.Module):
-    """V projects another tensor than K does, by an einsum."""
+    """An attention whose V is a projection of another tensor than K's, written as an einsum."""
 
     def __init__(self):
         super().__init__()
@@ -240,8 +241,8 @@ def failing():
 
 
 class Summed(nn.Module):
-    """Has a cumsum among inputs of every kind: aliases, strides, no elements, a constant, a branch,
-    and a user's function."""
+    """Has a cumsum, and inputs of every kind: aliases, strided and empty tensors, a constant, a
+    branch, and a user's function."""
 
     def __init__(self):
         super().__init__()
@@ -268,7 +269,7 @@ def run(path):
 
 
 def test_the_repro_file_shows_the_same_error(failing, tmp_path, monkeypatch):
-    """The sizes are symbols here. The next test runs the file with numbers."""
+    """Writes a repro file with symbolic sizes. The next test runs the file with numbers."""
     monkeypatch.setenv("TILEWRIGHT_REPRO", str(tmp_path / "made"))
     lowered = lower(Summed(), summed_arguments(), dynamic=True)
     (miss,) = misses_of(lowered, "fails")
@@ -284,7 +285,7 @@ def test_the_repro_file_shows_the_same_error(failing, tmp_path, monkeypatch):
 
 def test_the_repro_file_has_the_inputs_as_they_were(failing, tmp_path, monkeypatch, capsys):
     """Without the failing pattern, the file runs to its end, so its code and its inputs fit each
-    other. It runs in this process; in the last test it runs in a process of its own."""
+    other. It runs in this process; the last test runs it in a separate process."""
     monkeypatch.setenv("TILEWRIGHT_REPRO", str(tmp_path))
     lower(Summed(), summed_arguments())
     assert capsys.readouterr().out == ""
@@ -292,7 +293,7 @@ def test_the_repro_file_has_the_inputs_as_they_were(failing, tmp_path, monkeypat
     text = path.read_text()
     assert (
         text.count("storage_") >= 6
-    )  # x, the weight, one for both parts of a tensor, and the transposed tensor
+    )  # x, the weight, one tensor for the storage of both parts, and the transposed tensor
     lines = [line for line in text.splitlines() if "failing_pattern" not in line]
     path.write_text("\n".join(lines))
     monkeypatch.delitem(language._REGISTRY, failing.name)

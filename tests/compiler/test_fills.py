@@ -1,4 +1,5 @@
-"""Tests that zeros like a tensor that the graph computes get its sizes and no longer read it."""
+"""Tests zeros that have the shape of a tensor that the graph computes. They get the tensor's sizes,
+and no longer read the tensor."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from tilewright.compiler.rewrite.fills import make_fills_plain
 
 
 def filled(step, *args, dynamic=False):
-    """Returns (the number of fills that became plain, the result of the step, the result of
-    eager)."""
+    """Returns (the number of fills that no longer read a tensor, the result of the step, the result
+    of eager)."""
     found = []
 
     def backend(gm, inputs):
@@ -28,7 +29,7 @@ def computed(x):
 
 
 def exported(x):
-    """Has the fills as export writes them."""
+    """Has the fills as torch.export writes them."""
     zeros = torch.ops.aten.zeros_like.default(x.sigmoid(), dtype=torch.bool, pin_memory=False)
     return zeros, torch.ops.aten.ones_like.default(x * 2, pin_memory=False)
 
@@ -59,7 +60,7 @@ def pinned(x):
 
 
 def inside_of_vmap(x):
-    """Each entry has separate zeros, which the graph writes."""
+    """Makes separate zeros for each entry of the batch, and writes them."""
 
     def one(row):
         y = row.sigmoid()
@@ -81,7 +82,8 @@ def test_only_fills_whose_sizes_are_known_change():
 
 
 def test_a_mask_made_like_projected_queries_is_a_mask():
-    """The near miss: another projected tensor is added to scores."""
+    """A mask that is filled with a number reads only the shape of the queries. In the near miss,
+    another projected tensor is added to the scores."""
 
     class Attention(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Tests what is reported for a graph that cannot be computed in float64."""
+"""Tests the report of a graph that cannot be computed in float64."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests every reason not to fuse, by a tiny model with one fault and the same model without the
-fault.
+"""Tests every reason not to fuse. Each test runs a tiny model with one fault, and the same model
+without the fault.
 
 For the faulty model, `qkv_cache` must give a miss with the code, the stage and a message that names
 the culprit. The model must still give exactly the results of eager, including caches. The other
@@ -61,7 +61,7 @@ class Hazard:
 
     culprit: the text that the message must contain.
     mended: the same step without the fault.
-    instead: the pattern that still takes the write alone.
+    instead: the pattern that still matches the write by itself.
     """
 
     code: str
@@ -80,8 +80,8 @@ A, X, KP, VP, QP, G, H = list(Stage)[:7]
 
 
 def activation(change):
-    """Makes steps that change an activation in place. In one step another name sees the change, and
-    in the other none does."""
+    """Makes steps that change an activation in place. In one step another view of the activation
+    sees the change, and in the other step none does."""
     return order.activation_changed(change), order.activation_changed(change, seen=False)
 
 
@@ -285,7 +285,8 @@ HAZARDS = {
 
 @pytest.mark.parametrize("name", HAZARDS)
 def test_a_broken_edge_is_named_and_leaves_the_model_as_it_was(name):
-    """cache_store copies its inputs, so even with it not a single bit may differ."""
+    """The results must be equal bit by bit. This holds even if `cache_store` matches, since it only
+    copies its inputs."""
     hazard = HAZARDS[name]
     layer = Layer(hazard.broken, **hazard.layer).to(hazard.dtype)
     assert_as_eager(layer, hazard.broken_args, exactly=True)
@@ -299,7 +300,7 @@ def test_a_broken_edge_is_named_and_leaves_the_model_as_it_was(name):
     assert used == ({hazard.instead} if hazard.instead else set())
 
 
-#: For each step without a fault, the name of one hazard. Many hazards share such a step.
+#: Maps a step without a fault to the name of a hazard. Many hazards share such a step.
 MENDED = {(hazard.mended, hazard.mended_args): name for name, hazard in HAZARDS.items()}
 
 
@@ -316,7 +317,8 @@ def test_the_mended_edge_matches(step, make):
 
 @dataclass(frozen=True)
 class Projection:
-    """Matches the first linear of a graph, which the built-in patterns would absorb."""
+    """A pattern that matches the first linear of a graph, which the built-in patterns would also
+    match."""
 
     name: str = "tests_projection"
     op: str = "tilewright_tests::none"
@@ -377,8 +379,8 @@ def test_a_collective_inside_is_named(process_group):
 
 
 def test_a_projection_may_read_what_another_site_made():
-    """The activation of the second site is the query of the first site, which the rewrite
-    replaces."""
+    """The activation of the second site is the query of the first site, which the rewrite replaces
+    by the op's output."""
 
     def twice(m, x, k_cache, v_cache, slots):
         q, k, v = m.qkv(x)
@@ -406,13 +408,15 @@ def test_norms_of_one_plus_weight_match():
 
 
 def test_every_code_has_a_test_that_reaches_it():
-    """The check goes by name: tests write out the code that a model must miss with."""
+    """The check compares names: each code must occur in a test, as the code with which a model must
+    miss."""
     tests = Path(__file__).resolve().parents[1]
     texts = [p.read_text() for p in tests.rglob("*.py") if p.parts[-2] != "tools"]
     assert {code for code in CODES if not any(f'"{code}"' in text for text in texts)} == set()
 
 
-#: For each code, a plain model of tests.models that reaches it (None if the backend's tests do).
+#: Maps a code to a plain model of tests.models that misses with it (None if the backend's tests
+#: have such a model).
 IDIOMS_MISSED = {
     "FUNCTIONAL_WRITE": "out_of_place",
     "OPAQUE_WRITE": "custom_op",

@@ -1,5 +1,6 @@
-"""Tests attention of Hugging Face models over a static cache: behind an encoder, step by step, and
-with masks of lowest numbers. Nothing is repeated for the heads that share keys.
+"""Tests attention of Hugging Face models over a static cache: after an encoder, step by step, and
+with masks that hold the lowest number of a dtype. Keys are not repeated for the heads that share
+them.
 
 `test_hf_models.py` tests each model with each kind of mask.
 """
@@ -27,10 +28,10 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("name", "masks"),
     [
-        # The position bias and the masks of this model are numbers. Attention to the source is
-        # masked, too.
+        # The position bias and the masks of this model are numbers that are added. Attention to the
+        # source is masked, too.
         ("t5", ["tensor"] * 4),
-        # Nothing is masked in the source, so that attention has nothing to gain.
+        # Attention to the source has no mask, so that the op would gain nothing there.
         ("whisper", ["causal by position"] * 2),
     ],
 )

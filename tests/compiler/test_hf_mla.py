@@ -28,7 +28,7 @@ MLA = {
     "qk_nope_head_dim": 24,
     "v_head_dim": 32,
 }
-# Every expert takes part, because a rounding must not decide which experts a token gets.
+# Each token uses all experts, because a rounding must not decide which experts a token gets.
 EXPERTS = {
     "n_routed_experts": 2,
     "num_experts_per_tok": 2,
@@ -38,7 +38,7 @@ EXPERTS = {
     "topk_group": 1,
     "first_k_dense_replace": 2,
 }
-# One layer shows what it does. The tests of several steps check that all layers are fused.
+# One layer is enough here. The tests of several steps check that all layers are fused.
 LAYERS, LENGTH, TOKENS = 1, 32, 7
 FIELDS = DIMS | MLA | EXPERTS | {"num_hidden_layers": LAYERS}
 YARN = {
@@ -100,7 +100,7 @@ def in_float64(model, args, kwargs):
 CASES = [(name, "static", "prefill", None) for name in MODELS]
 CASES += [(name, "static", "decode", None) for name in ("v2_lite", "v3")]
 CASES += [(name, "none", "prefill", None) for name in ("v2_lite", "v3")]
-# With sizes as symbols, tracing takes three times as long.
+# Only one case has sizes as symbols, because tracing with symbols takes three times as long.
 CASES += [("v2", "static", "prefill", True)]
 
 
@@ -140,8 +140,8 @@ def test_a_growing_cache_is_attended_fused_and_named():
 
 
 def test_padding_is_a_mask_that_is_read():
-    """The batch is padded. The data decide which keys are padding, so the op gets the mask as it
-    is."""
+    """The batch is padded. The data decide which keys are padding, so the op gets the mask tensor
+    as it is."""
     model, args, _, _ = built("v3", "none", "prefill")
     padding = torch.ones(2, TOKENS, dtype=torch.int64)
     padding[1, :3] = 0

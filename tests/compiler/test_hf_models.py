@@ -53,9 +53,9 @@ MASKED = {
 def cases():
     """Returns (name, mask, phase, dynamic) of each case.
 
-    Every model runs in one phase without a mask, and the models of MASKED in the other phase with
-    one mask. Every mask occurs in both phases. Models in MASKED and in DYNAMIC have static sizes
-    only with a mask.
+    Every model runs in one phase without a mask. The models of MASKED also run in the other phase,
+    with one mask. Every mask occurs in both phases. A model of both MASKED and DYNAMIC has symbolic
+    sizes without a mask, and static sizes with one.
     """
     for number, name in enumerate(MODELS):
         one, other = ("prefill", "decode") if number % 2 else ("decode", "prefill")
@@ -110,7 +110,8 @@ def test_every_layer_is_fused_and_right(name, mask, phase, dynamic, monkeypatch)
     ("name", "kind"), [("gpt_neox", "layer"), ("starcoder2", "layer"), ("cohere", None)]
 )
 def test_a_layer_norm_is_part_of_both_linears_of_one_token(name, kind):
-    """This holds in every layer. If attention and MLP share one norm, the norm stays."""
+    """With one token, a layer norm becomes a part of both linears that read it, in every layer. If
+    attention and MLP share one norm, the norm stays in the graph."""
     ours, eager, exact = (build_hf(name, cache="static", batch=1) for _ in range(3))
     expected, reference = eager.model(*eager.args, **eager.kwargs).logits, in_float64(exact)
     compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})

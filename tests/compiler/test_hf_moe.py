@@ -1,5 +1,5 @@
-"""Tests Hugging Face mixtures of experts: router and sparse layer are fused, in whatever way
-experts are computed.
+"""Tests Hugging Face mixtures of experts: the router and the sparse layer are fused, whichever way
+the experts are computed.
 
 The tests cover prompts and decode steps, and token counts as numbers and as symbols. No result is
 less accurate.
@@ -33,7 +33,7 @@ BEHIND_A_DENSE_LAYER = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 #: For each name: (config class, fields). Each model has one sparse layer, so that the routing of a
-#: token does not depend on a fused layer. GLM's sparse layer stands behind a dense layer.
+#: token does not depend on a fused layer. GLM's sparse layer follows a dense layer.
 MODELS = {
     "mixtral": ("MixtralConfig", BASE | {"num_local_experts": 4}),
     "qwen2_moe": ("Qwen2MoeConfig", BASE | QWEN | {"shared_expert_intermediate_size": 32}),
@@ -123,9 +123,9 @@ def assert_right(name, *results):
         assert_no_worse(fused, eager, exact, f"{name} {what}")
 
 
-#: Models that are traced as a whole. They have softmax and sigmoid scores, are without and with
-#: shared experts, and one stands behind a dense layer. For the other models, only the sparse layer
-#: is traced.
+#: Models that are traced as a whole. Among them are models with softmax and with sigmoid scores,
+#: with and without shared experts, and one whose sparse layer follows a dense layer. For the other
+#: models, only the sparse layer is traced.
 WHOLE = ("mixtral", "gpt_oss", "glm4_moe")
 
 
@@ -139,7 +139,7 @@ def test_the_sparse_layer_is_fused_and_right(name):
     assert_right(name, logits, *uncompiled(name, "grouped_mm"))
 
 
-# The models that are not in WHOLE differ in the router.
+# The models that are not in WHOLE differ from them in the router.
 CASES = [(name, "batched_mm", False) for name in ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")]
 CASES += [(name, "grouped_mm", False) for name in MODELS if name not in WHOLE]
 # Cases with sizes as symbols, for each kind of router and of product.
@@ -163,8 +163,8 @@ def test_a_layer_alone_is_fused_and_right(name, experts, dynamic):
 
 
 def test_float16_with_transformers_own_grouped_product_is_fused_too():
-    """torch's grouped_mm takes no float16 under compilation. transformers has an operator for that
-    case."""
+    """torch's grouped_mm does not support float16 under compilation. transformers has its own
+    operator for this case."""
     torch._dynamo.reset()
     model = built("mixtral", "grouped_mm").half()
     exact = in_float64(model)

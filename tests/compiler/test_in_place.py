@@ -1,5 +1,5 @@
-"""Tests that arithmetic in place becomes arithmetic out of place if no reader can tell the
-difference, also through views. It stays if another name, an input or the strides of a result would
+"""Tests that in-place arithmetic becomes out-of-place arithmetic if no reader can see a difference,
+also through views. It stays in place if another view, an input or the strides of a result would
 show a difference."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ found: list[int] = []
 
 
 def compiled(step, dynamic=None):
-    """Returns the step compiled with the eager inner compiler, with its arithmetic made new. The
-    number of changed calls goes to `found`."""
+    """Returns the step, compiled with the eager inner compiler after its in-place arithmetic was
+    replaced. Adds the number of replaced calls to `found`."""
 
     def backend(gm, inputs):
         inline_bodies(gm.graph, modes_of(gm.graph, torch.is_grad_enabled()))
@@ -59,8 +59,8 @@ def one_of_three(x, d):
 
 
 def one_of_three_then_the_others(x, d):
-    """The result changes a neighbour on the same memory. The call is left alone, although it might
-    be changed."""
+    """Doubles q in place, and then adds q to k, which is in the same memory. The calls stay in
+    place, although they could be replaced."""
     q, k, v = F.linear(x, W).split([4, 2, 2], -1)
     q.mul_(2)
     keys = k.view(3, 2, 1)
@@ -75,7 +75,7 @@ def copied(x, d):
 
 
 def all_columns_by_number(x, d):
-    """Pads a width that needs no padding: d has 8 columns."""
+    """Pads to 8 columns by number, although d already has 8 columns."""
     y, z = (torch.empty(3, 8).fill_(0.0) for _ in range(2))
     y[:, :8] = d
     z[..., : d.shape[1]] = x[:, :8]
@@ -140,7 +140,7 @@ def expanded_mask(x, d):
 
 
 def viewed_between_changes(x, d):
-    """The view names the result of the second change, and the third change changes it."""
+    """Makes a view of the result of the second change. The third change then changes the view."""
     y = F.linear(x, W)
     y.mul_(2)
     y.add_(d)
@@ -176,7 +176,7 @@ def with_lowest(x, d):
 
 
 def in_a_checkpoint(x, d):
-    """The name outside the body has another fake tensor."""
+    """Has a body in which the tensor from outside has another fake tensor."""
     y = checkpoint(F.linear, x, W, use_reentrant=False)
     flat = y.view(-1)
     y.mul_(2)
@@ -249,7 +249,7 @@ def number(x, d):
 
 
 def wider(x, d):
-    """The result is rounded to the product's dtype, as it is in place."""
+    """Rounds the result to the product's dtype, as the in-place operation does."""
     y = F.linear(x.bfloat16(), W.bfloat16())
     y += d
     return y
@@ -359,7 +359,7 @@ def rows_put_back(x, d):
 
 
 def rows_put_by_name(x, d):
-    """Writes the call as export does, and by keywords."""
+    """Writes the call as torch.export does, with keyword arguments."""
     out = torch.zeros_like(d)
     torch.ops.aten.index_put_.default(out, [AT], out[AT] + d)
     out.index_put_(indices=(AT,), values=d, accumulate=False)
@@ -392,14 +392,15 @@ def rows_put_of_a_number(x, d):
 
 
 def rows_put_of_more_dims(x, d):
-    """Assignment drops leading dimensions of size one."""
+    """Assigns a tensor with more leading dimensions, of size one, which the assignment drops."""
     y = torch.zeros_like(x)
     y[torch.tensor([2, 0])] = x[None, :1]
     return y
 
 
 def filled_by_a_tensor(x, d):
-    """Whether the number overflows is not known when the graph is compiled."""
+    """Fills with a tensor. When the graph is compiled, it is not known whether the number
+    overflows."""
     y = F.linear(x, W)
     y[d < 0] = d.sum()
     return y
@@ -441,7 +442,7 @@ def test_only_arithmetic_that_nobody_can_tell_apart_becomes_new(step, count):
 
 
 def parts_of_a_batch(x, d):
-    """q, k and v of several sequences lie beside each other, token by token."""
+    """q, k and v of several sequences are next to each other in memory, token by token."""
     q, k, v = F.linear(torch.stack([x, x + 1]), W).split([4, 2, 2], -1)
     q.mul_(2)
     heads = q.view(2, -1, 2, 2).transpose(1, 2)
@@ -466,8 +467,8 @@ def test_a_number_of_rows_that_changes(step, count):
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_what_autograd_records_stays(outside):
-    """A gradient flows past a change that no_grad hides, and through a change that it does not
-    hide."""
+    """In one case no_grad hides the change from autograd; in the other case autograd records it.
+    The change stays in place in both cases."""
     w = W.clone().requires_grad_()
 
     def step(x, w):
@@ -488,7 +489,7 @@ def test_what_autograd_records_stays(outside):
 
 
 def test_later_views_of_what_is_new_and_of_what_is_not_lie_apart():
-    """The result for a part has separate memory. The other parts keep their memory."""
+    """The replaced part gets separate memory. The other parts keep their memory."""
     seen = []
 
     def backend(gm, inputs):
@@ -511,7 +512,8 @@ def test_later_views_of_what_is_new_and_of_what_is_not_lie_apart():
 
 
 def test_a_tensor_without_memory_of_its_own_is_passed_by():
-    """Sparse tensors have no storage, so it is not known which tensors share their memory."""
+    """Sparse tensors have no storage, so it is not known whether they share memory. They are
+    skipped."""
     graph = torch.fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     x.meta["example_value"] = torch.eye(3).to_sparse()
@@ -525,7 +527,8 @@ def test_a_tensor_without_memory_of_its_own_is_passed_by():
 
 @pytest.mark.parametrize("taken", ["once", "again", "all"])
 def test_a_result_that_is_taken_again_by_another_name_stays_in_place(taken):
-    """A later reader of the tensor must find it divided."""
+    """The division stays in place, because a later reader uses the tensor by another name and must
+    find it divided."""
     graph = torch.fx.Graph()
     d = graph.placeholder("d")
     d.meta["example_value"] = torch.ones(3, 8)

@@ -1,9 +1,9 @@
-"""Tests K and V of all layers in the rows of one tensor: which views are disjoint, and what follows
-from that.
+"""Tests K and V of all layers that are stored in the rows of one tensor: which views share no
+memory, and what follows from this.
 
 Continuous batching keeps the caches of all layers in `[rows, heads, head_dim]`, which it reads as
-`[blocks, layers, 2, page, heads, head_dim]`. Allocators of other layer types see other blocks in
-the same tensor.
+`[blocks, layers, 2, page, heads, head_dim]`. Layers of another type divide the same tensor into
+other blocks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def random_view(rng, rows):
 
 
 def test_selections_are_apart_exactly_where_they_share_no_element():
-    """The proofs agree with the elements that random views of one tensor select."""
+    """Compares the proofs that two views share no element with the elements that random views of
+    one tensor select."""
     rng = random.Random(0)
     rows = torch.arange(2 * 48).view(48, 2)
     answers = {True: 0, False: 0}
@@ -114,8 +115,8 @@ def test_windows_that_overlap_by_one_row_are_not_apart(rows, by):
 
 
 def test_views_of_two_allocators_are_apart_only_where_no_block_can_hold_both():
-    """One allocator has two layers in a block, and the other has one. A block of the second may be
-    two blocks of the first."""
+    """One allocator has two layers in a block, and the other one layer. So a block of the second
+    may be two blocks of the first."""
     full, sliding = pages_of(ROWS, 2, PAGE), pages_of(ROWS, 1, PAGE)
     held = torch.arange(ROWS * HKV * D).view(ROWS, HKV, D)
     tensors = [
@@ -159,8 +160,8 @@ def test_windows_of_an_op_interleave_but_do_not_share_a_row():
 class Layers(nn.Module):
     """Attention layers of one graph, with their caches in one tensor.
 
-    `write` gets that tensor [rows, Hkv, D], the page and offset of each token, and k and v of every
-    layer.
+    `write` gets this tensor [rows, Hkv, D], the page and the offset of each token, and k and v of
+    every layer.
     """
 
     def __init__(self, write, layers=LAYERS):
@@ -204,8 +205,8 @@ def index_put(rows, page, offset, k, v):
 
 
 def two_allocators(rows, page, offset, k, v):
-    """Each allocator sees blocks of its own size. The last write may overwrite what the first has
-    written."""
+    """Writes by two allocators, each with its own size of blocks. The last write may overwrite what
+    the first wrote."""
     for i, layers in enumerate((LAYERS, 1)):
         part(rows, 0, 0, layers)[page, offset] = k[i]
         part(rows, 0, 1, layers)[page, offset] = v[i]
@@ -226,7 +227,7 @@ def old_values_read_between(rows, page, offset, k, v):
 
 
 def beside(rows, page, offset, k, v):
-    """V lies one page of rows behind K."""
+    """Stores V one page of rows after K."""
     further_on(PAGE, rows, page, offset, k, v)
 
 
@@ -255,7 +256,7 @@ def test_they_are_in_16_bits(dtype):
 
 @pytest.mark.parametrize("spelling", ["view", "unflatten"])
 def test_a_symbolic_number_of_rows_is_fused_and_compiled_once(spelling):
-    """The view says that the rows are whole blocks. The symbols do not say so."""
+    """The view shows that the rows are whole blocks. The symbolic number of rows does not."""
 
     def write(rows, page, offset, k, v):
         for i in range(LAYERS):
@@ -272,7 +273,7 @@ def test_a_symbolic_number_of_rows_is_fused_and_compiled_once(spelling):
         x, rows, slots = given()
         rows = torch.cat((rows, rows[: more * 2 * LAYERS * PAGE]))
         torch._dynamo.mark_dynamic(rows, 0)
-        before, slots = rows.clone(), slots + more * PAGE  # writes into the rows that were added
+        before, slots = rows.clone(), slots + more * PAGE  # now the step writes to the added rows
         expected, actual = layers(x, before, slots), fused(x, rows, slots)
         torch.testing.assert_close((actual, rows), (expected, before), rtol=1e-4, atol=1e-5)
     assert [patterns_in(report, "qkv") for report in reports()] == [["qkv_cache"] * LAYERS]
@@ -282,7 +283,7 @@ def test_a_symbolic_number_of_rows_is_fused_and_compiled_once(spelling):
 
 
 def one_row_over(rows, page, offset, k, v):
-    """V lies one row less than a page behind K."""
+    """Stores V one row less than a page after K."""
     further_on(PAGE - 1, rows, page, offset, k, v)
 
 
@@ -339,7 +340,8 @@ def test_rows_that_share_memory_are_not_apart():
 
 
 def squashed_keys(rows, page, offset, k, v):
-    """No projection alone computes these keys, so the pair is stored."""
+    """Computes keys that are not the result of a projection, so that only the writes are fused, as
+    a pair."""
     by_layer(rows, page, offset, [x.tanh() for x in k], v)
 
 
@@ -367,9 +369,9 @@ def other_slots_for_values(rows, page, offset, k, v):
     part(rows, 0, 1)[page.flip(0), offset.flip(0)] = v[0]
 
 
-PATTERNS = ["qkv_cache", "cache_store"]  # no pattern looks at linears of float32
+PATTERNS = ["qkv_cache", "cache_store"]  # no pattern matches linears of float32
 
-#: For each write that is missed, the number of ops that perform it.
+#: For each write that is missed by `qkv_cache`: how many ops perform it.
 STORED = {
     squashed_keys: 2, keys_alone: 1, index_copies_of_shifted_rows: 4, other_slots_for_values: 2,
     one_row_over: 2, keys_read_for_values: 2,
@@ -378,8 +380,8 @@ STORED = {
 
 @pytest.mark.parametrize("write", STORED, ids=lambda write: write.__name__)
 def test_a_missed_write_copies_no_part_of_the_cache(write):
-    """The smallest view that is written, the view of one layer's keys, has 256 KiB. Other tensors
-    have at most 32 KiB.
+    """The smallest written view, the keys of one layer, has 256 KiB. All other tensors have at most
+    32 KiB.
 
     Inductor compiles the rewritten graph, in which `paged_kv_store` takes the tensor of all layers.
     """

@@ -45,8 +45,8 @@ def test_a_node_of_a_large_graph_takes_no_more_calls(name):
 
 
 def layers_of_attention(x, weight, caches, slots):
-    """Has a layer for each pair of caches [slots, 1, 16]. No layer rotates, so that queries are
-    recognised by the caches that they meet."""
+    """Has a layer for each pair of caches [slots, 1, 16]. No layer rotates, so that a query is
+    recognised only because it attends to the layer's cache."""
     for k_cache, v_cache in caches:
         q, k, v = (F.linear(x, w)[:, None] for w in weight)
         k_cache[slots] = k

@@ -1,5 +1,5 @@
-"""Tests that a selection of a product's rows is made before the product, if no other node reads the
-product."""
+"""Tests selections of rows of a product. The rows are selected before the product if no other node
+reads the product."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ found: list[tuple[int, list[tuple]]] = []
 
 
 def compiled(step, inner="eager"):
-    """Returns the step compiled with its rows selected first. The number of moved selections, and
-    the shapes of the results of the graph's products, go to `found`."""
+    """Returns the step, compiled after its selections were moved before the products. Adds the
+    number of moved selections, and the shapes of the graph's products, to `found`."""
 
     def backend(gm, inputs):
         moved = through(take_rows_first, gm)
@@ -102,7 +102,7 @@ def as_float(x):
 
 
 def changed_behind(x):
-    """In both cases the write goes to the selection's own memory."""
+    """In both cases, the write changes only the memory of the selection."""
     logits = head(x)[:, -1]
     logits[:, 3] = -1.0
     return logits.argmax(-1), logits
@@ -204,7 +204,7 @@ def all_of_it(x):
 
 
 def behind_a_softmax_of_rows(x):
-    """Each number depends on the numbers of other tokens."""
+    """Applies a softmax over tokens, so each number depends on other tokens."""
     return head(x).softmax(1)[:, -1]
 
 
@@ -219,7 +219,7 @@ def written_before(x):
 
 
 def of_a_vector(x):
-    """The last dimension of the result is that of the tokens."""
+    """Multiplies a vector, so that the last dimension of the result is the tokens."""
     return F.linear(x, W[0].to(x.dtype))[:, -1]
 
 
@@ -232,7 +232,7 @@ def with_a_bias_of_each_row(x):
 
 
 def into_a_given_tensor(x):
-    """The tensor that is written is also returned."""
+    """Writes the product into a given tensor, which is also returned."""
     room = x.new_zeros(TOKENS, 40)
     found = torch.matmul(x[0], W.to(x.dtype).t(), out=room)[-1:]
     return found, room
@@ -244,7 +244,7 @@ def of_a_square(x):
 
 
 def with_strides_of_the_whole(x):
-    """Rows that are not selected are read."""
+    """Reads rows beyond the selection by the strides of the whole product."""
     return head(x)[:, 2:4].as_strided((BATCH, TOKENS, 40), (TOKENS * 40, 40, 1), 0)
 
 
@@ -294,7 +294,7 @@ def test_one_token_stays_as_it_is():
 
 
 def test_under_autocast_it_has_that_dtype():
-    """The dtype of the product is not the one that its operands imply."""
+    """Under autocast, the product has another dtype than its operands imply."""
 
     def step(x):
         with torch.autocast("cpu", torch.bfloat16):

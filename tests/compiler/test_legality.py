@@ -43,8 +43,8 @@ def symbols(*hints):
 
 
 def test_symbols_that_lie_side_by_side():
-    """Each stride is the product of all sizes inside it. If a dimension lies further apart, nothing
-    is known about it."""
+    """Tests tensors without gaps: each stride is the product of all sizes inside it. If there are
+    gaps, nothing is known."""
     pages, size, width = symbols(5, 7, 11)
     shape = (pages, size, width)
     assert _has_its_own_elements(memory(shape, (size * width, width, 1)))

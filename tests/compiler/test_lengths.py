@@ -1,4 +1,4 @@
-"""Tests that the lengths that a cache's layers count advance together, if no reader can tell the
+"""Tests that the lengths of a cache's layers advance together, if no reader can see the
 difference."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ HEADS, D, SLOTS = 2, 16, 12
 
 
 class CountingLayer(nn.Module):
-    """Projects x, and writes k and v behind the tokens that are present according to a length."""
+    """Projects x, and writes k and v after the tokens that are present. A length counts these
+    tokens."""
 
     def __init__(self, then) -> None:
         super().__init__()
@@ -170,7 +171,8 @@ def test_a_length_with_another_name_stays_where_it_advances():
     ],
 )
 def test_an_arange_that_is_written_to_is_no_zero(write):
-    """The position is the length plus two."""
+    """Writes into an arange, so that it no longer starts at zero. The position is the length plus
+    two."""
 
     class Later(CountingLayer):
         def forward(self, x, k_cache, v_cache, length):

@@ -1,6 +1,7 @@
 """Tests operators of quantisation libraries, which are declared by default.
 
-Stand-ins have the hub's schemas and arithmetic, in modules of transformers.
+Stand-ins with the schemas and the arithmetic of the hub's kernels are called from modules of
+transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ HIDDEN = 256
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Loads the stand-ins in place of the hub's kernels. No declaration stays afterwards."""
+    """Loads the stand-ins in place of the hub's kernels. After the test, no declaration is left."""
     monkeypatch.setattr(library, "_FINEGRAINED_FP8", finegrained.KERNEL)
     yield
     declared._DECLARED.clear()
@@ -77,7 +78,7 @@ def attention(form):
 
 
 def exactly(module, x):
-    """Computes the function of a linear of the library, without rounding after the codes."""
+    """Computes a linear as the library does, but without rounding after the codes."""
     by_block = [module.block_size] if module.block_size else []
     scale = module.activation_scale
     arguments = (x, module.weight, module.weight_scale_inv, *([] if scale is None else [scale]))
@@ -111,7 +112,8 @@ def test_an_mlp_for_few_tokens_is_fused_and_no_worse(tokens):
 
 
 def test_the_last_block_of_rows_may_be_a_part_of_one():
-    """192 rows have two scales, one for 128 rows and one for 64 rows."""
+    """The last block may have fewer rows: 192 rows have two scales, one for 128 rows and one for 64
+    rows."""
     model = Mlp(finegrained.linear, HIDDEN, 512)
     model.gate, model.up = (finegrained.linear(192, HIDDEN, seed) for seed in (3, 4))
     model.forward = lambda x: F.silu(model.gate(x)) * model.up(x)
@@ -225,7 +227,8 @@ def test_latents_of_codes_are_fused(experts):
 
 
 def test_a_call_whose_last_view_a_match_absorbs_is_put_back():
-    """The query's product runs as it was, and the op rotates its result."""
+    """The last view of a call is absorbed by a match. The query's product runs as it was, and the
+    op rotates its result."""
     model = mixture("grouped_mm", DEEPSEEK, "DeepseekV3Config")
     tokens = torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(1))
     torch._dynamo.reset()
@@ -363,7 +366,8 @@ def test_what_a_user_declares_comes_first():
 
 
 def test_a_divisor_held_to_a_number_that_matters_is_another_rounding():
-    """Scales below the bound would be multiplied as they are, but divided by the bound."""
+    """A bound on the divisor that is large enough to matter is another rounding: scales below the
+    bound would be multiplied as they are, but divided by the bound."""
 
     def grouped(A, B, Bs, offsets, tokens_per_expert, block_size, output_dtype=None):
         blocks = A.float().unflatten(-1, (-1, 128))

@@ -47,8 +47,8 @@ def test_lower_works_on_meta_tensors():
 
 
 def test_a_model_that_asks_for_autocast_on_its_device_is_lowered_on_meta():
-    """torch knows no autocast on the meta device and raises an error. On other devices it answers
-    as usual."""
+    """Tests a model that asks whether autocast is on for the device of its arguments. torch raises
+    an error for the meta device, and answers for other devices."""
     said = []
 
     def model(x):
@@ -65,8 +65,8 @@ def test_a_model_that_asks_for_autocast_on_its_device_is_lowered_on_meta():
 
 
 def test_a_tensor_made_of_a_number_on_meta_is_traced():
-    """On the meta device, torch makes a plain tensor even under fake tensors, and then refuses to
-    compute with it."""
+    """Tests a tensor that is made of a number on the meta device. torch makes a plain tensor there,
+    even under fake tensors, and then refuses to compute with it."""
 
     def model(mask):
         return torch.where(mask, torch.tensor(0.0, device=mask.device, dtype=torch.half), -1.0)

@@ -32,8 +32,8 @@ CACHE = numbers(4, 2, 6)  # [P, S, D]
 
 
 def test_a_node_that_cannot_be_read_may_have_written_any_memory(monkeypatch):
-    """The call may write more than its arguments, because it may know the cache's memory by another
-    name."""
+    """A node that cannot be read may have written any memory: the called function may know the
+    cache by another name."""
     real = _Builder._call
 
     def call(self, node, name, result):
@@ -225,7 +225,7 @@ def test_slices_that_do_not_tile_are_no_concatenation(name):
 def test_what_was_written_as_another_dtype_is_not_known_to_be_the_source():
     def step(cache, x):
         seen = cache.view(torch.int32)
-        seen.copy_(x)  # copy_ converts x, so the cache does not hold the bits of x
+        seen.copy_(x)  # copy_ converts x, so the cache does not have x's bits
         return cache * 2, seen * 2
 
     flow = flow_of(step, X.clone(), X + 1)
@@ -246,9 +246,7 @@ def test_inputs_on_one_storage_do_not_hide_writes_from_each_other():
 
     flow = flow_of(step, pool, pool[2:4])
     (read,) = flow.outputs[0].value.operands
-    assert (
-        read.value.op == "opaque:memory"
-    )  # it is known to have changed, but its new value is not known
+    assert read.value.op == "opaque:memory"  # the value is known to have changed, but not to what
     whole, part = (flow.memory_of[n] for n in flow.memory_of if n.op == "placeholder")
     assert whole.storage == part.storage
     assert {whole.offset, part.offset} == {0, 12}
@@ -340,8 +338,8 @@ def setitem(cache, at, k):
     cache[at] = k
 
 
-# write(cache, k), the cache, the shape of the target, the indexed dimensions, the shape of the
-# source
+# The inputs of `write`: the cache, the shape of the target, the indexed dimensions, and the shape
+# of the source.
 SET = (PAGES, (8, 3, 4), [0], (3, 3, 4))  # all slots are in one dimension
 WRITES = {
     "setitem on a view": (lambda c, k: setitem(flat(c), SLOTS, k), *SET),
@@ -536,7 +534,7 @@ def test_the_view_of_random_programs_is_what_happened(seed):
 
 
 def test_the_check_can_fail(monkeypatch):
-    """A view that forgets writes must not pass."""
+    """The control: a view that ignores writes must fail the check."""
     monkeypatch.setattr("tilewright.compiler.dataflow.memory.MemoryMap.write", lambda *args: None)
 
     def step(cache, x):

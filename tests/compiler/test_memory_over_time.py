@@ -1,6 +1,7 @@
-"""Tests that no compiled object or call stays in memory once its user has dropped it.
+"""Tests that compiled objects and calls are freed once their user has dropped them.
 
-`benchmarks/soak.py` does the same for 100,000 calls and 200 models, and measures the process.
+`benchmarks/soak.py` tests the same with 100,000 calls and 200 models, and measures the memory of
+the process.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture(autouse=True)
 def newly():
-    """Objects that existed before the test are neither searched nor collected."""
+    """Excludes objects that existed before the test from searches and from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def reached(things) -> list:
-    """Returns every object that is alive because of `things`, without the contents of modules and
+    """Returns every object that `things` keep alive, without the contents of modules and
     classes."""
     found, open_ = {}, list(things)
     while open_:
@@ -98,7 +99,8 @@ def test_models_that_are_dropped_are_freed():
 
 
 def test_what_torch_was_asked_is_not_kept_for_ever(monkeypatch):
-    """Each operation is in no table of spellings, and has another number."""
+    """Asks about operations that no table has, each with another number. The answers must not be
+    kept."""
     monkeypatch.setattr(access, "MAX_REMEMBERED", 3)
     monkeypatch.setattr(operations, "_ASKED", {})
 
@@ -112,7 +114,7 @@ def test_what_torch_was_asked_is_not_kept_for_ever(monkeypatch):
 
 
 def test_calls_leave_nothing_behind():
-    """Every call has new addresses and another number of tokens."""
+    """Each call has new addresses and another number of tokens. Nothing of a call may be kept."""
     model = Layer(plain)
 
     def step(m, x, k_cache, v_cache, slots):

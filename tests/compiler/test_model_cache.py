@@ -1,5 +1,4 @@
-"""Tests the argument of a model's cache, which has another name in transformers 5.24 than
-before."""
+"""Tests the argument for a model's cache, whose name changed in transformers 5.24."""
 
 from __future__ import annotations
 
@@ -63,6 +62,11 @@ def test_a_model_without_a_cache_is_refused():
         cache_argument(torch.nn.Linear(2, 2), object())
 
 
+def test_arguments_in_the_wrong_order_are_named():
+    with pytest.raises(TypeError, match=r"^model: expected a model.*got object"):
+        cache_argument(object(), torch.nn.Linear(2, 2))
+
+
 def test_the_cache_among_arguments_is_not_the_memory_of_an_engine():
     """Before transformers 5.24, a step of continuous batching has both arguments."""
     assert cache_in({"past_key_values": None, "cache": 1}) == ("past_key_values", None)
@@ -72,8 +76,8 @@ def test_the_cache_among_arguments_is_not_the_memory_of_an_engine():
 
 
 class Kept:
-    """A cache that keeps what it is given. layers: as a cache of transformers has them, if it has
-    any."""
+    """A cache that keeps its arguments. layers: the layers that a cache of transformers would have,
+    if it has any."""
 
     def __init__(self, **layers):
         self.__dict__ |= layers
@@ -86,8 +90,8 @@ class Kept:
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 @pytest.mark.parametrize("layers", [{"layers": []}, {}], ids=["of-a-cache", "of-an-engine"])
 def test_keys_and_values_are_rounded_by_either_name(name, layers):
-    """Keys and values are rounded to float8 with one scale, as in configurations of
-    compressed-tensors."""
+    """Keys and values are rounded to float8 with one scale, under the argument's old and new name.
+    The configurations are those of compressed-tensors."""
     how = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
     how |= {"group_size": None, "scale_dtype": None, "symmetric": True}
     module, kept = torch.nn.Linear(2, 2), Kept(**layers)

@@ -42,7 +42,7 @@ def nearest(x, numbers):
 
 
 def rounded(x, stored):
-    """Returns activations in float64 as a format rounds them."""
+    """Returns activations in float64, rounded as a format rounds them."""
     x = x.double()
     if "weight_scale_2" in stored and "input_scale" in stored:
         groups, factor = x.unflatten(-1, (-1, 16)), stored["input_scale"].double()
@@ -102,8 +102,8 @@ def test_fused_logits_are_no_further_from_float64(algorithm, tmp_path):
     assert ours <= theirs + ALLOWANCE[torch.bfloat16]
 
 
-# Among formats that round activations, one is by tensor and one by group. Another one is reported
-# in the same way.
+# Of the formats that round activations, one rounds by tensor and one by group. The report treats
+# other formats in the same way.
 @pytest.mark.parametrize("algorithm", [*WEIGHT_ONLY, "FP8", "NVFP4", "mixed"])
 def test_experts_are_fused_or_told(algorithm, tmp_path):
     modelopt.write(dense("qwen3_moe"), tmp_path, algorithm)
@@ -162,7 +162,7 @@ def test_files_are_read_as_they_are_exported(where, shards, tmp_path):
     assert linear.weight.dtype == torch.uint8
     assert linear.weight_scale.dtype == E4M3
     assert linear.weight_scale_2.dtype == linear.input_scale.dtype == torch.float32
-    if where == "config.json":  # all three cases give the same result
+    if where == "config.json":  # all three cases must give the same result
         lowered = lower(model, (), step_of(model))
         assert dict(Counter(patterns_in(lowered, *EVERYTHING))) == EVERYTHING
 
@@ -185,7 +185,8 @@ def test_activations_are_scaled_before_they_are_rounded(tmp_path):
 
 
 def test_scales_of_keys_and_values_are_handed_on(tmp_path):
-    """The scales go from the file to `generate()` with pages of 8-bit floats."""
+    """The scales of keys and values go from the file to `generate()`, whose pages are 8-bit
+    floats."""
     modelopt.write(dense("llama"), tmp_path, "FP8", kv_scales=True)
     model = load_modelopt(tmp_path)
     scales = kv_scales(model)
@@ -196,7 +197,7 @@ def test_scales_of_keys_and_values_are_handed_on(tmp_path):
     how._compile_all_devices = True
     prompt = torch.arange(1, 8)[None]
     cache = PagedCache(model.config, page_size=4, dtype=E4M3, scales=scales)
-    length = {"max_new_tokens": 4, "do_sample": False}
+    length = {"max_new_tokens": 2, "do_sample": False}
     model.generate(prompt, past_key_values=cache, compile_config=how, **length)
     step = reports()[-1]
     assert [m.shapes["cache"] for m in step.matches if m.pattern == "cache_attention"] == [

@@ -24,7 +24,7 @@ def attend(q, k, v):
 
 
 class Recorded(torch.autograd.Function):
-    """Has a gradient of its own, which differs from the gradient of the function that it
+    """An autograd function whose gradient differs from the gradient of the function that it
     computes."""
 
     @staticmethod
@@ -120,7 +120,7 @@ def of_scale(transform, sum_of=lambda y: y):
 
 
 FUSED, GRADIENT, TRANSFORM = "cache_attention", "GRADIENT", "TRANSFORM"
-#: The steps, each with the number of its sites that are fused and the codes of the other sites.
+#: The steps. Each has the number of fused sites, and the codes of the other sites.
 CASES = {
     "enable_grad": (with_grad(attend), 0, {GRADIENT}),
     "half": (half, 1, {GRADIENT}),
@@ -158,7 +158,7 @@ def arguments():
 
 
 def outcome(function):
-    """Returns the result and the gradients of the arguments after it."""
+    """Returns the result of a step, and the gradients of the arguments afterwards."""
     given = arguments()
     with torch.no_grad():
         result = function(*given)
@@ -233,7 +233,7 @@ class Steps(nn.Module):
     [
         (torch.no_grad, torch.no_grad, "qkv_cache"),
         (torch.enable_grad, torch.no_grad, "cache_store"),
-        # At the place of the write, the op would read weights that need grad.
+        # At the place of the write grad mode is on, and the op would read weights that need grad.
         (torch.no_grad, torch.enable_grad, "cache_store"),
         (torch.enable_grad, torch.enable_grad, ""),
     ],

@@ -1,7 +1,7 @@
 """Tests linears of transformers' own NVFP4, with stand-ins for the hub's kernels.
 
-`prepare` keeps both of their functions: for activations as they are, and for rounded activations.
-Without `prepare`, their operators are fused or reported.
+The library's linears compute with activations as they are, or with rounded activations, and
+`prepare` keeps both. Without `prepare`, their operators are fused or reported.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_a_prepared_linear_is_the_librarys(shape, dtype):
 
 
 def test_a_large_row_changes_how_the_others_are_rounded():
-    """All rows share one factor; there are no factors for single rows."""
+    """A large row changes how other rows are rounded, because all rows share one factor."""
     model = nn.Sequential(nvfp4.linear(64, HIDDEN, 0))
     prepare(model)
     x = activations(3, HIDDEN)
@@ -95,7 +95,8 @@ def test_prepared_projections_are_fused(tokens):
     ids=["attention", "mlp"],
 )
 def test_no_step_computes_a_factor(build, arguments, fused):
-    """The reciprocals are stored. Those of q, k and v are in one tensor, which the op reads."""
+    """No step computes a factor: the reciprocals are stored. The reciprocals of q, k and v are in
+    one tensor, which the op reads."""
     model = prepare(build(), copy=True).model
     (graph,) = lower(model, arguments(activations(1, HIDDEN))).graphs
     assert fused in [match.op for match in graph.matches]
@@ -142,7 +143,8 @@ def test_rows_that_an_operator_rounds_are_told_and_run_as_before():
 
 
 def test_a_factor_for_each_row_is_not_the_formats():
-    """The operator takes the weights of several matrices in one."""
+    """The operator is called with a factor for each row, for several matrices in one, which the
+    format does not have."""
     module, op = nvfp4.linear(64, HIDDEN, 0), getattr(torch.ops, nvfp4.LIBRARY).nvfp4_gemv
 
     def call(x, alpha):
@@ -150,4 +152,4 @@ def test_a_factor_for_each_row_is_not_the_formats():
 
     run(call, activations(1, HIDDEN), torch.rand(64))
     (miss,) = misses_of(reports()[-1], "declare")
-    assert "for one factor of all rows; here are 64" in miss.message
+    assert "for one factor for all rows; here there are 64" in miss.message

@@ -49,8 +49,8 @@ def test_fuel_is_a_whole_number(given):
         Options.of({"fuel": given})
 
 
-@pytest.mark.parametrize("given", [5, "qkv_cache", ["qkv_cache", 3]])
-def test_patterns_is_a_list_of_strings(given):
+@pytest.mark.parametrize("given", [5, "qkv_cache", ["qkv_cache", 3], []])
+def test_patterns_is_a_list_of_names(given):
     with pytest.raises(ValueError, match="patterns"):
         Options.of({"patterns": given})
 
@@ -100,7 +100,8 @@ def test_only_rewrites_the_sites_named():
 
 
 def test_a_module_has_the_same_path_where_the_forward_of_the_model_is_decorated(monkeypatch):
-    """transformers 5.24 decorates every forward. In the graph, `self` is then `args[0]`."""
+    """transformers 5.24 decorates every forward. In the graph, the module is then `args[0]` of the
+    wrapper."""
     model, args = build("page_offset", num_layers=2)
     forward = type(model).forward
 
@@ -129,7 +130,7 @@ def test_only_the_patterns_named_are_tried():
     ("given", "expected"),
     [
         ({"triton.cudagraph": True}, "'triton.cudagraphs'"),
-        ({"triton.cudagraphs": "yes"}, "a value of <class 'bool'> for 'triton.cudagraphs'"),
+        ({"triton.cudagraphs": "yes"}, "a value of type bool for 'triton.cudagraphs'"),
     ],
 )
 def test_a_bad_setting_of_inductor_is_named(given, expected):

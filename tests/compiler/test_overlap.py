@@ -1,4 +1,5 @@
-"""Tests that the watch over calls finds inputs that share memory whenever two of them do."""
+"""Tests the check of each call for inputs that share memory: it must find them whenever two inputs
+do."""
 
 from __future__ import annotations
 

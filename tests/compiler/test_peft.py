@@ -35,8 +35,8 @@ def adapted(
     layers=LAYERS,
     **config,
 ):
-    """Returns a model with random adapters on `targets`. `in_fp32` is PEFT's default for half
-    precision."""
+    """Returns a model with random adapters on `targets`. `in_fp32`: whether the adapters are in
+    float32, which is PEFT's default for models in half precision."""
     case = build_hf(name, cache=cache, phase=phase, dtype=dtype, num_hidden_layers=layers)
     torch.manual_seed(1)
     lora = peft.LoraConfig(
@@ -47,7 +47,8 @@ def adapted(
 
 
 def assert_fused_and_no_worse(cases, patterns, **options):
-    """Compiles the first of three equal cases, and compares it with eager and float64."""
+    """Compiles the first of three equal models. Compares it with the second in eager mode, and with
+    the third in float64."""
     ours, eager, exact = cases
     before = [tuple(t.clone() for t in pair) for pair in ours.caches]
     expected = eager.model(*eager.args, **eager.kwargs).logits
@@ -116,7 +117,7 @@ def test_ranks_and_factors_may_differ():
 
 
 def test_a_packed_projection_has_one_adapter_for_all():
-    """In Phi-3, q, k and v have one linear and one adapter."""
+    """Phi-3 has one packed linear for q, k and v, and one adapter for it."""
     cases = [adapted(name="phi3", targets=("qkv_proj",), in_fp32=False) for _ in range(3)]
     assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
 
@@ -146,7 +147,7 @@ def test_a_growing_cache_leaves_the_adapters_to_be_fused():
 
 
 def test_every_linear_with_an_adapter_is_fused():
-    """The linears that read another activation than q, k and v (the output projection, the MLP)
+    """The linears that do not read the activation of q, k and v (the output projection and the MLP)
     have separate sites."""
     targets = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
     cases = [adapted(targets=targets, in_fp32=False) for _ in range(3)]
@@ -174,7 +175,7 @@ def test_adapters_in_fp32_without_a_cache_are_missed_by_dtype():
 
 
 def several(active, in_fp32=False, **options):
-    """Makes two adapters of different rank. The `active` ones are summed."""
+    """Makes two adapters of different ranks. The deltas of the `active` adapters are summed."""
     case = adapted(in_fp32=in_fp32, **options)
     lora = peft.LoraConfig(r=6, lora_alpha=3, target_modules=[*QKV], init_lora_weights=False)
     torch.manual_seed(2)
@@ -185,7 +186,7 @@ def several(active, in_fp32=False, **options):
 
 
 def differences(a, b):
-    """Runs two equal cases, the first of them compiled. Returns the report, and the differences of
+    """Runs two equal models, the first of them compiled. Returns the report, and the differences of
     logits and caches."""
     compiled = torch.compile(a.model, backend="tilewright", options={"inner": "eager"})
     ours, eager = compiled(*a.args, **a.kwargs).logits, b.model(*b.args, **b.kwargs).logits
@@ -210,7 +211,8 @@ def test_several_active_adapters_of_some_projections_each():
 
 @pytest.mark.parametrize("names", [["default"], ["default", "second"]])
 def test_adapters_without_kernels_are_added_by_the_cache_write(names, monkeypatch):
-    """By default on a GPU, PEFT keeps adapters in fp32. The graph still computes them."""
+    """PEFT keeps adapters in fp32 by default, for which a GPU has no kernels here. The graph still
+    computes them, and the cache write adds them."""
     monkeypatch.setattr(qkv_cache, "has_kernels", lambda delta: False)
     cases = [several(names, in_fp32=True) for _ in range(3)]
     found = assert_fused_and_no_worse(cases, ["qkv_cache"] * LAYERS)
@@ -226,7 +228,8 @@ def test_one_active_adapter_of_two_is_fused_with_the_cache_write():
 
 
 def test_a_batch_of_several_adapters_is_missed_by_name():
-    """PEFT adds the delta of each adapter in place to the rows that a Python list names."""
+    """PEFT adds the delta of each adapter in place, to rows that a Python list names. The report
+    says so."""
     cases = [several("default") for _ in range(2)]
     for case in cases:
         case.kwargs["adapter_names"] = ["default", "second"]
@@ -237,7 +240,7 @@ def test_a_batch_of_several_adapters_is_missed_by_name():
 
 
 def test_dora_breaks_the_graph_and_its_hint_can_be_followed():
-    case = adapted(use_dora=True)
+    case = adapted(targets=("q_proj",), use_dora=True)
     lowered = lower(case.model, case.args, case.kwargs)
     breaks = [m for m in misses_of(lowered, "capture") if "integrations.py" in m.message]
     assert breaks

@@ -27,12 +27,12 @@ EVERYTHING = {"qkv_cache": 2, "cache_attention": 2, "linear_activation": 2, "lin
 LEFT = {
     "torchao-int8-dynamic": "its activations are int8, which no fused op takes",
 }
-#: Formats whose activations are floats of four bits. An earlier rounding moves some activations to
-#: the next code.
+#: Formats whose activations are floats of four bits. A different rounding earlier in the model
+#: moves some activations to the next code.
 FLIPS = ("ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4")
 #: Formats that are fused as they are loaded. `prepare` reads them, too.
 READ = ("torchao-int8", "torchao-fp8", "torchao-intx", "quanto-int8", "quanto-fp8")
-#: Formats that only `prepare` reads, although other weights of the library are read as they are
+#: Formats that only `prepare` can read. Other weights of the same libraries can be read as they are
 #: loaded.
 READ_ONCE = {
     "torchao-int4": "makes its codes unsigned",
@@ -66,11 +66,11 @@ def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind
     assert prepared.left == []
     assert len(prepared.replaced) == (0 if name in PLAIN else 14)
     logits = model(**step_of(model)).logits
-    # The results differ by one rounding: quanto and int4 multiply in other kernels, and activations
-    # of eight bits are decoded.
+    # The results may differ by one rounding: quanto and int4 multiply with other kernels, and 8-bit
+    # activations are decoded.
     rounded = "quanto" in name or name == "bitsandbytes-int8" or name.startswith("torchao-int4")
-    # AWQ's weight has the same numbers in another memory order, for which the CPU's library sums in
-    # another order.
+    # AWQ's weight has the same numbers in another order in memory, in which the CPU's library adds
+    # in another order.
     allowed = 0.02 if rounded else 0.002 if name == "awq" else 0
     torch.testing.assert_close(logits, theirs, rtol=0, atol=allowed)
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
@@ -111,10 +111,10 @@ def test_what_prepare_alone_reads_is_told_with_it(name, tmp_path):
     assert all("tilewright.compiler.prepare(model)" in miss.hint for miss in misses)
 
 
-#: Formats with experts that transformers 5.23 does not load, or decodes without the factor that all
+#: Formats whose experts transformers 5.23 cannot load, or decodes without the factor that all
 #: scales of an expert share.
 WITHOUT_EXPERTS, WITHOUT_FACTOR = ("ct-w8a8",), ("ct-nvfp4", "ct-nvfp4a16")
-# In ModelOpt's format, the experts stay codes, and `moe` does not take their activations
+# In ModelOpt's formats, experts keep their codes, and `moe` does not support their activations
 # (`test_modelopt.py`).
 OF_CODES = ("modelopt-fp8", "modelopt-nvfp4")
 OF_MIXTURE = {"qkv_cache": 2, "cache_attention": 2, "moe": 2, "moe_router": 2, "linear_residual": 2}
@@ -124,7 +124,8 @@ OF_MIXTURE = {"qkv_cache": 2, "cache_attention": 2, "moe": 2, "moe_router": 2, "
     "name", [n for n in SHIPPED if n not in (*LEFT, *WITHOUT_EXPERTS, *OF_CODES)]
 )
 def test_a_prepared_model_of_mixtures_is_fused(name, tmp_path):
-    """The experts that transformers decodes nearly equal the experts before quantisation."""
+    """The experts that transformers decodes nearly equal the original experts, before they were
+    quantised."""
     model = load(name, "qwen3_moe", tmp_path)
     assert prepare(model).left == []
     lowered = lower(model, (), step_of(model))
@@ -150,7 +151,7 @@ def test_gpt_oss_is_fused_as_transformers_loads_it(name, replaced, weights, tmp_
 
 #: The fused sites of a model, by pattern.
 SITES = {pattern: count for pattern, count in EVERYTHING.items() if pattern != "cache_attention"}
-#: The hints for a library that breaks the graph, by the first word of the format's name.
+#: The hints that name a library which breaks the graph, by the first word of the format's name.
 BREAKS = dict.fromkeys(("ct", "gptq", "bitsandbytes"), "tilewright.compiler.prepare(model)")
 
 
@@ -278,7 +279,8 @@ def rounds_keys_and_values(folder):
 
 
 def test_keys_and_values_are_rounded_as_compressed_tensors_does(tmp_path):
-    """A hook of the library rounds them. Without `prepare`, it breaks the graph."""
+    """A hook of compressed-tensors rounds keys and values. Without `prepare`, the hook breaks the
+    graph."""
     theirs = rounds_keys_and_values(tmp_path / "a")
     model = rounds_keys_and_values(tmp_path / "b")
     hooks = [list(layer.self_attn._forward_pre_hooks.values()) for layer in model.model.layers]

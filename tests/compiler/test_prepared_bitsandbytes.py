@@ -21,8 +21,8 @@ def four_bits(
     columns=256, rows=64, bias=True, dtype=torch.bfloat16, compute_dtype=None, nested=True,
     quant_type="nf4", **options,
 ):  # fmt: skip
-    """Returns a quantised linear of bitsandbytes, which computes as it does on a CPU without a
-    kernel of its own."""
+    """Returns a quantised linear of bitsandbytes that computes as on a CPU for which the library
+    has no kernel."""
     nn4 = pytest.importorskip("bitsandbytes.nn")
     model = one_linear(columns, rows, bias, dtype)
     module = nn4.Linear4bit(
@@ -87,8 +87,8 @@ def test_linears_of_bitsandbytes_are_the_librarys_to_the_bit(
     ids=["blocks of two rows", "blocks across rows", "stored as bfloat16"],
 )
 def test_other_shapes_of_bitsandbytes(options):
-    """The results are compared with the codes, because the library's kernel for CPUs begins a block
-    with each row."""
+    """The results are compared with the decoded codes, because the library's own kernel for CPUs is
+    wrong for these shapes: it begins a new block with each row."""
     model = four_bits(compute_dtype=torch.bfloat16, **options)
     weight, bias = table_weight(model[0]), model[0].bias.double()
     assert len(prepare(model).replaced) == 1
@@ -98,8 +98,7 @@ def test_other_shapes_of_bitsandbytes(options):
 
 
 class Linear4bit(nn.Linear):
-    """The library's module as `prepare` knows it, for machines on which the library is not
-    installed."""
+    """Stands for the library's module, on machines where the library is not installed."""
 
     __module__ = "bitsandbytes.nn.modules"
 

@@ -28,8 +28,8 @@ FIELDS = {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}
 
 @pytest.fixture
 def load(monkeypatch):
-    """Returns a function from (layout, fields of the config) to a case of `hf` with transformers'
-    modules for the hub."""
+    """Returns a function of (layout, fields of the config). It builds a case of `hf` with the
+    modules that transformers uses with the hub's kernels."""
     monkeypatch.setattr(mxfp4, "triton_kernels_hub", None, raising=False)
 
     def case(layout, **changes):
@@ -84,7 +84,7 @@ def test_it_is_fused(layout, load):
 
 
 def test_the_tensors_are_those_of_the_file(load):
-    """`prepare` keeps the hub's bytes if the hub stores them in the file's order."""
+    """If the hub's objects hold the bytes in the file's order, `prepare` keeps these bytes."""
     model = load(StridedLayout).model
     before = mixtures(model)[0].experts
     prepare(model)
@@ -99,7 +99,8 @@ def test_the_tensors_are_those_of_the_file(load):
 
 
 def test_modules_that_hold_the_files_own_tensors(load):
-    """transformers 4.55 has such modules before it converts them for the hub."""
+    """Until transformers 4.55 converts such modules for the hub's kernels, they hold the tensors of
+    the file."""
     model = load(StridedLayout).model
     x, experts = tokens(), mixtures(model)[0].experts
     for name in gpt_oss_hub.PROJECTIONS:
@@ -195,7 +196,7 @@ def test_it_is_undone(load):
 
 
 class Mixture(nn.Module):
-    """Has the experts of the prepared module with a router, and the changes that a test makes."""
+    """A router with the experts of the prepared module, and with the changes that a test makes."""
 
     def __init__(self, dtype=torch.bfloat16, **methods):
         super().__init__()
@@ -221,7 +222,7 @@ class Mixture(nn.Module):
 
 
 def times_a_factor(self, name):
-    """Returns numbers that bfloat16 does not have."""
+    """Multiplies by a factor, which gives numbers that bfloat16 cannot represent."""
     return 1.1 * Mxfp4Experts.weight_of_codes(self, name)
 
 
@@ -230,7 +231,7 @@ def not_rounded(self, both, dtype):
 
 
 def of_groups(self, name):
-    """Returns scales that are no powers of two."""
+    """Returns scales that are not powers of two."""
     codes, scales = self.get_buffer(f"{name}_blocks"), self.get_buffer(f"{name}_scales")
     nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).to(torch.int8) - 8
     return (nibbles.float() * scales.float().unsqueeze(-1)).flatten(-2).transpose(1, 2)

@@ -65,7 +65,7 @@ SCHEMES = {
 }
 
 
-# The library decodes these weights to bfloat16, whatever the dtype of x is.
+# Formats whose weights the library decodes to bfloat16, whatever the dtype of x is.
 BFLOAT16 = ("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4")
 CALLS = [(preset, torch.bfloat16) for preset in SCHEMES]
 CALLS += [(preset, torch.float16) for preset in SCHEMES if preset not in BFLOAT16]
@@ -81,15 +81,15 @@ def test_linears_of_compressed_tensors_are_the_librarys_to_the_bit(preset, dtype
         torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0, msg=f"{preset} {shape}")
 
 
-#: A divisor of scales. One product with its reciprocal is rounded to another bfloat16 than the
-#: quotient.
+#: A divisor for scales. For one scale, the product with the divisor's reciprocal and the quotient
+#: are rounded to different bfloat16 numbers.
 ROUNDS_OTHERWISE = 1402.5213623046875
 
 
 @pytest.mark.parametrize("divisor", [3.0, ROUNDS_OTHERWISE])
 def test_a_divisor_of_scales_is_that_of_the_last_file(divisor):
-    """The reciprocal that a linear holds follows `load_state_dict`. If products with the reciprocal
-    differ from the library's in a bit, scales are divided."""
+    """After `load_state_dict`, a linear holds the reciprocal of the new divisor. If products with
+    the reciprocal would differ from the library's in a bit, the scales are divided."""
     model = compressed("NVFP4A16")
     state = model.state_dict() | {"0.weight_global_scale": torch.tensor([divisor])}
     state = {name: tensor.clone() for name, tensor in state.items()}
@@ -106,8 +106,8 @@ def test_a_divisor_of_scales_is_that_of_the_last_file(divisor):
 
 
 def test_factors_of_one_parent_lie_together():
-    """A loaded divisor changes only the factor of its own linear, in the tensor that holds all
-    factors."""
+    """One tensor holds the factors of all linears of a parent. Loading a new divisor changes only
+    the factor of its linear."""
 
     def attention():
         names = ("q", "k", "v")
@@ -171,8 +171,8 @@ def test_zeros_and_scales_are_those_of_each_weight(strategy, shape):
 
 
 def test_a_last_word_that_is_not_full():
-    """252 columns need 32 words and leave four codes unused. The zeros of 60 rows need 8 words and
-    leave four codes unused."""
+    """The last word may be incomplete. 252 columns need 32 words, and 60 rows of zeros need 8
+    words; in both cases, four codes of the last word are unused."""
     small = {"strategy": "channel", "group_size": None}
     model = compressed("W4A16_ASYM", one_linear(252, 60), **small)
     theirs = decompressed(model)
@@ -211,7 +211,8 @@ def test_linears_of_torchao(config, dtype):
     for shape in SHAPES:
         x = inputs(shape, dtype)
         # torchao rounds float8 products before it adds the bias, and a linear of PyTorch rounds
-        # after that.
+        # torchao rounds float8 products before it adds the bias. A linear of PyTorch rounds after
+        # it.
         rounding = torch.finfo(dtype).eps if config.startswith("Float8") else 0
         torch.testing.assert_close(model(x), theirs(x), rtol=rounding, atol=rounding)
 
@@ -242,7 +243,8 @@ def int4_linear(tiled, rows=20, columns=192, **fields):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_int4_linears_of_torchao(tiled, dtype):
-    """With 20 rows and 192 columns, the last tiles of 8 rows and 1024 columns are not full."""
+    """Tests a linear whose last tiles are not full: 20 rows and 192 columns, with tiles of 8 rows
+    and 1024 columns."""
     model, exact = int4_linear(tiled)
     theirs = copy.deepcopy(model)
     prepared = prepare(model)
@@ -279,7 +281,8 @@ def test_int4_weights_that_stay(tiled, fields, why):
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("factor", [None, 0.0125])
 def test_nvfp4_linears_of_torchao(swizzled, factor):
-    """With 140 rows of 16 groups, the last block of the layout is not full."""
+    """Tests a linear of 140 rows with 16 groups, whose last block in the library's layout is not
+    full."""
     formats = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     model = one_linear(256, 140)
     made = formats.NVFP4Tensor.to_nvfp4(
@@ -305,7 +308,7 @@ def test_linears_of_quanto(weights, dtype):
         quanto.freeze(one)
     weight = theirs[0].weight._data.double() * theirs[0].weight._scale.double()
     assert len(prepare(model).replaced) == 1
-    # On a CPU, the library's int8 kernel multiplies the finished sum by the scales.
+    # On a CPU, the library's int8 kernel multiplies the scales into the finished sum.
     assert_no_further(model, theirs, weight, dtype)
 
 
@@ -330,7 +333,8 @@ def marlin_words(codes):
 
 @pytest.fixture
 def marlin(monkeypatch):
-    """Returns a function that makes quanto's weight from words in the order of its GPU kernel."""
+    """Returns a function that makes a weight of quanto from words, which are in the order of its
+    GPU kernel."""
     pytest.importorskip("optimum.quanto")
     from optimum.quanto.tensor.qtype import qfloat8_e4m3fn
     from optimum.quanto.tensor.weights.marlin.fp8 import MarlinF8QBytesTensor, packed
@@ -353,7 +357,7 @@ def marlin(monkeypatch):
 
 @pytest.mark.parametrize(("rows", "columns"), [(128, 64), (64, 128), (256, 192)])
 def test_linears_of_quanto_in_the_order_of_a_gpu_s_kernel(rows, columns, marlin):
-    """On a GPU, the library makes these weights from float8 weights."""
+    """On a GPU, quanto makes such weights from float8 weights."""
     from optimum.quanto.tensor.weights.marlin.fp8.packed import get_scale_perms
 
     make = torch.Generator().manual_seed(0)
@@ -413,7 +417,7 @@ def test_linears_of_gptq(source, bias, dtype):
     theirs = copy.deepcopy(model)
     (one,) = prepare(model).replaced
     assert isinstance(one.module, GptqLinear)
-    # The library rounds before it adds a bias, and a linear of PyTorch rounds after that.
+    # The library rounds before it adds a bias. A linear of PyTorch rounds after it.
     assert_no_further(model, theirs, gptq_weight(theirs[0]), dtype)
 
 
@@ -446,7 +450,7 @@ def test_linears_of_hqq(bias, dtype):
     (one,) = prepare(model).replaced
     weight = theirs[0].dequantize()
     assert torch.equal(one.module.weight_of_codes(dtype), weight)
-    # The library rounds before it adds a bias, and a linear of PyTorch rounds after that.
+    # The library rounds before it adds a bias. A linear of PyTorch rounds after it.
     assert_no_further(model, theirs, weight.double(), dtype)
 
 
@@ -467,7 +471,7 @@ def test_gptq_zeros_stored_less_one_stay(source):
 
 
 def test_tensors_on_the_meta_device():
-    """Modules on the meta device are prepared if that needs no numbers."""
+    """Modules on the meta device are prepared, if this is possible without numbers."""
     assert "meta" in prepare(gptq_linear("stand-in").to("meta")).left[0].reason
     model = compressed("FP8_DYNAMIC").to("meta")
     assert len(prepare(model).replaced) == 1

@@ -1,5 +1,5 @@
-"""Runs random attention steps with additional reads, writes and in-place changes. The result must
-always be eager's.
+"""Runs random attention steps with additional reads, writes and in-place changes. The results must
+always equal eager's.
 
 These tests do not check whether a step is fused, stored or missed, only that no number differs.
 """
@@ -105,8 +105,8 @@ def numbers_in(items):
 
 
 def run(seed: int) -> set[str]:
-    """Returns the patterns that took part in the step with this seed. The step must give eager's
-    numbers."""
+    """Runs the step of a seed, which must give eager's numbers. Returns the patterns that
+    matched."""
     layer = layer_of(seed)
     eager = (*steps.make_args(), torch.linspace(0.5, 1.5, steps.D))
     ours = copies(eager)

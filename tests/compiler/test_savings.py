@@ -1,4 +1,4 @@
-"""Tests the savings of weights as codes.
+"""Tests the report of how much memory and time quantised weights save.
 
 The bytes are compared with the tensors of the model, and the times with those of the same step with
 weights in bfloat16.
@@ -26,8 +26,8 @@ H200 = get_target("sm90")
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-#: For each format, its name in words, and its buffers that are scales and zeros, as far as a step
-#: reads them.
+#: For each format: its name in words, and the names of the buffers with scales and zeros that a
+#: step reads.
 FORMATS = {
     "int8": ("int8 codes with a scale for each row", ("scale",), ()),
     "awq": ("int4 codes in groups of 16", ("scale",), ("zeros",)),
@@ -46,7 +46,7 @@ def lowered(name, *formats):
 
 
 def held(model, names):
-    """Returns the bytes of the named buffers of the linears with codes."""
+    """Returns the bytes that the named buffers of quantised linears take."""
     linears = [one for one in model.modules() if isinstance(one, QuantizedLinear)]
     tensors = [one.get_buffer(name) for one in linears for name in names]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -121,14 +121,14 @@ def test_what_is_dense_in_a_model_with_codes_is_named():
     assert found["lm_head"].reason == "stored in bfloat16: the model holds no codes for it"
     assert not found["lm_head"].has_codes
     assert found["model.layers.*.mlp"].count == 2  # gate and up of one layer
-    # Those of the layer, the projections and two products after it, and the head.
+    # They are for the layer, its projections, the two products after it, and the head.
     assert len(found) == 4
     head = model.lm_head.weight
     assert found["lm_head"].bytes == head.numel() * head.element_size()
 
 
 class Gated(nn.Module):
-    """A gated MLP whose down projection decodes its codes in a form that no op reads."""
+    """A gated MLP. Its down projection decodes codes in a way that no op supports."""
 
     def __init__(self, form):
         super().__init__()

@@ -1,4 +1,5 @@
-"""`generate()` with the deferred stop check: tokens, states and caches as without it."""
+"""Tests `generate()` with the deferred stop check. Tokens, states and caches must be the same as
+without it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ ALL = {"return_dict_in_generate": True} | dict.fromkeys(
 
 
 class HostEvent:
-    """Copies from CPU to CPU are over when they return."""
+    """Stands for a CUDA event. Copies from CPU to CPU are finished when they return."""
 
     def __init__(self, *args, **kwargs) -> None: ...
 
@@ -61,13 +62,13 @@ class HostEvent:
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Defers on the CPU what otherwise is deferred on CUDA."""
+    """Defers the stop check on the CPU, which otherwise happens only on CUDA."""
     monkeypatch.setattr(stop_check, "DEVICES", ("cpu",))
     monkeypatch.setattr(torch, "Event", HostEvent)
 
 
 def built(name: str = "Llama") -> transformers.PreTrainedModel:
-    """A tiny model, whose weights are large enough for its tokens to differ."""
+    """Returns a tiny model. Its weights are so large that its tokens differ from each other."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES | MODELS[name])
     return filled(getattr(transformers, f"{name}ForCausalLM")(config))
@@ -96,7 +97,8 @@ def generated(model, **how):
 
 
 def ends(model, *steps: int, **how) -> list[int]:
-    """Tokens that, as EOS, end each sequence at one of these new tokens, in turn, or before."""
+    """Yields tokens to use as EOS. Each ends every sequence at one of these new tokens, in turn, or
+    earlier."""
     tokens = generated(model, **how)[:, -NEW:]
     return [int(row[steps[b % len(steps)]]) for b, row in enumerate(tokens)]
 
@@ -117,7 +119,8 @@ class Calls:
 
 
 def both(model, **how):
-    """Results without and with, and how many more steps it took; the generator ends up the same."""
+    """Returns the results without and with the deferred check, and how many more steps the latter
+    took. Checks that the random generator ends in the same state."""
     calls = Calls(model)
     want, steps = calls.during(generated, model, **how)
     state = torch.get_rng_state()
@@ -174,7 +177,8 @@ def test_sequences_that_end_before_others_are_padded(on_cpu):
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_an_eos_beside_the_length_is_kept(on_cpu, more):
-    """The last token, or the last but one: then the step after it ends at the length, too."""
+    """An EOS is one of the last two tokens that fit. If it is the last but one, the additional step
+    reaches the length, too."""
     model = built()
     inputs = {name: tensor[:1] for name, tensor in prompts().items()}
     tokens = generated(model, **inputs)[0, PROMPT:].tolist()
@@ -324,7 +328,7 @@ def test_a_static_cache_with_windows_is_checked_at_every_step(on_cpu):
 
 
 class Checks:
-    """How often `generate()` reads at once whether to stop."""
+    """Counts how often `generate()` waits for the answer whether to stop."""
 
     def __init__(self, monkeypatch) -> None:
         self.count = 0
@@ -368,7 +372,7 @@ def test_an_encoder_s_cache_is_given_back_the_same(on_cpu):
     assert more == 1
     want, found, more = both(model, eos_token_id=eos, return_dict_in_generate=True)
     assert torch.equal(found.sequences, want.sequences)
-    assert more == 0  # transformers cannot remove the step from this kind of cache
+    assert more == 0  # transformers cannot remove the step from such a cache
     kept = (result.past_key_values.self_attention_cache for result in (found, want))
     assert_same_cache(*kept)
 
@@ -428,7 +432,7 @@ def test_a_time_that_is_over_stops_after_one_token(on_cpu):
 
 
 class Counting(StoppingCriteria):
-    """Stops generation after `most` calls, which it counts."""
+    """A stopping criterion that stops after `most` calls, which it counts."""
 
     def __init__(self, most: int) -> None:
         self.calls, self.most = 0, most
@@ -439,7 +443,7 @@ class Counting(StoppingCriteria):
 
 
 class Adding(LogitsProcessor):
-    """Prefers one token more with every call."""
+    """A processor that prefers the next higher token at every call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -510,7 +514,7 @@ def test_an_assistant_is_checked_at_every_step(on_cpu):
     assert deferred == steps > 0
 
 
-#: Where one more step might not fit: just too little of each, and just enough.
+#: Calls in which one more step does not fit, each with a call in which it just fits.
 ROOM = {
     "pad_token_id": (VOCABULARY, VOCABULARY - 1),
     "max_position_embeddings": (PROMPT + NEW - 2, PROMPT + NEW - 1),
@@ -524,7 +528,7 @@ ROOM = {
 @pytest.mark.parametrize("what", ROOM)
 def test_a_step_is_added_only_where_it_fits(on_cpu, what, enough):
     model = built()
-    # All sequences go on alike, so that none is padded before the others end.
+    # All sequences are equal, so that none is padded before the others end.
     ids = prompts()["input_ids"][:1].expand(3, -1)
     how = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     how["eos_token_id"] = ends(model, 3, **how)
@@ -623,7 +627,7 @@ class OwnSample(transformers.LlamaForCausalLM):
 
 
 def left(model, caplog) -> str:
-    """What is said of a model that stays as it is."""
+    """Returns the warning about a model that stays as it is."""
     original = type(model)
     with caplog.at_level(logging.WARNING, logger="tilewright"):
         assert defer_stop_check(model) is False

@@ -1,7 +1,7 @@
 """Tests models that several processes share.
 
-Every layer is fused on each rank. The result is no further from the unsharded model in float64 than
-the result of the sharded model as it was written.
+Every layer must be fused on each rank. The error against the unsharded model in float64 must not
+exceed the error of the unfused sharded model.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tests.compiler import engine_ranks, sharded, sharded_parts
 from tilewright.compiler.safety import ranks as agreed
 
 _ROOT = Path(__file__).resolve().parents[2]
-# The time on a machine with much other work. Alone, the run takes one or two minutes.
+# How long the run may take on a busy machine. On an idle machine it takes one or two minutes.
 _SECONDS = 900
-# The longest wait for steps for which no rank may wait longer, on a machine with other work.
+# How long a rank may take on a busy machine for steps in which it must not wait for another rank.
 _PATIENCE_S = 30
 _CASES = [(ranks, name) for ranks, cases in sharded.WORLDS.items() for name in cases]
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """Returns the findings of each rank of each world. pytest's workers that share the tests of
-    this module start the ranks only once."""
+    """Returns the findings of each rank of each world. If several workers of pytest run the tests
+    of this module, only one of them starts the ranks."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sharded"
     ended = folder / "ended"
@@ -71,7 +71,7 @@ def _run(folder):
             env=environment,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # its ranks are ended together with it
+            start_new_session=True,  # its ranks can be ended together with it
         )
     try:
         return str(running.wait(timeout=_SECONDS))
@@ -98,8 +98,8 @@ def test_it_is_no_worse_than_the_model_as_written(worlds, ranks, name):
 
 @pytest.mark.parametrize(("ranks", "name"), _CASES)
 def test_what_is_said_to_be_lost_is_lost(worlds, ranks, name):
-    """FSDP2's hooks break the graph at each layer. Nothing else is reported, and no fused router
-    counts as missed."""
+    """FSDP2's hooks break the graph at each layer. Nothing else is reported, and no router that is
+    fused counts as missed."""
     lost = ["capture GRAPH_BREAK"] if "weights" in name else []
     for found in worlds[ranks]:
         assert found[name]["lost"] == lost
@@ -123,7 +123,8 @@ def test_parts_shared_by_hand_are_fused_or_say_why(worlds, ranks, name):
 
 @pytest.mark.parametrize("name", sharded.REFUSED)
 def test_what_cannot_be_shared_ends_with_what_eager_says(worlds, name):
-    """Each rank gets the error, and no rank waits for the other."""
+    """If ranks cannot share a model, each rank gets the error of eager mode, and no rank waits for
+    another."""
     _, said = sharded.REFUSED[name]
     for found in worlds[2]:
         eager, ours, seconds = found[name]
@@ -134,7 +135,8 @@ def test_what_cannot_be_shared_ends_with_what_eager_says(worlds, name):
 
 @pytest.mark.parametrize("name", sharded.DIFFERING)
 def test_ranks_fuse_the_same_sums_or_none(worlds, name):
-    """A rank that cannot fuse does not let the other rank wait for its kernel."""
+    """Ranks fuse the same sums or none. A rank that cannot fuse does not let the other rank wait
+    for its kernel."""
     one, other = (found[name] for found in worlds[2])
     fused = ["all_reduce_residual_norm"] if name in sharded.TOGETHER else []
     assert one["fused"] == other["fused"] == fused
@@ -145,15 +147,16 @@ def test_ranks_fuse_the_same_sums_or_none(worlds, name):
 
 @pytest.mark.parametrize("compiling", [True, False])
 def test_a_rank_that_is_killed_ends_the_others(worlds, compiling):
-    """The other rank gets an error in the library's collective. No rank waits for a rank that no
-    longer compiles."""
+    """If one rank is killed, the other gets an error in the library's collective. No rank waits for
+    a rank that no longer compiles."""
     found = worlds["killed"][compiling]
     assert "Connection closed by peer" in found["said"] or "Connection reset" in found["said"]
     assert found["seconds"] < _PATIENCE_S
 
 
 def test_a_rank_that_waits_for_a_killed_one_is_aborted(worlds):
-    """The message has the process id and rank that all ranks have received from each other."""
+    """The message has the process id and the rank of the killed process, which ranks sent each
+    other before."""
     assert f"rank 1 (pid {worlds['watched']}) ended, and this rank waits for it" in worlds["log"]
 
 
@@ -172,7 +175,7 @@ def _summed_in(group):
 
 
 def test_another_group_of_the_name_begins_anew(tmp_path):
-    """A new rank knows nothing that ranks compiled in a group that no longer exists."""
+    """A new group does not use what ranks wrote for an earlier group of the same name."""
     graph = _summed_in("0")
     for life in (1, 2):
         where = f"file://{tmp_path}/{life}"
@@ -185,8 +188,8 @@ def test_another_group_of_the_name_begins_anew(tmp_path):
 
 
 def test_a_group_made_anew_does_not_hear_what_the_last_one_said(tmp_path):
-    """All groups use one store. One group has another name for the same ranks, and one has the
-    first name again."""
+    """Groups that are made anew do not read what was written for an earlier group. All groups use
+    one store: one has another name for the same ranks, and one has the first name again."""
 
     store, names, places = dist.FileStore(f"{tmp_path}/store", 1), [], []
     for _ in range(2):
@@ -201,7 +204,7 @@ def test_a_group_made_anew_does_not_hear_what_the_last_one_said(tmp_path):
 
 
 def test_ranks_that_compiled_the_same_hear_that_at_once(monkeypatch):
-    """The last rank that reports its result does not have to wait for any other."""
+    """If all ranks compiled the same, the last rank that says so need not wait for any other."""
     store, sums = dist.HashStore(), agreed.RankSums("group", "place", None, 1)
     monkeypatch.setattr(agreed._compat, "store", lambda: store)
     monkeypatch.setattr(agreed.dist, "get_rank", lambda: 1)

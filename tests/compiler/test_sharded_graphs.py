@@ -129,8 +129,8 @@ def cache_written_between(m, x, k_cache, v_cache, slots):
 
 
 def replicated_cache(m, x, k_cache, v_cache, slots):
-    """Each rank has whole caches, but only a part of the heads. DTensor decides which elements are
-    written."""
+    """Each rank has whole caches, but only a part of the heads. DTensor decides which elements a
+    rank writes."""
     q, k, v = (heads(projected(m, name, x).to_local()) for name in "qkv")
     for cache, given in ((k_cache, k), (v_cache, v)):
         wrapped(cache).view(-1, HKV, D)[wrapped(slots)] = wrapped(given)
@@ -271,8 +271,9 @@ def test_a_linear_whose_parts_are_summed_says_why_its_residual_is_apart():
 
 
 def test_what_one_call_writes_is_not_said_of_another_placement():
-    """A lookup in the rows of two ranks is masked in place when it is summed. The sum of a linear's
-    parts, a DTensor of the same shape, is not."""
+    """A write in one call says nothing about another placement. A lookup in rows that two ranks
+    share is masked in place when it is summed. A DTensor of the same shape that sums the parts of a
+    linear is not."""
 
     def step(ids, table, x, weight):
         looked_up = F.embedding(wrapped(ids), table)
@@ -286,7 +287,7 @@ def test_what_one_call_writes_is_not_said_of_another_placement():
 
 
 def test_pieces_that_are_joined_again_are_the_whole():
-    """transformers' plan for latents does this: it splits a tensor and joins its parts again."""
+    """Splits a tensor and joins its pieces again, as transformers' plan for latents does."""
 
     def step(order):
         def run(m, x, k_cache, v_cache, slots):

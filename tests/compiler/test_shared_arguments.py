@@ -1,4 +1,4 @@
-"""Tests what two rewrites of one graph share: only values that are equal at both places."""
+"""Tests which values two rewrites of one graph share: only values that are equal at both places."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_equal_writes_are_each_carried_out():
 
 
 class TwoProducts(nn.Module):
-    """Has two grouped products with one weight of codes. `change` stands between them."""
+    """Has two grouped products with one quantised weight. `change` is between the two products."""
 
     def __init__(self, change) -> None:
         super().__init__()

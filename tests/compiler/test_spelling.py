@@ -68,7 +68,7 @@ def test_a_scaled_addmm_is_not_a_linear(scale):
 
 
 HEADS = numbers(2, 3, 12)
-# For each name: (one spelling, another). Both must select the same elements of the input.
+# Pairs of spellings by name. Both spellings of a pair must select the same elements of the input.
 PAIRS = {
     "split by int": (lambda x: x.split(4, dim=-1)[1], lambda x: x[..., 4:8]),
     "split by list": (lambda x: torch.split(x, [4, 8], -1)[1], lambda x: x.narrow(-1, 4, 8)),
@@ -122,7 +122,7 @@ PAIRS = {
 }
 
 
-#: Calls that are in no table, each with the call from a table that selects the same elements.
+#: Calls that no table has, each with a call from a table that selects the same elements.
 UNLISTED = {
     "numpy_T": (torch.ops.aten.numpy_T, lambda x: x.permute(2, 1, 0)),
     "aten.mT": (torch.ops.aten.mT, lambda x: x.transpose(1, 2)),
@@ -274,8 +274,8 @@ def test_a_call_in_no_table_that_keeps_a_symbolic_size_is_read():
 
 
 def test_a_dimension_that_is_an_argument_of_the_graph_is_read():
-    """Dynamo makes a symbol of a number in a call if the number has changed, for example after a
-    graph break."""
+    """If a number in a call changes, for example after a graph break, Dynamo turns it into a
+    symbol, which is an argument of the graph."""
 
     def step(x, dim):
         return torch.unsqueeze(x, dim).movedim(dim, 0).transpose(0, dim) * 2

@@ -1,13 +1,9 @@
-"""Tests statements in graphs that fuse: see :mod:`tests.compiler.statements`."""
+"""Tests graphs with inserted statements: see :mod:`tests.compiler.statements`."""
 
 from __future__ import annotations
 
 import logging
-import re
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +12,8 @@ from tests.compiler.statement_programs import FORMS, turn_of, turns
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-# Two fifths of the turns. The step divides neither the number of turns nor the number of families,
-# so each statement occurs in the graphs of several families.
+# These seeds take two fifths of the turns. STEP divides neither the number of turns nor the number
+# of families, so each statement occurs in the graphs of several families.
 FIRST, STEP = 100_800, 5
 SEEDS = range(FIRST, FIRST + 2 * len(turns()), STEP)
 
@@ -34,26 +30,18 @@ def quiet():
 
 def test_a_graph_with_statements_computes_what_it_did():
     """Each kind of statement in each spelling occurs in graphs of some families. The programs run
-    in separate processes, because torch may crash a process; the programs of that process are then
-    left out."""
-    command = [sys.executable, "-m", "tests.compiler.statements"]
-    done = subprocess.run(
-        [*command, "--seeds", f"{SEEDS.start}:{SEEDS.stop}:{STEP}"],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    made, fused = re.search(r"(\d+) programs, (\d+) with a rewrite", done.stdout).groups()
-    assert int(made) > len(SEEDS) * 0.9
-    assert int(fused) > int(made) / 2
-    assert "not drawn: []" in done.stdout or "took its process down" in done.stdout, done.stdout
+    in a fork, because torch may crash a process; the programs of that process are then left
+    out."""
+    found = statements.tallied(SEEDS)
+    assert not found.wrong
+    assert found.programs.total() > len(SEEDS) * 0.9
+    assert found.fused.total() > found.programs.total() / 2
+    assert not found.left or found.crashed
 
 
 def test_the_seeds_here_have_every_statement_and_family():
-    """The seeds contain every kind in every spelling, and most kinds and spellings in the graph of
-    each family."""
+    """The seeds of this file contain every kind of statement in every spelling, and most of these
+    in the graph of each family."""
     here = {turn_of(seed) for seed in SEEDS}
     assert {turn[1:] for turn in here} == {turn[1:] for turn in turns()}
     for other, least in ((1, 0.95), (2, 0.9)):
@@ -73,7 +61,8 @@ def test_turns_are_all_that_a_statement_can_be():
 
 
 def test_the_operators_are_those_that_torch_registers():
-    """New operators of a newer torch are drawn, too. There are hundreds of each kind."""
+    """The operators are drawn from all that torch registers, so new operators of a newer torch are
+    drawn, too. There are hundreds of each kind."""
     counts = {
         kind: len(statement_programs.overloads(kind)) for kind in ("writes", "out", "aliases")
     }
@@ -90,7 +79,8 @@ def test_every_family_fuses_as_it_is():
 
 
 def test_a_wrong_rewrite_is_seen(monkeypatch):
-    """If the rules of legality are switched off, statements give wrong results."""
+    """If the checks of legality are turned off, statements give wrong results, and the test sees
+    them."""
     monkeypatch.setattr("tilewright.compiler.fuse.check_legality", lambda match, flow: None)
     outcomes = map(statements.tried, range(60))
     assert any(outcome is not None and outcome.wrong for outcome in outcomes)

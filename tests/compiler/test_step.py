@@ -88,7 +88,8 @@ def test_products_of_activations_are_no_floor():
 
 
 def test_what_stands_on_both_sides_of_a_product_is_two_kernels():
-    """The residual is written before the product and read after it."""
+    """Operations before and after a product are two kernels: the residual is written before the
+    product and read after it."""
 
     class Residual(nn.Module):
         def __init__(self):
@@ -102,7 +103,7 @@ def test_what_stands_on_both_sides_of_a_product_is_two_kernels():
     step = step_of(lowered(on_meta(Residual), (2, 8)))
     rows = 2 * 8 * F32
     assert [p.kind for p in step.parts] == [INDUCTOR, LIBRARY, INDUCTOR]
-    # The first part reads x and writes two results, the product reads and writes one, and the last
+    # The first part reads x and writes two results. The product reads one and writes one. The last
     # part reads two operands and writes the sum.
     assert [p.amounts.activations for p in step.parts] == [3 * rows, 2 * rows, 3 * rows]
 
@@ -196,8 +197,8 @@ def write_what_it_made(cache, rows, at):
 @pytest.mark.parametrize(
     ("write", "read", "moved"),
     [
-        # The bytes of the cache that are read; then the bytes of the given rows, of their places
-        # and of the written rows.
+        # First the bytes of the cache that are read, then the bytes of the given rows, of their
+        # indices, and of the written rows.
         (put_rows, 0, 2 * ROW + 16 + 2 * ROW),
         (set_rows, 0, 2 * ROW + 16 + 2 * ROW),
         (set_slice, 0, 2 * ROW + 2 * ROW),
@@ -211,9 +212,10 @@ def write_what_it_made(cache, rows, at):
     ],
 )
 def test_a_write_in_place_moves_the_rows_it_writes(write, read, moved):
-    """The rest of the target stays, and is not read."""
+    """A write in place moves only the rows that it writes. The rest of the target stays, and is not
+    read."""
     at = torch.zeros(2, dtype=torch.int64, device="meta")
-    total = step_of(lowered(write, (4096, 8), (2, 8), at, patterns=[])).total
+    total = step_of(lowered(write, (4096, 8), (2, 8), at)).total
     assert (total.caches, total.activations) == (read, moved)
 
 
@@ -221,7 +223,7 @@ def test_sums_in_place_read_and_write_all_once():
     def add(cache, bias):
         cache.add_(bias).mul_(2)
 
-    total = step_of(lowered(add, (64, 8), (8,), patterns=[])).total
+    total = step_of(lowered(add, (64, 8), (8,))).total
     assert (total.caches, total.activations) == (64 * ROW, ROW + 64 * ROW)
 
 
@@ -273,8 +275,9 @@ def latent_work(tokens, keys):
 
 
 def test_few_queries_of_latents_make_no_keys():
-    """With few queries, each query is multiplied by the up-projection, and latents count as far as
-    they are present. With many queries, keys are computed from every latent, written and read."""
+    """With few queries, each query is multiplied by the up-projection, and only the latents of
+    present tokens count. With many queries, keys are computed from every latent, written and
+    read."""
     heads, nope, rope, v_dim, rank = 16, 128, 64, 128, 512
     few = latent_work(1, 2048)
     assert few.flops == 2 * 2 * heads * rank * (nope + v_dim)
@@ -289,7 +292,7 @@ def test_few_queries_of_latents_make_no_keys():
 
 
 def test_a_view_between_two_operations_hands_nothing_on():
-    """A value that is read through a view inside one kernel is not written."""
+    """A value that is only read through a view inside the same kernel is not written to memory."""
 
     class Viewed(nn.Module):
         def forward(self, x):
@@ -357,8 +360,8 @@ def llama():
 
 
 def test_llama_has_the_floor_that_was_kept(llama):
-    """The benchmark counts the weights of the model itself, and uses the copy rate of its run. The
-    times of its 8 layers are computed from the last two layers here, which are equal."""
+    """The benchmark counts the weights of the model itself, and uses the copy rate of its run. This
+    test computes the time of the benchmark's 8 layers from its last two layers, which are equal."""
     rows = json.loads((RESULTS / "llama3_8b_end_to_end.json").read_text("utf-8"))["rows"]
     (kept,) = [r for r in rows if (r["batch"], r["tokens"], r["kind"]) == (1, 1, "mask")]
     assert kept["layers"] == 8

@@ -1,5 +1,5 @@
-"""Tests results that are written in place. Their strides decide whether the write goes to a view or
-to a copy."""
+"""Tests in-place writes to results of ops. The strides of a result decide whether `flatten` is a
+view or a copy, and so what the write changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def flattened_then_written(y):
-    """`flatten` of a transposed result is a copy, which the write to `y` does not reach."""
+    """Flattens a transposed result, which makes a copy. A write to the copy does not change `y`."""
     row, flat = y[0], y.flatten(1)
     row.mul_(0.5)
     return flat.view(y.shape) + y
@@ -67,8 +67,8 @@ def doubled_and_viewed(y):
     "after", [rows_then_flattened, doubled_then_flattened, read_by_strides, doubled_and_viewed]
 )
 def test_a_result_that_the_graph_reads_by_its_strides(after):
-    """The first two dimensions of the residual are transposed, and so are those of its sum with a
-    linear."""
+    """Reads a result by its strides. The first two dimensions of the residual are transposed, and
+    so are those of its sum with a linear."""
 
     def model(x, weight, residual):
         return after(residual.transpose(0, 1) + F.linear(x, weight))
@@ -83,8 +83,8 @@ def test_a_result_that_the_graph_reads_by_its_strides(after):
 
 
 def test_a_result_that_is_returned_lies_as_eager_s():
-    """Here the result lies in memory of its own, [B, H, S, D]. The op's result is ordered by
-    tokens."""
+    """The returned result has the memory layout of eager's, [B, H, S, D]. The op's own result is
+    ordered by tokens."""
 
     def attend(q, k, v):
         k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))

@@ -55,7 +55,8 @@ def test_bytes_between_parts_come_from_the_l2_cache_as_far_as_they_fit():
 
 
 def test_bytes_and_products_overlap_but_not_wholly():
-    """The time lies between the longer of the two times and their sum. Its parts add up to it."""
+    """Reading and multiplying overlap in part: the time lies between the longer of the two times
+    and their sum, and is the sum of its parts."""
     both = replace(EMPTY, weights=10**9, flops=10**11)
     bytes_us, products_us = (
         us(replace(EMPTY, **one)) - START for one in ({"weights": 10**9}, {"flops": 10**11})
@@ -88,10 +89,10 @@ def test_codes_that_stand_for_floats_take_longer_to_decode():
     plain = replace(EMPTY, kind="fused", weights=10**7, flops=2 * 16 * 2 * 10**7)
     int4, nvfp4 = (us(replace(plain, codes=name)) for name in ("int4_k", "nvfp4"))
     assert us(plain) < int4 < nvfp4
-    # Other kernels, which decode faster, multiply a single token.
+    # Another kernel, which decodes faster, multiplies a single token.
     alone = replace(plain, codes="nvfp4", flops=2 * 2 * 10**7)
     assert us(alone) < nvfp4
-    # The cost model has a separate share for kernels of mixtures.
+    # Kernels of mixtures have a separate constant in the cost model.
     assert us(replace(plain, codes="nvfp4", family="moe")) < nvfp4
 
 
@@ -127,7 +128,7 @@ def test_nine_of_ten_are_within():
     assert percent_of([1.0] * 9 + [2.0]) == 0
     assert percent_of([1.0] * 8 + [1.5, 2.0]) == 50
     assert percent_of([1.011]) == 2
-    # A bar is narrow only if there are many rows.
+    # An error bar is narrow only if it rests on many rows.
     assert (held_percent([1.02] * 9), held_percent([1.02] * 10)) == (10, 2)
 
 

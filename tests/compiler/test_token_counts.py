@@ -1,5 +1,5 @@
-"""Tests that one compiled model serves any number of tokens, also in CUDA graphs, and waits for
-nothing.
+"""Tests that one compiled model serves any number of tokens, also in CUDA graphs, and never waits
+for the GPU.
 
 The model is a small Llama with a paged cache. Without a GPU, the tests cover only recompilation and
 the facts that Inductor gets.
@@ -49,7 +49,8 @@ def rotate(x, cos, sin):
 
 
 class Llama(nn.Module):
-    """Has x [T, K] of one sequence. context [CONTEXT] is the slot of every position."""
+    """A small Llama for x [T, K] of one sequence. context [CONTEXT] is the slot of every
+    position."""
 
     def __init__(self, device, dtype):
         super().__init__()
@@ -79,7 +80,7 @@ class Llama(nn.Module):
 
 
 class Session:
-    """A model with caches of its own. It is fed the requested number of tokens at a time."""
+    """A model and its caches. It processes the requested number of tokens at a time."""
 
     def __init__(self, device, dtype, seed=0):
         torch.manual_seed(seed)
@@ -112,7 +113,7 @@ def assert_caches_near(ours, eager, untouched, dtype):
     for a, b, before in zip(ours, eager, untouched, strict=True):
         assert_near(a, b, dtype)
         same = (b == before).flatten(2).all(-1)
-        assert torch.equal(a[same], before[same])  # slots that are not named keep their bits
+        assert torch.equal(a[same], before[same])  # slots that are not written keep their bits
         assert not same.all()
 
 
@@ -159,8 +160,8 @@ def static_inputs(compile_):
 
 
 def test_weights_and_marked_caches_stay_where_they_are(monkeypatch):
-    """Otherwise Inductor's CUDA graphs would copy the weights at each step, and refuse the
-    caches."""
+    """Weights and marked caches are static inputs. Otherwise Inductor's CUDA graphs would copy the
+    weights at each step, and refuse the caches."""
 
     def stock(model, compiler):
         return torch.compile(model, backend=lambda gm, inputs: compiler(gm, inputs))
@@ -267,7 +268,8 @@ class TestGraphs:
 
     def test_inductors_own_cuda_graphs(self, gpu):
         model, session, _ = gpu
-        # The warm-up makes the slabs and counters again, in its memory pool or outside it.
+        # The warm-up makes the slabs and counters again, in the memory pool of the graph or outside
+        # of it.
         kernel_launch._slabs.clear()
         kernel_launch._counters.clear()
         run = torch.compile(
@@ -303,6 +305,6 @@ class TestGraphs:
             for _ in range(3):
                 run(*step, *caches)
             with pytest.raises(RuntimeError, match="synchroniz"):
-                step[0].sum().item()  # the mode would have raised an error
+                step[0].sum().item()  # in this mode, any wait for the GPU raises an error
         finally:
             torch.cuda.set_sync_debug_mode("default")

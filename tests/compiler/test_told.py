@@ -1,4 +1,4 @@
-"""Tests what a user is told without asking.
+"""Tests messages that users get without asking for them.
 
 Each graph that lost a fusion gives one line, and a note says why an option, a variable or a mode
 kept sites from being fused.
@@ -45,8 +45,8 @@ def warnings(caplog) -> list[str]:
 
 
 def test_what_a_graph_lost_is_one_line_beside_what_was_fused(caplog):
-    """The line appears once. A graph that is compiled again for other sizes has the same line,
-    which is not repeated until a reset."""
+    """The line about lost fusions appears once. If the graph is compiled again for other sizes, the
+    same line is not repeated until a reset."""
     model, args = growing()
     with caplog.at_level(logging.WARNING, "tilewright"):
         for length in (3, 5):
@@ -121,7 +121,8 @@ def test_a_model_in_train_mode_is_told_to_be_in_eval(caplog):
     ("given", "level"), [("inf", None), ("info", logging.INFO), ("10", 10), ("", None)]
 )
 def test_a_level_that_there_is_not_is_named_and_nothing_else(given, level, monkeypatch, caplog):
-    """torch.compile, which imports the backend, raised an error here before."""
+    """An unknown level is named in an error of its own. Before, `torch.compile`, which imports the
+    backend, raised another error here."""
     before = logging.getLogger("tilewright").level
     try:
         backend._set_level(given)
@@ -153,7 +154,8 @@ def test_attention_in_float64_is_not_counted_as_fused():
 
 
 def test_a_number_of_a_tensor_is_not_answered_by_a_setting_of_dynamo():
-    """Dynamo's hint names `capture_scalar_outputs`. With it, Dynamo fails at a slice of a cache."""
+    """Dynamo's own hint names `capture_scalar_outputs`. With this setting Dynamo fails at a slice
+    of a cache, so the hint is replaced."""
 
     def write(cache, k, position):
         cache[:, position.item() : position.item() + 1] = k

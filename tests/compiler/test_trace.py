@@ -1,5 +1,5 @@
-"""Tests what other tools see of a compilation: artifacts in torch's trace, and the origin of each
-node."""
+"""Tests what other tools see of a compilation: the artifacts in torch's trace, and the origin of
+each node."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Tests models of codes that are built from a configuration alone: the same sites are fused as in
-the loaded models."""
+"""Tests models with quantised weights that are built from a configuration alone. The same sites are
+fused as in loaded models."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -27,8 +28,8 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dty
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 GROUPS = "int4 codes in groups of 64"
 NVFP4 = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
-#: The model, the contents of its config.json, the format in words, and the bytes for a number of a
-#: weight: of its code, and of scales and zeros.
+#: For each case: the model, the contents of its config.json, the format in words, and the bytes of
+#: a weight's number (of its code, and of its share of scales and zeros).
 STATED = {
     "fp8": ("llama", FP8, "fp8 codes in blocks of 128 x 128", 1.0, 4 / 128**2),
     "fp8-moe": ("qwen3_moe", FP8, "fp8 codes in blocks of 128 x 128", 1.0, 4 / 128**2),
@@ -41,11 +42,11 @@ STATED = {
 }  # fmt: skip
 
 
-def model_of(kind, dtype=torch.bfloat16):
+def model_of(kind, dtype=torch.bfloat16, **changes):
     config, fields = shipped.CONFIGS[kind]
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(
-            config(**shipped.SIZES | fields), dtype=dtype
+            config(**shipped.SIZES | fields | changes), dtype=dtype
         )
     return made.eval().requires_grad_(False)
 
@@ -61,18 +62,23 @@ def step(model):
     return lower(model, (ids,), {"past_key_values": cache}, target="sm90")
 
 
+@cache
+def fused_dense(kind):
+    """Returns how often each pattern matches in the dense model."""
+    torch._dynamo.reset()
+    return Counter(site.pattern for site in step(model_of(kind, num_hidden_layers=1)).matches)
+
+
 @pytest.mark.parametrize("form", STATED)
 def test_a_configuration_alone_tells_what_is_fused_and_read(form):
     kind, stated, words, of_codes, beside = STATED[form]
-    model = model_of(kind)
+    model = model_of(kind, num_hidden_layers=1)
     put_codes(model, stated)
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()) if t.dtype.itemsize == 1)
     report = step(model)
-    torch._dynamo.reset()
-    dense = step(model_of(kind))
-    fused = [Counter(site.pattern for site in one.matches) for one in (report, dense)]
-    del fused[0]["round_rows"]  # dense models do not round activations
-    assert fused[0] == fused[1]
+    fused = Counter(site.pattern for site in report.matches)
+    del fused["round_rows"]  # dense models do not round activations
+    assert fused == fused_dense(kind)
     assert not [miss for miss in report.misses if miss.is_lost]
     savings = savings_of(report)
     assert savings.forms == (words,)
@@ -115,7 +121,7 @@ def test_groups_without_a_size_are_as_transformers_makes_them(config):
 
 
 def test_it_is_what_the_loaded_model_reads(tmp_path):
-    """A loaded checkpoint of ModelOpt is compared with the model built from its configuration
+    """Compares a loaded checkpoint of ModelOpt with the model that is built from its configuration
     alone."""
     loaded = shipped.SHIPPED["modelopt-nvfp4"].load("llama", tmp_path)
     report = lower(loaded, (), shipped.step_of(loaded), target="sm90")

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def wrong(monkeypatch, change, name="fused_qkv_paged"):
-    """Makes the op's reference call `change(arguments, result)` at its end. Every lowering uses the
-    reference."""
+    """Makes the op's reference wrong: it calls `change(arguments, result)` at its end. Every
+    lowering uses the reference."""
     op = contract.get_op(name)
     right = op.reference
 
@@ -75,16 +75,16 @@ def test_verification_forgives_garbage_in_a_fresh_cache(caplog):
 
 
 def attend(q, k, v, mask):
-    """Two heads of q [B, 4, S, D] share one head of k and v. A key that the mask hides contributes
-    zero times its value."""
+    """Computes attention in which two heads of q [B, 4, S, D] share one head of k and v. A key that
+    the mask hides contributes zero times its value."""
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     logits = (q @ k.mT * 0.25).masked_fill(~mask, float("-inf"))
     return logits.softmax(-1) @ v
 
 
 def attention_of_garbage():
-    """In the second of three sequences, keys that no query sees have the values NaN, inf and
-    -inf."""
+    """Computes attention of three sequences. In the second, keys that no query sees have the values
+    NaN, inf and -inf."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 4, 2, 16), torch.randn(3, 2, 24, 16), torch.randn(3, 2, 24, 16)
     mask = (torch.arange(24) < 9).expand(3, 1, 2, 24).contiguous()
@@ -109,7 +109,8 @@ def test_what_is_nan_in_the_original_is_judged_on_inputs_without_nan(caplog):
 
 
 def test_a_wrong_rewrite_does_not_hide_behind_nan(monkeypatch, caplog):
-    """The rewrite is right wherever the original is a number."""
+    """A wrong rewrite is found although the original has NaN. The rewrite is right only where the
+    original is NaN."""
     args = attention_of_garbage()
 
     def change(arguments, out):
@@ -126,7 +127,8 @@ def test_a_wrong_rewrite_does_not_hide_behind_nan(monkeypatch, caplog):
 
 
 def test_what_is_nan_on_all_inputs_is_judged_nowhere():
-    """A query that sees no key is NaN in the original, and zero in the fused op."""
+    """A result that is NaN on all inputs is not judged: for a query that sees no key, the original
+    gives NaN, and the fused op gives zero."""
     args = attention_of_garbage()
     args[3][1, :, 0] = False
     with torch.no_grad():

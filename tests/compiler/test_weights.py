@@ -24,13 +24,14 @@ from tilewright.patterns.language import CODES, WEIGHTS, Miss, Stage, reject
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-#: For tests that look at a whole report: the log, the printed text and written files.
+#: The patterns of tests that look at a whole report: the log, the printed text and written files.
 OWN = ["tests_doubts"]
 
 
 @dataclass(frozen=True)
 class Doubts:
-    """A pattern that misses every linear, and has a weight of its own."""
+    """A pattern that misses every linear. The misses have a weight of their own (lost or
+    advice)."""
 
     weight: str | None
     name: str = "tests_doubts"
@@ -142,7 +143,7 @@ class Mixture(nn.Module):
 
 
 class Bent(Mixture):
-    """The mixture has an activation that the op does not know, which is a near miss."""
+    """The mixture with an activation that the op does not know, as a near miss."""
 
     def between(self, inner):
         return inner.cumsum(-1)
@@ -253,7 +254,7 @@ def test_a_store_of_given_heads_passes_strict_as_ever():
 )
 def test_what_to_do_about_a_subclass_goes_by_its_library(package, what, why, hint, monkeypatch):
     class Int8Tensor(TwoTensor):
-        """Stands for the quantised weight of a library."""
+        """Stands for a quantised weight of a library."""
 
     monkeypatch.setattr(Int8Tensor, "__module__", package)
     said = described(Int8Tensor(torch.zeros(2), torch.zeros(2)))

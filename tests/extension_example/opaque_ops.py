@@ -63,8 +63,8 @@ def store_meaning(k, v, k_cache, v_cache, slots, workspace):
 def halves(
     out: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the sines of the halves of x, [T, W / 2], and two copies of x, in new memory. Writes
-    x to out [T, W]."""
+    """Computes the sines of both halves of x, [T, W / 2], and two copies of x, in new memory. Also
+    writes x to out [T, W]."""
     out.copy_(x)
     one, two = x.sin().chunk(2, dim=-1)
     return one.clone(), two.t().contiguous().t(), x.clone(), x.clone()

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, with arguments for the kind of projection, bias, norm and rope.
+"""Attention in plain PyTorch, whose arguments choose the kind of projection, bias, norm and rope.
 
 It is written like serving code and Hugging Face models, but imports neither.
 """
@@ -25,7 +25,8 @@ ROPES = {
 
 @dataclass(frozen=True)
 class Axes:
-    """The variants of a model that patterns must match, and the model's dims, which are tiny.
+    """The choices that make a variant of the model, all of which patterns must match, and the
+    model's dims, which are tiny.
 
     projection: one of `projections.FORMS`.
     projected_kv_heads: the number of projected kv heads, if the cache has more.

@@ -111,7 +111,7 @@ class Linear(nn.Module):
 
 
 class ByteLinear(bitsandbytes.ByteLinear):
-    """Computes the function of the module that `prepare` makes of a `Linear8bitLt`, with random
+    """Computes the same as the module that `prepare` makes of a `Linear8bitLt`, with random
     codes."""
 
     def __init__(self, rows, columns, seed, bias=False):

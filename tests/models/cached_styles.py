@@ -33,14 +33,14 @@ def heads_first(*tensors):
 
 
 def put(cache, positions, new):
-    """Writes a cache through another name, as a cache module's `update` does."""
+    """Writes a cache through another view of its memory, as a cache module's `update` does."""
     out = cache
     out[:, :, positions] = new
     return out
 
 
 def table_mask(q, k, v, keys, values, positions):
-    """Masks with rows of a triangular matrix that the model made once."""
+    """Masks with rows of a triangular matrix that the model computed once."""
     mask = triangle(keys.shape[2])[None, None, positions]
     q, k, v = heads_first(q, k, v)
     k, v = put(keys, positions, k), put(values, positions, v)
@@ -113,7 +113,8 @@ def window_of_table(q, k, v, keys, values, positions):
     return merged(F.scaled_dot_product_attention(q, k, v, attn_mask=band[None, None, positions]))
 
 
-# --- expand and flatten, a mask for each sequence: torchtune --------------------------------------
+# --- expand and flatten, and a mask for each sequence: torchtune
+# --------------------------------------
 
 
 def per_sequence_mask(q, k, v, keys, values, positions):

@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Format:
-    """A format.
+    """A quantisation format.
 
     linear: a form of `quantized`, or None for bfloat16.
     experts: (format, spelling) of `moe_dequant`, or None.

@@ -58,14 +58,14 @@ def another_index(m, x, index):
 @bent(0, "LORA_FORM")
 @each
 def two_indices(m, x, index, n):
-    """A and B belong to different adapters."""
+    """Uses different adapters for A and for B."""
     return delta(m, x, index, n, index.flip(0))
 
 
 @bent(0, "LORA_FORM")
 @each
 def more_in_one_table(m, x, index, n):
-    """A has an adapter that B lacks."""
+    """Has an adapter in A that B lacks."""
     at = index % (G - 1)
     s = torch.einsum("th,trh->tr", x, m.a[n][at])
     return torch.einsum("tr,twr->tw", s, m.b[n][: G - 1][at])
@@ -80,7 +80,7 @@ def scale_of_another(m, x, index, n):
 @bent(0, "LORA_FORM")
 @each
 def gated(m, x, index, n):
-    """The delta is multiplied by a gate that the activation makes."""
+    """Multiplies the delta by a gate that is computed from the activation."""
     return delta(m, x, index, n) * x.mean(-1, keepdim=True).sigmoid()
 
 
@@ -147,7 +147,7 @@ def shrunk_read_elsewhere(m, x, index):
 
 @bent(1)
 def table_read_elsewhere(m, x, index):
-    """The selected rows of a table have another reader, so they stay in the graph."""
+    """Selects rows of a table that another value reads, too, so that they stay in the graph."""
     table = m.a["q"][index]
     s = torch.einsum("th,trh->tr", x, table)
     return base(m, x, "q") + torch.einsum("tr,twr->tw", s, m.b["q"][index]), table.sum(-1)
@@ -224,7 +224,7 @@ def sequences_exchanged(m, x, index):
 
 @bent(1)
 def weight_changed_before(m, x, index):
-    """The adapters read the activation before it changes."""
+    """Changes the activation after the adapters have read it and before the projections do."""
     x = x * 1.5
     y = base(m, x, "q") + delta(m, x, index, "q")
     x.mul_(2)
@@ -233,7 +233,8 @@ def weight_changed_before(m, x, index):
 
 @bent(0, "INPUT_MUTATED")
 def activation_changed_between(m, x, index):
-    """An in-place change is read under another name, so it must stay in place."""
+    """Changes the activation in place. The change is read through another view, so it must stay in
+    place."""
     x = x * 1.5
     name = x.view(-1)
     found = delta(m, x, index, "q")

@@ -1,4 +1,4 @@
-"""Attention of expanded latent keys and values, in the spellings of engines.
+"""Attention to expanded latent keys and values, in the spellings of engines.
 
 Each function takes q [T, H, n + r], keys [K, H, n + r], values [K, H, v], positions [T] and a
 scale, and returns [T, H, v]. Query t sees the keys up to its position.
@@ -39,7 +39,8 @@ def causal(q, keys, values, positions, scale):
 
 
 def causal_later(q, keys, values, positions, scale):
-    """Attends to the last keys, which are the keys of the new tokens."""
+    """Attends with queries that are the last tokens, so that the causal mask ends at the last
+    key."""
     return causal(q, keys[-len(q) :], values[-len(q) :], positions, scale)
 
 

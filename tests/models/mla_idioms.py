@@ -210,7 +210,7 @@ class RmsNorm(nn.Module):
 
 
 class Mla(nn.Module):
-    """The model. Each step is an attribute, so that a test can replace one."""
+    """The model. Each of its steps is an attribute, so that a test can replace it."""
 
     def __init__(self, axes: MlaAxes) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ class Dense(nn.Linear):
 
 
 class Separate(nn.Module):
-    """Has separate weights for the rows of K and of V."""
+    """Has separate weights for keys and for values."""
 
     def __init__(self, axes) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Fp8Product(Fp8Block):
 
 
 class Int8Behind(nn.Module):
-    """Has int8 codes. The sums are scaled by row, as in torchao."""
+    """Has int8 codes. Each row's scale multiplies the sums, as in torchao."""
 
     def __init__(self, axes) -> None:
         super().__init__()

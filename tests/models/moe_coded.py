@@ -113,7 +113,7 @@ NEAR_MISSES = (
 
 
 class CodedMoe(nn.Module):
-    """A mixture.
+    """A mixture of experts whose activations are quantised.
 
     rows, hidden: the functions that quantise the rows of the two GEMMs.
     first: whether tokens are quantised before they are gathered.

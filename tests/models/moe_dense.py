@@ -13,7 +13,7 @@ T, E, S, H, INNER = 12, 4, 2, 64, 32
 
 
 class Dense(nn.Module):
-    """Has weights gate_up [E, H, 2I] and down [E, I, H]. `step` is the model."""
+    """A mixture with weights gate_up [E, H, 2I] and down [E, I, H]. `step` computes it."""
 
     def __init__(self, step, num_slots):
         super().__init__()
@@ -149,14 +149,15 @@ def over_tokens(m, x, logits, weights, ids):
 
 
 def other_experts(m, x, logits, weights, ids):
-    """Uses the experts in another order in the second product than in the first."""
+    """Takes the experts in the second product in another order than in the first."""
     h = act(torch.bmm(x.expand(E, -1, -1), m.gate_up))
     y = torch.bmm(h.flip(0), m.down)
     return (y * scattered(x, weights, ids).T[..., None]).sum(0).to(x.dtype)
 
 
 def tokens_for_experts(m, x, logits, weights, ids):
-    """Exchanges the dimensions of tokens and experts, which have one size, between the products."""
+    """Exchanges the dimensions of tokens and experts between the products. Both dimensions have the
+    same size."""
     x = x[:E]
     h = act(torch.bmm(x.expand(E, -1, -1), m.gate_up))
     y = torch.bmm(h.transpose(0, 1), m.down)

@@ -378,7 +378,8 @@ def bincount_cut(ids, ids_sorted, n):
     return torch.bincount(ids, None, n)[:n].cumsum(0).to(torch.int32)
 
 
-# Shapes that depend on data; this is one graph only with capture_dynamic_output_shape_ops.
+# The shapes of these forms depend on data. They are one graph only with
+# capture_dynamic_output_shape_ops.
 ENDS |= {f.__name__: f for f in (bincount, bincount_cut)}
 
 

@@ -97,7 +97,7 @@ class HeadSplit(Packed):
 
 
 class PerHead(Packed):
-    """Projects as GPT-NeoX does: q, k and v of each head lie side by side."""
+    """Projects as GPT-NeoX does: for each head, q, k and v are next to each other."""
 
     def forward(self, x):
         by_head = self.qkv_proj(x).view(*x.shape[:-1], self.heads[0], 3 * self.head_dim)
@@ -213,7 +213,7 @@ class EinsumPacked(Form):
 
 
 class FromTheRight(Einsum):
-    """Computes x @ W, with weights [K, H * D]."""
+    """Computes x @ W, with weights W [K, H * D]."""
 
     def shape(self, heads):
         return self.hidden, heads * self.head_dim
@@ -234,7 +234,7 @@ class MatmulByHead(Einsum):
 
 
 class BmmOfOne(FromTheRight):
-    """Computes batched products whose batch is one, or shares its weight."""
+    """Computes batched products with a batch of one, or with a weight that the batch shares."""
 
     def forward(self, x):
         batch = x if x.dim() == 3 else x[None]

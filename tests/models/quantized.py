@@ -89,7 +89,7 @@ def nibbles_in_flat_groups(layer, dtype):
 
 
 def nibbles_scaled_apart(layer, dtype):
-    """Converts both halves to numbers before it interleaves them."""
+    """Converts both halves of each byte to numbers before it interleaves them."""
     scale = layer.scale[:, :1].to(dtype)
     low, high = (n.to(dtype) - 8 for n in (layer.packed & 0xF, layer.packed >> 4))
     return torch.stack((low * scale, high * scale), dim=-1).flatten(-2)
@@ -128,7 +128,7 @@ def fp4(layer, dtype):
 
 
 def nf4_of_the_next_block(layer, dtype):
-    """Uses for each block the scale of the next block. The graph computes this order of the
+    """Uses the scale of the next block for each block. The graph computes this order of the
     scales."""
     table = torch.tensor(formats.TABLES["nf4"], device=layer.packed.device)
     codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).flatten(-2)
@@ -180,7 +180,7 @@ def nvfp4_divided(layer, dtype):
 
 
 def nvfp4_unscaled(layer, dtype):
-    """Has no common factor, and reads the scale as it is stored."""
+    """Has no factor for the whole weight, and reads the scales as they are stored."""
     table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
@@ -299,7 +299,7 @@ def gptq_codes(layer):
 
 
 def gptq(layer, dtype):
-    """Has groups that are neighbours. Zeros are stored minus one."""
+    """Has groups of adjacent columns. Zeros are stored minus one."""
     codes, zeros = gptq_codes(layer)
     codes = codes.view(-1, GROUP, layer.width) - zeros[:, None]
     return (layer.scale[:, None].to(dtype) * codes.to(dtype)).view(layer.hidden, layer.width).t()
@@ -449,7 +449,7 @@ def scaled_mm_tensor(layer, x):
 
 
 def scaled_mm_token(layer, x):
-    """Has a scale for every token, and one for every output feature."""
+    """Has one scale for every token, and one for every output feature."""
     rows = x.reshape(-1, layer.hidden).to(layer.scale.dtype)
     scale = rows.abs().amax(dim=-1, keepdim=True) / 448
     codes = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -508,7 +508,7 @@ def dense_buffers(rows, hidden, generator):
     return {"dense": (torch.randn(rows, hidden, generator=generator) / 8).bfloat16()}
 
 
-#: For each layer that has tests of its own, its buffers.
+#: Maps each layer that has tests of its own to its buffers.
 OTHER_LAYERS = {
     by_operator: int8_buffers,
     by_operator_in_place: int8_buffers,
@@ -517,7 +517,7 @@ OTHER_LAYERS = {
     nf4_of_a_buffer: table_buffers,
 }
 
-#: For each form, its buffers. Random programs draw from these forms.
+#: Maps each form to its buffers. Random programs draw from these forms.
 STORED = MappingProxyType(
     {
         nibbles_low_first: nibble_buffers,

@@ -54,7 +54,8 @@ def half_backwards(x, cos, sin):
 
 
 def half_swapped_sign(x, cos, sin):
-    """Exchanges halves without a sign, although the table has the sign for only one half."""
+    """Exchanges the halves without a sign, although the table contains the sign for only one
+    half."""
     a, b = x.chunk(2, dim=-1)
     return x * twice(cos) + torch.cat((b, -a), dim=-1) * twice(-sin)
 
@@ -120,7 +121,7 @@ def complex_backwards(x, cos, sin):
 
 
 def to_halves(x, cos, sin):
-    """Reorders pairs into halves, and rotates these (DeepSeek-V3)."""
+    """Reorders pairs into two halves, and then rotates the halves (DeepSeek-V3)."""
     x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape)
     return half(x, cos, sin)
 

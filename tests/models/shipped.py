@@ -68,7 +68,7 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Shipped:
-    """A format.
+    """A quantisation format, and how a model in it is made and loaded.
 
     library: the library that must be installed.
     load: a function from (model, empty folder) to the loaded model.
@@ -153,7 +153,7 @@ def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
     model: Any = _by_config(kind, folder, "BitsAndBytesConfig", **options)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # The kernel that some CPUs have rounds scales to bfloat16, and GPUs do not.
+            # The kernel of some CPUs rounds scales to bfloat16, which GPUs do not.
             module.support_avx512bf16_for_cpu = False
     return model
 

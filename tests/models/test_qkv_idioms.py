@@ -8,7 +8,7 @@ import torch
 from tests.models.cache_writes import BATCHED, PAGED
 from tests.models.qkv_idioms import IDIOMS, axes_of, build
 
-# The form of the projection does not matter for the cache.
+# The idioms that differ in the cache. (How a model projects does not matter for the cache.)
 OWN = {name for name in IDIOMS if not name.startswith("p_")}
 EXACT = sorted(PAGED.keys() - {"masked", "where"})
 

@@ -210,7 +210,7 @@ class Bent:
 
 
 def given_arguments(op: contract.FusedOp, arguments: Any, entry: str) -> dict[str, Any]:
-    """Returns a sample as keyword arguments of an entry."""
+    """Returns a sample as keyword arguments of a way to call the op."""
     values = {f.name: getattr(arguments, f.name) for f in fields(arguments)}
     if entry != "function":
         return values
@@ -316,7 +316,7 @@ def windows_on(name: str, values: dict[str, Any]) -> Iterator[CacheWindow | None
         window = values.get(f"{letter}_window")
         if window is None or isinstance(window, CacheWindow):
             yield window
-        elif len(window) == 9:  # a window of another length is not read, or is refused
+        elif len(window) == 9:  # a window of another length is ignored or refused
             yield CacheWindow(*window)
 
 
@@ -502,8 +502,8 @@ def results(outcome: Outcome) -> tuple[torch.Tensor, ...]:
 def chosen(calls: int | None, seed: int, only: str) -> Iterator[tuple[Any, list[Bent]]]:
     """Yields samples with the calls to make for each.
 
-    `calls` is the number of calls for all ops, drawn from as many cases as an op has calls. None
-    stands for every call of every case.
+    `calls`: the number of calls for all ops together. An op's calls are drawn from as many of its
+    cases. If it is None, every call of every case is made.
     """
     ops = [op for op in contract.all_ops() if op.namespace == "tilewright" and only in op.name]
     for op in ops:

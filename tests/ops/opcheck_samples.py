@@ -4,9 +4,9 @@
 
 Two parts of opcheck are replaced. test_schema compares arguments before and after a call by
 `torch.allclose`, which multiplies, and PyTorch has no product of 8-bit floats on the CPU. Therefore
-such tensors are compared byte by byte, which is stricter. opcheck also copies its arguments by a
-function that fails for a tensor without elements whose rows are further apart than they are wide.
-Therefore such tensors are made contiguous. Nothing else in opcheck or in the checked op is changed.
+such tensors are compared byte by byte, which is stricter. opcheck also copies its arguments with a
+function that fails for an empty tensor whose row stride is larger than its row length. Therefore
+such tensors are made contiguous. Nothing else in opcheck or in the checked op is changed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Tests that a package that AOTInductor makes of a model with our ops runs in a process that only
-loads it."""
+"""Tests that AOTInductor's package of a model with our ops runs in a process that only loads it."""
 
 from __future__ import annotations
 
@@ -66,7 +65,8 @@ COMPILER = next((name for name in ("g++", "clang++") if shutil.which(name)), Non
 
 @pytest.mark.skipif(COMPILER is None, reason="AOTInductor needs a C++ compiler")
 def test_a_package_runs_in_a_fresh_process(tmp_path):
-    """AOTInductor's runtime passes None for an argument whose default is an empty list."""
+    """Runs a package in a new process. AOTInductor's runtime passes None for an argument whose
+    default is an empty list."""
     package = str(tmp_path / "layer.pt2")
     make, load = (textwrap.dedent(MODEL) + textwrap.dedent(part) for part in (MAKE, LOAD))
     op = contract.get_op("fused_qkv_paged")

@@ -54,7 +54,7 @@ def test_every_argument_of_every_op_is_bent_at_every_entry():
     ],
 )
 def test_the_judge_sees_what_is_wrong(monkeypatch, name, result, kind):
-    """An op that fails in one of these ways does not pass."""
+    """The control: the judge reports an op that is wrong in one of these ways."""
     op = contract.get_op("paged_kv_store")
     case = op.cases[0]
     arguments = op.sample_inputs(case)

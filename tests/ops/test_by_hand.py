@@ -61,7 +61,8 @@ def test_results_are_like_the_first_argument(returns, count):
 
 @pytest.mark.parametrize("emits", [True, False])
 def test_a_chip_is_asked_about_emitted_kernels_alone(emits):
-    """A lowering that emits no kernels runs what the chip's library has."""
+    """A chip is checked only for lowerings that emit kernels. Other lowerings use the chip's
+    library."""
     lowering = emitted_kernel("a:b")
     op = record(lowerings=(lowering if emits else replace(lowering, build=None, entry=print),))
     a = Arguments(torch.empty(1, dtype=torch.float8_e4m3fn), torch.empty(1))

@@ -111,8 +111,8 @@ def test_error_against_float64_stays_within_the_declared_tolerance(op, case, dev
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_what_a_call_promises_of_its_results(op, case):
-    """Only declared arguments change, results are new memory, the same call gives the same bits,
-    and fake results have the metadata of real ones."""
+    """Tests what every call promises: it changes only declared arguments, its results are new
+    memory, the same call gives the same bits, and fake results have the metadata of real ones."""
     arguments = op.sample_inputs(case)
     before = clone(arguments)
     results = results_of(op.call(arguments))
@@ -157,7 +157,7 @@ def indices_of(op):
 
 @contextmanager
 def suppress_dtype_of(name):
-    """Ignores an error that says that an argument's dtype is none of the op's."""
+    """Ignores an error which says that the op does not support an argument's dtype."""
     try:
         yield
     except ArgumentError as error:
@@ -167,7 +167,8 @@ def suppress_dtype_of(name):
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_indices_mean_the_same_in_every_dtype_that_is_taken(op):
-    """PyTorch can neither compare nor add uint32, which MAX's ops have."""
+    """Indices have the same meaning in every supported dtype. PyTorch can neither compare nor add
+    uint32, which MAX's ops have."""
     for a, name in indices_of(op):
         before = clone(a)
         expected = outputs(op, before, op.call(before))
@@ -246,7 +247,8 @@ def test_a_gradient_is_refused_not_lost(op):
 
 
 def test_an_op_that_may_write_nothing_names_one_that_never_does():
-    """Functionalisation cannot represent a call whose written arguments are all None."""
+    """Functionalisation cannot represent a call whose written arguments are all None. An op that
+    may be called so names another op that never writes."""
     for op in OPS.values():
         schema = torch._C.parse_schema(op.declaration)
         given = {a.name: a for a in schema.arguments if a.name in op.mutated}
@@ -350,7 +352,8 @@ def test_tolerance_names_the_worst_element():
 
 
 def test_a_lowering_that_fails_gives_way_to_the_reference(monkeypatch, caplog):
-    """A kernel that cannot be built or launched must not stop a model."""
+    """If a lowering fails, the reference runs: a kernel that cannot be built or launched must not
+    stop a model."""
     calls = []
 
     def broken(*args, **kwargs):

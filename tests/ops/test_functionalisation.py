@@ -107,7 +107,8 @@ def test_inductor_gives_what_eager_gives(v2):
 
 
 def test_the_measure_sees_a_copy():
-    """The control: one tensor as two mutated arguments is copied as a whole under v1."""
+    """The control: under v1, one tensor as two mutated arguments is copied as a whole, and the test
+    sees it."""
     arguments = STORE.sample_inputs(TWO_BASES)
     library = torch.library.Library("functionalisation_control", "FRAGMENT")
     library.define("write(Tensor k, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()")

@@ -1,5 +1,5 @@
-"""Tests groups of arguments: what an op's record shows of them, and declarations that mean
-nothing."""
+"""Tests groups of arguments: the fields that an op's record has from them, and declarations that
+are invalid."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_a_group_without_its_first_argument_is_none():
 
 
 def test_a_group_is_of_the_record_it_is_read_from():
-    """A group that is read from a replaced record has the fields of this record, not of the
-    first."""
+    """A group that is read from a replaced record has the fields of this record, not of the first
+    record."""
     assert GIVEN.gate.data is WEIGHT
     assert replace(GIVEN, weight=UP).gate.data is UP
 

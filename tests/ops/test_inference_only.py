@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from tilewright.ops import ArgumentError, contract
 from tilewright.ops.schema import ordered_fields
 
-# A hessian starts with a matrix that has equal numbers of rows and columns.
+# The largest number of elements for which a hessian is computed, since it starts with a square
+# matrix of this size.
 MOST_ELEMENTS = 2048
 OPS = {op.name: op for op in contract.all_ops() if op.namespace == "tilewright"}
 
@@ -88,8 +89,8 @@ def test_vmap_is_refused(op):
 
 
 def test_what_a_transform_does_not_differentiate_goes_through():
-    """torch.func wraps every argument of a function. Arguments without a derivative work as usual,
-    including writes into a cache."""
+    """Arguments that a transform does not differentiate work as usual, including writes into a
+    cache. torch.func wraps every argument of a function."""
     op = OPS["paged_kv_store"]
     given, expected = (op.sample_inputs(op.cases[0]) for _ in range(2))
     op.call(expected)
@@ -116,7 +117,8 @@ def test_inference_mode_records_nothing_whatever_the_grad_mode():
 
 
 def test_a_compiled_graph_loses_no_gradient():
-    """Before, a backward pass through a compiled op gave no gradient and no error."""
+    """A compiled graph does not silently lose a gradient. Before, a backward pass through a
+    compiled op gave no gradient and no error."""
     torch._dynamo.reset()
     op = OPS["fused_moe"]
     arguments, name = wide_float(op)

@@ -17,8 +17,8 @@ from tilewright.ops.runtime.program import Launch, Library, Planner, drive
 
 TARGETS = (SM90, SM100)
 SMS = 3
-# The interpreter runs programs one by one, some 500 in a second. If there are too many programs,
-# the tests of the family take larger tiles.
+# The most programs that these tests interpret. The interpreter runs programs one by one, some 500
+# in a second. For calls with more programs, the tests of the family use larger tiles.
 MOST_PROGRAMS = 150
 # Each case runs on one of the targets, in turn.
 CASES = [
@@ -98,7 +98,8 @@ def test_the_steps_of_a_call_compute_what_the_op_means(op, case, target):
 
 @pytest.mark.parametrize(("op", "case", "target"), CASES)
 def test_a_plan_has_the_kernels_of_a_call(op, case, target):
-    """The call is planned without memory, and then performed without running the kernels."""
+    """Compares the kernels of a plan with the kernels of a call. The call is planned without
+    memory, and then performed without running the kernels."""
     a = op.sample_inputs(case)
     skip_where_a_gpu_has_no_kernel(op, a, target)
     report = op.plan_for(a, target.name)

@@ -1,5 +1,5 @@
-"""Tests that offsets, lengths, ids and positions may be every other element of a tensor, without a
-change in the result."""
+"""Tests offsets, lengths, ids and positions that are every other element of a tensor. The results
+must not change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def vectors_of(a):
 
 
 def apart(vector):
-    """Returns the same numbers with others between them."""
+    """Returns the same numbers with other numbers between them in memory."""
     held = torch.full((len(vector), 3), 7).to(vector.dtype)
     held[:, 0] = vector
     return held[:, 0]

@@ -1,4 +1,4 @@
-"""Tests where the elements of a view's last dimension lie in memory."""
+"""Tests whether the elements of a view's last dimension are adjacent in memory."""
 
 from __future__ import annotations
 

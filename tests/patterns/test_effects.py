@@ -136,8 +136,8 @@ def test_a_split_that_does_not_divide_is_refused():
 
 
 def test_sizes_known_to_be_as_many_are_regrouped_as_others():
-    """If sizes are numbers, regroup answers as reshape does or accepts more, because a split is
-    exact."""
+    """If sizes are known to have as many elements, regroup splits them like reshape. For numbers,
+    it accepts at least what reshape accepts."""
     rng = random.Random(3)
     for _ in range(300):
         base = torch.arange(48).view(rng.choice([(48,), (2, 24), (4, 3, 4), (6, 8)]))
@@ -158,7 +158,8 @@ def test_sizes_known_to_be_as_many_are_regrouped_as_others():
 
 
 def test_a_symbol_is_split_where_the_sizes_are_known_to_be_as_many():
-    """A view of rows as blocks of 24 shows that their number is a multiple of 24."""
+    """A symbol is split if a view shows that it can be. A view of rows as blocks of 24 shows that
+    their number is a multiple of 24."""
     rows = sympy.Symbol("s0", positive=True, integer=True)
     blocks = sympy.Function("FloorDiv")(rows, 24)
     whole = effects.identity((rows, 5))

@@ -11,8 +11,8 @@ import pytest
 from tilewright.patterns import effects, language
 from tilewright.patterns.language import Match, Reject, Result, Stage, miss_at
 
-#: Each pattern would take some anchors of the patterns behind it, or those give more information
-#: about it.
+#: For each pattern, the patterns that must come after it. It would otherwise lose anchors to them,
+#: or they report its anchors with less information.
 ORDER = (
     "cache_absent", "mla_latent_store", "qkv_cache", "mla_decode", "lora_qkv", "cache_store",
     "mla_prefill", "cache_attention", "moe", "moe_dense", "moe_router", "all_reduce_residual_norm",
@@ -76,7 +76,7 @@ def test_what_holds_for_all_answers_of_a_pattern(optional):
 
 @dataclass(frozen=True)
 class Shaped:
-    """The facts that are checked about a value that an output replaces."""
+    """Stands for a value that an output replaces. It has the facts that are checked."""
 
     shape: tuple[int, ...]
 

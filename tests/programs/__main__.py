@@ -62,8 +62,8 @@ def environment() -> dict:
 
 
 def keep(family: str, first: int, stop: int, tally: Tally, facts: dict) -> None:
-    """Adds counts to the entry that ends at the first of these seeds, if it has equal facts
-    (commit, versions). Otherwise makes a new entry."""
+    """Adds counts to the entry that ends at the first of these seeds, if both have the same commit
+    and versions. Otherwise makes a new entry."""
     runs = kept()
     total = Tally()
     for known in runs:

@@ -33,7 +33,7 @@ def told_again(graph: fx.Graph) -> None:
 
 
 def remember(graph: fx.Graph) -> None:
-    """Marks every node as having right fake tensors."""
+    """Marks every node as one whose fake tensors are right."""
     for node in graph.nodes:
         node.meta["told"] = _said(node)
 
@@ -90,7 +90,7 @@ def new_call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node
 
 
 def places(items: Any, wanted: Callable[[Any], bool], at: tuple = ()) -> Iterator[tuple]:
-    """Returns the places in nested arguments of the values that a predicate accepts."""
+    """Returns the places, within nested arguments, of the values that a predicate accepts."""
     if wanted(items):
         yield at
     elif isinstance(items, (tuple, list)):
@@ -135,7 +135,7 @@ def _change(node: fx.Node, at: tuple, new: Any) -> None:
 
 
 def number(draw: random.Random, graph: fx.Graph) -> str | None:
-    """Replaces a constant: a dimension, the end of a slice, an epsilon, or a scale."""
+    """Replaces a constant by another: a dimension, the end of a slice, an epsilon, or a scale."""
 
     def is_number(item: Any) -> bool:
         return isinstance(item, (int, float)) and not isinstance(item, bool)
@@ -168,7 +168,7 @@ def flag(draw: random.Random, graph: fx.Graph) -> str | None:
 
 
 def dtype(draw: random.Random, graph: fx.Graph) -> str | None:
-    """Replaces a dtype that a call names."""
+    """Replaces a dtype that a call names by another."""
     found = [
         (n, at)
         for n in calls(graph)
@@ -304,7 +304,7 @@ def _two_halves(graph, x, dim):
 
 
 def _part(graph, x, dim):
-    """Replaces the second half by the first half."""
+    """Replaces the second half of a tensor by the first half."""
     half = new_call(graph, "narrow", x, dim, 0, max(1, held(x).shape[dim] // 2))
     return new_call(graph, torch.cat, [half, half], dim=dim)
 
@@ -424,7 +424,7 @@ VIEWS: dict[str, Callable[..., fx.Node]] = {
 
 
 def _place(draw: random.Random, graph: fx.Graph, after: fx.Node) -> fx.Node:
-    """Returns a node after `after`, in front of which a statement may be inserted."""
+    """Returns a node after `after` before which a statement may be inserted."""
     order = list(graph.nodes)
     inputs = sum(1 for n in order if n.op in ("placeholder", "get_attr"))
     return draw.choice(order[max(order.index(after) + 1, inputs) :])
@@ -479,7 +479,7 @@ READS: dict[str, Callable[..., fx.Node]] = {
 
 
 def read_elsewhere(draw: random.Random, graph: fx.Graph) -> str | None:
-    """Adds a reader at some later place, whose result the program returns."""
+    """Adds a reader of a value at some later place. The program returns the reader's result."""
     node = draw.choice(tensors(graph))
     name = draw.choice(tuple(READS))
     where = _place(draw, graph, node)

@@ -161,7 +161,7 @@ def _of_dtype(item: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return item.to(dtype)
 
 
-#: Calls that may name the dtype in which they compute.
+#: Calls with an argument that names the dtype in which they compute.
 _ASKED = ("sum", "cumsum", "softmax", "mean", "prod", "log_softmax", "norm")
 
 
@@ -188,8 +188,8 @@ BREAKAGES: tuple[Callable[[random.Random, fx.Graph], str | None], ...] = (
 B, HEADS, KV_HEADS, S, K, D = 2, 4, 2, 3, 12, 16
 HIDDEN = float("-inf")
 
-#: mask [.., S, K] from the positions of queries [S], the places of keys [K], padding [B, K] and
-#: numbers.
+#: Functions that return a mask [.., S, K] for the positions of queries [S], the places of keys [K],
+#: padding [B, K] and numbers.
 MASKS: dict[str, Callable[..., torch.Tensor]] = {
     "given": lambda m, p, j, pad: m,
     "turned": lambda m, p, j, pad: ~m,

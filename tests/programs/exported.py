@@ -27,8 +27,8 @@ from tests.programs.tally import JUDGED, Outcome, Tally
 from tilewright.compiler.verify import clone_inputs
 
 #: Export turns a table that the model makes in its forward pass into a buffer. The graph does not
-#: show the numbers of a buffer. A weight that is decoded by such a table is like any computed
-#: weight.
+#: show the numbers of a buffer. So a weight that is decoded with such a table is treated like any
+#: computed weight. These are the codes of misses that then differ.
 TABLES = ("WEIGHT_FORMAT", "LATENT_WEIGHT", "LINEAR_FORM")
 #: Lists of positions become buffers, too. Evenly spaced positions in a list are read as a slice,
 #: but evenly spaced positions in a buffer are not. A projection is not recognised through such a
@@ -79,8 +79,8 @@ def _count(tally: Tally, family: str, seed: int) -> None:
 
 
 def spelled(module: torch.nn.Module, args: Sequence[Any]) -> Callable[..., Any]:
-    """Returns the exported module, called with the leaves of its arguments, without input
-    checks."""
+    """Returns a function of the leaves of the arguments, which calls the exported module without
+    its checks of inputs."""
     found = torch.export.export(module, tuple(clone_inputs(args))).module(check_guards=False)
     found.graph.eliminate_dead_code()  # Dynamo cannot trace a question for a dtype
     found.graph.set_codegen(torch.fx.graph.CodeGen())
@@ -96,7 +96,8 @@ def _outcome(model: Captured) -> Outcome:
 
 
 def indexes_by_lists(exported: Captured) -> bool:
-    """Whether an exported graph indexes by a buffer of numbers that the model has in a list."""
+    """Whether an exported graph indexes by a buffer of numbers that the model itself has as a
+    list."""
     copies = exported.module.graph.find_nodes(
         op="call_function", target=torch.ops.aten.lift_fresh_copy.default
     )

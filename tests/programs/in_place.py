@@ -94,8 +94,9 @@ def _may_write(node: fx.Node, graph: fx.Graph) -> bool:
 
 @dataclass(frozen=True)
 class Both:
-    """A model with in-place arithmetic. It has the outcome, the patterns that match in the model
-    and in the original, the rewritten nodes, and the codes of misses that only this model has."""
+    """A model in its original form and with in-place arithmetic: the outcome, the patterns that
+    match in each form, the rewritten nodes, and the codes of misses that only the second form
+    has."""
 
     outcome: Outcome
     found: tuple[str, ...]

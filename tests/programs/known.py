@@ -1,6 +1,6 @@
-"""Seeds whose results were wrong, and the reasons.
+"""Seeds whose results were wrong, with the reasons.
 
-The test suite runs those in `MENDED`.
+The test suite runs the seeds in `MENDED`.
 """
 
 from __future__ import annotations

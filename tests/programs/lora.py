@@ -64,7 +64,7 @@ def matmul(x, a, b):
 
 
 PRODUCTS = {f.__name__: f for f in (einsum, bmm, matmul)}
-#: Products over all adapters, which do not select adapters by number.
+#: Products that compute all adapters, instead of selecting one by its number.
 WHOLE = ("one_hot", "compared", "looped", "grouped")
 MASKS = ("", "where", "factor", "fill", "fill_below", "where_below")
 ADDS = ("plus", "in_place", "reversed", "after_view")

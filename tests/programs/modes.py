@@ -1,4 +1,4 @@
-"""Compares random programs with eager, whose parts run inside random modes of PyTorch.
+"""Compares random programs, whose parts run inside random modes of PyTorch, with eager.
 
 A program is a chain of parts (`PARTS`), each wrapped up to three times in `WRAPPERS`: grad mode,
 inference mode, autocast, checkpoints, transforms of torch.func. It is called in a random mode, with
@@ -35,8 +35,8 @@ Part = Callable[..., Any]
 
 
 class Layer(nn.Module):
-    """Has weights for every part, and a cache [slots, heads, width of a head] for each of K and
-    V."""
+    """A model with weights for every part, and a cache [slots, heads, width of a head] for each of
+    K and V."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

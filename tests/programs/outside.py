@@ -134,7 +134,7 @@ class Adapted(nn.Module):
 
 
 class Written(nn.Module):
-    """Has a statement that puts keys and values into a cache."""
+    """A statement that writes keys and values into a cache."""
 
     def __init__(self, write: str) -> None:
         super().__init__()

@@ -43,9 +43,9 @@ PER_MODEL = 20
 SEEDS_OF_MODEL = {"dtypes": 4, "coded": 10, "large": 4, "quantised": 8, "products": 8}
 HOW_MANY = (0, 1, 1, 1, 2, 2, 3, 3)
 OPTIONS = Options(inner="eager", target="sm100", everywhere=True)
-#: A result is called unstable if a change of eager's inputs by a rounding changes eager's own
-#: result by this fraction of the difference, or more. TRIALS gives the number of such changes,
-#: first, and before a program is called wrong.
+#: A difference is called unstable if it is at most AMPLIFIED times as large as the change of
+#: eager's own result when its inputs change by a rounding. TRIALS has the number of such trials at
+#: first, and the number before a program is called wrong.
 AMPLIFIED, TRIALS = 8.0, (6, 60)
 #: Calls that return memory that nothing has written.
 FRESH = ("new_empty", "empty", "empty_like", "empty_strided", "new_empty_strided")
@@ -209,8 +209,7 @@ def _verdict(
 
 
 def _ordered(program: Program) -> Program:
-    """Returns the program with a topk that takes the first of equal numbers, as `moe_router`
-    does."""
+    """Returns the program with a topk that takes the first of equal numbers, like `moe_router`."""
     graph = copied(program.module.graph)
     for node in graph.nodes:
         if node.target in ("topk", torch.topk):
@@ -274,7 +273,7 @@ def _attends(program: Program) -> bool:
 
 
 def _nan_in_eager_alone(fused: torch.Tensor, eager: torch.Tensor) -> bool:
-    """Whether the tensors differ only where eager is NaN.
+    """Whether the tensors differ only where eager's result is NaN.
 
     In eager's products, a key or value that is NaN also makes results NaN for queries that do not
     see it. In the op this happens only if the kernel reads that key or value.
@@ -295,7 +294,7 @@ def _in_float64(program: Program) -> list[torch.Tensor] | None:
 def _worse(
     fused: torch.Tensor, eager: torch.Tensor, seen: torch.Tensor, exact: torch.Tensor | None
 ) -> bool:
-    """Whether the fused result is further from float64 than eager's, by more than `SLACK` and a
+    """Whether the fused result's error against float64 exceeds eager's by more than `SLACK` and a
     rounding.
 
     `seen` is eager's result without the rows that see no key, which are not compared. Without a
@@ -417,7 +416,7 @@ def same_through_dynamo(program: Program, outcome: Outcome) -> str | None:
         fused = _numbers(compiled(*ours), ours)
     except ArgumentError:
         return "" if outcome.verdict == "refused" else "refused through Dynamo alone"
-    except Unsupported:  # Dynamo does not take the breakage, such as `out=` of some views
+    except Unsupported:  # Dynamo does not support this breakage, such as `out=` of some views
         return None
     eager = _numbers(program.module.forward(*theirs), theirs)
     patterns = tuple(sorted(m.pattern for report in found for m in report.matches))
@@ -436,7 +435,7 @@ def same_through_dynamo(program: Program, outcome: Outcome) -> str | None:
 
 
 def _parameters_again(program: Program) -> list[Any]:
-    """Returns copies of the inputs, in which parameters of the model are parameters again."""
+    """Returns copies of the inputs. Parameters of the model are parameters again."""
     inputs = [n for n in program.module.graph.nodes if n.op == "placeholder"]
     return [
         nn.Parameter(copy, requires_grad=False)

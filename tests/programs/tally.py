@@ -51,8 +51,8 @@ class Tally:
         accounts for and no miss names.
     unrecognised: the number of programs with points for which a miss says that no pattern
         recognises them.
-    unaccounted: the seeds of both, and the points. Runs before 2026-11-24 count both as silent,
-        because that miss did not exist.
+    unaccounted: the seeds and points of both kinds. Runs before 2026-11-24 count all of them as
+        silent, because this miss did not exist then.
     """
 
     programs: int = 0

@@ -45,7 +45,7 @@ from tilewright.patterns.quantised import experts, scales
 
 FIRST = 10_000_000
 SEEDS = [FIRST + PER_MODEL * model + i for model in range(4) for i in range(8)]
-#: The verdicts of which at least one of the seeds below must have one.
+#: The verdicts that must occur: at least one of the seeds below must have one of them.
 SOUGHT = {
     "attention": {"qkv_cache"},
     "cache_store": {"cache_store"},
@@ -78,10 +78,10 @@ def test_broken_models_give_what_eager_gives(family):
     assert tally.through_dynamo == Counter(same=sum(s % every == 0 for s in seeds))
 
 
-#: Two models of each family. If one of the first four models of a family is fused differently with
-#: in-place changes, such a model is among the two.
+#: Two models of each family. If one of the family's first four models is fused differently with
+#: in-place changes, it is among them.
 IN_PLACE = dict.fromkeys(FAMILIES, (1, 2)) | dict.fromkeys(("mla", "mlp", "dtypes"), (2, 3))
-#: The number of their nodes that can be written in place.
+#: How many nodes of these models can at least be written in place.
 LEAST_IN_PLACE = 3
 
 
@@ -100,7 +100,8 @@ def test_a_seed_that_was_wrong_once_is_right(family, seed):
 
 
 def test_a_rule_that_is_left_out_is_found(monkeypatch):
-    """Without the rules of order and memory, wrong programs occur, and the run reports them."""
+    """The control: without the checks of order and memory, wrong programs occur, and the run
+    reports them."""
     monkeypatch.setattr(fuse, "check_legality", lambda match, flow: None)
     tally = run("attention", SEEDS[:16])
     assert tally.verdicts["wrong"] >= 2, tally
@@ -116,7 +117,8 @@ TWO_SWAPPED = Floats("nf4, two swapped", order=(1, 0), scale="float")
     ids=["order", "table"],
 )
 def test_a_format_that_is_read_wrongly_is_found(axes, module, name, read, monkeypatch):
-    """The order of nibbles in a word is lost, or a table is taken for another one."""
+    """The control: a format that is read wrongly is found. Either the order of the nibbles in a
+    word is lost, or a table is mistaken for another."""
     monkeypatch.setattr(module, name, lambda given: read)
     draw, shapes = random.Random(0), [(96, 64), (96, 64), (64, 96)]
     linears = [linear_of(axes, *shape, torch.bfloat16, draw) for shape in shapes]
@@ -131,8 +133,8 @@ def test_a_format_that_is_read_wrongly_is_found(axes, module, name, read, monkey
 
 @pytest.mark.parametrize(("at", "verdict"), [(0, "unstable"), (1, "wrong")])
 def test_nan_is_a_fault_but_where_a_rounding_makes_eager_nan(at, verdict):
-    """The first difference is one rounding, which another rounding removes: zero divided by
-    zero."""
+    """NaN counts as a fault, unless a rounding makes eager's result NaN, too. The first difference
+    is one rounding, after which zero is divided by zero."""
 
     def forward(x, y):
         return ((x - y) / y.new_zeros(())).clamp(-1, 1)
@@ -172,8 +174,8 @@ def test_no_module_of_tests_changes_a_table_of_another():
 
 
 def test_fake_tensors_are_what_the_program_makes():
-    """Compares the shapes and dtypes of a changed graph with a run on real tensors, node by
-    node."""
+    """Compares the fake tensors of a changed graph with a run on real tensors, node by node: shapes
+    and dtypes."""
 
     class Checked(torch.fx.Interpreter):
         def run_node(self, node):

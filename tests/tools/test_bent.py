@@ -1,9 +1,8 @@
-"""Tests wrong names, targets, files, modes, dtypes, subclasses and variables that are given to
-public functions.
+"""Tests public functions with wrong names, targets, files, modes, dtypes, subclasses and variables.
 
-Each answer names what was wrong and what is expected, and tilewright stops no compiled model.
-tests/ops/bent_arguments.py tests arguments of ops, and tests/codegen/qkv/test_tune.py tests files
-of tuned times.
+Each error or warning names what was wrong and what is expected, and no compiled model fails because
+of tilewright. tests/ops/bent_arguments.py tests arguments of ops, and
+tests/codegen/qkv/test_tune.py tests files of tuned times.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def modelopt(name):
     return tilewright.load_modelopt(name)
 
 
-#: For each action, the words of the answer: the given value, the expected value, and what to do.
+#: For each action, words of the error: the given value, the expected value, and what to do.
 REFUSED = {
     # torch.compile's options
     "an option's name": (options(patern=["moe"]), "patern", "expected some of", "'patterns'?"),
@@ -201,7 +200,8 @@ def test_a_variable_that_says_no_means_no(given, on, monkeypatch):
 
 
 def test_the_file_of_the_option_report_is_read_by_diff(tmp_path, monkeypatch):
-    """The file has a line for each graph, and the sites of all lines are added up."""
+    """The file of the option `report` can be read by `diff`. It has a line for each graph, and the
+    sites of all lines are added up."""
     monkeypatch.chdir(tmp_path)
     shapes = {"heads": "4/2x32"}
     site = {"pattern": "qkv_cache", "op": "o", "scope": "layers.0", "shapes": shapes}
@@ -240,8 +240,7 @@ def subclassed(monkeypatch, model, args):
 
 
 def wrapped(monkeypatch, model, args):
-    """Runs the model with activations of a class that wraps other tensors and computes by its own
-    rules."""
+    """Runs the model with activations of a tensor subclass that computes by its own rules."""
     return model, tuple(TwoTensor(a, a.clone()) if a.ndim == 2 else a for a in args), {}
 
 
@@ -291,7 +290,7 @@ def in_mode(mode):
     return bend
 
 
-#: For each way to disturb a compilation, the text in its report or in the log.
+#: Maps a way to disturb a compilation to the text in its report or in the log.
 COMPILED = {
     "float64": (in_dtype(torch.float64), "DTYPE"),
     "float16": (in_dtype(torch.float16), ""),

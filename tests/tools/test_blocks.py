@@ -1,5 +1,5 @@
-"""Tests the code blocks of each page: a block runs as it is pasted, in order, or says why it does
-not."""
+"""Tests the code blocks of each page: a block runs as it is pasted, in order, or a comment says why
+it does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 #: Pages that scripts write. Other tests compare them with their sources.
 GENERATED = ("op-reference",)
-#: Files that a reader has in addition: files of examples/ that a page uses.
+#: Files of examples/ that a page uses, and that its reader has.
 TAKEN = {
     "write-a-pattern": ("swiglu_pattern.py",),
     "quantised-models": ("quantised_checkpoints.py",),

@@ -314,7 +314,7 @@ def test_a_stale_readme_would_be_seen(was, now):
 
 
 def test_a_report_ends_in_words_for_its_short_forms(inspect):
-    """The words are for the short forms that the report has, and for the places that explain its
+    """A report ends with an explanation of its short forms, and with the places that explain its
     misses."""
     report, _, words = inspect("mine.py:make", "--no-kernels").stdout.partition("In words\n")
     assert "\n  w4 s4" in words

@@ -121,7 +121,7 @@ def test_the_charts_are_those_of_the_results():
 
 
 def test_a_bar_is_as_long_as_its_number():
-    """Twice the number has twice the length, on the scale of its group."""
+    """A bar is as long as its number: twice the number has twice the length, within its group."""
     script = _script("charts")
     groups = [script.Group("one", {"eager": 10.0, "tilewright": 20.0})]
     drawn = script.svg("title", [script.Panel("panel", groups)], "note")
@@ -140,7 +140,8 @@ def test_the_page_of_predictions_is_that_of_the_results():
 
 
 def test_the_page_of_coverage_shows_every_kept_row():
-    """A run for a few models writes the page again from the stored rows of all models."""
+    """The page of coverage shows every row of the results file. A run for a few models writes the
+    page again from the stored rows of all models."""
     table = _script("coverage_table", "benchmarks")
     kept = json.loads(table.KEPT.read_text("utf-8"))
     text = table.DOC.read_text("utf-8")
@@ -151,7 +152,8 @@ def test_the_page_of_coverage_shows_every_kept_row():
 
 
 def test_the_page_of_quantised_models_shows_every_kept_row(monkeypatch):
-    """Prepared models have no larger error than the library, and no point in them is silent."""
+    """The page of quantised models shows every row of the results file. Prepared models have no
+    larger error than the library, and no point in them is silent."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     table = _script("quantised_table", "benchmarks")
     kept = json.loads(table.KEPT.read_text("utf-8"))
@@ -168,7 +170,8 @@ def test_the_page_of_quantised_models_shows_every_kept_row(monkeypatch):
 
 
 def test_the_table_of_planted_faults_counts_the_kept_verdicts():
-    """Each test that the table counts as written since then exists, too."""
+    """The table of planted faults agrees with the stored verdicts. Each test that it counts as
+    written since then exists."""
     kept = json.loads((ROOT / "tests" / "mutants.json").read_text("utf-8"))
     faults = [fault for fault in kept if 101 <= fault["seed"] <= 112]
     verdicts = ("changes nothing", "caught", "caught by a test written since", "survived")
@@ -211,7 +214,7 @@ def test_every_public_name_is_on_the_page_of_the_api():
         names = [
             f"{package.__name__}.{name}"
             for name in package.__all__
-            # `serving` is a module, whose names the next test checks.
+            # `serving` is a module, and the next test checks its names.
             if name[0] != "_" and name != "serving"
         ]
         public = [name.replace("tilewright.compiler.", "tilewright.") for name in names]
@@ -249,7 +252,8 @@ def test_the_op_reference_is_what_the_ops_declare():
 
 
 def test_every_op_s_reference_has_its_formula():
-    """op-reference.md shows it so: indented lines, one of which says what is stored or returned."""
+    """op-reference.md shows the reference's formula: indented lines, one of which says what is
+    stored or returned."""
     for op in all_ops():
         if op.namespace == "tilewright":
             formula = re.findall(r"^    .* = .+", inspect.cleandoc(op.reference.__doc__), re.M)

@@ -130,7 +130,8 @@ def test_the_fused_model_is_as_good_through_inductor(swiglu):
 
 
 class Sublayer(torch.nn.Module):
-    """Has a norm of values that no projection made. `how` is what is normalised, and how."""
+    """A layer with a norm of values that no projection made. `how` says what is normalised, and
+    how."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ def test_a_norm_of_any_value_is_matched_or_missed(post_norm, how, code):
 def test_a_norm_with_a_bias_is_no_anchor(post_norm):
     model, y, x = Sublayer("bias").requires_grad_(False), *torch.randn(2, 3, 16)
     lowered = lower(model, (y, x), patterns=["add_rms_norm"])
-    # The bias is added to the result of a norm, which is fused.
+    # The bias is added to the result of a fused norm.
     assert [m.pattern for m in lowered.matches] == ["add_rms_norm"]
     assert "add" in [node.name for node in lowered.graphs[0].after.graph.nodes]
 

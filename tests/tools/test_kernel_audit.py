@@ -1,4 +1,5 @@
-"""Tests the audit of a report's kernels: outcomes are in order, and failures are outcomes."""
+"""Tests the audit of a report's kernels: its outcomes are in order, and a failed compilation is an
+outcome, too."""
 
 from __future__ import annotations
 
@@ -41,8 +42,7 @@ FACTS = {
 
 @dataclass(frozen=True)
 class FakeKernel:
-    """Stands for the Kernel of a report in the audit. `changes` are facts that differ from
-    FACTS."""
+    """Stands for a report's Kernel. `changes` are facts that differ from FACTS."""
 
     name: str
     changes: tuple = ()
@@ -104,8 +104,8 @@ def test_json_of_an_outcome_has_the_facts():
 
 
 def test_nvfp4_that_falls_back_to_bf16_is_no_nvfp4():
-    """SLOW and GOOD both multiply bf16. A compiler may do so for block scales that it cannot
-    place."""
+    """NVFP4 that is multiplied as bf16 does not count as NVFP4. Both SLOW and GOOD multiply bf16. A
+    compiler may do so for block scales that it cannot place."""
     codes = {"dtype": "u8", "constants": (("BLOCK_SCALED", False), ("SWAPPED", False))}
     for kernel in (GOOD, SLOW):
         (outcome,) = audit_kernels([replace(kernel, **codes)], "sm100")

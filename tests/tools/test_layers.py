@@ -71,12 +71,12 @@ import tilewright.codegen.{module}
     assert done.returncode == 0, done.stderr
 
 
-# Modules that decide whether a kernel is worth its cost. Patterns ask the op's `slower` instead.
+# Modules that decide whether a kernel is fast enough. Patterns use the op's `slower` instead.
 COST_MODELS = {"plan", "time", "tune", "candidates"}
 
 
 def asked_of_kernels(path: Path) -> list[str]:
-    """Returns the plans and models of time in `codegen/` that a file imports."""
+    """Returns the plans and cost models in `codegen/` that a file imports."""
     taken = [name.split(".") for name in imported(path) if name.startswith("tilewright.codegen.")]
     return [".".join(parts) for parts in taken if COST_MODELS.intersection(parts[2:])]
 
@@ -93,7 +93,8 @@ def test_a_plan_among_the_imports_would_be_seen(monkeypatch):
     assert asked_of_kernels(ROOT / "patterns" / "mlp" / "linears.py") == taken[:1]
 
 
-# Families have kernels. The shared folder of projections may use the edges that it has now.
+# Families are folders that have kernels. The shared folder of projections may keep the imports that
+# it has now.
 FAMILIES = {room.parent.name for room in (ROOT / "codegen").glob("*/templates")} | {"projection"}
 # The families from which each family may import.
 EDGES = {
@@ -126,7 +127,7 @@ def sideways(path: Path) -> list[str]:
     return [name for name in others if (own, family_of(name)) not in EDGES]
 
 
-# The compiler and the tools know every family, and so do the two lists of registered modules.
+# These may import every family: the compiler, the tools, and the two lists of registered modules.
 BELOW = [
     path
     for path in FILES
@@ -160,7 +161,8 @@ def module_of(name: str) -> str:
 
 
 def test_every_known_edge_is_one():
-    """An edge that no import uses any more must be removed from the list."""
+    """Every listed edge is used. An edge that no import uses any more must be removed from the
+    list."""
     used = {
         (family_of(".".join(("tilewright", *path.relative_to(ROOT).parts))), family_of(name))
         for path in BELOW

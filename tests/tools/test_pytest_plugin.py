@@ -1,4 +1,4 @@
-"""Tests the plugin as a user uses it: a snapshot is written, kept, lost and written again."""
+"""Tests the plugin as users run it: a snapshot is written, compared, lost and written again."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def project(pytester, monkeypatch):
 
 
 def test_a_run_inside_this_process_loads_a_module_once(pytester, monkeypatch):
-    """The modules that it imports stay, except for the files that the test wrote."""
+    """A run inside this process loads a module only once. The modules that it imports stay, except
+    for the files that the test wrote."""
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     pytester.makepyfile(written="", test_it="import colorsys, written\ndef test_nothing(): pass")
     monkeypatch.syspath_prepend(pytester.path)
@@ -102,7 +103,8 @@ def test_counts_and_negative_twins(project, monkeypatch):
 
 
 def test_a_failure_shows_its_message_and_not_torch_s_trace(project, monkeypatch):
-    """torch's trace does not propagate to the logger to which pytest finally listens."""
+    """A failure shows its message, and not torch's trace. The trace must not reach the logger to
+    which pytest listens."""
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
     monkeypatch.setenv("BROKEN", "1")
     broken = project("-k", "counts")
@@ -136,8 +138,8 @@ def test_a_miss_by_any_pattern(project, pytester):
 
 
 def test_workers_and_no_logging_plugin(pytester, project):
-    """The test runs with `pytest-xdist`, whose workers get the plugin's option, and without
-    pytest's log."""
+    """The plugin works with `pytest-xdist`, whose workers get its option, and without pytest's
+    logging plugin."""
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
     project("-p", "no:logging", "-k", "snapshot").assert_outcomes(failed=1)
     workers = ("-n", "1", "-p", "no:logging", "-k", "snapshot", "--tilewright-update")

@@ -1,4 +1,4 @@
-"""Tests a zoo model as one of several ranks has it, without the other ranks."""
+"""Tests the part of a zoo model that one of several ranks has, without the other ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_a_rank_of_a_mixture_is_reported_in_full_size():
     assert sum(rank["layers"].values()) == 48
     wanted = {"qkv_cache", "cache_attention", "moe", "moe_router"}
     assert {name: rank["fused"].get(name) for name in wanted} == dict.fromkeys(wanted, 48)
-    # After each attention, after each mixture and after the lookup, each token sends 2048 numbers
-    # in bfloat16.
+    # Each token sends 2048 bfloat16 numbers after each attention, after each mixture and after the
+    # embedding.
     reduced = [one for one in rank["collectives"] if one["kind"] == "all_reduce"]
     assert reduced == [{"kind": "all_reduce", "bytes": 2 * 2048, "count": 2 * 48 + 1}]
     heads, experts = (32 + 2 * 4 + 32) * 128 * 2048 // 4, 2 * 3 * 2048 * 768

@@ -100,7 +100,8 @@ def test_colours_of_the_site_stand_out():
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_pictures_and_columns_have_names(path):
-    """A screen reader reads the text of a picture, and the name of a column before each cell."""
+    """Pictures and columns have names. A screen reader reads the text of a picture, and the name of
+    a column before each cell."""
     text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert "![](" not in text
     heads = re.findall(r"^(\|.*\|)\n\|[-:| ]+\|$", text, re.MULTILINE)
@@ -117,8 +118,8 @@ def test_the_theme_s_dialog_gets_a_name():
 
 
 def test_bars_of_the_charts_stand_out():
-    """A bar is no text, so it needs a contrast of 3 to 1 with the site's background and with a git
-    host's."""
+    """The bars of the charts are visible. A bar is no text, so it needs a contrast of 3 to 1 with
+    the background of the site and of a git host."""
     charts = (ROOT / "docs" / "charts.py").read_text("utf-8")
     light, dark = charts.split("@media (prefers-color-scheme: dark)")
     for text, pages in ((light, ("ffffff",)), (dark, ("1f212b", "0d1117"))):

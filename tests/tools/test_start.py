@@ -1,5 +1,5 @@
-"""Tests that commands that trace no model import no torch, and that ops import little besides it,
-so that they start at once."""
+"""Tests that commands start at once: those that trace no model import no torch, and ops import
+little besides torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_a_command_that_traces_nothing_imports_no_torch(arguments, said, tmp_pat
 
 
 def test_a_saved_report_is_compared_with_a_snapshot_without_torch(tmp_path):
-    """The layers of a report are the layers of a snapshot, too."""
+    """A saved report is compared with a snapshot without torch. The layers of a report are named
+    like the layers of a snapshot."""
     (tmp_path / "a.snapshot").write_text(SNAPSHOT)
     (tmp_path / "b.json").write_text(json.dumps(REPORT))
     files = (str(tmp_path / "a.snapshot"), str(tmp_path / "b.json"))
@@ -75,7 +76,7 @@ print(*set(sys.modules) - before)
     modules = printed(code).split()
     assert "tilewright.ops" in modules
     parts = ("sympy", "triton", "networkx", "torch._dynamo", "torch._inductor")
-    # The modules that make an entry of the kernel cache.
+    # These modules write the entries of the kernel cache.
     parts += ("filelock", "tilewright.codegen.audit")
     assert [n for n in modules if n.startswith(parts)] == []
 

@@ -84,8 +84,8 @@ def test_the_quantised_row_has_the_libraries_and_runs_what_needs_them():
 
 
 def test_an_environment_is_known_by_row_checkout_and_project(tmp_path):
-    """If the editable install leads to another place, the environment is another one and is made
-    again."""
+    """An environment is identified by its row, the checkout and the project. If its editable
+    install leads to another place, it is made again."""
     for name in ("here", "elsewhere"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "pyproject.toml").write_text("[project]\n")

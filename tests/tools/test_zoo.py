@@ -70,7 +70,11 @@ WRONG = [
     ("mine.py:make", "def make(): return print, 1, {}", "args: expected a tuple or list, got int"),
     ("mine.py:make", "def make(): return print, (), ()", "kwargs: expected a dict .* got tuple"),
     ("mine.py:make", "def make(): return print, (), {1: 2}", "kwargs: expected a dict"),
-    ("mine.py:make", "def make(size): return 1", r"make\(size\) cannot be called with no options"),
+    (
+        "mine.py:make",
+        "def make(size): return 1",
+        r"make\(size\) cannot be called with no arguments",
+    ),
 ]
 
 

@@ -67,7 +67,8 @@ CODED_FOLDER = Path(__file__).parent / FOLDER / "coded"
 
 @pytest.mark.parametrize("name", CODED)
 def test_quantised_weights_are_fused_as_they_were(name, request):
-    """Each format has a line with the matches of its layer, and the misses by their code."""
+    """For each format, the snapshot has a line with the matches of its layer, and with the misses
+    by their code."""
     torch._dynamo.reset()
     case = build_coded(name, CODED[name])
     with torch.no_grad():

@@ -104,7 +104,7 @@ def rolled(m, x, keys, values, positions):
 
 
 def sum_after(m, x, keys, values, positions):
-    """Adds a value to the query that is computed only later."""
+    """Adds a value to the query that the graph computes only later."""
     q, k, v = project(m, x)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     keys, values = store(keys, values, positions, k, v)
@@ -130,7 +130,7 @@ def query_by_old_cache(m, x, keys, values, positions):
 
 
 def beside_convolution(m, x, keys, values, positions):
-    """Keeps the last inputs of a convolution, [B, C, width], next to the attention, as LFM2
+    """Has a convolution next to the attention, and keeps its last inputs [B, C, width], as LFM2
     does."""
     m.inputs.copy_(torch.cat((m.inputs, m.wk(x).transpose(1, 2)), -1)[..., -m.inputs.shape[-1] :])
     return usual(*project(m, x), keys, values, positions)

@@ -78,7 +78,7 @@ def cast_after_half(m, x, keys, values, positions):
 
 
 def cast_after_pairs(m, x, keys, values, positions):
-    """Pairs neighbours, and casts after they are exchanged, as ERNIE 4.5 does."""
+    """Pairs adjacent columns, and casts them after they are exchanged, as ERNIE 4.5 does."""
     cos, sin = (
         t.repeat_interleave(2, -1) for t in (angles(positions).cos(), angles(positions).sin())
     )
@@ -106,21 +106,21 @@ def _in_pairs(m, x, keys, values, positions, table):
 
 
 def tables_stacked(m, x, keys, values, positions):
-    """Has tables with each number twice in a row, made by stack, as RoFormer does."""
+    """Uses tables that have each number twice in a row, made by `stack`, as RoFormer does."""
     return _in_pairs(
         m, x, keys, values, positions, lambda t: torch.stack([t, t], -1).reshape(SEQ, 1, WIDTH)
     )
 
 
 def tables_stacked_apart(m, x, keys, values, positions):
-    """Near miss: the second number of a pair belongs to its neighbour."""
+    """Near miss: uses, for the second number of a pair, the table entry of the next pair."""
     return _in_pairs(
         m, x, keys, values, positions, lambda t: torch.stack([t, t.roll(1, -1)], -1).flatten(-2)
     )
 
 
 def cast_of_sums(m, x, keys, values, positions):
-    """Near miss: one operand of the rotation is rounded to fewer bits than the other."""
+    """Near miss: rounds one operand of the rotation to fewer bits than the other."""
     cos, sin = cos_sin(positions)
 
     def turned(t):
@@ -241,7 +241,7 @@ def layer_norm_by_head(m, x, keys, values, positions):
 
 
 def layer_norm_by_other_head(m, x, keys, values, positions):
-    """Near miss: joins the heads in another order than they were split."""
+    """Near miss: joins the heads in another order than that in which they were split."""
     return _normed_by_head(m, x, keys, values, positions, -1)
 
 

@@ -1,4 +1,4 @@
-"""Operations between the two products of a mixture in public code bases, with biases: see
+"""Operations between the two products of a mixture with biases, as in public code bases: see
 `mixtures`."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def added_product_of_others(m, x):
 
 
 def clamped_twice(m, x):
-    """Applies one bound at a time, and one of them twice, as gpt-oss's remote code does."""
+    """Clamps to one bound at a time, and to one of them twice, as gpt-oss's remote code does."""
     return _clamped(
         m,
         x,
@@ -80,7 +80,7 @@ def clamped_twice(m, x):
 
 
 def clamped_twice_unlike(m, x):
-    """Near miss: the smaller bound is that of the gate."""
+    """Near miss: clamps the gate to the smaller bound."""
     return _clamped(
         m,
         x,

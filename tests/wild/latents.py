@@ -32,7 +32,7 @@ def slices_apart(m, latent, rope_key, start, latents, rope_keys):
 
 
 def slices_joined(m, latent, rope_key, start, entries):
-    """Has one buffer, which is written at once."""
+    """Has one buffer for latents and rope keys, which is written at once."""
     end = start + latent.shape[1]
     entries[:BATCH, start:end] = torch.cat((latent, rope_key), -1)
     return entries[:BATCH, :end].split((RANK, ROTATED), -1)
@@ -65,7 +65,7 @@ def put_by_row(m, latent, rope_key, start, latents, rope_keys):
 
 
 def slices_shifted(m, latent, rope_key, start, latents, rope_keys):
-    """Near miss: rope keys lie one slot behind their latents."""
+    """Near miss: stores rope keys one slot after their latents."""
     end = start + latent.shape[1]
     latents[:BATCH, start:end] = latent
     rope_keys[:BATCH, start + 1 : end + 1] = rope_key
@@ -73,17 +73,17 @@ def slices_shifted(m, latent, rope_key, start, latents, rope_keys):
 
 
 def normed_behind(m, latent, rope_key, start, latents, rope_keys):
-    """The rope keys have a norm, too. The op lacks it, so the norm stays in the graph."""
+    """Normalises the rope keys, too. The op has no such norm, so it stays in the graph."""
     return slices_apart(m, latent, F.rms_norm(rope_key, (ROTATED,)), start, latents, rope_keys)
 
 
 def norm_with_bias(m, latent, rope_key, start, latents, rope_keys):
-    """The norm of the latents has a bias. The op lacks it, so the norm stays in the graph."""
+    """Normalises the latents with a bias. The op has no such norm, so it stays in the graph."""
     return put_by_row(m, latent + m.norm, rope_key, start, latents, rope_keys)
 
 
 def keys_up_projected(m, latent, rope_key, start, keys, values):
-    """Caches the keys and values of heads, which have two widths, as the other form of DeepSeek's
+    """Caches expanded keys and values, which have different widths, as the other form of DeepSeek's
     code does."""
     end = start + latent.shape[1]
     up = F.linear(latent, m.kv_b.flatten(0, 1)).unflatten(-1, (HEADS, -1))

@@ -67,8 +67,8 @@ def two_layers(m, x):
 
 
 def scattered_back(m, x, slots=1, out=None):
-    """Sends each token to all E experts, weighted by the sigmoid of its choice, and adds the
-    results by scatter, as Meta's Llama 4 does."""
+    """Sends each token to all E experts, weighted by the sigmoid of the chosen score (or zero), and
+    adds the results by scatter, as Meta's Llama 4 does."""
     scores = F.linear(x, m.router)
     top, ids = torch.topk(scores, slots, dim=1)
     tokens = x.shape[0]
@@ -133,7 +133,7 @@ def counted_by_other_mask(m, x):
 
 
 def counted_by_repeated_choice(m, x):
-    """Near miss: ids may repeat within a token; a repeated id is counted once but sorted twice."""
+    """Near miss: counts an id once if it repeats within a token, but sorts it twice."""
     scores = F.linear(x, m.router).float().softmax(-1)
     weights, ids = torch.topk(scores, SLOTS, dim=-1)
     ids = ids // 2
@@ -162,7 +162,7 @@ def sorted_scatter_into(m, x):
 
 
 def top_one_sigmoid(m, x):
-    """Weights each token before its single expert by a sigmoid, with tokens in order, as Llama 4
+    """Multiplies each token by a sigmoid before its single expert, with tokens in order, as Llama 4
     does."""
     order, weights, ends = _one_each(m, x)
     y = swiglu(x[order] * weights, m, ends)
@@ -348,7 +348,7 @@ def mapped_cells_of_others(m, x):
 
 
 def scaled_results(m, x):
-    """Scales the result of each expert in addition."""
+    """Scales the result of each expert by one more number."""
     tokens, y = softmax_results(m, x)
     return torch.zeros_like(x).index_add(0, tokens, y * 2.5)
 

@@ -49,8 +49,9 @@ ADDRESSINGS = {
 
 @audited("lora")
 def lora_cases(target: Target) -> list[AuditCase]:
-    """Returns, for every layer and token count, the shrink kernel and the expand kernel of groups.
-    The first layer also gets the other ways to assign adapters, and other ranks."""
+    """Returns the shrink kernel and the expand kernel for every layer and token count, with rows in
+    groups by adapter. The first layer is also audited with the other ways to assign adapters to
+    rows, and with other ranks."""
     first = LAYERS[0]
     cases = [case for layer in LAYERS for case in _token_cases(layer, "groups", target)]
     for addressing, (least, most) in ADDRESSINGS.items():

@@ -69,7 +69,10 @@ def _target(wanted: Wanted) -> str:
         return wanted.target
     chip = detect_target()
     if chip is None:
-        raise CommandError("--profile needs an NVIDIA GPU, and there is none here")
+        raise CommandError(
+            "--profile needs an NVIDIA GPU, and there is none here; --trace FILE --target NAME "
+            "reads a trace that was recorded on another machine"
+        )
     if wanted.target not in (None, chip.name):
         raise CommandError(f"--target: this GPU is {chip.name}, got {wanted.target!r}")
     return chip.name

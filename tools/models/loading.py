@@ -130,7 +130,7 @@ def _call(spec: str, function: Callable[..., Any], options: Mapping[str, Any]) -
     try:
         signature.bind(**options)
     except TypeError as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no options"
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no arguments"
         raise ModelError(f"{spec}{signature} cannot be called with {given}: {error}") from error
     try:
         return function(**options)

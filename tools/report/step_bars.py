@@ -49,7 +49,7 @@ class Taken(Summed):
     us: float = 0.0
 
     def less(self, other: Taken) -> Taken:
-        """Returns by how much this amount is larger than the other, and at least 0."""
+        """Returns how much larger this amount is than the other. Returns 0 where it is smaller."""
         return Taken(max(self.bytes - other.bytes, 0.0), max(self.us - other.us, 0.0))
 
 
@@ -160,8 +160,8 @@ def as_captured(graph: GraphReport) -> GraphReport:
 
 
 def _made(node: fx.Node) -> float:
-    """Returns the bytes of a node's results plus one. For a write in place, counts the bytes that
-    are written."""
+    """Returns the weight of a node in a bar: the bytes of its results (for a write in place, the
+    bytes that are written) plus one, so that no weight is zero."""
     tensors = _compat.tensors_of(node)
     if writes_in_place(node):
         tensors = _compat.tensors_of(*node.all_input_nodes)[1:]

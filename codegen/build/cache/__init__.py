@@ -156,10 +156,13 @@ class KernelCache:
     def _usable(self) -> bool:
         reason = refusal(self.root)
         if reason is not None:
-            self._warn(
-                f"{reason}. Set TILEWRIGHT_CACHE_DIR to another folder, or, if you trust all users "
-                "who can write to this one, set TILEWRIGHT_CACHE_TRUST=1"
+            trust = (
+                ", or, if you trust all users who can write to this one, set "
+                "TILEWRIGHT_CACHE_TRUST=1"
+                if self.root.is_dir()
+                else ""
             )
+            self._warn(f"{reason}. Set TILEWRIGHT_CACHE_DIR to another folder{trust}")
         return reason is None
 
     def _warn(self, reason: str) -> None:

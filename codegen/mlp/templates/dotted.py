@@ -1,4 +1,4 @@
-"""Linears with quantized weights for few tokens, without tensor cores. A program multiplies a few
+"""Linears with quantised weights for few tokens, without tensor cores. A program multiplies a few
 whole rows of the weight with one token."""
 
 import triton
@@ -29,7 +29,7 @@ def dotted_linear(
     FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False, ADDED_ZEROS: tl.constexpr = False,
     weight_factor_ptr=None, up_factor_ptr=None,
 ):  # fmt: skip
-    """Computes `streamed_linear` for quantized weights. Each program computes BLOCK_N rows for one
+    """Computes `streamed_linear` for quantised weights. Each program computes BLOCK_N rows for one
     token.
 
     Grid (cdiv(N, BLOCK_N), T). LINE: the number of words in 128 bytes of a row. `dotted_rows`

@@ -3,7 +3,7 @@ reads each weight once, in the form in which it is stored.
 
 The rows of the weight are on the M side of the tensor core's product, and the tokens are on its N
 side. If x has an RMS norm, the kernel multiplies each token's result by a factor, and computes the
-sum of squares for this factor in the same pass over K. Quantized weights of 4 or 8 bits are
+sum of squares for this factor in the same pass over K. Quantised weights of 4 or 8 bits are
 multiplied as in `qkv_projection_swapped`: the decoded weight is never rounded.
 """
 
@@ -144,12 +144,12 @@ def streamed_linear(
     SPLIT_K > 1, workspace is fp32 [tiles, SPLIT_K, weights * BLOCK_N * BLOCK_T + NORM * BLOCK_T],
     and counters has one zero for each tile.
 
-    If there are scales, the weights are quantized: a weight is (code - zero) * scale. A code has 8
+    If there are scales, the weights are quantised: a weight is (code - zero) * scale. A code has 8
     bits (PER is 1), or PER codes share a word. Weight strides then count words. A factor is one
     number that multiplies a whole weight.
 
     Args:
-        NORM: x is divided by its rms and multiplied by NORM_OFFSET + norm_weight. The normalized x
+        NORM: x is divided by its rms and multiplied by NORM_OFFSET + norm_weight. The normalised x
             is rounded before the product.
         LAYER_ROW: If it is not 0, x has a layer norm: the mean of x is subtracted first, and
             norm_bias is added last. LAYER_ROW is a power of two that is at least K.

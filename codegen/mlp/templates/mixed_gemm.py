@@ -1,4 +1,4 @@
-"""A linear with a quantized weight and many tokens, for Hopper's tensor cores (Gluon).
+"""A linear with a quantised weight and many tokens, for Hopper's tensor cores (Gluon).
 
 A block has one warp that loads tiles by TMA, and two consumers of four warps each. A consumer
 decodes 64 rows of the weight in registers. These rows are the left operand of its products. While

@@ -348,8 +348,8 @@ def head_scales(pointer, is_kind, heads, head_limit, STRIDE: tl.constexpr):
 def load_cache_scale(
     kind, heads, head_limit, k_scale_ptr, v_scale_ptr, SCALE_STRIDES: tl.constexpr
 ):  # fmt: skip
-    """Loads the scale of heads of one `kind` in the cache, as fp32 [1, heads, 1]. Returns 1 for q,
-    and None if there are no scales.
+    """Loads the scales that the cache has for some heads of one `kind`, as fp32 [1, heads, 1].
+    Returns 1 for q, and None if there are no scales.
 
     SCALE_STRIDES: the strides between heads of the scales of k and v; 0 if all heads share one
     scale.

@@ -188,10 +188,10 @@ def qkv_projection_swapped(
     and of V_WEIGHT_STRIDES is not used. `qkv_epilogue` explains the arguments that are not
     explained here.
 
-    Arguments of a norm of x. It requires weights that are not quantized, or quantized weights with
+    Arguments of a norm of x. It requires weights that are not quantised, or quantised weights with
     RUN:
         INPUT_NORM: x is divided by its rms and multiplied by INPUT_NORM_OFFSET + input_norm_weight.
-            The normalized x is rounded before the product.
+            The normalised x is rounded before the product.
         INPUT_LAYER_ROW: If it is not 0, x has a layer norm: the mean of x is subtracted first, and
             input_norm_bias is added last. INPUT_LAYER_ROW is a power of two that is at least
             HIDDEN.
@@ -199,7 +199,7 @@ def qkv_projection_swapped(
             time, before it waits for the previous kernel.
         LETS_IN: Whether the next kernel may start early.
 
-    Arguments of quantized weights. If there are scales, a code has 8 bits (PER is 1), or PER codes
+    Arguments of quantised weights. If there are scales, a code has 8 bits (PER is 1), or PER codes
     share a word, and the strides of weights count words:
         PACKED_ROWS: The codes of a word belong to PER rows; if not, to PER columns.
         NUMBER: The kind of numbers that codes stand for: "e2m1", or a table
@@ -320,7 +320,7 @@ def qkv_projection_swapped(
     cache_scale = load_cache_scale(
         kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
     )
-    # With quantized weights and many tokens, the rotary tables would take registers that the loop
+    # With quantised weights and many tokens, the rotary tables would take registers that the loop
     # needs.
     ROPE_FIRST: tl.constexpr = not CODES or BLOCK_T < 64
     if ROPE_FIRST:

@@ -118,7 +118,7 @@ def mla_latent_store(
     slot_mapping: torch.Tensor | None = None,
     **options: Any,
 ) -> None:
-    """Calls the op: writes latents [T, L], normalized, and k_rope [T, R], rotated.
+    """Calls the op: writes latents [T, L], normalised, and k_rope [T, R], rotated.
 
     latent_cache is [num_pages, page_size, L + R], or [.., L] with a rope_cache [.., R]. For other
     layouts, pass `latent_window` and `rope_window` (CacheWindow.to_ints). LatentStoreArguments

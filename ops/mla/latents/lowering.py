@@ -63,7 +63,7 @@ def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
     if a.latent.shape[0] == 0:
         return Outcome(None, "nothing", "no tokens")
     yield latent_launch(latent_call(a, store=True), target)
-    return Outcome(None, "store", "one kernel normalizes, rotates and writes the named slots")
+    return Outcome(None, "store", "one kernel normalises, rotates and writes the named slots")
 
 
 def latent_calls(

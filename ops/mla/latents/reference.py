@@ -15,7 +15,7 @@ from tilewright.ops.reference.norm import apply_norm
 def finished_latents(
     a: LatentArguments, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (latent [Tk, L], k_rope [Tk, R]) as a cache holds them: normalized and rotated in
+    """Returns (latent [Tk, L], k_rope [Tk, R]) as a cache holds them: normalised and rotated in
     fp32 or float64, and rounded once to their dtypes."""
     latent, k_rope = given(a.latent), given(a.k_rope)
     dtype = k_rope.dtype
@@ -29,7 +29,7 @@ def finished_latents(
 
 
 def write_latents(a: LatentArguments, latent: torch.Tensor, k_rope: torch.Tensor) -> None:
-    """Writes latents that are already normalized and rotated to their places."""
+    """Writes latents that are already normalised and rotated to their places."""
     window = CacheWindow.from_ints(a.latent_window)
     places = resolve_places(a, window, latent.shape[0])
     base = given(a.latent_cache)

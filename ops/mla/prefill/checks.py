@@ -81,7 +81,7 @@ def _check_uncoded(op: str, a: MlaPrefillArguments) -> None:
 
 
 def _check_codes(op: str, a: MlaPrefillArguments, rows: Any, rank: Any) -> None:
-    """Checks latents that are passed as codes. They must be normalized and rotated keys."""
+    """Checks latents that are passed as codes. They must be normalised and rotated keys."""
     form = "[Tk, ceil(L / bk)]", (rows, -(-rank // a.scale_block[1])), FLOAT_DTYPES, a.q.device
     check_operand(op, "latent_scale", a.latent_scale, *form)
     unfit = {
@@ -97,7 +97,7 @@ def _check_codes(op: str, a: MlaPrefillArguments, rows: Any, rank: Any) -> None:
 
 def _check_new(op: str, a: MlaPrefillArguments, rows: Any) -> None:
     """Checks that there is one new latent for each query, unless the latents are all the keys and
-    are already normalized and rotated."""
+    are already normalised and rotated."""
     rotated = a.rope_style != "none" and "k" in a.rope_on
     if rotated or a.slots != "none" or a.keys != "given":
         num_tokens = a.q.shape[0]

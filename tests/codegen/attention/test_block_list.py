@@ -47,8 +47,9 @@ def visited(
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("block_n", [8, 16, 32])
 def test_every_part_of_a_listed_block_is_visited_once(block_n, in_order):
-    """Checks blocks of 32 keys. Whole blocks come first, unless all blocks come in order."""
-    listed = {1: 0, 3: 1, 4: 1, 6: 0}  # for each block, whether it is whole
+    """Checks that every part of a block of 32 keys is visited once. Whole blocks come first, unless
+    all blocks come in order."""
+    listed = {1: 0, 3: 1, 4: 1, 6: 0}  # maps a listed block to whether it is whole
     blocks = torch.tensor([4, *(2 * block + whole for block, whole in listed.items())])
     keys = [key for block in listed for key in range(32 * block, 32 * block + 32, block_n)]
     whole = [key for key in keys if 96 <= key < 160]
@@ -61,9 +62,9 @@ def test_every_part_of_a_listed_block_is_visited_once(block_n, in_order):
 
 
 def expected(entries, first_block, whole_block, num_whole, num_blocks):
-    """Returns what the function under test should return.
+    """Returns the five numbers that the function under test should return.
 
-    These are: the place of the first entry, the place of the first whole block, the number of whole
+    They are the place of the first entry, the place of the first whole block, the number of whole
     blocks in a row, the number of all blocks, and the number of the first whole block. If there is
     no whole block, its place and number mean nothing.
     """

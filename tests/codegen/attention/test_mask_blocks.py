@@ -35,8 +35,8 @@ def check(mask, target=SMALL, *, hide_lowest=False):
 
 
 def scattered(shape, dtype, seed=0):
-    """Returns a mask whose blocks have no keys, few keys or all keys, in every mixture over tiles
-    and blocks."""
+    """Returns a mask with blocks that have no keys, few keys or all keys. Tiles and blocks mix
+    these kinds in every way."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.rand(shape[0], shape[1], shape[2] // 90 + 1, shape[3] // 50 + 1, 1, 1,
                        generator=generator)  # fmt: skip
@@ -95,7 +95,7 @@ def test_every_number_of_every_list_where_the_lowest_hide(shape, sms, dtype):
 
 
 def test_parts_tell_each_other_which_rows_have_an_ordinary_number():
-    """Every part has rows without an ordinary number. In the first tile, one row has no ordinary
+    """Every part has rows without an ordinary number. One row of the first tile has no ordinary
     number in any part."""
     mask = torch.full((1, 1, 256, 4096), torch.finfo(torch.float16).min, dtype=torch.float16)
     rows = torch.arange(256)
@@ -130,7 +130,8 @@ def test_masks_of_any_strides(view, dtype):
 
 
 def test_parts_of_a_tile_come_together_and_leave_their_counters_at_zero():
-    """The number of parts does not divide the tile, so the last part is smaller than the others."""
+    """The number of parts does not divide the blocks of the tile, so the last part is smaller than
+    the others."""
     target = replace(SM90, num_sms=132)
     program = check(scattered((1, 1, 256, 1100), torch.bool), target)
     assert program.specs[0].constant("SPLIT")

@@ -1,4 +1,5 @@
-"""Tests the audit rules, each of which is broken alone, and the readers of PTX, SASS and TTGIR."""
+"""Tests the rules of the audit, each with a kernel that breaks only this rule, and the readers of
+PTX, SASS and TTGIR."""
 
 import dataclasses
 

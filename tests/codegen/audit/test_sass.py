@@ -20,8 +20,8 @@ PLAIN = """
 .L_x_2:
         /*0080*/                   EXIT ;
 """
-# A loop over tiles. The code that waits stands behind the kernel, and jumps back into the inner
-# loop.
+# A loop over tiles. The code that waits for a barrier is placed after the kernel's end, and jumps
+# back into the inner loop.
 WAITING_APART = """
 .L_x_0:
         /*0000*/                   UTMALDG.2D [UR24], [UR28] ;
@@ -44,7 +44,7 @@ WAITING_APART = """
 .L_x_5:
         /*00d0*/                   BRA `(.L_x_5) ;
 """
-# An instruction whose operands differ between lanes is repeated for each operand.
+# A loop that repeats an instruction for each operand, because the operand differs between lanes.
 LANE_BY_LANE = """
 .L_x_0:
         /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR6], R4 ;
@@ -57,8 +57,8 @@ LANE_BY_LANE = """
         /*0060*/                   EXIT ;
 """
 # The outline of the QKV kernel of one token as the ptxas of Triton 3.8 compiles it. Two registers
-# are stored before the main loop and loaded after it. The code that waits for both stands behind
-# the kernel.
+# are stored before the main loop and loaded after it. The code that waits for the loads of both is
+# placed after the kernel's end.
 SPILLS_AROUND = """
 .L_x_3:
         /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6], R4 ;

@@ -179,7 +179,7 @@ def test_damaged_entry_is_made_again(tmp_path, damage):
     store, log = KernelCache(tmp_path), tmp_path / "log"
     entry = store.get_or_make("binary", "aa", counting_make(log)).folder
     assert store.get_or_make("binary", "aa", counting_make(log)).folder == entry
-    assert log.read_text() == "made\n"  # the control: an intact entry is not made again
+    assert log.read_text() == "made\n"  # the control: an entry without damage is not made again
     damage(entry)
     assert store.find("binary", "aa") is None
     again = store.get_or_make("binary", "aa", counting_make(log))
@@ -221,6 +221,14 @@ def test_what_another_user_put_there_is_not_used(tmp_path, monkeypatch, whose, w
         assert "TILEWRIGHT_CACHE_TRUST=1" in said
 
 
+def test_a_file_in_place_of_the_folder_is_no_matter_of_trust(tmp_path, warnings):
+    place = tmp_path / "cache"
+    place.write_text("")
+    assert KernelCache(place).get_or_make("binary", "aa", lambda: FILES).files == FILES
+    (said,) = warnings()
+    assert said.endswith("it is not a folder. Set TILEWRIGHT_CACHE_DIR to another folder")
+
+
 def test_told_to_trust_it_uses_what_others_wrote(tmp_path, monkeypatch):
     store = KernelCache(tmp_path)
     entry = store.get_or_make("binary", "aa", lambda: FILES).folder
@@ -230,7 +238,7 @@ def test_told_to_trust_it_uses_what_others_wrote(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEWRIGHT_CACHE_TRUST", "1")
     assert store.find("binary", "aa").files == FILES
     (entry / "a.txt").write_text("damaged")
-    assert store.find("binary", "aa") is None  # the hashes are checked all the same
+    assert store.find("binary", "aa") is None  # the hashes are checked even so
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path, monkeypatch, warnings):
@@ -349,7 +357,8 @@ def entry_of_an_unwritable_cache(root):
 
 @pytest.mark.parametrize("how", ["root", "parent", "file in the way"])
 def test_a_cache_that_cannot_be_written_costs_the_sharing_alone(public, how):
-    """The entry is made once in this process and kept in its private folder, with one warning."""
+    """If the cache cannot be written, the process makes the entry once, keeps it in a private
+    folder, and warns once."""
     root = public / "cache"
     if how == "root":
         root.mkdir()
@@ -372,7 +381,7 @@ def entry_of_a_warm_cache(root):
 
 
 def test_a_warm_cache_of_roots_that_cannot_be_written_serves(public):
-    """Such a cache may be a part of a container image."""
+    """A cache that belongs to root and cannot be written may be a part of a container image."""
     root = public / "cache"
     place = KernelCache(root).get_or_make("binary", "aa", lambda: FILES).folder
     os.utime(place, (0, 0))

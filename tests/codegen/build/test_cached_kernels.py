@@ -87,8 +87,8 @@ def test_a_manifest_that_vouches_for_nothing_vouches_for_no_file():
 
 
 def test_the_bytes_that_were_compared_are_the_bytes_that_run(monkeypatch):
-    """The file changes between its check and its use. The kernel and its source must be the old
-    ones."""
+    """The file changes after it is checked and before it is used. The kernel that runs and its
+    source must be the old ones."""
     emitted_path(ADD)
     find = KernelCache.find
 
@@ -106,8 +106,7 @@ def test_the_bytes_that_were_compared_are_the_bytes_that_run(monkeypatch):
 
 
 def test_a_kernel_that_another_user_planted_does_not_run(monkeypatch):
-    """The kernel's hashes are right and it is in the right place, but it belongs to another
-    user."""
+    """The planted kernel has the right hashes and place, but its file belongs to another user."""
     path = emitted_path(ADD)
     shutil.rmtree(path.parent)
     monkeypatch.setattr(build.emitter, "emit", lambda spec: PLANTED)
@@ -122,7 +121,7 @@ def test_a_kernel_that_another_user_planted_does_not_run(monkeypatch):
 
 @pytest.fixture
 def no_folder(tmp_path):
-    """Returns a path at which no user, not even root, can make a folder."""
+    """Returns a path at which no user, not even root, can create a folder."""
     (tmp_path / "file").touch()
     return tmp_path / "file" / "cache"
 

@@ -1,4 +1,4 @@
-"""Tests that barriers for which nothing waits are found and removed, and that nothing else is
+"""Tests that barriers on which nothing waits are found and removed, and that nothing else is
 removed."""
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def test_warps_that_are_not_parted_are_left_alone():
 
 
 def test_attention_with_specialised_warps_on_hopper_has_none():
-    """The machine code initialises no barrier in the memory of a tile. A tile lies at the start of
-    shared memory."""
+    """The machine code initialises no barrier at the start of shared memory, where a tile is
+    stored."""
     problem = AttentionProblem(
         num_heads=2, nope=64, rope=64, v_dim=64, dtype="bf16", out="bf16",
         mask="none", tma=True, rope_tma=True,

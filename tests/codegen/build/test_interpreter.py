@@ -170,7 +170,7 @@ def test_types_of_one_launch_share_their_parts_and_are_checked_as_ever():
         assert one == other
         assert one.shape is other.shape
         assert tl.block_type(tl.int32, [4]) != tl.block_type(tl.uint32, [4])
-        for _ in range(2):  # a call that was refused is refused again
+        for _ in range(2):  # the second call must be refused, too
             with pytest.raises(ValueError, match="power of 2"):
                 tl.block_type(tl.int32, [3])
             with pytest.raises(TypeError, match="Shape element 0"):
@@ -194,8 +194,8 @@ def test_a_function_is_what_triton_makes_of_it_at_the_same_lines(kernel):
 
 @triton.jit
 def mixed(x_ptr, n_ptr, out_ptr, scale, N: tl.constexpr):
-    """A kernel that uses operands of every kind twice, so that the second use meets what the
-    interpreter kept from the first."""
+    """A kernel that uses operands of every kind twice, so that the second use reads what the
+    interpreter cached at the first."""
     rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     x = tl.load(x_ptr + rows * N + columns)
     n = tl.load(n_ptr + rows * N + columns)

@@ -34,8 +34,8 @@ TUNED = key_of("times of a case")
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Returns a function `machine(name)`. After its call, this process has the folders of that
-    machine, and the compiler of a GPU."""
+    """Returns a function `machine(name)`. After this call, the process uses the cache folders of
+    the machine with this name, and has the compiler of a GPU."""
     target = GPUTarget("cuda", 90, 32)
     active = SimpleNamespace(get_current_target=lambda: target)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
@@ -108,9 +108,10 @@ def test_a_package_brings_them(machine, monkeypatch, tmp_path):
 
 
 def test_what_is_there_stays(machine, monkeypatch):
-    """A delivery replaces no existing entry, also if another process makes the entry meanwhile.
+    """Unpacking a bundle replaces no existing entry, even if another process makes the entry
+    meanwhile.
 
-    Nor does it replace a compiled kernel of Triton if a bundle has its files under another
+    It also replaces no compiled kernel of Triton if the bundle has the kernel's files under another
     description.
     """
     machine("one")
@@ -184,8 +185,8 @@ def test_what_is_no_parcel_is_left_with_a_warning(machine, monkeypatch, name, da
 
 
 def test_triton_s_listener_is_the_user_s(machine, monkeypatch):
-    """The listener belongs to the whole process. Two threads that compile would each restore the
-    listener that they found."""
+    """Tests that Triton's listener is left to the user. It belongs to the whole process: two
+    threads that compile would each restore the listener that they found."""
     machine("one")
     heard = []
 
@@ -206,7 +207,8 @@ def test_a_triton_that_keeps_its_files_otherwise_is_no_error(machine):
 
 
 def test_no_package_is_left_as_it_was(machine, tmp_path, monkeypatch):
-    """The cases are an absent package, a file that is no package, and a package on a full disk."""
+    """Tests that a bad package is left unchanged: one that does not exist, a file that is no
+    package, and a package on a full disk."""
     machine("one")
     KernelCache().get_or_make("tuned", TUNED, lambda: TIMES)
     with pytest.raises(FileNotFoundError):

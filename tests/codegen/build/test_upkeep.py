@@ -72,7 +72,7 @@ def test_it_looks_once_an_hour(tmp_path, monkeypatch):
     store = store_with(tmp_path, {"aa": 0})
     monkeypatch.setenv("TILEWRIGHT_CACHE_SIZE", "0")
     store_with(tmp_path, {"bb": 0})
-    assert names(store) == ["aa", "bb"]  # the first store pruned the cache, this one did not
+    assert names(store) == ["aa", "bb"]  # the first store pruned the cache; this store did not
     old = time.time() - 2 * HOUR
     os.utime(tmp_path / "last-prune", (old, old))
     store.get_or_make("binary", key_of("cc"), lambda: BIG)
@@ -152,7 +152,7 @@ def test_leftovers_of_killed_makers_are_swept_and_those_of_live_ones_not(tmp_pat
     lock = parent / ("c" * 64 + ".lock")
     lock.touch()
     try:
-        assert survey(tmp_path).stale == ()  # they are too young to be leftovers
+        assert survey(tmp_path).stale == ()  # the folders are too young to count as leftovers
         for path in (live_folder, dead_folder, lock):
             os.utime(path, (0, 0))
         assert set(survey(tmp_path).stale) == {dead_folder, lock}

@@ -102,7 +102,7 @@ def test_gemm_drops_what_is_decided():
     assert "column_mask" not in body
     assert "row_mask" in body  # m is known only at run time
     assert "static_assert" not in body
-    assert "tl.bfloat16" in body  # the element type of the output pointer
+    assert "tl.bfloat16" in body  # the element type that the output pointer points to
     uneven = body_of(emit(gemm_spec(24, 40, 32, "relu", bias=False)))
     assert "inner_mask" in uneven
     assert "column_mask" in uneven
@@ -174,8 +174,8 @@ def test_index_arithmetic_folds():
     arguments = {"x_ptr": torch.arange(192).int(), "out_ptr": torch.zeros(192).int(), "rows": 6}
     (out,) = run_both(spec, (6,), arguments, ["out_ptr"])
     assert torch.equal(out, torch.arange(192).int() + (torch.arange(192) // 32).int())
-    # There are fewer rows than the grid covers. A mask must stay, and nothing is written behind the
-    # rows.
+    # There are fewer rows than the grid covers. A mask must stay, and nothing may be written after
+    # the last row.
     few = spec_of("index_games", {"WIDTH": 32, "GROUP": 8}, signature, grid=(6,))
     (out,) = run_both(few, (6,), {**arguments, "rows": 4}, ["out_ptr"])
     assert (out[128:] == 0).all()

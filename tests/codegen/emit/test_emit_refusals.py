@@ -58,4 +58,4 @@ def test_spec_must_be_the_kernels(changes, reason):
     arguments = {"kernel": "plain", **changes}
     with pytest.raises(EmitError, match=reason):
         emit(spec_of(**arguments))
-    assert "tl.store" in emit(spec_of("plain"))  # the control: the kernel itself is good
+    assert "tl.store" in emit(spec_of("plain"))  # the control: this kernel is emitted

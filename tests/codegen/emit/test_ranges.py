@@ -12,7 +12,7 @@ INT32 = Range.of("int32")
 
 
 def leaves(rng):
-    """Yields (index of a point's coordinate, range, values of the range)."""
+    """Yields (index of a coordinate of the point, range, values of the range) for each leaf."""
     made = []
     for position, high in enumerate((rng.choice([0, 3, 7]), 5, 3)):
         step = rng.choice([1, 1, 4])
@@ -25,7 +25,8 @@ def leaves(rng):
 
 
 def grow(rng, parts, depth):
-    """Returns a random expression over the leaves as a function of a point, with its range."""
+    """Returns a random expression over the leaves, as a function of a point, and the expression's
+    range."""
     if depth == 0:
         evaluate, known, _ = rng.choice(parts)
         return evaluate, known

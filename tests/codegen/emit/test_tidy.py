@@ -113,18 +113,18 @@ def test_random_programs_store_the_same(first):
         ("x_1 = p + 1\nx = x_1\nout.store(x)", "x = p + 1\nout.store(x)"),
         ("x = 0\nx = p\nout.store(x)", "out.store(p)"),
         ("x = p + 1\ny = x * 2\nout.store(p)", "out.store(p)"),
-        # y holds the value that x had one iteration earlier, so the copy stays.
+        # y holds the value that x had in the previous iteration, so the copy stays.
         (
             "x = p\nfor i in range(3):\n    y = x\n    x = x + y\n    out.store(y)",
             "x = p\nfor i in range(3):\n    y = x\n    x = x + y\n    out.store(y)",
         ),
-        # A copy is changed and copied back, so all changes happen to x.
+        # A copy is changed and copied back, so all changes can be made to x itself.
         ("x = p + 1\ny = x\ny *= q\nx = y\nout.store(x)", "x = p + 1\nx *= q\nout.store(x)"),
         (
             "x = p + 1\nfor i in range(3):\n    y = x\n    y *= i\n    x = y\nout.store(x)",
             "x = p + 1\nfor i in range(3):\n    x *= i\nout.store(x)",
         ),
-        # This must not happen if x is read in between, or if y is read afterwards.
+        # The two variables must stay apart if x is read in between, or if y is read afterwards.
         (
             "x = p + 1\ny = x\ny *= q\nout.store(x)\nx = y\nout.store(x)",
             "x = p + 1\ny = x\ny *= q\nout.store(x)\nx = y\nout.store(x)",

@@ -29,7 +29,7 @@ OP = get_op("quantize_nvfp4")
 
 
 def run(a, block_r=32, block_c=128):
-    """Returns (packed, scales) as the kernel writes them into memory that holds other bytes."""
+    """Runs the kernel on memory that holds other bytes. Returns (packed, scales)."""
     steps = quantize_nvfp4_steps(a, SM100, QuantizeConfig(block_r, block_c))
     return drive(steps, Interpreter()).outcome.result
 
@@ -46,7 +46,8 @@ def test_every_byte_is_that_of_the_formulas(case, block_r, block_c):
 
 
 def test_special_rows_of_samples_lie_at_every_place_of_a_tile():
-    """Tiles and the layout of scales divide rows by powers of two."""
+    """Tests rows with special numbers at every place of a tile, because tiles and the layout of
+    scales divide the rows by powers of two."""
     largest = sample_inputs(QuantizeCase("plain", spare=130)).x[:, 2:16].float().abs().amax(1)
     kinds = (largest == 0, (largest > 0) & (largest < 0.01), largest.isinf())
     for special in kinds:

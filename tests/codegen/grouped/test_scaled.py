@@ -35,8 +35,8 @@ from tilewright.ops.runtime.program import drive
 SWAPPED = ScaledConfig(16, 64, 128, 4, 2, swapped=True)
 TILED = ScaledConfig(64, 64, 128, 4, 2)
 HALVES = ScaledConfig(64, 256, 128, 8, 2, parts=2)
-# The reference has the same dtype, because the hidden row and the result may otherwise be rounded
-# differently.
+# The reference computes in the same dtype, because the hidden row and the result are both rounded,
+# and may otherwise be rounded differently.
 TWO_ROUNDINGS = {
     torch.bfloat16: Tolerance(2.0**-7, 2.0**-6), torch.float16: Tolerance(2.0**-10, 2.0**-9),
 }  # fmt: skip
@@ -44,8 +44,8 @@ TWO_ROUNDINGS = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_are_quantised_to_the_bit(dtype):
-    """The rows have zeros, subnormal blocks, saturation, a rest of columns, and a number that no
-    block divides."""
+    """The rows contain zeros, subnormal blocks, saturated numbers, columns that fill no block, and
+    a number of rows that no tile divides."""
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[0] *= 60000.0 / float(x[0].abs().max())
     x[1, :128] = 0

@@ -33,7 +33,7 @@ CASES = [c for c in CASES if not c.coded_rows]  # test_scaled.py has the other c
 
 
 def run(a: GroupedMatmulArguments, config: GemmConfig, machine=None) -> torch.Tensor:
-    """Computes the call by `grouped_gemm` with these tiles."""
+    """Computes a call with `grouped_gemm` and these tiles."""
     steps = grouped_matmul_steps(a, SMALL_SM100, GroupedPlan(config, None, ""))
     program = drive(steps, machine or Interpreter())
     assert [spec.kernel for spec in program.specs] == ["grouped_gemm"]
@@ -42,8 +42,8 @@ def run(a: GroupedMatmulArguments, config: GemmConfig, machine=None) -> torch.Te
 
 @pytest.mark.parametrize(("case", "config"), in_turn({case.name: case for case in CASES}, CONFIGS))
 def test_kernel_computes_the_op(case, config):
-    """Rows without a weight and rows of no group are included. They hold NaN before, and come out
-    as zero."""
+    """Includes rows of groups without a weight and rows of no group. The result holds NaN before,
+    and must be zero there."""
     a = sample_inputs(case)
     rounded = case.weight_format in ("int4", "fp8")
     tolerance = (OP.tolerances if rounded else ONE_ROUNDING)[a.result_dtype]
@@ -52,7 +52,7 @@ def test_kernel_computes_the_op(case, config):
 
 
 class Guarded(Interpreter):
-    """An interpreter whose result lies between rows of sevens."""
+    """An interpreter that puts rows of sevens before and after the result in memory."""
 
     def perform(self, step):
         if not isinstance(step, Buffer):
@@ -63,7 +63,8 @@ class Guarded(Interpreter):
 
 
 def test_offsets_out_of_order_reach_no_memory_outside():
-    """On a GPU no check reads the offsets. No row outside of x may be read or written."""
+    """On a GPU no check reads the offsets, so bad offsets must not make the kernel read or write
+    rows outside of x."""
     a = sample_inputs(GROUPED_CASES[0])
     for offsets in ([0, 9, 4, 500, -7, 79], [0, -3, 900, 2, 2, 2], [5, 1, 1, 1, 1, 1000]):
         machine = Guarded()
@@ -74,7 +75,7 @@ def test_offsets_out_of_order_reach_no_memory_outside():
 
 
 def every_other(tensor):
-    """Returns a tensor with the same numbers, which has other numbers between them."""
+    """Returns a tensor with the same numbers that has other numbers between them in memory."""
     return torch.stack((tensor, tensor + 1), -1)[..., 0]
 
 
@@ -118,8 +119,8 @@ def test_rows_have_their_codes_streamed(form, sizes):
     ("form", "kernel"), [("int4", "moe_down_codes"), ("nvfp4", "grouped_gemm")]
 )
 def test_scales_that_are_loaded_one_by_one_lie_anywhere(form, kernel):
-    """int4 scales are loaded one by one. For E2M1 codes, kernels load several scales at once, and
-    these must be aligned."""
+    """Tests int4 scales, which are loaded one by one, at any address. For E2M1 codes, kernels load
+    several scales at once, and these must be aligned."""
     a = sample_inputs(GroupedCase("case", (5, 0, 20), None, 80, 256, 4, weight_format=form))
     scale = a.weight_scale.view(torch.uint8)
     moved = torch.cat((scale.new_zeros(2), scale.flatten()))[2:].view(scale.shape)
@@ -156,8 +157,8 @@ def test_a_tensor_that_tma_cannot_start_at_is_moved():
 
 
 def test_a_moved_tensor_that_tma_cannot_step_through_goes_to_the_reference():
-    """Rows of 20 columns with a gap between them lie a multiple of 16 bytes apart. The rows of a
-    copy do not."""
+    """Tests rows of 20 columns. With a gap between them, they start at multiples of 16 bytes. The
+    rows of a contiguous copy do not."""
     a = sample_inputs(replace(GROUPED_CASES[0], inner=20))
     x = torch.zeros(a.x.shape[0], 32, dtype=a.x.dtype)[:, 4:24].copy_(a.x)
     weight = torch.zeros(5, 48, 24, dtype=a.x.dtype)[..., :20].copy_(a.weight)
@@ -171,7 +172,8 @@ def test_a_moved_tensor_that_tma_cannot_step_through_goes_to_the_reference():
 
 
 def test_a_call_is_remembered_unless_it_copied_an_argument():
-    """The steps of a call do not include the step that fills a copy."""
+    """A call is not remembered if a step copied an argument, because the remembered steps would not
+    fill the copy again."""
     a = sample_inputs(GROUPED_CASES[0])
     machine = Interpreter(SMALL_SM100)
     apart = replace(a, group_offsets=every_other(a.group_offsets))

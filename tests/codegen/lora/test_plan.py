@@ -62,7 +62,7 @@ def test_few_counts_are_planned_for():
     ],
 )
 def test_weights_across_share_what_is_read_of_them(rank, rows, expected):
-    """Weights [K, R] are seen as [R, K]."""
+    """Tests weights [K, R], which the kernel reads as [R, K] with other strides."""
     form, strides = RowForm("single", 1), (rank * 4096, 1, rank)
     assert plan_shrink(problem(rank, form, strides), rows, SM90) == expected
     assert isinstance(plan_shrink(problem(rank, form, strides, "fp32"), 1, SM90), RowShrink)

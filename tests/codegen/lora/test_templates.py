@@ -18,7 +18,7 @@ from tilewright.ops.lora.lowering import expand_steps, shrink_steps
 from tilewright.ops.runtime.program import Launch, SplitK, drive
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A short K tests the indices as well as a long one, and the interpreter is slow.
+# K is short: a short K tests the indices as well as a long one, and the interpreter is slow.
 SHRINK = [
     replace(c, hidden=min(c.hidden, 96))
     for c in SHRINK_CASES
@@ -35,14 +35,14 @@ SHRINK_CONFIGS = {
 }
 # Each row has its own program.
 FEW_ROWS = 30
-# The columns are found in the same way for every rank, and the interpreter takes long for high
-# ranks.
+# These kernels run with low ranks only. They find the columns in the same way for every rank, and
+# the interpreter is slow for high ranks.
 OF_LOW_RANK = ("split", "split_parts", "few", "rows")
 
 
 def in_turn(number: int, name: str) -> bool:
     """Whether a case runs with a configuration. Each case runs with both plain configurations, and
-    with two of the other four."""
+    with two of the other four in turn."""
     return name not in OF_LOW_RANK or OF_LOW_RANK.index(name) % 2 == number % 2
 
 
@@ -102,7 +102,7 @@ def test_expand_computes_the_op(case, config):
 
 
 def test_factors_of_adapters_may_lie_anywhere():
-    """Tests a single factor for all adapters, and a column of a table."""
+    """Tests one factor for all adapters, and factors that are a column of a table."""
     case = next(case for case in EXPAND if case.name == "rows_many")
     a = expand.sample_inputs(case)
     column = torch.arange(3.0 * case.num_adapters).view(case.num_adapters, 3)[:, 1]
@@ -124,7 +124,7 @@ def test_a_token_without_rows_is_copied_and_no_id_is_read(name, config):
     assert not {"ids_ptr", "offsets_ptr"} & dict(spec.signature).keys()
 
 
-# There are more rows than the programs search. They are sorted first, or they lie in long
+# There are more rows than the programs search. So the rows are sorted first, or they are in long
 # sequences.
 MANY = LoraCase("sorted", num_rows=600, num_adapters=9, hidden=24, none_every=7, widths=(40, 17, 9))
 MANY_ROWS = {

@@ -40,7 +40,7 @@ POINTERS = PrefillConfig(16, 16, 4, 2)
 
 
 def run(a: AttentionCall, config: PrefillConfig, target: str = "sm100", group: int = 2):
-    """Returns (out, lse) of the emitted kernel. Both are filled with NaN before."""
+    """Returns (out, lse) of the emitted kernel. Their memory holds NaN before the call."""
     check_call(a)
     if a.attn_mask is not None:
         a = replace(a, mask_blocks=mask_blocks.reference(MaskBlocksArguments(a.attn_mask)))
@@ -70,7 +70,7 @@ CASES = [
     with_options(replace(RAGGED, name="window"), mask="sliding_window", window=9, **prefix(RAGGED)),
     with_options(replace(RAGGED, name="chunks"), mask="chunked", window=24, **prefix(RAGGED)),
     with_options(replace(SHIFTED, name="bf16", dtype=torch.bfloat16), **prefix(SHIFTED)),
-    # Queries before all keys of the buffer see none of these keys.
+    # Queries that come before all keys of the buffer see none of them.
     with_options(
         replace(SHIFTED, name="a later chunk of keys"),
         query_starts=torch.tensor([30, 10]), key_starts=torch.tensor([40, 25], dtype=torch.int32),
@@ -98,15 +98,15 @@ def tolerance(case: Case) -> float:
     ],
 )
 def test_kernel_is_attention(case, config):
-    """The first case runs with each way to loop, and the other cases take one of these ways in
-    turn."""
+    """Compares the kernel with attention. The first case runs with each kind of loop, and the other
+    cases take the kinds in turn."""
     a = call_of(case)
     assert_agrees(a, run(a, config), tolerance(case))
 
 
 def test_positions_and_masks_of_a_dense_batch():
-    """The positions are a tensor in no order. The masks are given by stride, broadcast, or separate
-    for each head."""
+    """Tests positions that are a tensor in any order, and masks that have strides, that are
+    broadcast, and that differ between heads."""
     case = Case("dense", (17,) * 2, (45,) * 2, dense=True)
     positions = torch.randint(0, 45, (2, 17))
     bias = torch.randn(2, 1, 17, 48)[..., :45].masked_fill(
@@ -127,8 +127,8 @@ def test_positions_and_masks_of_a_dense_batch():
 
 @pytest.mark.parametrize("queries", [1, 130])
 def test_blocks_of_the_lowest_number_are_not_read(queries):
-    """A call that makes the list of its mask does not read hidden blocks: NaN in them changes no
-    bit. If a query has no number but the lowest, all blocks are read."""
+    """A call that makes the list of its mask's blocks does not read hidden blocks, so NaN in them
+    changes no bit of the result. If a query has only the lowest number, all blocks are read."""
     lowest = torch.finfo(torch.float16).min
     bias = torch.full((2, 1, queries, 300), lowest, dtype=torch.float16)
     bias[0, ..., :70] = bias[1, ..., 60:64] = 0
@@ -148,7 +148,7 @@ def test_blocks_of_the_lowest_number_are_not_read(queries):
 
 
 def test_finite_masks_do_not_hide():
-    """A row that the lowest finite number masks everywhere is a plain softmax."""
+    """If the lowest finite number masks a whole row, the result is a plain softmax of the row."""
     bias = torch.zeros(1, 1, 9, 20)
     bias[..., 3, :] = torch.finfo(torch.float32).min / 4
     case = Case("dense", (9,), (20,), dense=True, options={"mask": "none", "attn_mask": bias})
@@ -163,15 +163,15 @@ def test_scales_of_8_bit_operands_multiply():
     scales = {n: torch.tensor(s) for n, s in (("q_scale", 0.5), ("k_scale", 1.5), ("v_scale", 2.0))}
     a = call_of(with_options(case, **scales))
     assert_agrees(a, run(a, ONE_LOOP), 0.25)
-    # If the dims of a value are contiguous, the numbers are the same.
+    # If the numbers of a value are contiguous, the result is the same.
     rows = replace(a, v=a.v.contiguous())
     torch.testing.assert_close(run(rows, ONE_LOOP)[0], run(a, ONE_LOOP)[0], rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_order_of_tiles_does_not_matter(sequences):
-    """The groups of heads have any size, full or not. The sequences are sorted by length, or there
-    are too many to sort."""
+    """Groups of heads of any size are tested, also an incomplete last group. The sequences are
+    sorted by length, or there are too many to sort."""
     case = Case("ragged", (18, 3, 40)[:sequences], (18, 3, 40)[:sequences], heads=3)
     a = call_of(case)
     results = [run(a, ONE_LOOP, group=group) for group in (1, 2, 3)]
@@ -183,8 +183,9 @@ def test_order_of_tiles_does_not_matter(sequences):
 @pytest.mark.parametrize("config", [TWO_LOOPS, ONE_LOOP, POINTERS], ids=str)
 @pytest.mark.parametrize("mask", ["sliding_window", "chunked"])
 def test_a_window_over_no_keys_reads_none(mask, config):
-    """The last sequence has no keys in a chunk of keys, and its queries stand later. The memory
-    behind the keys may hold anything, and is not in the result."""
+    """Tests a window that begins after the last key. The last sequence has no keys in a chunk, and
+    its queries come later. The memory after the keys may hold anything, and must not reach the
+    result."""
     case = Case("a chunk", (3, 5), (20, 0), options={"mask": mask, "window": 6})
     a = call_of(with_options(case, query_starts=torch.tensor([17, 30])))
 
@@ -289,9 +290,9 @@ LISTED_CASES = [
 
 @pytest.mark.parametrize(("config", "options", "added"), LISTED_CASES)
 def test_blocks_on_a_masks_list(config, options, added):
-    """The list has whole blocks and other blocks, with gaps between them. Positions hide keys, too.
-    The cases are all pairs, but not all triples, of tiles, options and kinds of mask (booleans or
-    numbers)."""
+    """The list has whole blocks and other blocks, with gaps between them, and positions hide keys,
+    too. The cases cover all pairs of tiles, options and kinds of mask (booleans or numbers), but
+    not all triples."""
     seen = holes(2, 1, 150, 400)
     mask = torch.zeros(seen.shape).masked_fill(~seen, -math.inf) if added else seen
     a = call_of(with_options(LISTED, attn_mask=mask, **options))
@@ -319,8 +320,8 @@ def test_keys_of_blocks_that_nobody_sees_may_hold_anything(config):
 
 
 def test_a_list_of_more_entries_than_are_looked_at_together():
-    """The first whole blocks of the list end behind the entries that a program looks at
-    together."""
+    """The first whole blocks come so late in the list that a program does not load their entries
+    first."""
     keys = 64 * 310
     case = Case("long", (2,), (keys,), heads=1, nope=16, v_dim=16, dense=True)
     seen = torch.ones(1, 1, 2, keys, dtype=torch.bool)
@@ -331,7 +332,8 @@ def test_a_list_of_more_entries_than_are_looked_at_together():
 
 
 def test_one_list_serves_all_that_its_mask_does():
-    """The lists are for each sequence or head, or shared, and have any strides."""
+    """One list serves every sequence or head that shares its mask. Lists are separate for each
+    sequence or head, or shared, and have any strides."""
     case = Case("shared", (140,) * 2, (280,) * 2, dense=True, nope=16, v_dim=16)
     config = PrefillConfig(64, 64, 4, 2)
     for shape in ((2, 2), (1, 2), (2, 1), (1, 1)):

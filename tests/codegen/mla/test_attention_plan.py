@@ -1,5 +1,5 @@
-"""Tests which tiles MLA's attention takes on Hopper. The keys of a sequence decide it, as
-measured."""
+"""Tests which tiles the plan chooses for MLA's attention on Hopper. The choice depends on the
+number of keys of a sequence, as measured."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_tiles_by_the_keys_of_a_sequence(problem, given, tiles):
 @pytest.mark.parametrize("keys", [2048, 16384])
 @pytest.mark.parametrize("problem", [DENSE, WIDE, replace(WIDE, dtype="fp8e4nv")])
 def test_heads_side_by_side_have_keys_and_values_that_l2_holds(problem, keys):
-    """The heads are divided into as few groups as that allows."""
+    """Tests the groups of heads that run at the same time. Their keys and values fit into the L2
+    cache, and there are as few groups as possible."""
     given = AttentionSizes(2, keys, keys)
     config = attention_config(problem, given, SM90)
     tiles = schedule(
@@ -94,7 +95,8 @@ def test_wider_heads_get_tiles_that_fit():
 
 
 def test_a_part_of_several_chunks_fits_shared_memory():
-    """The result of a part is in fp32, and the compiler may keep it in separate shared memory.
+    """Tests that the tiles that need the most shared memory fit into it. The result of a part is in
+    fp32, and the compiler may keep it in separate shared memory.
 
     Among the parts that the plan makes, parts with these tiles take the most shared memory.
     """

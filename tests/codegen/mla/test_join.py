@@ -1,5 +1,5 @@
-"""Tests the operands that a library's attention reads: keys and queries with the rope columns
-first, in place."""
+"""Tests the queries and keys that a library's attention reads: the rope columns come first, and
+they are written in place."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tilewright.ops.runtime.program import Planner, drive
 @pytest.mark.parametrize("rope", [16, 24])
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
 def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope):
-    """One launch writes the queries and the joined keys. The rope keys come from rows with other
-    columns beside them, and nothing else in the joined keys is written."""
+    """One launch writes the queries and the joined keys. The rope keys are columns of wider rows.
+    The launch writes nothing else into the joined keys."""
     batch, run, heads, nope, v_dim = 2, 9, 3, 24, 8
     q = torch.randn(batch, run, heads, nope + rope, dtype=torch.float16)
     cos, sin = torch.rand(run, rope // 2), torch.rand(run, rope // 2)
@@ -46,7 +46,8 @@ def test_queries_and_joined_keys_have_the_rope_columns_first(style, rope):
 
 
 def test_rope_keys_that_are_not_whole_16_bytes_are_told_apart():
-    """A kernel for aligned rows would read such rows at wrong addresses."""
+    """Rope keys that do not start at multiples of 16 bytes need another kernel: a kernel for
+    aligned rows would read them at wrong addresses."""
     joined = torch.zeros(1, 5, 2, 48).bfloat16()
     _, k, v = joined.split((16, 16, 16), -1)
     q = torch.zeros(1, 5, 2, 32).bfloat16()
@@ -64,8 +65,8 @@ def test_rope_keys_that_are_not_whole_16_bytes_are_told_apart():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_library_writes_keys_and_values_where_they_belong(dtype):
-    """The library writes each head into rows that are further apart. The memory is the buffer's
-    own, and the columns of other parts keep their contents."""
+    """The library writes each head into rows that are further apart than a head is wide. The
+    columns of other parts must keep their contents."""
     rows, heads, rope, width, rank = 33, 3, 16, 56, 64
     latent = torch.randn(rows, rank + 16).to(dtype)[:, :rank]
     weight = torch.randn(heads * width, rank).to(dtype)
@@ -81,7 +82,8 @@ def test_the_library_writes_keys_and_values_where_they_belong(dtype):
 
 
 def test_attention_over_joined_keys_is_that_over_parts():
-    """The columns of queries and keys may come in any order, if the order is the same in both."""
+    """The order of the columns does not change attention, if queries and keys have the same
+    order."""
     batch, run, heads, nope, rope, v_dim = 2, 12, 3, 32, 16, 24
     q = torch.randn(batch, run, heads, nope + rope, dtype=torch.float64)
     joined = torch.randn(batch, run, heads, rope + nope + v_dim, dtype=torch.float64)

@@ -64,7 +64,8 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("case", KEYS, ids=lambda case: case.name)
 def test_keys_do_not_depend_on_tiles(case):
-    """A program has cached rows, new rows or both. Sequences have no new token or one new token."""
+    """Tests programs that process cached rows, new rows or both. A sequence has no new token, or
+    one."""
     a = PREFILL.sample_inputs(case)
     chunk = Chunk(buffer_rows(a), row_key_offsets(a))
     expected = written(a, chunk, ONE_ROW)
@@ -105,7 +106,8 @@ def test_a_table_of_complex_numbers_gives_what_two_tables_give(by_position):
 
 @pytest.mark.parametrize("name", ["paged", "static_cache", "quantized"])
 def test_planned_tiles_are_of_one_warp_for_any_number_of_rows(name):
-    """Therefore the sum of a norm is added up in one order, in chunks as for the whole."""
+    """A program has one warp for any number of rows. So a norm always adds its numbers in one
+    order, and chunks give the same bits as the whole."""
     a = PREFILL.sample_inputs(case_of(PREFILL, name))
     chunk = Chunk(buffer_rows(a), row_key_offsets(a))
     buffers = performed(key_buffers(a, chunk), Interpreter(SM100))

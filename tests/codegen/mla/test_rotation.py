@@ -1,5 +1,5 @@
-"""Compares queries that the attention kernel rotates when it loads them with queries that a
-separate launch rotates before. The tests run on Triton's interpreter."""
+"""Compares two ways to rotate queries: in the attention kernel, when it loads them, and in a
+separate launch before. The tests run on Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PLACES = [
 
 
 def call_at(where: Where, rope: int, dtype: torch.dtype) -> AttentionCall:
-    """Returns a call without a rotation. It has 4 keys more than queries."""
+    """Returns a call without a rotation. It has 4 more keys than queries."""
     torch.manual_seed(0)
     rows, keys = sum(where.lengths), sum(n + 4 for n in where.lengths)
     q = torch.randn(rows, HEADS, NOPE + rope).to(dtype)
@@ -76,8 +76,8 @@ def call_at(where: Where, rope: int, dtype: torch.dtype) -> AttentionCall:
 def tables(
     form: str, rows: int, rope: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin of each pair. They are separate, follow each other in one table, or occur
-    twice in a row."""
+    """Returns cos and sin of each pair. They are two tables, follow each other in one table, or are
+    repeated for the second half of the columns."""
     angles = torch.rand(rows, rope // 2) * 6
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     if form == "paired":
@@ -114,7 +114,8 @@ def rotated_before(a: AttentionCall, machine: Interpreter) -> AttentionCall:
 
 @pytest.mark.parametrize("where", PLACES, ids=lambda where: where.name)
 def test_one_kernel_gives_the_bits_of_two(where):
-    """The results also agree with attention over queries that are rotated in float64."""
+    """The attention kernel that rotates gives the same bits as two kernels. Both also agree with
+    attention over queries that are rotated in float64."""
     number = PLACES.index(where)
     style, form = STYLES[number % 3], ("apart", "paired", "full")[(number + number // 3) % 3]
     dtype = torch.bfloat16 if number % 2 else torch.float16
@@ -149,7 +150,8 @@ def test_a_position_without_a_row_of_the_tables_gives_zeros(style, form):
 
 
 def test_what_the_kernel_cannot_rotate_is_rotated_before():
-    """The cases are pairs that do not fill their tile, descriptors, and 8 bits."""
+    """Tests rotations that the attention kernel cannot do: pairs that do not fill their tile,
+    descriptors, and 8 bits. A launch before it rotates the queries."""
     rope = RopeTables(*tables("apart", LONGEST, 24, torch.float32), "half", rope_by_position=True)
     a = replace(call_at(PLACES[4], 24, torch.bfloat16), tables=rope)
     machine = Interpreter(SM90)

@@ -80,7 +80,8 @@ PREFILLS = {
 
 @pytest.mark.parametrize(("name", "count"), PREFILLS.items(), ids=PREFILLS)
 def test_keys_and_values_are_those_of_the_reference(name, count, machine):
-    """`count` is the number of kernels. If operands are values, the library's GEMM runs, too."""
+    """Compares keys and values with the reference. `count` is the number of kernels. If the
+    operands are stored as values, the library's GEMM runs, too."""
     a = PREFILL.sample_inputs(case_of(PREFILL, name))
     expected = clone(a)
     PREFILL.reference(expected)
@@ -95,7 +96,7 @@ def test_keys_and_values_are_those_of_the_reference(name, count, machine):
 
 
 def test_new_tokens_that_are_no_keys_are_written_too(machine):
-    """Only the cached tokens are keys, so no program of keys meets a new token."""
+    """Only cached tokens are keys here, so no program that makes keys processes a new token."""
     a = PREFILL.sample_inputs(case_of(PREFILL, "paged"))
     offsets = torch.nn.functional.pad(a.cache_lengths.cumsum(0), (1, 0))
     a = replace(a, key_offsets=offsets, num_keys=int(offsets[-1]))
@@ -187,7 +188,7 @@ def test_tiles_of_rows_past_the_limit_are_not_written(block_m):
     for sequence in range(2):
         rows = slice(sequence * 160, sequence * 160 + 40)
         assert_near(out[rows], wanted[rows])
-        # The tile with the last row of a sequence may have rows of the next sequence.
+        # The tile with the last row of a sequence may also cover rows of the next sequence.
         past = slice(rows.stop - rows.stop % block_m + block_m, (sequence + 1) * 160 - block_m)
         assert out[past].isnan().all()
 
@@ -209,7 +210,7 @@ def test_the_emitted_up_projection_of_values(config):
 
 @pytest.mark.parametrize("rows", [1, 16, 17])
 def test_the_up_projection_ends_at_the_last_row(rows):
-    """A tile that holds a single row is a tile, too."""
+    """The last tile may have a single row."""
     a = PREFILL.sample_inputs(PrefillCase("values", dtype=torch.float16))
     buffers = performed(key_buffers(a, Chunk(buffer_rows(a), None)), Interpreter(SM100))
     buffers.latent.copy_(torch.randn(buffers.latent.shape))

@@ -66,7 +66,8 @@ def test_dense_weights_need_no_decoding():
 
 
 def test_rows_that_tma_cannot_step_through_stay_codes():
-    """There may be a gap between two rows of codes, but not between two rows of numbers."""
+    """Rows of codes may have gaps between them, which TMA cannot step through. Rows of decoded
+    numbers may not."""
     problem = moe_problem(moe.sample_inputs(replace(BASE, weight_format="fp8", inner=96)))
     assert decodable(problem)
     assert not decodable(replace(problem, hidden=36))

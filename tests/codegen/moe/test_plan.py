@@ -36,7 +36,7 @@ DENSE = MoeProblem(
 
 
 def nvfp4(rows, columns, halves=1):
-    """Returns a weight [EXPERTS, rows, columns] in NVFP4. The tensor that holds it has `halves`
+    """Returns a weight [EXPERTS, rows, columns] in NVFP4. It is a part of a tensor with `halves`
     such weights."""
     expert = halves * rows * columns
     data = Operand("u8", (expert // 2, columns // 2, 1))
@@ -75,8 +75,8 @@ def test_many_rows_have_tiles_as_long_as_they_are(tokens, rows):
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 @pytest.mark.parametrize("problem", [DENSE, NVFP4, INT4], ids=["dense", "nvfp4", "int4"])
 def test_the_programs_of_a_multiprocessor_fit_its_shared_memory(problem, target):
-    """The programs fit with all their stages. Otherwise fewer of them run side by side. Triton's
-    tiles are powers of two."""
+    """The programs that the plan counts on a multiprocessor fit into its shared memory with all
+    their stages. Triton's tiles are powers of two."""
     for tokens in (1, 16, 64, 256, 512, 640, 768, 1024, 2048, 4096, 8192):
         plan = plan_moe(problem, tokens, target)
         coded = problem is not DENSE and plan.decode is None
@@ -103,8 +103,8 @@ def test_codes_stream_and_few_hidden_rows_lie_in_their_order(problem, tokens):
 
 @pytest.mark.parametrize("problem", [NVFP4, INT4], ids=["nvfp4", "int4"])
 def test_few_rows_have_warps_with_columns_of_their_own(problem):
-    """A single token needs no sort. More rows, or columns that are no multiple of a step, get other
-    tiles."""
+    """With few rows, each warp of a program has separate columns. A single token needs no sort.
+    More rows, or columns that are not a multiple of a step, get other tiles."""
     one, some, more = (plan_moe(problem, tokens, SM90) for tokens in (1, 64, 128))
     assert one.by_route
     assert not some.by_route
@@ -135,7 +135,8 @@ def test_scales_of_both_weights_lie_as_the_columns_do():
 
 @pytest.mark.parametrize("inner", [N // 2, N + 128])
 def test_a_row_is_put_in_order_by_whole_parts(inner):
-    """If a row ended inside a part, the kernel would write the part into the next row."""
+    """A row must consist of whole parts. If it ended inside a part, the kernel would write the rest
+    of the part into the next row."""
     ragged = replace(NVFP4, inner=inner, num_experts=4, down=nvfp4(K, inner))
     plan = plan_moe(ragged, 1, SM90)
     assert isinstance(plan.down, CodesConfig)
@@ -148,7 +149,7 @@ def scale_at(*strides):
     return {"scale": Operand("fp8e4nv", strides)}
 
 
-# For each text, the differences of the weight and of the problem.
+# Maps the text of an obstacle to changes of the weight and of the problem that cause it.
 OBSTACLES = {
     "not 4-bit codes": ({"format": "dense"}, {}),
     "not whole words": ({"data": Operand("u8", (N * K // 2, N // 2 + 2, 1))}, {}),

@@ -43,7 +43,7 @@ CASES = [
 ]  # ../grouped/test_scaled.py has the other cases
 SWAPPED = GemmConfig(16, 64, 32, 4, 2, swapped=True)
 TILED = GemmConfig(64, 32, 32, 4, 2)
-# This function finds a tile's expert in memory. The interpreter does not know warps.
+# This kernel finds a tile's expert in memory. (The interpreter does not run warps separately.)
 SPECIALISED = GemmConfig(16, 32, 32, 4, 2, flatten=True, warp_specialize=True)
 
 
@@ -90,7 +90,7 @@ def test_routes_are_sorted_by_expert_and_stay_in_order(routing, chunk, counted):
 
 
 def plan_in(a, config):
-    """Returns a plan in which both GEMMs have these tiles."""
+    """Returns a plan whose two GEMMs have these tiles."""
     sort = order_config(moe_problem(a), a.expert_ids.numel())
     sort = replace(sort, row_block=config.block_m if config.warp_specialize else 0)
     return MoePlan(sort, config, config, CombineConfig(2, 32), "")
@@ -104,7 +104,7 @@ def gemms(a, config, target):
 
 
 def fused(a, config):
-    """Computes the call with both GEMMs in these tiles."""
+    """Computes the call with these tiles for both GEMMs."""
     program = drive(fused_moe_steps(a, SMALL_SM100, plan_in(a, config)), Interpreter())
     assert program.outcome.name == "grouped kernels"
     return program.outcome.result
@@ -130,7 +130,8 @@ def test_kernels_compute_the_op(case, config):
 
 @pytest.mark.parametrize("activation", ["relu", "clamped_swiglu"])
 def test_nan_passes_the_activation(activation):
-    """The interpreter alone would not show a fault, because its maximum of NaN is always NaN."""
+    """Tests NaN in the activation by the emitted text as well: the interpreter's maximum of NaN is
+    always NaN, so it alone would not show a fault."""
     a = moe.sample_inputs(MoeCase("case", activation=activation, limit=1.0, hidden=32, inner=32))
     ptx = compile_for(gemms(a, SWAPPED, SM90)[0]).ptx
     assert "max.NaN." in ptx or "min.NaN." in ptx
@@ -167,8 +168,8 @@ SPLIT = [
 
 @pytest.mark.parametrize(("name", "layout", "split", "part_k", "by_route"), SPLIT)
 def test_warps_have_columns_of_their_own(name, layout, split, part_k, by_route):
-    """K is no multiple of a step. An expert has two blocks of rows, or each route has a block,
-    including routes without an expert."""
+    """Warps have separate columns, and K is not a multiple of a step. An expert has two blocks of
+    rows, or each route has a block, including routes without an expert."""
     case = MoeCase("codes", weight_format=name, layout=layout, hidden=192, inner=64, num_tokens=5,
                    routing="none" if by_route else "one", num_experts=3)  # fmt: skip
     if name == "mxfp4":

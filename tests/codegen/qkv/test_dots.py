@@ -1,4 +1,4 @@
-"""Compares the projection of one token by weights of codes, without tensor cores, with the op's
+"""Compares projections of one token by quantised weights, without tensor cores, with the op's
 reference in float64. The emitted source for SM100 runs on Triton's interpreter."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OFFSET = {"weight_format": "int4_k_offset", "zeros": "float", "zero_point": 8, "
 INT8 = {"weight_format": "int8", "scale_block": (1, 64)}
 FP8 = {"weight_format": "fp8", "scale_block": (1, 256)}
 CODES = {"codes": True}
-# Each kind of word, order, scale and zero that the kernel takes.
+# Every kind of word, order, scale and zero that the kernel supports.
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {**INT4, "zero_point": 8},
     "int4 bytes": {**INT4, **BYTES, "zeros": "float"},
@@ -139,7 +139,7 @@ def test_epilogues(name: str) -> None:
 
 
 def few(fmt: str = "int4", model: int = 0, **changes: Any) -> QkvProblem:
-    """Returns the problem of a model's projection of one token, without memory."""
+    """Returns the problem of a model's projection of one token, without allocating memory."""
     case = replace(quantized(MODELS[model], fmt), num_tokens=1, **changes)
     return prepare(replace(arguments(case), static_tokens=True)).problem
 
@@ -153,8 +153,8 @@ def test_one_token_takes_it_whatever_the_table_says_of_the_other(fmt: str) -> No
         assert choice.reason.startswith(f"one fused kernel, dots {2 * choice.config.block_p}x")
         assert "modelled" in choice.reason
         assert choice.config == dots_config(problem, 1, SM90)
-        # The cost model also predicts that it is faster, and that it takes longer than reading the
-        # memory.
+        # The cost model also predicts that this kernel is faster, and that it takes longer than
+        # reading the memory.
         assert choice.seconds == plan.ranked(problem, 1, SM90)[0][0]
         assert (
             choice.seconds > problem.codes.code_bytes * problem.hidden * problem.num_rows / 4.3e12
@@ -193,18 +193,18 @@ def test_a_norm_of_x_is_a_part_of_it(qk_norm: bool) -> None:
     problem = few(input_norm="rms", qk_norm=qk_norm)
     choice = choose(problem, 1, SM90)
     assert choice.norms_x
-    assert choice.reason.startswith("one fused kernel that normalizes x, dots")
+    assert choice.reason.startswith("one fused kernel that normalises x, dots")
     assert choice.config == choose(problem.after_norm, 1, SM90).config
-    # A norm that is not linear in x stays before the projection, and so does a dtype that does not
-    # have its range.
+    # A norm that is not linear in x stays before the projection. So does a norm in a dtype that is
+    # too small for the sums.
     for changes in ({"input_norm": "layer"}, {"dtype": torch.float16}):
         apart = choose(few(**({"input_norm": "rms"} | changes)), 1, SM90)
         assert not apart.norms_x
-        assert apart.reason.startswith("x is normalized first, then one fused kernel, dots")
+        assert apart.reason.startswith("x is normalised first, then one fused kernel, dots")
 
 
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
-    "no codes": ({"weight_format": "dense"}, "the weights are not quantized"),
+    "no codes": ({"weight_format": "dense"}, "the weights are not quantised"),
     "rows in words": ({**INT4, "weight_format": "int4_n"}, "the codes of several rows"),
     "columns apart": ({**INT4, "transposed": True}, "columns that are not contiguous"),
     "bytes": ({**INT4, **BYTES, "nibble_order": (1, 0)}, "the codes are stored in bytes"),
@@ -244,7 +244,8 @@ def test_rows_of_bytes_that_begin_inside_a_word(step: int) -> None:
     ids=["int4 sm90 normed", "nf4 sm90", "int4 sm100"],
 )
 def test_nothing_spills(fmt: str, target: Target, normed: bool) -> None:
-    """Programs compute slices of heads, or whole heads together with a norm of x."""
+    """Nothing spills in programs that compute slices of heads, or whole heads together with a norm
+    of x."""
     changes = {"qk_norm": True, "input_norm": "rms"} if normed else {}
     case = replace(quantized(MODELS[0], fmt), num_tokens=1, **changes)
     call = prepare(replace(arguments(case), static_tokens=True))

@@ -129,8 +129,8 @@ def test_heads_are_loaded_together_where_they_are_neighbours() -> None:
     assert tiled_weights(grouped).head_steps == (6, 1, 6, 6)
     assert heads_fit(grouped, 1)
     assert not heads_fit(grouped, 2)
-    # The groups of q lie apart, but the heads of k and v are neighbours, so tiles must divide a
-    # group.
+    # The groups of q are apart in memory, and the heads of k and v are next to each other, so tiles
+    # must divide a group.
     plain = problem(LLAMA)
     _, head, *rest = plain.weights[0].strides
     q = replace(plain.weights[0], strides=(7 * head, head, *rest))

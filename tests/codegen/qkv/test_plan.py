@@ -35,7 +35,8 @@ def no_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fp32_tables_leave_no_room_for_a_wide_tile_in_one_go() -> None:
-    """Triton 3.6 was seen to need 262176 bytes of shared memory. Hopper has 232448."""
+    """With fp32 tables, Triton 3.6 needs 262176 bytes of shared memory for a wide tile that is not
+    cut into slices. Hopper has 232448."""
     walk = {"persistent": True, "flatten": True}
     whole = TiledConfig(128, 2, 64, 8, 4, **walk)
     for wide, parts, fitting in ((False, 1, True), (True, 1, False), (True, 2, True)):
@@ -113,8 +114,8 @@ def test_the_model_is_near_what_was_measured() -> None:
 
 @pytest.mark.parametrize("split", [2, 4])
 def test_parts_of_k_are_written_and_read_again(split: int) -> None:
-    """Each part is a sum in fp32 for every row and token. It causes eight bytes of traffic or
-    more."""
+    """Splitting K has a cost: each part writes a sum in fp32 for every row and token, which is read
+    again. This is at least eight bytes of traffic."""
     p, tokens = problem(8192, 64, 8), 64
     whole = SwappedConfig(64, tokens, 128, 8, 4)
     more = estimate(p, replace(whole, split_k=split), tokens, SM90)
@@ -124,8 +125,8 @@ def test_parts_of_k_are_written_and_read_again(split: int) -> None:
 
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_a_norm_of_x_reads_whole_rows_before_the_first_product(tokens: int) -> None:
-    """This happens in every program, and so on every multiprocessor, because the norm cannot
-    overlap an earlier product."""
+    """Every program reads whole rows of x for the norm before its first product, because the norm
+    cannot overlap an earlier product."""
     normed = replace(LLAMA_8B, input_norm=RowNorm(Operand("bf16", (1,)), 1e-5, 0.0, "layer"))
     config = SwappedConfig(64, tokens, 128, 4, 3)
     more = estimate(normed, config, tokens, SM90) - estimate(LLAMA_8B, config, tokens, SM90)
@@ -140,7 +141,7 @@ def test_static_tokens_have_one_choice() -> None:
 
 
 def test_a_bucket_does_not_depend_on_the_count() -> None:
-    """No token count gets a kernel that is compiled for it alone."""
+    """No token count gets a kernel that is compiled only for this count."""
     plan = plan_fused_qkv(LLAMA_8B, SM90)
     assert plan.choice(33) is plan.choice(64)
 

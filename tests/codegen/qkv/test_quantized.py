@@ -1,8 +1,8 @@
 """Tests the kernels for weights of 4-bit and 8-bit codes, as emitted for SM100, on Triton's
 interpreter.
 
-They are compared with the op's reference in float64, which decodes the codes to numbers and
-multiplies these.
+They are compared with the op's reference in float64, which decodes the codes and multiplies the
+numbers.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def test_candidates_are_distinct_and_powers_of_two(case: AttentionCase, tokens: 
 
 
 def test_registers_hold_a_tile_of_no_more_tokens_than_that() -> None:
-    """This holds on a chip whose tensor cores take codes from registers. The next larger tile is
-    for other chips."""
+    """Tests the largest number of tokens for which registers hold a tile, on a chip whose tensor
+    cores read codes from registers. The next larger tile is for other chips."""
     problem = problem_of(in_wide_cache(NIBBLES))
     held = SwappedConfig(16, MOST_TOKENS_IN_REGISTERS, 32, 4, 2)
     assert fits(problem, held, SM120)
@@ -130,8 +130,8 @@ def test_groups_of_16_in_bytes(weight_format: str, block_k: int) -> None:
 
 
 def test_groups_of_16_in_bytes_keep_the_rules_of_mma_sync() -> None:
-    """The tile has fewer rows than a tile of wgmma. Without its pair, each product repeats half of
-    its columns."""
+    """Tests groups of 16 columns on a chip without wgmma. A tile has fewer rows there. If groups
+    were not multiplied in pairs, each product would count half of its columns twice."""
     spec = fused_spec(in_wide_cache(SIXTEENS), SwappedConfig(16, 16, 32, 4, 2))
     audit = compile_for(spec, SM90).audit
     assert audit.mma.keys() == {"HMMA"}
@@ -139,7 +139,7 @@ def test_groups_of_16_in_bytes_keep_the_rules_of_mma_sync() -> None:
 
 
 def test_no_step_is_one_group_of_16_bytes() -> None:
-    """Groups of 48 columns would cause such a step."""
+    """A step of one group of 16 bytes is never used. Groups of 48 columns would need it."""
     problem = problem_of(in_wide_cache(replace(SIXTEENS, scale_block=(1, 48), hidden=96)))
     assert not any(problem.codes.step_fits(96, size) for size in (16, 32, 64, 128))
     words = replace(problem.codes, per_word=1)
@@ -169,7 +169,7 @@ FORMATS = {case.weight_format: case for case in CASES.values()}
 
 @pytest.mark.parametrize("case", FORMATS.values(), ids=FORMATS)
 def test_scales_and_codes_at_the_edges_of_their_dtypes(case: AttentionCase) -> None:
-    """NaN and infinity too, and every code of eight bits."""
+    """Tests NaN and infinity as scales, and every code of eight bits."""
     a = qkv_cache.OP.sample_inputs(case)
     changes = {f"{x}_scale": filled_with_edges(getattr(a, f"{x}_scale")) for x in LETTERS}
     if case.weight_format in ("fp8", "int8"):
@@ -193,14 +193,14 @@ def filled_with_edges(scale: torch.Tensor) -> torch.Tensor:
 
 
 def repeated(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Values again and again, as bytes or in their own dtype, with the dtype and shape of a
-    tensor."""
+    """Repeats values, as bytes or in their own dtype, until they fill the shape of a tensor with
+    its dtype."""
     whole = values.repeat(like.numel() // len(values) + 1)[: like.numel()]
     return whole.view(like.dtype).view(like.shape)
 
 
 def decoded_by_kernels(a: FusedQkvArguments) -> tuple[torch.Tensor, ...]:
-    """The weights as kernels decode them before a library's product."""
+    """Returns the weights as kernels decode them in front of a library's product."""
     call = prepare(a)
     problem = replace(call.problem, scaled_by="")
     choice = library_choice(problem, a.x.shape[0], SM100, True, None)
@@ -231,8 +231,8 @@ def test_an_order_without_a_kernel_says_so() -> None:
 
 @pytest.mark.parametrize("what", ["scale", "zero"])
 def test_weights_of_several_kinds_are_left_to_the_reference(what: str) -> None:
-    """Neither a fused kernel nor the kernel that decodes the weight can tell several kinds
-    apart."""
+    """If Q, K and V have weights in different formats, neither the fused kernel nor the kernel that
+    decodes a weight can read them."""
     a = in_wide_cache(replace(NIBBLES, zeros="float"))
     assert qkv_cache.OP.choose("cuda", a).lowering.name == "emitted_kernel"
     other = {f"k_{what}": getattr(a, f"k_{what}").double()}

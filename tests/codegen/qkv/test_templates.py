@@ -83,7 +83,7 @@ TABLE = replace(
     cached_tokens=(4, 5, 0, 15, 0, 14, 8),
 )
 
-# The features that the case adds to the plain Llama case.
+# Maps the name of a case to what it adds to the plain Llama case.
 CASES = {
     "half": LLAMA,
     "half, table of half width": replace(LLAMA, table_width="half", table_dtype=torch.bfloat16),
@@ -111,8 +111,8 @@ CASES = {
     "static cache": STATIC,
     "static cache, norm and bias": replace(STATIC, qk_norm=True, bias=True),
 }
-# Each of these cases runs with one config of a fused kernel, or of both, because the helper
-# functions are the same.
+# Each of these cases runs with one config of one or both fused kernels, because the kernels share
+# their helper functions.
 OPTIONS = {
     "grouped q": replace(LLAMA, projection="grouped", bias=True),
     "n-major": replace(LLAMA, projection="n_major", bias=True),
@@ -190,7 +190,7 @@ OPTIONS = {
     ),
 }
 
-# These cases concern the addresses of weights and stores, and so each kernel separately.
+# Cases that run with every kernel, because they concern the addresses of weights and stores.
 EVERYWHERE = (
     *("grouped q", "n-major", "n-major, interleaved", "fp8 cache", "ragged", "no v"),
     *("gates", "gates behind"),
@@ -262,7 +262,7 @@ def run_epilogue(a: FusedQkvArguments) -> torch.Tensor:
     weights = [weight for weight in (a.q_weight, a.k_weight, a.v_weight) if weight is not None]
     rows = weight_rows(*weights)
     if rows is not None:
-        # The weights are converted in place, so that they stay rows of one tensor.
+        # The weights are converted in place, so that they remain rows of one tensor.
         base = a.q_weight._base
         assert base is not None
         wide = base.float()
@@ -287,7 +287,7 @@ def epilogue_launch(call: StoreCall, config: EpilogueConfig) -> Launch:
 
 
 def made(steps: Any, machine: Interpreter) -> Any:
-    """Returns the result of a part of a call's steps."""
+    """Returns the result of some of the steps of a call."""
     return drive(steps, machine).outcome
 
 
@@ -337,7 +337,7 @@ def test_one_projection_alone_has_a_bias(alone: str, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", BY_KERNEL)
 @pytest.mark.parametrize("wide", "qkv")
 def test_one_bias_is_of_another_dtype(wide: str, kernel: str) -> None:
-    """One load cannot read all three biases."""
+    """The three biases cannot be read by one load, because one of them has another dtype."""
     a = qkv_cache.OP.sample_inputs(replace(LLAMA, bias=True))
     a = replace(a, **{f"{wide}_bias": getattr(a, f"{wide}_bias").float()})
     check(qkv_cache.OP, a, BY_KERNEL[kernel])
@@ -367,7 +367,7 @@ NORMS_OF_X: dict[str, dict[str, Any]] = {
     ],
 )
 def test_swapped_norms_x(changes: dict[str, Any], config: SwappedConfig) -> None:
-    """x times the weight is rounded before the product, as the graph rounds it."""
+    """x is multiplied by the norm's weight and rounded before the product, as in the graph."""
     a = qkv_cache.OP.sample_inputs(replace(LLAMA, **changes))
     check(qkv_cache.OP, a, lambda a: run_fused(a, config), plain.LIBRARY)
 
@@ -434,8 +434,8 @@ BEYOND = torch.tensor([*EDGES, torch.inf, torch.nan, *(-x for x in EDGES), -torc
 @pytest.mark.parametrize("saturates", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_what_an_8_bit_cache_cannot_hold(dtype: torch.dtype, saturates: bool) -> None:
-    """The kernel stores the largest number, or the result of IEEE rounding: infinity, or NaN if the
-    format has no infinity."""
+    """Tests numbers beyond the range of an 8-bit cache. The kernel stores the largest number, or
+    the result of IEEE rounding: infinity, or NaN if the format has no infinity."""
     case = replace(LLAMA, rope_style="none", rotary_dim=0, cache_dtype=dtype, dtype=torch.float32)
     arguments = replace(cache_store.OP.sample_inputs(case), cache_saturates=saturates)
     arguments.k.copy_(BEYOND.repeat(8)[: arguments.k[0].numel()].view(arguments.k[0].shape))
@@ -527,7 +527,7 @@ def test_out_of_range_slots_are_masked(runner: str) -> None:
 
 
 def test_infinities_stay_where_they_are() -> None:
-    """V is not rotated, so an infinity in one dim must not make NaN of its partner."""
+    """V is not rotated, so an infinity in one dim must not turn another dim into NaN."""
     arguments = qkv_cache.OP.sample_inputs(replace(LLAMA, dtype=torch.float16))
     arguments.v_weight[:, 0] = 60000.0
     arguments.x.abs_().add_(1.0)

@@ -56,7 +56,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 def test_keys_that_nobody_sees_may_hold_nan(way, target):
-    """This holds for the reference and for the kernel, in whichever form the mask is given."""
+    """Tests NaN in keys that no query sees, for the reference and for the kernel, and for every
+    form of the mask."""
     a = call(**WAYS[way])
     clean = OP.reference(a)
     hidden = ~seen_by((70, 5))[:, 0, 0]
@@ -88,7 +89,8 @@ TILES = [
 @pytest.mark.parametrize("way", WAYS_OF_MANY)
 @pytest.mark.parametrize("config", TILES, ids=str)
 def test_values_that_none_of_many_queries_sees_may_be_nan(way, config):
-    """The kernel reads values by pointers and by descriptors, in separate loops and in one loop."""
+    """Tests NaN in values that none of many queries sees. The kernel reads values by pointers or by
+    descriptors, in separate loops or in one loop."""
     options, extents = WAYS_OF_MANY[way]
     a = call(MANY, **options)
     clean = OP.reference(a)
@@ -137,20 +139,21 @@ def long_call(queries, dtype, mask_dtype, lowest, **options) -> AttentionArgumen
     return AttentionArguments(*tensors, **given | options)
 
 
-@pytest.mark.parametrize("queries", [1, 70])
-@pytest.mark.parametrize(
-    ("dtype", "mask_dtype"),
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float16),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "scale": 1.0}], ids=str)
+DTYPES = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+]
+CAPS = [{}, {"softcap": 30.0, "scale": 1.0}]
+# Many queries have one cap with each pair of dtypes.
+LOWEST = [(1, *pair, options) for pair in DTYPES for options in CAPS]
+LOWEST += [(70, *pair, CAPS[number % 2]) for number, pair in enumerate(DTYPES)]
+
+
+@pytest.mark.parametrize(("queries", "dtype", "mask_dtype", "options"), LOWEST, ids=str)
 def test_blocks_of_the_lowest_number_are_not_read(queries, dtype, mask_dtype, options):
-    """The row has an ordinary number, too. NaN in such blocks changes no bit, and neither does a
-    sink."""
+    """NaN in blocks that have only the lowest number changes no bit, since the row has an ordinary
+    number, too. A sink does not change this."""
     lowest = torch.finfo(mask_dtype).min
     a = long_call(queries, dtype, mask_dtype, lowest, **options)
     a = replace(a, sinks=torch.linspace(-1, 1, HEADS))
@@ -162,11 +165,13 @@ def test_blocks_of_the_lowest_number_are_not_read(queries, dtype, mask_dtype, op
     assert torch.equal(interpret(OP, a).outcome.result, clean)
 
 
-@pytest.mark.parametrize("queries", [1, 70])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("queries", "dtype"), [(1, torch.bfloat16), (1, torch.float16), (70, torch.bfloat16)], ids=str
+)
 def test_a_row_of_the_lowest_number_keeps_its_tile_whole(queries, dtype):
-    """A padding query sees all keys, with logits that have lost their last digits. The results of
-    its neighbours do not change."""
+    """A padding query has only the lowest number, so all blocks of its tile are read. The query
+    sees all keys, with logits that have lost their last digits. The results of other queries in the
+    tile do not change."""
     a = long_call(queries, dtype, dtype, torch.finfo(dtype).min)
     a.attn_mask[1, 0, 0] = torch.finfo(dtype).min
     got, want = interpret(OP, a).outcome.result, OP.reference(a)
@@ -261,14 +266,12 @@ def test_a_page_outside_the_pool_is_refused_where_a_key_may_be_seen():
         cache_attention(q, k, v, key_lengths=torch.tensor([33, 16]), **given)
 
 
-@pytest.mark.parametrize("queries", [1, 70])
-@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
+@pytest.mark.parametrize(("queries", "target"), [(1, "sm100"), (70, "sm90")])
 def test_float8_keys_keep_infinity_and_nan(queries, target):
     """The compiler's conversion of float8_e5m2 to bfloat16 multiplies by 2 ** 112, by which
-    infinity becomes 65536 and NaN another number. The one to float16 does not."""
+    infinity becomes 65536 and NaN another number. The conversion to float16 keeps both."""
     a = call(queries, cache_lengths=torch.tensor([1, 2]))
     a = replace(a, k=a.k.to(torch.float8_e5m2), v=a.v.to(torch.float8_e5m2))
-    spec = interpret(OP, a, target).specs[0]
-    ptx = compile_for(spec).ptx
+    ptx = compile_for(OP.plan_for(a, target).specs[0]).ptx
     assert "cvt.rn.f16x2.e5m2x2" in ptx
     assert "e112" not in ptx

@@ -37,8 +37,8 @@ def test_a_block_is_whole_where_all_queries_that_are_there_see_all_of_its_keys()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_of_numbers_that_are_added_minus_infinity_alone_hides(dtype):
-    """A row that holds only the lowest finite number gives the average of all keys, so its keys are
-    seen."""
+    """Only minus infinity hides a key in an added mask. A row that holds only the lowest finite
+    number gives the average of all keys, so its keys are seen."""
     mask = torch.zeros(1, 1, 1, 320, dtype=dtype)
     mask[..., 0:64] = -INF
     mask[..., 64:128] = torch.finfo(dtype).min
@@ -77,8 +77,8 @@ def test_numbers_that_are_not_numbers_are_seen_and_hide_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_what_hides_leaves_no_weight_in_either_base(dtype):
-    """The test is at the bounds: the highest of the lowest numbers, the lowest of the ordinary
-    numbers, and logits that are as far apart as they may be."""
+    """Tests the limits: the largest number that hides a key, the smallest number that does not, and
+    logits that are as far apart as they may be."""
     unit = largest_power(dtype)
     sums = torch.tensor([LOWEST + LOGIT, ORDINARY - LOGIT], dtype=torch.float64) * unit
     assert sums.float().softmax(0).tolist() == [0.0, 1.0]

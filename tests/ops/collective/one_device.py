@@ -46,7 +46,7 @@ from tilewright.ops.runtime.program import PeerMemory, Peers
 from tilewright.ops.runtime.timing import capture
 from tilewright.ops.sampling import RowsCase
 
-#: Seconds for which gloo waits for a rank.
+#: How many seconds gloo waits for a rank.
 PATIENCE_S = 60
 #: The environment of ranks that share a GPU.
 ENVIRONMENT = {
@@ -67,7 +67,7 @@ _CASES = {
         RowsCase("weightless", num_tokens=3, n=1032, norm="weightless"),
         RowsCase("wide weight", num_tokens=9, n=5120, norm_dtype=torch.float32),
         RowsCase("widest", num_tokens=2, n=16384),
-        # Several rows of a program, which only two ranks send through memory.
+        # Each program has several rows. Only two ranks send so many tokens through memory.
         RowsCase("many tokens", num_tokens=600, n=1024),
     ),
 }
@@ -82,7 +82,7 @@ Call = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class _Meeting:
-    """The memory of all ranks, as torch's handle of symmetric memory gives it."""
+    """Stands for torch's handle of symmetric memory. It gives the memory of all ranks."""
 
     rank: int
     memories: list[torch.Tensor]
@@ -107,7 +107,7 @@ class _Machine(Interpreter):
 
 
 def _replace_gpu(rank: int, ranks: int, folder: Path) -> None:
-    """Replaces what `peers` and `calls` ask of CUDA."""
+    """Replaces the functions by which `peers` and `calls` use CUDA."""
     made: list[int] = []
 
     def mapped(of: int, nbytes: int) -> torch.Tensor:
@@ -146,7 +146,7 @@ def _replace_gpu(rank: int, ranks: int, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank. call: the op as this device calls it."""
+    """One rank. call: the op, called in this device's way."""
 
     device: str
     rank: int
@@ -156,7 +156,7 @@ class Rank:
 
     @property
     def cases(self) -> list[RowsCase]:
-        """The cases whose tokens these ranks send through memory."""
+        """The cases whose tokens this number of ranks sends through memory."""
         limits = [(case, most_tokens(case.n, self.ranks)) for case in _CASES[self.device]]
         return [case for case, most in limits if most is None or case.num_tokens <= most]
 
@@ -170,7 +170,7 @@ class Rank:
         return replace(whole, x=x, group=group, num_ranks=self.ranks)
 
     def problems(self, case: RowsCase, results: Any, factor: float = 1.0) -> list[str]:
-        """Returns how results differ from the sum of all ranks' x, times `factor`, in float64."""
+        """Returns how results differ, in float64, from the sum of all ranks' x times `factor`."""
         parts = [self.arguments(case, rank) for rank in range(self.ranks)]
         total = sum(part.x.double() * factor for part in parts)
         residual = parts[0].residual.double()
@@ -180,7 +180,7 @@ class Rank:
         return [f"{case.name} x{factor}: {problem}" for problem in found if problem is not None]
 
     def delay(self, generator: torch.Generator) -> None:
-        """Lets this rank come late to a tenth of its calls."""
+        """Delays a tenth of this rank's calls."""
         if int(torch.randint(0, 10, (1,), generator=generator)) == 0:
             late = int(torch.randint(1, 30, (1,), generator=generator))
             if self.device == "cuda":
@@ -196,8 +196,8 @@ def bits(results: Any) -> str:
 
 
 def eager(of: Rank) -> dict[str, Any]:
-    """Calls each case several times with other numbers: slots are written again, and the third call
-    at the same addresses repeats launches."""
+    """Calls each case several times with other numbers, so that slots are written again. The third
+    call has addresses of an earlier call, and so repeats its launches."""
     said, wrong = [], []
     for case in of.cases:
         a = of.arguments(case)
@@ -217,8 +217,8 @@ def memories(of: Rank) -> bool:
 
 
 def delayed(of: Rank) -> dict[str, Any]:
-    """Feeds each call's results to the next call, with random delays of either rank: a wrong bit
-    stays until the end."""
+    """Feeds the results of each call to the next call, with random delays on either rank. A wrong
+    bit would stay until the end."""
     a = of.arguments(of.cases[1])
     x, residual = a.x.clone(), a.residual.clone()
     generator = torch.Generator().manual_seed(of.rank)
@@ -233,7 +233,7 @@ def delayed(of: Rank) -> dict[str, Any]:
 
 
 def captured(of: Rank) -> dict[str, Any]:
-    """Replays a CUDA graph of two calls, the second on the first one's sum."""
+    """Replays a CUDA graph of two calls. The second call reads the sum of the first."""
     case = of.cases[1]
     a = of.arguments(case)
     first, kept = a.x.clone(), []
@@ -295,7 +295,8 @@ def compiled_graphs(of: Rank) -> dict[str, Any]:
 
 
 def bereft(of: Rank) -> None:
-    """Loses rank 1 before a call, or with four ranks on a GPU before a replay, and waits for it."""
+    """Kills rank 1 before a call, or with four ranks on a GPU before a replay, and waits for the
+    other ranks to notice."""
     a = of.arguments(of.cases[1])
     graph = capture([lambda: of.call(a)]) if of.device == "cuda" and of.ranks > 2 else None
     of.call(a)

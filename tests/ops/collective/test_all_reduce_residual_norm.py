@@ -34,8 +34,8 @@ CALLS = 3
 
 
 def parts_of(case, ranks):
-    """Returns the arguments that each rank gives to the op: a separate part, and the same other
-    arguments."""
+    """Returns the arguments of each rank: each has its own part of the sum, and all other arguments
+    are the same."""
     whole = op.sample_inputs(case)
     parts = [sample_reduce(case, "cpu", seed=1 + rank)["x"] for rank in range(ranks)]
     return [replace(whole, x=x, group="ranks", num_ranks=ranks) for x in parts]
@@ -55,7 +55,8 @@ def be_rank(rank, a, config, memories, addresses, results):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_get_the_same_bits_and_the_right_ones(name):
-    """Makes three calls one after the other, so that slots are written again."""
+    """Makes three calls one after the other, so that slots are written again. All ranks must get
+    the same bits, and the right ones."""
     case, config, ranks = CASES[name]
     parts = parts_of(case, ranks)
     nbytes = shared_bytes(config, ranks, case.dtype.itemsize * case.n)
@@ -94,8 +95,8 @@ def fake_ranks():
 
 
 def test_without_memory_in_common_the_library_sums(fake_ranks):
-    """The choice is not remembered: a captured call has no common memory, but the next call may
-    have some."""
+    """Without memory that both ranks can access, the library sums. This choice is not remembered: a
+    captured call has no such memory, but the next call may have some."""
     a = replace(op.sample_inputs(RowsCase("", n=72)), group=fake_ranks, num_ranks=2)
     machine = Interpreter()
     program = drive(all_reduce_residual_norm_steps(a, machine.target), machine)
@@ -108,7 +109,8 @@ def test_without_memory_in_common_the_library_sums(fake_ranks):
 
 
 def test_more_ranks_sum_many_tokens_by_the_library(fake_ranks):
-    """Otherwise each rank would read all rows of all other ranks."""
+    """With more ranks, the library sums many tokens. Otherwise each rank would read all rows of all
+    other ranks."""
     few = most_tokens(4096, 8)
     case = RowsCase("", num_tokens=few, n=4096)
     for tokens, name in ((few, "peer kernel"), (few + 1, "norm kernel")):
@@ -119,7 +121,8 @@ def test_more_ranks_sum_many_tokens_by_the_library(fake_ranks):
 
 
 def test_a_call_is_made_again_through_the_same_memory():
-    """The second call is found by addresses. The memory that ranks share is no argument."""
+    """The second call is found by its addresses and uses the same shared memory, which is not an
+    argument."""
     a = replace(parts_of(RowsCase(""), 2)[0])
     machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0))
     program = drive(all_reduce_residual_norm_steps(a, machine.target), machine)
@@ -139,7 +142,7 @@ class Broken(Interpreter):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Runs the op as on a GPU whose kernels do not compile. `broken.sums` counts the sums over
+    """Runs the op as on a GPU for which kernels do not compile. `broken.sums` counts the sums over
     ranks."""
     machine = Broken()
     machine.sums = []
@@ -157,8 +160,8 @@ def broken(monkeypatch):
 
 @pytest.mark.parametrize("norm", ["rms", "weightless"])
 def test_a_rank_whose_norm_kernel_fails_sums_once_as_the_others_do(fake_ranks, broken, norm):
-    """If the reference called a second collective, the next collective of other ranks would meet
-    it."""
+    """A rank whose norm kernel fails sums once, like the others. If the reference called a second
+    collective, the other ranks' next collective would meet it."""
     case = RowsCase("", n=72, norm=norm, norm_offset=1.0)
     a = replace(op.sample_inputs(case), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
@@ -171,8 +174,8 @@ def test_a_rank_whose_norm_kernel_fails_sums_once_as_the_others_do(fake_ranks, b
 
 
 def test_a_rank_whose_kernel_fails_when_the_others_run_it_raises(fake_ranks, broken):
-    """The other ranks wait in their kernel. A collective of this rank alone would not end their
-    wait."""
+    """A rank raises if its kernel fails while the others run theirs. The others wait in their
+    kernel, and a collective of this rank alone would not end their wait."""
     broken.peers = PeerMemory(1024, 2048, 0)
     a = replace(op.sample_inputs(RowsCase("", n=72)), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
@@ -208,7 +211,8 @@ def test_alone_the_reference_takes_over(broken):
 
 
 def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
-    """Another group of the same name may have other ranks, so a remembered call asks again."""
+    """The memory of a group that no longer exists is not written again. Another group of the same
+    name may have other ranks, so a remembered call asks for memory again."""
     a = parts_of(RowsCase(""), 2)[0]
     held = [True]
     machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0, lambda: held[0]))

@@ -1,7 +1,7 @@
 """Compares the results of ops and patterns for a made-up format with float64.
 
-The format has unsigned 8-bit codes. In linears of dense layers each block has a float zero point;
-in experts the zero point is 128. `test_new_format.py` calls each function in a process that has
+The format has unsigned 8-bit codes. In dense linears, each block has a zero point that is a float;
+in experts, the zero point is 128. `test_new_format.py` calls each function in a process that has
 added the format's row.
 """
 

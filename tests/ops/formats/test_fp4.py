@@ -68,7 +68,7 @@ def test_nvfp4_follows_its_formula_element_by_element(tensor_scale):
 
 def test_nvfp4_values_requantise_to_themselves():
     codes = torch.randint(0, 16, (7, 64), dtype=torch.uint8)
-    codes[:, ::16] = 7  # every block has its largest magnitude, so the scale is found again
+    codes[:, ::16] = 7  # every block contains the largest code, so its scale can be computed again
     scales = (torch.rand(7, 4) * 400 + 1).to(torch.float8_e4m3fn)
     x = nvfp4.dequantize(fp4.pack(codes), scales)
     packed, again = nvfp4.quantize(x)

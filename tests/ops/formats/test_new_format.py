@@ -11,8 +11,8 @@ import torch
 
 from tilewright.ops import ArgumentError, linear_activation
 
-# One process runs all checks, because its start takes most of the time. It is a separate process,
-# because the row must exist before any module that reads the table is imported.
+# The code of a separate process: the row must exist before any module that reads the table is
+# imported. One process runs all checks, because starting it takes most of the time.
 SCRIPT = """
 from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat
 

@@ -1,5 +1,5 @@
-"""Tests cache windows: every layout has the same four axes, and it is decided exactly whether two
-windows are disjoint."""
+"""Tests cache windows: every layout has the same four axes, and the check whether two windows are
+disjoint is exact."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests bad input of `grouped_matmul_dynamic_scaled_nvfp4`, which must be named before anything is
-computed, and unusual input that is good."""
+"""Tests bad arguments of `grouped_matmul_dynamic_scaled_nvfp4`, which must be named before anything
+is computed, and unusual arguments that are valid."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def test_a_quantised_tensor_needs_its_scales():
 
 
 def test_a_graph_traces_with_what_only_values_show():
-    """A fake tensor has only metadata. The values are checked when the op runs."""
+    """A graph can be traced although only values would show the fault: a fake tensor has only
+    metadata. The values are checked when the op runs."""
     a = with_ids(0, 9, 2)(op.sample_inputs(CASE))
     meta = {f.name: getattr(a, f.name) for f in fields(a)}
     meta = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in meta.items()}
@@ -185,8 +186,8 @@ def test_rows_that_tma_cannot_reach_go_to_the_reference():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 @pytest.mark.parametrize("sizes", [(31, 97, 63), (131, 97, 263)], ids=["swapped", "tiled"])
 def test_gpu_indices_that_nothing_checks_reach_no_other_memory(sizes, monkeypatch):
-    """On a GPU, values are checked only on request. Groups whose own numbers are good give right
-    results."""
+    """On a GPU, values are checked only on request. Bad indices must reach no other memory, and
+    groups whose own numbers are good must give right results."""
     a = op.sample_inputs(replace(CASE, sizes=sizes, ids=(0, 3, 2)), "cuda")
     want = op.OP.call(a)
     whole, rest = sum(sizes), sum(sizes[:2])
@@ -196,7 +197,7 @@ def test_gpu_indices_that_nothing_checks_reach_no_other_memory(sizes, monkeypatc
         tensor[place] = value
         return replace(a, **{name: tensor})
 
-    # The number of rows, from the first on, that stay as they were.
+    # `good` is the number of rows, from the first on, whose results do not change.
     for wrong, good in (
         (changed("group_offsets", -1, 1 << 20), whole),
         (changed("group_offsets", 2, 20), 20),

@@ -1,4 +1,4 @@
-"""Compares the LoRA kernels that the plan takes for real sizes with float64, on a GPU."""
+"""Compares the LoRA kernels that the plan chooses for real sizes with float64, on a GPU."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_kernels_compute_the_op_and_repeat_bit_for_bit(op, case, monkeypatch):
 @pytest.mark.parametrize("op", [lora_shrink.OP, lora_expand.OP], ids=lambda op: op.name)
 @pytest.mark.parametrize("name", ["rows", "sorted first", "high ranks", "groups"])
 def test_a_repeat_sees_what_is_there_now(op, name, monkeypatch):
-    """The addresses are the same, but the rows and the adapters differ."""
+    """A repeated call has the same addresses, but other rows and adapters, and must use the present
+    ones."""
     monkeypatch.delenv("TILEWRIGHT_DEBUG", raising=False)
     a = op.sample_inputs(next(case for case in CASES if case.name == name), "cuda")
     before = as_tuple(op.call(a))
@@ -109,8 +110,8 @@ def test_one_adapter_goes_to_the_library_and_does_so_again(case):
 
 
 def test_the_cache_write_takes_a_delta_that_the_library_began(monkeypatch):
-    """The library computes the shrink, and then expand and fused_qkv_paged run. The result is
-    compared with the same ops on a float64 delta."""
+    """The library computes the shrink of a delta, `lora_expand_add` completes it, and
+    `fused_qkv_paged` adds it. The result is compared with the same ops on a float64 delta."""
     monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
     op = get_op("fused_qkv_paged")
     case = replace(

@@ -1,5 +1,5 @@
-"""Tests the shrink of one adapter by a library's product: when it is taken, what it computes, and
-its repetition.
+"""Tests the shrink of one adapter by a library's product: when the plan chooses it, what it
+computes, and repeated calls.
 
 The lowering for CUDA runs here on CPU tensors, with its kernels on Triton's interpreter.
 """
@@ -127,8 +127,8 @@ CASES = {
 
 
 def one_group(inclusive):
-    """Returns arguments whose first rows belong to one group. The rows behind belong to no group
-    and hold NaN."""
+    """Returns arguments whose first rows belong to one group. The other rows belong to no group and
+    hold NaN."""
     a = OP.sample_inputs(ONE_GROUP)
     a.a[17:] = torch.nan
     if inclusive:
@@ -157,7 +157,8 @@ def test_rows_of_no_group_are_zero(inclusive):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_repeat_calls_the_library_again(name):
-    """The addresses are the same and the contents differ. The result is new."""
+    """A repeated call has the same addresses and other contents. It must call the library again,
+    and give a new result."""
     case, way = CASES[name]
     a, machine = OP.sample_inputs(case), Interpreter()
     args, kwargs = OP.split(a)
@@ -196,7 +197,8 @@ def test_reports_say_what_the_library_does():
 
 
 def test_weights_on_a_stack_are_seen_as_one():
-    """q, k and v are parts of one tensor in this order. In another order, they are joined."""
+    """If q, k and v are parts of one tensor in this order, the tensor is used as it is. In another
+    order, the parts are joined."""
     stack = torch.zeros(1, 192, 128, dtype=torch.bfloat16)
     q, k, v = stack.split(64, 1)
     x = torch.zeros(4096, 128, dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from tilewright.ops.lora import expand as lora_expand
 from tilewright.ops.lora import shrink as shrink_op
 from tilewright.ops.lora.cases import EXPAND_CASES, SHRINK_CASES
 
-# The sizes of the groups, their adapters, and the number of rows of the base model behind them, as
+# The sizes of the groups, their adapters, and the number of rows of the base model after them, as
 # in MAX's tests.
 MAX_TABLE = [
     ((16,), (0,), 0),
@@ -104,7 +104,7 @@ def test_expand_adds_to_each_projection_and_copies_what_has_no_adapter():
 
 
 def test_without_adapters_a_row_is_its_base():
-    """No adapter was loaded into the pool yet."""
+    """Before any adapter is loaded into the pool, a row of the result is its base."""
     s, base, weight = torch.ones(1, 3, 8), torch.randn(3, 5), torch.ones(0, 5, 8)
     ids, scales = torch.full((3,), -1), torch.ones(0)
     made = lora_expand_add(

@@ -1,5 +1,5 @@
-"""Tests a LoRA call at the addresses of an earlier call: it runs the same kernels, into new results
-and scratch."""
+"""Tests repeated LoRA calls, which have the addresses of an earlier call. They run the same kernels
+with new results and scratch memory."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_repeat_gets_memory_in_which_split_k_exchanges_sums():
 
 
 def test_a_call_whose_ids_are_copied_is_not_repeated():
-    """A kernel reads contiguous ids. For other ids, a call makes a copy, which belongs to that call
-    alone."""
+    """A kernel reads contiguous ids. If a call has to copy its ids, it is not repeated, because the
+    copy belongs to this call only."""
     machine, op = Interpreter(), OPS["shrink"]
     a = op.sample_inputs(ROWS)
     wide = torch.stack((a.expert_ids, a.expert_ids), 1)

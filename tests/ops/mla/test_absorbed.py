@@ -1,7 +1,7 @@
 """Tests which calls of `mla_prefill` are computed in absorbed form, and that this gives the same
 results.
 
-These calls have few queries and many keys, wherever the keys lie.
+These calls have few queries and many keys, in any kind of memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ CASES = {
 
 
 def assert_absorbed(op, a):
-    """Also checks that the cache is written as in the other form."""
+    """Asserts that a call is computed in absorbed form, and that it writes the same cache as the
+    other form."""
     given, expected = clone(a), as_double(clone(a))
     want = op.reference(expected)
     program = interpret(op, given)
@@ -104,7 +105,7 @@ LITE = DecodeSizes(1, 4096, 16, 128, 64, 128, 512, 16)
 
 
 def test_what_the_plan_says_of_a_published_model():
-    """The calls are a step, some drafted tokens, and a prefill of DeepSeek-V2-Lite."""
+    """Tests the plan for DeepSeek-V2-Lite: a decode step, some drafted tokens, and a prefill."""
     assert absorbs(LITE)
     assert absorbs(replace(LITE, queries=4, rows=32))
     assert not absorbs(replace(LITE, queries=512, rows=32))

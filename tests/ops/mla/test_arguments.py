@@ -266,7 +266,7 @@ def test_a_plan_refuses_what_does_not_fit():
 
 
 def test_good_arguments_are_taken():
-    """This is the control for all tests above."""
+    """The control for all tests above: good arguments are accepted."""
     for op in (STORE, PREFILL, BRANCH, PLAN):
         a = clone(op.sample_inputs(op.cases[0]))
         made = results_of(op.call(a))

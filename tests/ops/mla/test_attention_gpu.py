@@ -89,8 +89,9 @@ def test_attention_is_that_of_float64(case):
 
 
 def test_every_call_gives_the_same_bits():
-    """The longest sequences run with specialised warps. When a tile's memory had one barrier too
-    many, one of ten calls was not finite."""
+    """Every call must give the same bits. The longest sequences run with specialised warps. While
+    Triton's unused barrier was in a tile's memory, one of ten calls gave numbers that were not
+    finite."""
     lengths = (3072, 512, 256, 64)
     long = Case("long and short", lengths, lengths, 64, 128, 64, 128, torch.bfloat16)
     a = on_gpu(with_options(long, scale=0.1, out_dtype=torch.bfloat16))
@@ -102,7 +103,7 @@ def test_every_call_gives_the_same_bits():
 
 @pytest.mark.parametrize("case", [LATER, BYTES], ids=lambda c: c.name)
 def test_a_graph_follows_its_offsets(case):
-    """One capture serves other lengths, if their sum is not larger."""
+    """One captured graph serves other lengths, if their sum is not larger."""
     a = on_gpu(with_options(case, out_dtype=torch.bfloat16, scale=0.1, **prefix(case)))
     attend(a)
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Compares `mla_decode` with attention of expanded latents, on Triton's interpreter.
+"""Compares `mla_decode` with attention to expanded latents, on Triton's interpreter.
 
 The tests cover which keys a query sees, in all forms of a mask; tiles with many heads and with
 several tokens; and split keys.
@@ -50,7 +50,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Call:
-    """A call, and the keys [B, 1, S, K] that its queries see. Other keys have NaN in the cache."""
+    """A call, and the keys [B, 1, S, K] that its queries see. All other keys in the cache are
+    NaN."""
 
     arguments: MlaDecodeArguments
     seen: torch.Tensor
@@ -106,8 +107,7 @@ def _mask(seen, form, more):
 
 
 def _paged(keys, page):
-    """Returns (block table, pages). The pages are in no order. Slots to which no key is written
-    hold NaN."""
+    """Returns (block table, pages). The pages are in random order. Slots without a key hold NaN."""
     batch, columns = keys.shape[0], -(-keys.shape[1] // page)
     table = torch.randperm(batch * columns + 2)[: batch * columns].view(batch, columns)
     pages = keys.new_full((batch * columns + 2, page, keys.shape[2]), torch.nan)
@@ -118,8 +118,8 @@ def _paged(keys, page):
 
 
 def expanded(call: Call, dtype: torch.dtype) -> torch.Tensor:
-    """Computes attention as a graph that up-projects every key, with its steps in a dtype. Returns
-    [T, H, V]."""
+    """Computes attention as a graph that up-projects every key, with each step in the given dtype.
+    Returns [T, H, V]."""
     a = call.arguments
     b, h, nope = call.seen.shape[0], a.q.shape[1], a.kv_b_weight.shape[0] // a.q.shape[1] - a.v_dim
     keys = call.keys.nan_to_num(0.0).to(dtype)
@@ -161,7 +161,8 @@ MASKED_WIDTHS = [
 
 @pytest.mark.parametrize(("name", "mask"), MASKED_WIDTHS)
 def test_absorbed_attention_is_no_less_accurate_than_that_of_expanded_latents(name, mask):
-    """Both are compared with float64. Slots that no query sees hold NaN."""
+    """Absorbed attention must be no less accurate than attention to expanded latents. Both are
+    compared with float64. Slots that no query sees hold NaN."""
     call = call_of(WIDTHS[name], mask)
     exact = expanded(call, torch.float64)
     graph = rms_error(expanded(call, torch.bfloat16), exact)
@@ -170,10 +171,16 @@ def test_absorbed_attention_is_no_less_accurate_than_that_of_expanded_latents(na
     assert rms_error(out, exact) < graph
 
 
-@pytest.mark.parametrize("mask", ["positions", "bool"])
-@pytest.mark.parametrize("name", ["16 heads", "40 heads of rank 512", "several tokens"])
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("16 heads", "bool"),
+        ("40 heads of rank 512", "positions"),
+        ("several tokens", "positions"),
+    ],
+)
 def test_parts_of_the_keys_merge(name, mask):
-    """Some of the five parts have no block at all."""
+    """Merges five parts of the keys. Some parts have no block."""
     a = call_of(WIDTHS[name], mask).arguments
     rank = a.latent.shape[2]
     q = torch.randn(*a.q.shape[:2], rank + a.rope_keys.shape[2]).bfloat16()
@@ -185,7 +192,7 @@ def test_parts_of_the_keys_merge(name, mask):
         steps = attention_steps(call, SM90, DecodeConfig(*tiles, splits, num_stages=1), rope)
         results.append(drive(steps, machine).outcome.result)
     assert machine.kernels[-2:] == ["attention_decode", "attention_merge"]
-    # Weights are rounded relative to the largest weight of a part.
+    # The weights of a part are rounded relative to the largest weight of this part.
     assert all(rms_error(parts, results[0].double()) < 2**-8 for parts in results[1:])
 
 
@@ -201,7 +208,8 @@ def test_ragged_parts_merge():
 
 
 def test_no_key_is_copied():
-    """The keys are two column ranges of one cache, with room behind each entry."""
+    """No key is copied. Latents and rope keys are columns of one cache, with unused columns after
+    each entry."""
     a = call_of(WIDTHS["16 heads"], "positions").arguments
     wide = torch.full((2, KEYS, 100), torch.nan, dtype=torch.bfloat16)
     latent, rope_keys = wide[..., 4:68], wide[..., 70:86]
@@ -294,7 +302,8 @@ def test_it_can_be_called_by_hand():
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("turned", [False, True])
 def test_each_head_has_a_weight_of_its_own(tokens, turned):
-    """The widths fill no tile. Rows and weights lie among others, which hold NaN."""
+    """Each head has a weight of its own. The widths fill no tile, and rows and weights are parts of
+    larger tensors, which hold NaN elsewhere."""
     heads, k, width = 3, 40, 72
     x = torch.full((tokens, heads, k + 8), torch.nan).bfloat16()[..., :k].normal_()
     shape = (heads, width + 8, k) if turned else (heads, k + 8, width)

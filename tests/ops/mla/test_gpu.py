@@ -2,9 +2,10 @@
 same bits.
 
 The cases have ragged batches with a prefix, chunks, GLM's heads, more keys than queries by
-position, and the 8-bit core. In float64, latents also go through a cache of 16 bits, because these
-rounded latents are what is quantised. Rounding moves some latents across the middle between two
-codes. If a query sees few keys, this difference alone is larger than the error of the kernels.
+position, and the 8-bit core. The float64 run also stores its latents in a 16-bit cache, because the
+ops quantise latents that were rounded so. This rounding moves some latents across the middle
+between two codes. If a query sees few keys, this difference alone is larger than the error of the
+kernels.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ CASES = [
 ]
 # Each weight of 8 bits has an error of up to a sixteenth. Keys and values are the same codes.
 NARROW_TOLERANCE = Tolerance(relative=2.0**-4, of_rms=2.0**-1)
-# Latents that go through no cache are not rounded in float64.
+# The tolerance for latents that go through no cache, which the float64 run does not round.
 WIDER = Tolerance(relative=2.0**-7, of_rms=2.0**-4)
 
 
@@ -64,8 +65,8 @@ def exact_arguments(op: Any, case: Any) -> Any:
     return replace(as_double(given), **caches)
 
 
-# Keys are joined for the library, however few they are: for one sequence, and for a batch of equal
-# runs.
+# Cases in which keys are joined for the library, even if they are few: one sequence, and a batch of
+# sequences of equal length.
 ALONE = {**POOL, "new_tokens": (300,), "cached_tokens": (0,)}
 RUNS = {**POOL, "keys": "given", "slots": "none", "runs": True, "cached_tokens": (0, 0)}
 JOINED = [
@@ -86,8 +87,8 @@ def test_joined_keys_for_the_library(op, case, monkeypatch):
 
 
 def test_the_library_writes_between_the_rope_columns():
-    """The library writes into memory that is not contiguous. The numbers are the same, and no other
-    memory is allocated."""
+    """The library writes into memory that is not contiguous, between the rope columns. The numbers
+    do not change, and no other memory is allocated."""
     rows, heads, widths = 512, 16, (64, 256)
     latent = torch.randn(rows, 512, device="cuda").bfloat16()
     weight = torch.randn(heads * widths[1], 512, device="cuda").bfloat16()
@@ -111,7 +112,7 @@ def test_the_op_on_a_gpu(op, case, monkeypatch):
 
 
 def check(op, case, tolerance, monkeypatch):
-    # A kernel that fails raises, and the reference does not run.
+    # With this variable, a kernel that fails raises an error instead of running the reference.
     monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
     exact = exact_arguments(op, case)
     expected = op.reference(exact)

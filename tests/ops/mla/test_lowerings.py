@@ -34,7 +34,8 @@ def kernels_of(program):
 
 
 def test_the_8_bit_core_is_the_op():
-    """The scales are written to memory of the call itself, so that the call can be repeated."""
+    """Compares the 8-bit core with the op. The scales are in the call's own memory, so that the
+    call can be repeated."""
     case = PrefillCase("narrow", weight="quantized", rank=128, attention_dtype=FP8)
     op = get_op("mla_prefill")
     a = replace(op.sample_inputs(case), k_scale=0.5)
@@ -51,9 +52,9 @@ def test_the_8_bit_core_is_the_op():
 ONE = {"new_tokens": (21,), "cached_tokens": (0,)}
 
 
-# The launches around the library. Keys are joined, and their rope columns are written together with
-# the queries. If the queries come rotated, or if no tile of the up-projection fits the rows of a
-# head, a separate launch writes these columns.
+# For each case, the launches before and after the library's attention. Keys are joined, and one
+# launch writes their rope columns and the queries. If the queries come rotated, or if no tile of
+# the up-projection fits the rows of a head, a separate launch writes these columns.
 LIBRARY_CASES = {
     "mla_prefill": (PrefillCase("one", **ONE), {"mla_query"}),
     "runs": (
@@ -91,15 +92,16 @@ def test_the_library_is_given_both_parts_of_keys_and_queries(case, around, monke
 
 
 def test_given_codes_have_the_scale_of_their_row_and_block():
-    """There are two blocks of columns, and the scales of neighbouring rows differ."""
+    """Given codes are multiplied by the scale of their row and block. There are two blocks of
+    columns, and the scales of adjacent rows differ."""
     cases = get_op("mla_prefill").cases
     run_case(replace(next(case for case in cases if case.name == "codes"), rank=256))
 
 
 @pytest.mark.parametrize("name", ["key_slots", "whole_table"])
 def test_a_write_by_slots_is_not_given_the_bounds_of_sequences(name):
-    """With these bounds, the kernel would search the sequence of each token, and each stride of the
-    bounds would need another kernel."""
+    """A write by slots does not get the bounds of sequences. With them, the kernel would search the
+    sequence of each token, and each stride of the bounds would need another kernel."""
     op = get_op("mla_prefill")
     a = op.sample_inputs(next(case for case in op.cases if case.name == name))
     assert a.row_offsets is not None
@@ -132,7 +134,7 @@ def test_a_chip_without_a_record_has_no_library(monkeypatch):
 
 @pytest.mark.parametrize("name", ["mla_prefill", "branch"])
 def test_one_sequence_without_a_prefix_is_dense(name):
-    """The shapes give the lengths of the sequence."""
+    """One sequence without a prefix counts as dense, because the shapes give its length."""
     program = run_case(LIBRARY_CASES[name][0])
     (core,) = [spec for spec in program.specs if spec.kernel == "mla_attention"]
     assert core.constant("RAGGED") is False
@@ -152,7 +154,8 @@ def test_memory_that_tma_cannot_reach_is_copied():
 
 @pytest.mark.parametrize("name", ["kv_b_scale", "latent_scale"])
 def test_scales_that_are_not_whole_16_bytes_are_told_apart(name):
-    """A kernel for aligned scales would read such scales at wrong addresses."""
+    """Scales that do not start at multiples of 16 bytes need another kernel: a kernel for aligned
+    scales would read them at wrong addresses."""
     op = get_op("mla_prefill")
     a = sample(op, "codes")
     scale = getattr(a, name)
@@ -179,8 +182,8 @@ def test_scales_that_are_not_positive_are_the_references(name):
 
 
 class Counting(Interpreter):
-    """Runs no kernel. `most` is the largest number of bytes of the call's own memory that existed
-    at once."""
+    """A machine that runs no kernel. `most` is the largest number of bytes of the call's own memory
+    at any one time."""
 
     def __init__(self):
         super().__init__(SM90, runs=False)
@@ -197,8 +200,8 @@ class Counting(Interpreter):
 
 
 def most_memory(chunks):
-    """Returns the most memory of a call that has 16 times as many keys as queries, in this many
-    chunks."""
+    """Returns the most memory that a call takes at any one time. It has 16 times as many keys as
+    queries, in this many chunks."""
     op = get_op("mla_prefill_branch_fp8")
     case = BranchCase("many keys", new_tokens=(16,), cached_tokens=(240,), num_pages=40)
     case = replace(case, buffer_size=-(-256 // chunks))

@@ -1,5 +1,5 @@
-"""Compares the MLA ops with attention that is written out, with Modular MAX's shapes and with its
-step-by-step form, and tests the ops' further promises."""
+"""Compares the MLA ops with attention that is written out step by step, with Modular MAX's shapes.
+Also tests what else the ops promise."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def branch_written_out(a):
     return out, blocks
 
 
-# (prompt, context) of MAX's ragged tests, at MAX's widths for few heads.
+# The (prompt, context) of MAX's ragged tests, which run here at MAX's widths with few heads.
 SHAPES = [(120, 120), (12, 12), (350, 700), (120, 240), (1, 17), (64, 1088)]
 WIDE = {"rank": 512, "rope_dim": 64, "nope": 128, "v_dim": 128, "num_heads": 2}
 
@@ -116,7 +116,8 @@ def test_chunks_merge_to_the_result_of_one(case):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", [STORE, PREFILL, BRANCH], ids=lambda op: op.name)
 def test_twice_is_once(op, device):
-    """Neither q nor the latents change, and the second call leaves the cache as the first did."""
+    """Two calls do the same as one: q and the latents do not change, and the second call leaves the
+    cache as the first did."""
     a = op.sample_inputs(op.cases[0], device)
     before = clone(a)
     first = op.call(a)
@@ -198,8 +199,8 @@ def test_keys_given_without_a_cache(causal):
 
 
 def test_more_keys_than_queries_by_position():
-    """The cache is a StaticCache of finished latents. Positions decide which latents are seen; the
-    others may hold anything."""
+    """The keys are a StaticCache of finished latents. Positions decide which latents a query sees;
+    the others may hold anything."""
     queries, keys = 3, 16
     generator = torch.Generator().manual_seed(0)
     q, latent, rope, weight = (

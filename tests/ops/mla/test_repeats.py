@@ -45,8 +45,8 @@ def test_a_call_made_again_is_the_same_call_over_new_memory(name, case):
 
 
 def test_what_a_call_fills_itself_is_filled_again():
-    """The call writes the offsets of equal runs of queries next to ragged keys, and the scales of
-    the 8-bit core."""
+    """A repeated call fills its own buffers again: the offsets of sequences of equal length next to
+    ragged keys, and the scales of the 8-bit core."""
     op = get_op("mla_prefill")
     case = PrefillCase("8-bit core", weight="quantized", rank=128, attention_dtype=FP8,
                        new_tokens=(4, 4), cached_tokens=(3, 9))  # fmt: skip
@@ -70,8 +70,8 @@ ONE = {"new_tokens": (21,), "cached_tokens": (0,)}
     ids=["joined", "in a launch", "joined codes"],
 )
 def test_a_call_of_the_library_is_made_again(name, case, monkeypatch):
-    """Joined keys are scratch memory. The library and a launch write them, and the library reads
-    them."""
+    """A repeated call also calls the library again. Joined keys are scratch memory, which the
+    library and a launch write and the library reads."""
     take_every_call(monkeypatch)
     op = get_op(name)
     check_made_again(op, op.sample_inputs(case))

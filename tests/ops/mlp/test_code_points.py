@@ -1,4 +1,4 @@
-"""Codes times scales at the edges of their dtypes, in the kernels of linears, on Triton's
+"""Tests codes and scales at the limits of their dtypes, in the kernels of linears, on Triton's
 interpreter. `tests/codegen/test_code_points.py` has every code and scale, decoder by decoder."""
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tilewright.ops.mlp.linear_residual import LinearResidualArguments
 COLUMNS = 128
 ALL_BYTES = torch.arange(256).to(torch.uint8)
 E4M3 = torch.float8_e4m3fn
-# Of e4m3: zeros, small and large numbers, 1, and what is no number. Of e8m0: powers, and NaN.
+# Bytes of codes and scales. As e4m3 they are zeros, small and large numbers, 1 and NaN. As e8m0
+# they are powers of two and NaN.
 EDGES = torch.tensor([0, 1, 7, 8, 56, 126, 127, 128, 129, 225, 255], dtype=torch.uint8)
 # Dot products multiply scales by sums of integers of 22 bits and codes, so that larger scales give
 # infinity. Kernels of tensor cores take scales up to 2 ** 119.
@@ -32,7 +33,8 @@ FP16_SCALES = torch.tensor([*_ANY, 2.0**-14, 2.0**-24, 65504.0]).half()
 
 @dataclass(frozen=True)
 class Points:
-    """Codes of a format, each with each scale. zero: a zero of each block, beside zero_point."""
+    """All pairs of a code and a scale of a format. zero: a zero for each block, in addition to
+    zero_point."""
 
     name: str
     codes: torch.Tensor
@@ -45,7 +47,8 @@ class Points:
 
     @property
     def numbers(self) -> torch.Tensor:
-        """What torch makes of each code with each scale, in the order of `rows`, in float64."""
+        """Returns, in float64, the numbers that torch computes for each code and scale, in the
+        order of `rows`."""
         form = WEIGHT_FORMATS[self.name]
         codes = self.codes.repeat_interleave(len(self.scales))
         scales = self.scales.repeat(len(self.codes))
@@ -58,7 +61,8 @@ class Points:
         return (values - self.zero_point - (self.zero or 0)) * scale_numbers(scales, torch.float64)
 
     def arguments(self, tokens: int, dtype: torch.dtype) -> LinearResidualArguments:
-        """A linear, each row of which has one code and one scale. Each token takes a column."""
+        """Returns a linear whose rows have one code and one scale each. Each token selects one
+        column."""
         form, number = WEIGHT_FORMATS[self.name], len(self.scales)
         rows = self.codes.view(-1, 1, 1).expand(-1, number, COLUMNS).flatten(0, 1)
         if form.packed_axis is not None:
@@ -94,7 +98,7 @@ POINTS = {
     "nf4": Points("nf4", NIBBLES, FP32_SCALES, order=(1, 0)),
     "fp4": Points("fp4", NIBBLES, FP32_SCALES, order=(1, 0)),
 }  # fmt: skip
-# Tokens for which the plan takes dot products, and tensor cores.
+# The kernel that the plan chooses for this many tokens: with dot products, or with tensor cores.
 KERNELS = {1: "dotted_linear", 3: "streamed_linear"}
 
 
@@ -116,9 +120,9 @@ def test_numbers(name, tokens, dtype):
 
 
 def check(made, exact, dtype):
-    """Each number is off by two roundings at most (of the weight and of the result), and what is
-    no number, or out of the range of the result, does not become one. A kernel that scales sums
-    makes infinity, not NaN, of some sums with infinite scales."""
+    """Checks that each number is off by at most two roundings (of the weight and of the result).
+    NaN, infinity and numbers beyond the range of the result must not become finite numbers. If
+    scales are infinite, a kernel that scales sums gives infinity in place of some NaN."""
     for row in made.double():
         assert torch.equal(row.isfinite(), exact.to(dtype).isfinite())
         finite = row.isfinite()

@@ -1,5 +1,5 @@
-"""Tests weights of codes in the kernels of linears without a GPU: each format in tiles of every
-kind, and arguments that make no sense."""
+"""Tests quantised weights in the kernels of linears, without a GPU: each format with every kind of
+tile, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ OPS = {
     ),
     "residual": (linear_residual, linear_residual_steps, residual_problem, RESIDUAL_CASES),
 }
-# Rows, tokens and parts, and whether steps are as long as the scales allow or half as long.
+# Rows, tokens and parts of a tile, and whether its steps are as long as the scales allow (1) or
+# half as long (2).
 TILES = [(64, 16, 3, 1), (32, 16, 1, 2)]
 
 
@@ -41,18 +42,18 @@ def coded_case(cases, name):
     return next(case for case in cases if case.name == name and case.weight_format != "dense")
 
 
-@pytest.mark.parametrize("x_in_order", [False, True], ids=["", "ordered"])
 @pytest.mark.parametrize(
-    ("which", "name", "tiles"),
+    ("which", "name", "tiles", "x_in_order"),
     [
-        pytest.param(which, name, TILES[(row + column) % 2], id=f"{which}-{name}")
+        pytest.param(which, name, TILES[(row + column) % 2], ordered, id=f"{which}-{name}")
         for row, which in enumerate(OPS)
         for column, name in enumerate(name for name in CODED if name != "odd_groups")
+        for ordered in [(row + column // 2) % 2 == 1]
     ],
 )
 def test_tiles(which, name, tiles, x_in_order):
     """The cases are all pairs of an op, a format and tiles. Memory holds NaN before. x is in memory
-    order, or an earlier kernel has permuted it."""
+    order with one op, and permuted by an earlier kernel with the other op."""
     module, steps, problem_of, cases = OPS[which]
     a = module.sample_inputs(coded_case(cases, name))
     q, (rows, tokens, parts, divisor) = problem_of(a).quantization, tiles
@@ -86,10 +87,11 @@ DOTTED = [
 
 @pytest.mark.parametrize(("which", "name"), DOTTED)
 def test_dot_products(which, name):
-    """Tests every format that is multiplied without tensor cores. The last step is not whole, and
-    each token has its own program."""
+    """Tests every format that is multiplied without tensor cores. The last step is not whole. Each
+    token has its own program, so two tokens are enough."""
     module, steps, problem_of, cases = OPS[which]
-    a = module.sample_inputs(coded_case(cases, name))
+    case = coded_case(cases, name)
+    a = module.sample_inputs(replace(case, num_tokens=min(case.num_tokens, 2)))
     q = problem_of(a).quantization
     config = DotConfig(16, 4 * q.dot_run * q.per_int32, num_warps=4)
     machine = Interpreter()
@@ -99,7 +101,8 @@ def test_dot_products(which, name):
 
 
 def test_dot_products_read_words_that_lie_apart():
-    """The kernel takes the stride between the words of a row. The plan keeps the words adjacent."""
+    """The words of a row need not be adjacent: the kernel takes their stride. The plan keeps them
+    adjacent."""
     a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
     spread = a.weight.new_full((a.weight.shape[0], 2 * a.weight.shape[1]), -1)
     spread[:, ::2] = a.weight
@@ -130,7 +133,8 @@ def test_one_token_is_multiplied_by_dot_products():
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_what_is_no_number_stays_none_in_integers(name, bad):
-    """Integers have no infinity. If a run of x contains one, the sums of its rows become NaN."""
+    """Infinity and NaN in x stay infinity or NaN, although integers have none. If a run of x
+    contains one, the sums of its rows become NaN."""
     a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, name), num_tokens=1))
     a.x[0, 5] = bad
     made = interpret(linear_residual.OP, a).outcome.result
@@ -138,8 +142,8 @@ def test_what_is_no_number_stays_none_in_integers(name, bad):
 
 
 def test_numbers_far_below_the_largest_keep_their_digits():
-    """x has one large number, whose codes are zero, and small numbers. The result is as exact as a
-    sum in fp32."""
+    """Small numbers keep their digits beside one large number in x, whose codes are zero. The
+    result is as exact as a sum in fp32."""
     a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
     a.x.mul_(2.0**-11)
     a.x[0, 3] = 16.0
@@ -153,8 +157,8 @@ def test_numbers_far_below_the_largest_keep_their_digits():
 
 
 def test_a_zero_that_is_no_code_keeps_the_tensor_cores_kernel():
-    """32 codes, from which a zero point of 20 is subtracted, times equal numbers exceed an
-    int32."""
+    """A zero point beyond the codes is left to the tensor core's kernel: 32 codes minus a zero
+    point of 20, times equal numbers, would exceed an int32."""
     a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
     a.x.fill_(1.9921875)
     a.weight.zero_()
@@ -184,7 +188,8 @@ def test_x_of_several_tokens_is_ordered_once_for_both_weights(name, tokens):
 
 
 def test_codes_of_several_rows_are_multiplied_by_each_weight_alone():
-    """Words that hold the codes of several rows are decoded in memory order."""
+    """Words that hold the codes of several rows are decoded in memory order, so each weight has a
+    separate product."""
     case = replace(coded_case(ACTIVATION_CASES, "awq"), num_tokens=MOST_GATED_TOKENS + 1)
     a = linear_activation.sample_inputs(case)
     program = interpret(linear_activation.OP, a)
@@ -209,10 +214,10 @@ def test_a_gate_with_contiguous_rows_leaves_the_order_of_x_to_its_up_projection(
 
 @pytest.mark.parametrize("name", ["nvfp4_factor", "int8_factor", "mxfp4"])
 def test_a_factor_is_that_of_all_scales(name):
-    """One weight has a factor, and in another weight all scales are multiplied by that factor. The
-    factor is a power of two, which changes no rounding."""
+    """One weight has a factor. In another weight, all scales are multiplied by this factor instead.
+    The results are equal, because the factor is a power of two, which changes no rounding."""
     for module, cases in ((linear_activation, ACTIVATION_CASES), (linear_residual, RESIDUAL_CASES)):
-        a = module.sample_inputs(coded_case(cases, name))
+        a = module.sample_inputs(replace(coded_case(cases, name), num_tokens=2))
         up = {"up_factor": torch.full((1, 1), 0.25)} if module is linear_activation else {}
         given = replace(a, weight_factor=torch.tensor(0.5), **up)
         halved = {"weight_scale": scaled(a.weight_scale, -1)}
@@ -233,8 +238,8 @@ def scaled(scale, exponent):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_e2m1_number_by_every_e4m3_scale(dtype):
-    """The products are exact. A token for each code selects the code, and a row for each scale has
-    it in its last group. NaN is left out, because the interpreter takes it for 480."""
+    """The products are exact. Each token selects one code, and each row has one of the scales in
+    its last group. NaN is left out, because the interpreter takes it for 480."""
     codes, k = torch.arange(16), 64
     numbers = torch.cat((torch.arange(127), torch.arange(128, 255))).to(torch.uint8)
     rows = len(numbers)
@@ -258,7 +263,8 @@ def test_every_e2m1_number_by_every_e4m3_scale(dtype):
 
 @pytest.mark.parametrize("name", ["int8", "int4_in_bytes", "awq"])
 def test_numbers_are_those_of_the_dense_weight(name):
-    """Compares the reference with the op on the weight that is dequantised by hand in float64."""
+    """Compares the op's reference on codes with the op on the dense weight, which is decoded by
+    hand in float64."""
     a = linear_residual.sample_inputs(coded_case(RESIDUAL_CASES, name))
     made = a.linear.dequantize(torch.float64)
     wide = linear_residual.LinearResidualArguments(
@@ -316,7 +322,8 @@ def test_bad_arguments_are_named(change, argument):
 
 
 def test_bytes_that_fill_no_words_are_not_dotted():
-    """Codes in words of eight need no alignment of bytes."""
+    """Bytes that do not fill words are not multiplied by dot products. Codes in words of eight need
+    no alignment of bytes."""
     for per_int32, whole, said in (
         *((4, False, "the codes do not form whole 32-bit words"), (4, True, None)),
         *((8, False, None), (8, True, None)),

@@ -1,7 +1,7 @@
 """Tests the layer norm of x in front of a linear.
 
-It has the statistics of whole rows, and one rounding before the product. If the kernel has no norm,
-the norm runs separately.
+The norm uses the statistics of whole rows, and rounds once before the product. If the kernel cannot
+compute the norm, a separate step does.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def graph(a):
     ids=str,
 )
 def test_the_kernel_is_no_less_accurate_than_the_graph(rows, dtype):
-    """The columns fill no tile and are no power of two; a tile has sixteen rows. Kernel and graph
-    round at the same places, but their numbers differ in the last digits of float32. Either may be
-    better by a few hundredths."""
+    """The columns fill no tile and are no power of two; a tile has sixteen rows. The kernel and the
+    graph round at the same places, but their sums differ in the last digits of float32. So either
+    error may be smaller by a few hundredths."""
     size, offset = ROWS[rows]
     ours, theirs = [], []
     for seed, norm in enumerate(("layer", "layer_unbiased", "layer_bare", "layer")):
@@ -81,7 +81,8 @@ def test_the_kernel_is_no_less_accurate_than_the_graph(rows, dtype):
 
 
 def test_float32_rows_far_from_zero_keep_their_variance():
-    """No kernel takes such rows, so the reference runs."""
+    """Tests float32 rows far from zero, whose variance must not be lost. No kernel supports
+    float32, so the reference runs."""
     a = sample(dtype=torch.float32, num_tokens=3)
     a.x.add_(1000)
     program = OP.call(a)
@@ -114,8 +115,8 @@ TILES = [
     ids=str,
 )
 def test_tiles(layout, tokens, config):
-    """The cases are all pairs of a layout, a number of tokens and tiles. Memory holds NaN before.
-    If there are more tokens than a tile has, there are further tiles."""
+    """The cases are all pairs of a layout, a number of tokens and tiles. The memory of results
+    holds NaN before the call. More tokens than a tile holds need several tiles."""
     a = sample(layout=layout, num_tokens=tokens, norm_offset=1.0)
     problem = OP.tolerances[a.x.dtype].problem(run(a, config).outcome.result, OP.reference(a))
     assert problem is None, problem
@@ -133,7 +134,7 @@ def test_rows_and_vectors_of_other_strides():
 
 
 def test_numbers_that_are_no_numbers_stay_so():
-    """A row with infinity or NaN is NaN behind a norm, and no other row is."""
+    """Infinity and NaN stay in their row: after a norm, the row is NaN, and no other row is."""
     a = sample(num_tokens=5)
     a.x[1, 3], a.x[2, 5] = torch.inf, torch.nan
     result = run(replace(a, activation="gelu"), LinearConfig(16, 16, 64, 2, 4, 2)).outcome.result
@@ -159,7 +160,7 @@ FEW = {"num_tokens": MOST_LAYER_NORMED_TOKENS}
 )
 def test_which_kernel_norms(changes, inside, target):
     """If the kernel does not compute the norm of x, another kernel does, or PyTorch does if rows
-    are long. The rest is the call without a norm."""
+    are long. What remains is the call without a norm."""
     a = sample(**changes)
     program = interpret(OP, a, target)
     steps = [step for step, _ in program.steps if isinstance(step, (Launch, Library))]

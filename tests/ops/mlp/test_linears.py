@@ -23,14 +23,14 @@ from tilewright.ops.runtime.replay import repeat
 
 UP = LinearCase("up", layout="separate", k=328, n=72, bias=True, norm="rms")
 DOWN = LinearCase("down", k=328, n=72, bias=True, scale=0.5)
-# The first four numbers are rows, tokens, columns and parts of K. Some tiles are larger than the
-# problem in each dimension, and others divide it.
+# The first four numbers of a tile are its rows, tokens, columns and parts of K. Some tiles are
+# larger than the problem in every dimension, and others divide it.
 CONFIGS = [
     LinearConfig(16, 16, 64, 1, 4, 2),
     LinearConfig(64, 16, 64, 3, 4, 2),
     LinearConfig(32, 16, 128, 2, 4, 3, prefetch=128, lets_in=True),
     LinearConfig(16, 16, 16, 5, 4, 2),
-    # A part that begins past the last column.
+    # A part of K that begins past the last column.
     LinearConfig(64, 16, 128, 5, 4, 2),
 ]
 
@@ -55,7 +55,7 @@ def close(module, a, result):
     ),
 )
 def test_tiles(op, tokens, config):
-    """Memory holds NaN before. If there are more tokens than a tile has, there are further
+    """The memory of results holds NaN before the call. More tokens than a tile holds need several
     tiles."""
     module, steps, case = op
     a = module.sample_inputs(replace(case, num_tokens=tokens))
@@ -69,7 +69,8 @@ def test_tiles(op, tokens, config):
 
 @pytest.mark.parametrize(("n", "k"), [(64, 80), (72, 64), (72, 80)])
 def test_what_lies_behind_rows_and_columns_is_not_read(n, k):
-    """The weight lies among NaN. Its rows, its columns or both fill no whole tile."""
+    """Nothing outside the rows and columns is read: the weight is surrounded by NaN. Its rows, its
+    columns or both fill no whole tile."""
     a = linear_residual.sample_inputs(LinearCase("tiles", k=k, n=n, num_tokens=2))
     around = torch.full((n + 64, k + 64), torch.nan, dtype=a.weight.dtype)
     around[:n, :k] = a.weight
@@ -81,7 +82,7 @@ def test_what_lies_behind_rows_and_columns_is_not_read(n, k):
 
 @pytest.mark.parametrize("name", ["split", "awq"])
 def test_gate_and_up_of_sm100(name):
-    """In this kernel, the second product takes x as a separate value."""
+    """Tests the kernel of SM100, in which the second product reads x as a separate value."""
     case = next(case for case in linear_activation.OP.cases if case.name == name)
     a = linear_activation.sample_inputs(replace(case, num_tokens=2))
     (spec,) = linear_activation.OP.plan_for(a, "sm100").specs
@@ -215,7 +216,7 @@ def test_bad_arguments_of_a_sum_are_named(change, argument):
 
 
 def test_numbers_that_are_no_numbers_stay_so():
-    """A row with infinity or NaN is NaN behind a norm, and no other row is."""
+    """Infinity and NaN stay in their row: after a norm, the row is NaN, and no other row is."""
     a = linear_activation.sample_inputs(UP)
     a.x[1, 3], a.x[2, 5] = torch.inf, torch.nan
     result = interpret(linear_activation.OP, a).outcome.result

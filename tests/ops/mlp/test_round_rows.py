@@ -1,5 +1,5 @@
-"""Tests round_rows without a GPU: the kernel gives the bits of the formula for every option and
-number of programs, and for NaN and infinity."""
+"""Tests `round_rows` without a GPU: the kernel must give the same bits as the formula for every
+option and number of programs, and for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_row_of_zeros_without_a_bound_is_no_number():
 @pytest.mark.parametrize("norm", ["", "rms"])
 @pytest.mark.parametrize("group", [0, 64])
 def test_programs_that_share_a_row(group, norm, width):
-    """Some programs have last columns past the end of the row."""
+    """Several programs share a row. Some of their columns are past the end of the row."""
     case = RoundCase("", num_tokens=3, n=448, norm=norm, group=group, rounded=True, least=1e-6)
     a = OP.sample_inputs(case)
     machine = Interpreter()

@@ -33,8 +33,8 @@ def exact(a):
 
 
 def graphs_own(a):
-    """Computes the result of the graph that the op stands for: both operands are rounded and then
-    multiplied."""
+    """Computes the result of the graph that the op replaces: both operands are decoded and rounded,
+    and then multiplied."""
     rows = scaled_linear.scaled_numbers(a.x.double(), a.x_scale).to(a.out_dtype)
     weight = a.linear.dequantize(torch.float64).to(a.out_dtype)
     return torch.nn.functional.linear(rows, weight, a.bias)
@@ -85,7 +85,8 @@ def strided_bias(a):
 
 @pytest.mark.parametrize("name", ["tensors", "rows"])
 def test_the_library_is_given_a_bias_of_neighbours(name, monkeypatch):
-    """The library reads N numbers from the first on, whatever their stride is."""
+    """The library gets a contiguous bias, because it reads N adjacent numbers, whatever the stride
+    is."""
     a = strided_bias(OP.sample_inputs(replace(BY_NAME[name], bias=True)))
     given = []
     monkeypatch.setattr(torch, "_scaled_mm", lambda *_, bias, **options: given.append(bias))
@@ -96,7 +97,8 @@ def test_the_library_is_given_a_bias_of_neighbours(name, monkeypatch):
 
 
 def test_blocks_are_given_a_bias_of_neighbours():
-    """The stand-in for products by blocks requires such a bias."""
+    """For scales by blocks, too, the library gets a contiguous bias. The stand-in for its product
+    requires it."""
     a = strided_bias(OP.sample_inputs(replace(BY_NAME["blocks"], bias=True)))
     made = interpret(OP, a).outcome.result
     assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
@@ -124,7 +126,8 @@ def test_rows_that_the_library_cannot_reach_have_a_reason(argument):
 @pytest.mark.parametrize("name", ["tensors", "blocks"])
 @pytest.mark.parametrize("argument", ["x", "weight"])
 def test_codes_at_any_address_are_given_from_whole_16_bytes_on(argument, name, monkeypatch):
-    """Calls with the same metadata differ only in the address."""
+    """The library gets codes that start at a multiple of 16 bytes. Calls with the same metadata
+    differ only in the address."""
     a = OP.sample_inputs(BY_NAME[name])
     codes = getattr(a, argument)
     a = replace(a, **{argument: part_of_wider(codes, codes.shape[1] + 32, 8)})
@@ -204,7 +207,7 @@ GPU = [
 
 
 def on_gpu(case, seed=0):
-    """Returns arguments on the GPU, if the GPU has a product of their kind."""
+    """Returns arguments on the GPU. Skips the test if the GPU has no product of their kind."""
     a = OP.sample_inputs(case, device="cuda", seed=seed)
     obstacle = OP.target_obstacle(a, device_target(a.x.device)) or scaled_linear.library_obstacle(a)
     if obstacle:

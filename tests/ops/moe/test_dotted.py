@@ -1,7 +1,7 @@
 """Tests `fused_moe` of a few tokens by dot products on the interpreter.
 
-The tests cover formats, activations, tiles, routes without an expert, NaN and infinity, and which
-calls keep the tensor core's kernels.
+The tests cover formats, activations, tiles, routes without an expert, NaN and infinity, and calls
+that still use the tensor core.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tilewright.ops.moe.operands import moe_problem
 from tilewright.ops.runtime.program import drive
 
 KERNELS = ["moe_up_dotted", "moe_down_dotted"]
-# Inner and hidden rows that do not fill a tile, and columns that do not fill a step.
-BASE = MoeCase("base", num_tokens=1, hidden=72, inner=40, num_experts=4, num_slots=3)
+# A case whose inner and hidden rows do not fill a tile, and whose columns do not fill a step.
+BASE = MoeCase("base", num_tokens=1, hidden=72, inner=40, num_experts=4, num_slots=2)
 GPT_OSS = {"layout": "interleaved", "activation": "clamped_swiglu", "limit": 1.0, "bias": True}
 CODED = {"weight_format": "fp8", "activation_format": "fp8", "hidden": 176, "inner": 144}
 CASES = {
@@ -78,7 +78,7 @@ def test_a_token_is_multiplied_by_two_kernels(name):
 @pytest.mark.parametrize("routing", ["none", "one"])
 @pytest.mark.parametrize("name", ["dense", "fp8 by codes", "mxfp4"])
 def test_routes_without_an_expert_and_of_one_expert(name, routing):
-    """Hidden rows of routes without an expert are never written. They hold NaN here."""
+    """Tests routes without an expert, whose hidden rows are never written. They hold NaN here."""
     a = moe.sample_inputs(replace(CASES[name], routing=routing))
     result = interpret(moe.OP, a).outcome.result
     problem = problem_of(result, a)
@@ -114,8 +114,9 @@ NAMES = ["dense gpt-oss", "fp8 by codes", "int4", "nvfp4", "mxfp4"]
     [*in_turn(NAMES, list(TILES)), ("mxfp4", "short steps"), ("int4", "all slots")],
 )
 def test_any_tiles_take_any_number_of_tokens(name, tiles, monkeypatch):
+    """Three slots do not fill a tile of two or four."""
     monkeypatch.setattr(dots, "MOST_TOKENS", dict.fromkeys(dots.MOST_TOKENS, 4))
-    a = moe.sample_inputs(replace(CASES[name], num_tokens=2))
+    a = moe.sample_inputs(replace(CASES[name], num_tokens=2, num_slots=3))
     up, down = TILES[tiles]
     plan = replace(plan_dots(moe_problem(a), 1), up=up, down=down)
     problem = problem_of(tiled(a, plan), a)
@@ -176,7 +177,8 @@ def test_numbers_that_are_none_stay_so(name, number):
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 @pytest.mark.parametrize("name", ["int4", "nvfp4"])
 def test_integers_keep_the_digits_of_x_of_any_size(name, size):
-    """With a gate of ReLU and no up projection, the result is as large as x."""
+    """Integers keep the digits of x, whatever its size is. With a gate of ReLU and no up
+    projection, the result is as large as x."""
     plain = {"layout": "plain", "activation": "relu", "bias": False}
     a = moe.sample_inputs(replace(CASES[name], **plain), seed=5)
     a = replace(a, x=(a.x * size).to(a.x.dtype))
@@ -196,7 +198,7 @@ def test_a_plan_is_chosen_by_tokens_and_format(monkeypatch):
     assert dots_obstacle(problem, 1) == "more than 0 tokens"
 
 
-# For each (experts, experts of a token, tokens), whether dot products are faster.
+# Maps (experts, experts of a token, tokens) to whether dot products are faster.
 OFTEN_READ = {
     "Qwen3-30B-A3B": (128, 8, 4, True),
     "Mixtral, two tokens": (8, 2, 2, True),
@@ -236,7 +238,8 @@ def test_rows_of_an_odd_number_of_codes_are_no_words():
 
 
 def test_arguments_are_read_where_they_lie():
-    """The weights of routes, the biases and the ids are columns of other tensors."""
+    """Arguments are read in place: the weights of routes, the biases and the ids are columns of
+    other tensors."""
     a = moe.sample_inputs(replace(CASES["mxfp4"], num_tokens=1))
     given = {}
     for name in ("expert_weights", "expert_ids", "gate_bias", "up_bias", "down_bias"):

@@ -48,7 +48,8 @@ def test_every_tile_form_computes_the_op(name, num_tokens, monkeypatch):
     case = replace(FORMS[name], num_tokens=num_tokens)
     a = moe.sample_inputs(case, "cuda", seed=num_tokens)
     got, exact = moe.OP.call(a), moe.reference(as_double(a))
-    # The largest of a million errors may be twice the bound that is declared for a few hundred.
+    # The largest of a million errors may be twice the declared bound, which is for a few hundred
+    # numbers.
     declared = moe.OP.tolerances[case.dtype]
     wide = replace(declared, relative=2 * declared.relative, of_rms=2 * declared.of_rms)
     problem = wide.problem(got, exact)
@@ -100,13 +101,13 @@ CODED_FORMS = {
 @pytest.mark.parametrize("name", CODED_FORMS)
 def test_activations_are_quantised_in_the_kernels(name, num_tokens, monkeypatch):
     """The reference has the same dtype. In float64, hidden numbers near the middle between two
-    codes would take the other code."""
+    codes would become the other code."""
     monkeypatch.setenv("TILEWRIGHT_DEBUG", "1")
     case = replace(CODED_FORMS[name], num_tokens=num_tokens)
     a = moe.sample_inputs(case, "cuda", seed=num_tokens)
     got, want = moe.OP.call(a), moe.reference(a).double()
     error = float((got.double() - want).norm() / want.norm())
-    # A few hidden numbers take the other code here, too, because sums are rounded differently.
+    # A few hidden numbers become the other code here, too, because sums are rounded differently.
     assert error < 2.0**-6.5, error
     assert float((got.double() - want).abs().max()) < 0.25 * float(want.square().mean().sqrt())
     assert torch.equal(got, moe.OP.call(a))
@@ -115,8 +116,8 @@ def test_activations_are_quantised_in_the_kernels(name, num_tokens, monkeypatch)
 @pytest.mark.parametrize("name", ["dense", "nvfp4"])
 @pytest.mark.parametrize("num_tokens", [1, 300, 1300])
 def test_a_repeated_call_computes_anew(name, num_tokens):
-    """The second call goes straight to the launches of the first call, with other contents and
-    other memory."""
+    """A repeated call makes the launches of the first call, with other contents and other
+    memory."""
     case = replace(FORMS[name], num_tokens=num_tokens)
     a = moe.sample_inputs(case, "cuda")
     first = moe.OP.call(a)

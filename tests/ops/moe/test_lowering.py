@@ -25,8 +25,8 @@ CASE = MoeCase("case", num_tokens=TOKENS, hidden=64, inner=32, num_experts=3)
 
 @pytest.mark.parametrize("weight_format", ["dense", "fp8"])
 def test_a_call_made_again_is_the_same_call_over_new_memory(weight_format):
-    """The cases are dense weights, and quantised activations, whose scratch memory has more
-    parts."""
+    """Tests repeated calls with dense weights, and with quantised activations, whose scratch memory
+    has more parts."""
     coded = {"weight_format": "fp8", "activation_format": "fp8", "inner": 128}
     a = moe.sample_inputs(replace(CASE, **(coded if weight_format == "fp8" else {})))
     machine = Interpreter()
@@ -67,12 +67,12 @@ def test_factors_of_experts_may_be_columns_of_one_tensor():
 
 
 def turned(weight):
-    """Returns the weight, stored in transposed order."""
+    """Returns the weight, stored in memory with its dimensions exchanged."""
     return weight.mT.contiguous().mT
 
 
 def spread(weight):
-    """Returns the weight with seven elements between any two of its elements."""
+    """Returns the weight, with seven other elements in memory between any two of its elements."""
     return torch.stack([weight] * 8, -1)[..., 0]
 
 
@@ -107,7 +107,7 @@ def test_weights_that_one_problem_cannot_describe_are_left_to_the_reference(word
 
 
 def moved(weight, elements):
-    """Returns the weight, this many elements past the start of an allocation."""
+    """Returns the weight, starting `elements` elements after the start of an allocation."""
     memory = torch.empty(weight.numel() + elements, dtype=weight.dtype, device=weight.device)
     view = memory[elements:].view(weight.shape)
     return view.copy_(weight)
@@ -124,8 +124,8 @@ MISALIGNED = ("gate_weight", "up_weight", "down_weight", "distance")
 
 
 def misaligned(a, which):
-    """Returns the same weights, one of them at an address that neither TMA nor loads of words can
-    reach."""
+    """Returns the same weights. One of them is at an address that neither TMA nor loads of words
+    can reach."""
     gate, up = a.gate_weight.clone(), a.up_weight.clone()
     if which == "distance":
         gate, up = in_one(gate, up, 3)
@@ -136,8 +136,8 @@ def misaligned(a, which):
 @pytest.mark.parametrize("weight_format", ["dense", "nvfp4"])
 @pytest.mark.parametrize("which", MISALIGNED)
 def test_weights_that_start_anywhere_are_left_to_the_reference(which, weight_format, interpreter):  # noqa: F811
-    """The choice of a lowering is remembered by metadata, which these calls share with other
-    calls."""
+    """Weights at unaligned addresses are left to the reference. The choice of a lowering is
+    remembered by metadata, which aligned calls have, too."""
     a = moe.sample_inputs(replace(CASE, weight_format=weight_format, inner=64))
     a = replace(a, gate_weight=a.gate_weight.clone(), up_weight=a.up_weight.clone())
     want = moe.reference(a)
@@ -160,8 +160,8 @@ def test_a_plan_says_that_the_reference_computes(which):
 
 
 def test_the_plan_of_a_report_computes_nothing():
-    """The plan has meta tensors, with which the reference could not compute. Their offsets are
-    known."""
+    """The plan of a report computes nothing: its meta tensors have no data with which the reference
+    could compute. Their offsets are known."""
     a = moe.sample_inputs(CASE)
     meta = {name: t.to("meta") for name, t in vars(a).items() if isinstance(t, torch.Tensor)}
     joint = torch.empty(3, 2 * 32, 64, dtype=a.x.dtype, device="meta")

@@ -1,5 +1,5 @@
-"""Tests `moe_router` without a GPU: its kernels on the interpreter, on memory that holds NaN
-before, and which calls they take."""
+"""Tests `moe_router` without a GPU: its kernels on the interpreter, with memory that holds NaN
+before the call, and which calls use them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tilewright.ops.runtime.replay import repeat
 
 NAN, INF = float("nan"), float("inf")
 PLAIN = RouterCase("case", num_experts=20, num_slots=3, normalise=True)
-# Tiles that divide neither tokens, experts nor columns. The choice is made after the product, or by
-# a separate kernel.
+# Tiles that divide neither tokens, experts nor columns. The kernel of the product also chooses, or
+# a separate kernel chooses.
 TILES = (
     RouterConfig(16, 16, 32, 3, 2, 4, 2),
     RouterConfig(16, 32, 64, 1, 4, 4, 2),
@@ -70,12 +70,13 @@ def test_numbers_that_are_none_come_first_and_infinite_ones_are_ordered(scores, 
     )
     got, want = interpret(router.OP, a).outcome.result, router.reference(a)
     assert torch.equal(got[1][:2], want[1][:2])
-    # Whatever the numbers are, each chosen expert exists, and none is chosen twice.
+    # Whatever the scores are, each chosen expert exists, and no expert is chosen twice.
     assert all(len({*row}) == 2 and min(row) >= 0 and max(row) < 6 for row in got[1].tolist())
 
 
 def test_a_sum_of_weights_is_bounded_only_where_a_bound_is_given():
-    """Sums of logits may be below zero. A bound passes NaN on."""
+    """A sum of weights is bounded only if a bound is given. Sums of logits may be below zero. A
+    bound leaves NaN as it is."""
     rows = [[-1.0, -3.0, -2.0], [2.0, 1.0, 0.5], [1.0, NAN, 0.0]]
     a = given_logits(rows, scores="logits", normalise=True, norm_eps=0.5)
     weights, _ = interpret(router.OP, a).outcome.result

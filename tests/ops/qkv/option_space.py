@@ -198,8 +198,8 @@ def addresses(draw, chosen):
     if form == "flat":
         limit *= options["num_pages"]
     count = draw(st.integers(0, min(limit, 9)))
-    # A slot that counts from the end may equal the slot of another token. A skipped token has no
-    # slot.
+    # A slot that counts from the end may equal the slot of another token, which is not allowed. A
+    # skipped token has no slot.
     most = count if options["indexing"] == "paged" else 0
     options["skipped"] = draw(st.integers(0, min(most, 3)))
     repeats = options["num_pages"] if form == "per_sequence" else 1

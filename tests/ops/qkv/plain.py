@@ -123,7 +123,7 @@ NF4 = torch.tensor(
 # The numbers are in fp32, as in bitsandbytes: multiples of 1 / 192.
 FP4 = (torch.tensor([0.0, 1, 128, 192, 64, 96, 32, 48]) / 192).double()
 FP4 = torch.cat([FP4, -FP4])
-#: The numbers for which the codes of a format stand.
+#: Maps a format to the numbers that its codes stand for.
 NUMBERS = {"nvfp4": E2M1, "mxfp4": E2M1, "nf4": NF4, "fp4": FP4}
 
 
@@ -279,9 +279,9 @@ LIBRARY = {
 def rounds_operands(a):
     """Whether kernels round an operand of the product to 16 bits.
 
-    This operand is x times its norm's weight, or the numbers of a table. The replaced graphs round
-    the normalised x and the weight, too. Also true for fp8 codes on a GPU, because tensor cores
-    align their products to some 14 bits before they add them.
+    This operand is x times its norm's weight, or a weight whose codes stand for numbers of a table.
+    The replaced graphs round the normalised x and the weight, too. Also true for fp8 codes on a
+    GPU, because tensor cores align their products to some 14 bits before they add them.
     """
     x = getattr(a, "x", None)
     if x is not None and x.is_cuda and x.dtype == torch.float8_e4m3fn:
@@ -328,7 +328,7 @@ def bits(tensor):
 
 def mismatches(op, a, q, expected, tolerances=None):
     """Returns sentences that describe differences between the result of a call and `expected`. `a`
-    holds the written caches."""
+    has the caches that the call wrote."""
     tolerances = tolerances or op.tolerances
     if expected.q is not None:
         problem = tolerances[q.dtype].problem(q, expected.q)

@@ -186,7 +186,8 @@ def test_rows_of_x_may_be_further_apart():
 
 
 def test_gpu_values_are_checked_only_on_request(monkeypatch):
-    """No tensor here is on a GPU. The check only reads the switch."""
+    """Values on a GPU are checked only on request. No tensor here is on a GPU: the test is about
+    the switch."""
     from tilewright.ops.contract import debug_values
 
     monkeypatch.delenv("TILEWRIGHT_DEBUG", raising=False)

@@ -50,9 +50,9 @@ def own_norm(x, weight, eps):
 @pytest.mark.parametrize("norm", [hf_norm, own_norm])
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
 def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size, monkeypatch):
-    """There are 16 tokens of any size, with a few columns that are larger than the others. Which of
-    two roundings is larger depends on the size of the rounded number. Over an octave, both are
-    equally large."""
+    """There are 16 tokens of different magnitude, with a few columns that are larger than the
+    others. Kernel and graph round different numbers, and the size of a rounding error depends on
+    the number. Over the range from one power of two to the next, both errors are equally large."""
     monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", 16)
     ours, graph = [], []
     for step in range(4):
@@ -103,19 +103,19 @@ def test_few_tokens_are_normed_by_the_kernel_that_projects_them(target):
         normed = problem(num_tokens=tokens)
         choice = choose(normed, tokens, target)
         assert choice.norms_x == inside
-        assert ("x is normalized first, then" in choice.reason) != inside
-        # If the norm runs separately, everything is as without a norm.
+        assert ("x is normalised first, then" in choice.reason) != inside
+        # If the norm runs separately, the rest is chosen as without a norm.
         plain = choose(problem(num_tokens=tokens, input_norm=""), tokens, target)
         if not inside:
             assert (choice.config, choice.epilogue) == (plain.config, plain.epilogue)
         else:
-            assert "that normalizes x" in choice.reason
+            assert "that normalises x" in choice.reason
 
 
 def test_a_chip_without_tma_says_that_x_is_normed_before():
     (choice,) = plan_fused_qkv(problem(), SM80).choices
     assert choice.name == "library"
-    assert choice.reason.startswith("x is normalized first, then")
+    assert choice.reason.startswith("x is normalised first, then")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,8 @@ def test_a_call_made_again_norms_again(tokens):
 
 
 def test_a_tile_of_the_norm_s_weight_takes_its_share_of_memory():
-    """Numbers of stages that do not fit are no candidates."""
+    """The norm's weight takes its share of shared memory. Numbers of stages that do not fit are no
+    candidates."""
     widest = SwappedConfig(64, 32, 128, 4, 5)
     wide = {"head_dim": 128, "hidden": 4096}
     assert fits(problem(**wide, input_norm=""), widest, SM90)
@@ -178,8 +179,8 @@ def test_a_tile_of_the_norm_s_weight_takes_its_share_of_memory():
 
 
 def test_what_is_measured_is_what_norms():
-    """A kernel that computes the norm of x is measured next to others that do. Otherwise all
-    kernels are measured, with x normalised before."""
+    """The measured kernels are those that norm: a kernel that computes the norm of x is compared
+    with others that do. Otherwise all kernels are measured with an x that was normalised before."""
     few = trials(Case(problem(), 1, SM90, packed=False))
     assert len(few) > 2
     assert all(choice.norms_x for choice in few.values())

@@ -71,8 +71,8 @@ BY_BLOCK = replace(CODES, scale_block=(128, 128), x_scale="block")
 
 
 def by_library(case, target=SM90):
-    """Computes a call by the library. Returns (names of the kernels, (result, caches), the expected
-    result and caches)."""
+    """Computes a call by the library. Returns (names of the kernels, (result, caches), (expected
+    result, expected caches))."""
     a, wanted = (qkv_cache.OP.sample_inputs(case) for _ in range(2))
     call = prepare(a)
     choice = library_choice(call.problem, a.x.shape[0], target, False, None)
@@ -96,7 +96,8 @@ def by_library(case, target=SM90):
     ids=["rows", "tensors", "one for all of x", "x unscaled", "one head", "blocks", "odd tokens"],
 )
 def test_codes_are_multiplied_with_codes(case):
-    """Rows of two scales are padded to four in front of each product by blocks."""
+    """Multiplies codes by codes. In front of each product by blocks, rows of two scales are padded
+    to four."""
     kernels, made, wanted = by_library(case)
     padded = 3 if case.x_scale == "block" else 0
     assert kernels == ["widen_scales"] * padded + ["qkv_epilogue"]

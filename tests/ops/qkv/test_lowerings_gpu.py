@@ -180,8 +180,8 @@ def test_no_sample_falls_back_to_the_reference(
 @pytest.mark.parametrize("saturates", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_what_an_8_bit_cache_cannot_hold(dtype: torch.dtype, saturates: bool) -> None:
-    """The kernel gives the reference's bits. Without saturation it gives the bits of PyTorch's
-    cast, if that does not saturate."""
+    """Tests numbers beyond the range of an 8-bit cache. The kernel gives the reference's bits.
+    Without saturation, it gives the bits of PyTorch's cast, unless this cast saturates."""
     case = replace(LLAMA, rope_style="none", rotary_dim=0, cache_dtype=dtype, dtype=torch.float32)
     arguments = cache_store.OP.sample_inputs(case, device="cuda")
     edges = (448.0, 464.0, 464.1, 500.0, 57344.0, 61439.0, 61440.0, 7e4, 1e30, torch.inf, torch.nan)
@@ -218,8 +218,8 @@ def test_stores(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graphs_of_split_k_launches_may_run_side_by_side() -> None:
-    """Two graphs are captured on one stream and replayed on two streams at once. They do not share
-    counters."""
+    """Two graphs of split-K launches are captured on one stream and replayed on two streams at
+    once. They must not share counters."""
     arguments = samples(replace(LLAMA, num_tokens=16, qk_norm=True, hidden=4096))
     target = device_target(arguments.x.device)
     assert target is not None
@@ -275,7 +275,8 @@ def test_no_kernel_is_compiled_for_a_token_count() -> None:
 
 
 def test_tensors_off_the_16_byte_grid() -> None:
-    """An unaligned x is not loaded by TMA. Unaligned tables and slots are read as they are."""
+    """Tests unaligned tensors: an unaligned x is not loaded by TMA, and unaligned tables and slots
+    are read as they are."""
     arguments = samples(replace(LLAMA, hidden=1024, num_tokens=100))
 
     def shifted(tensor: torch.Tensor) -> torch.Tensor:

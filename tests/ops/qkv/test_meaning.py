@@ -55,8 +55,8 @@ def test_no_other_slot_changes_by_a_bit(op, case):
 
 
 def test_rounding_happens_once():
-    """A chain of bf16 operations would round after the projection, the norm and each product of the
-    rotation."""
+    """The reference rounds once. A chain of bf16 operations would round after the projection, the
+    norm and each product of the rotation."""
     case = AttentionCase("once", rope_style="half", rotary_dim=32, qk_norm=True, bias=True)
     a = QKV.sample_inputs(case)
     exact = QKV.reference(double(a))

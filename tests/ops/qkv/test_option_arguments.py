@@ -34,7 +34,7 @@ def put(name, where, value):
 
 
 def entry(name, value):
-    """Returns the table entry that token 0 needs."""
+    """Returns the entry of the block table that token 0 needs."""
 
     def change(a):
         sequence = 0 if a.sequence_ids is None else int(a.sequence_ids.clamp(min=0)[0])
@@ -251,8 +251,8 @@ def test_bad_values_on_a_gpu_are_named_when_debugging(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 @pytest.mark.parametrize("case", [TABLE, RAGGED], ids=lambda case: case.name)
 def test_a_token_without_a_place_on_a_gpu_is_not_written(case):
-    """If an op is not asked to check values on the GPU, it writes the tokens that it can and
-    nothing else."""
+    """On a GPU, a token with a bad place is not written. If values are not checked, the op writes
+    all other tokens and nothing else."""
     a, changes = plain.guarded(STORE.sample_inputs(case, "cuda"), STORE)
     table = torch.full_like(a.lookup_table.int(), 1 << 20)
     STORE.call(replace(a, lookup_table=table))

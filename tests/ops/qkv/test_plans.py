@@ -1,4 +1,4 @@
-"""Tests that a report names the kernels that a launch with the same shapes takes."""
+"""Tests that a report names the kernels that a launch with the same shapes uses."""
 
 from dataclasses import replace
 

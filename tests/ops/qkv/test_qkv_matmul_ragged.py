@@ -94,7 +94,8 @@ def test_result_and_pages_are_those_of_the_description(case):
     ("name", "launches"), [("plain", 2), ("gptq_zeros", 2), ("fp8_blocks_across_heads", 3)]
 )
 def test_a_call_is_repeated_where_its_scales_are_views(name, launches, interpreter, monkeypatch):
-    """Expanded scales belong to a call, because a block has rows of two projections."""
+    """A call can be repeated if its scales are views. If a block has rows of two projections, the
+    scales have to be expanded, and they belong to one call."""
     whole = []
     op = replace(OP, validate_values=whole.append)
     run, a = calls.Calls(op, "cuda"), OP.sample_inputs(CASES[name])
@@ -118,8 +119,8 @@ def test_values_beyond_an_8_bit_floats_range_saturate():
 
 
 def test_the_projection_is_rounded_once():
-    """MAX rounds before it adds the bias, and again afterwards. A sum that is rounded once is
-    closer."""
+    """The projection is rounded once. MAX rounds it before it adds the bias, and again afterwards,
+    which is less accurate."""
     a = OP.sample_inputs(RaggedCase("once", bias=True))
     q, exact = OP.call(a), outcome(a).q
     once = exact.to(torch.bfloat16)
@@ -142,7 +143,8 @@ def test_a_block_of_scales_may_be_all_of_a_projection(sizes):
 
 
 def test_gptq_scales_are_not_cut_off():
-    """MAX reads fp16 scales as truncated bf16: 1 + 2^-10 would be 1."""
+    """GPTQ scales keep their digits. MAX truncates fp16 scales to bf16, so that 1 + 2^-10 would be
+    1."""
     a = OP.sample_inputs(replace(GPTQ, dtype=torch.float32))
     halves = a.weight.flatten()[256 * 32 :].view(torch.float16)
     halves.fill_(1 + 2**-10)
@@ -161,7 +163,8 @@ def test_mla_writes_k_alone():
 
 
 def test_mla_writes_the_first_head_of_blocks_with_more():
-    """A latent is one head. The other heads in the blocks belong to other data."""
+    """With MLA, the latent is written as the first head, although the blocks have more heads, which
+    hold other data."""
     a = OP.sample_inputs(CASES["mla"])
     more = torch.cat((a.blocks, torch.randn_like(a.blocks)), dim=4)
     others = more[..., 1:, :].clone()
@@ -394,7 +397,7 @@ def test_bad_values_on_a_gpu_are_named_when_debugging(case, change, argument, me
 
 
 def test_a_row_of_zeros_may_have_a_scale_of_zero():
-    """Quantising a padding row gives such a scale."""
+    """A row of zeros may have a scale of zero, as when a padding row is quantised."""
     a = OP.sample_inputs(CASES["fp8_channel"])
     a.hidden_state[4] = 0
     a.input_scale[4] = 0

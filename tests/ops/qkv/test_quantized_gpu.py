@@ -42,7 +42,7 @@ NF4 = replace(
     scale_block=(1, 64),
     scale_dtype=torch.float32,
 )
-# Tiles with fewer rows than the tiles of wgmma.
+# Sizes for which tiles have fewer rows than the tiles of wgmma.
 SHORT = {"head_dim": 32, "rotary_dim": 32}
 CASES = {
     "nibbles": replace(LLAMA, zero_point=8),
@@ -86,7 +86,7 @@ CASES = {
     "mxfp4, short tiles": replace(BYTES, weight_format="mxfp4", scale_block=(1, 32), **SHORT),
     "row norm": replace(CODES, qk_norm=True, norm_width="row"),
 }
-# One of this many of the configs that would be tried.
+# One of this many configs is tested.
 SHARE = 13
 
 

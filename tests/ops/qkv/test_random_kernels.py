@@ -35,7 +35,8 @@ def check(op, a, run):
 
 
 def library_tolerances(a):
-    """A library rounds numbers before they are clipped, when they are larger."""
+    """Returns the tolerances of a library's result, which is rounded before it is clipped, when
+    numbers are larger."""
     if not a.clip:
         return plain.LIBRARY
     whole = plain.outcome(plain.on_cpu(replace(a, clip=0.0)))

@@ -30,7 +30,7 @@ def check(op, case, seed):
     expected = plain.outcome(a)
     assert not expected.twice
     q = op.call(a)
-    # The sum by which x is divided is rounded, too.
+    # The sum by which x is divided in the norm is rounded, too.
     allowed = op.tolerances
     if normed(a):
         allowed = {dtype: replace(one, of_rms=2 * one.of_rms) for dtype, one in allowed.items()}
@@ -61,7 +61,7 @@ def test_fakes_are_like_results(case, seed):
 
 
 def test_the_space_reaches_every_option():
-    """hypothesis draws a value other than the default for every keyword of the op."""
+    """Checks that hypothesis draws a value other than the default for every keyword of the op."""
     seen = {}
 
     @bounded(400)

@@ -24,7 +24,7 @@ CASE = AttentionCase(
 
 class Bench:
     """Stands for the GPU. It has times by the name of a trial, and records the requests and the
-    modes of torch in which they came."""
+    modes of torch during them."""
 
     def __init__(self):
         self.fastest = "library"

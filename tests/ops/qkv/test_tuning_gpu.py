@@ -84,8 +84,8 @@ def test_a_capture_measures_nothing_and_works(folder):
 
 
 def test_inside_a_memory_pool_nothing_stays_behind(folder):
-    """This is the case in the warm-up of Inductor's CUDA graphs. Memory that tuning allocates goes
-    elsewhere."""
+    """Tuning leaves nothing in a memory pool that is in use, as in the warm-up of Inductor's CUDA
+    graphs. The memory that tuning allocates comes from elsewhere."""
     a = replace(OP.sample_inputs(replace(CASE, num_tokens=20), device="cuda"), tune=True)
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):

@@ -35,7 +35,7 @@ def test_a_launch_is_given_the_values_by_parameter():
 def test_calls_that_differ_in_nothing_static_share_a_spec():
     kernel = replace(GATHER)
     assert spec_of(values(4), kernel) is spec_of(values(5), kernel)
-    # Only the declared strides of a tensor count, and only the addresses that are declared.
+    # For a spec, only the declared strides of a tensor count, and only declared addresses.
     ids = torch.zeros(9, dtype=torch.int64)[1:]
     assert ids.data_ptr() % 16
     assert spec_of(values(ids=ids), kernel) is spec_of(values(), kernel)
@@ -49,8 +49,8 @@ def test_calls_that_differ_in_nothing_static_share_a_spec():
     ids=str,
 )  # fmt: skip
 def test_what_is_static_makes_another_spec(changed):
-    """16 rows are a multiple of 16. With one more bf16 element, the address is no multiple of 16
-    bytes."""
+    """Tests facts that make another spec: 16 rows are a multiple of 16, and one bf16 element
+    further on, an address is no multiple of 16 bytes."""
     assert spec_of(values(**changed)) != spec_of(values())
 
 

@@ -1,4 +1,4 @@
-"""Tests when ranks ask each other for memory, and when they do without it. Asking itself needs
+"""Tests when ranks ask each other for memory, and when they do without it. The asking itself needs
 GPUs."""
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def test_ranks_agree_once_for_a_form(asked):
 
 
 def test_a_kernel_of_another_kind_is_compiled_on_all_ranks_before_one_runs(asked):
-    """Otherwise no rank runs it. If a kernel failed later on one rank, the other ranks would wait
-    in their kernels."""
+    """All ranks compile a new kind of kernel before any rank runs it. Otherwise no rank runs it: if
+    a kernel failed on one rank later, the other ranks would wait in theirs."""
     memory(asked)
     other = wanted(kind="norm none")
     for answer, given in ((True, asked.answer), (False, None)):
@@ -94,7 +94,8 @@ def test_a_group_that_is_not_there_has_no_size():
 
 
 def test_what_one_rank_cannot_do_no_rank_does(monkeypatch):
-    """Each rank says whether it can share memory, and how much. The smallest answer counts."""
+    """If one rank cannot do something, no rank does it. Each rank says whether it can share memory,
+    and how much. The smallest answer counts."""
     others = []
 
     def all_reduce(answers, kind, group):
@@ -114,7 +115,7 @@ def test_what_one_rank_cannot_do_no_rank_does(monkeypatch):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """Uses memory of the CPU in place of a GPU's memory, and a rank that agrees with itself."""
+    """Uses the CPU's memory in place of a GPU's, and a group whose ranks always agree."""
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -147,8 +148,8 @@ def test_memory_is_zero_and_kept(on_the_cpu):
 
 
 def test_a_rank_waits_for_one_that_did_not_send_what_it_has(on_the_cpu):
-    """This holds for the last value of either slot, and at the point where the count of rows starts
-    again."""
+    """A rank that has not received a row that another rank owes it waits. This is found for the
+    last value of either slot, and where the count of rows starts again at zero."""
     peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
     ((rank, ((numbers, waits),)),) = on_the_cpu.watched
     assert (rank, numbers) == (1, (0, 10))
@@ -174,15 +175,16 @@ def test_ranks_that_cannot_be_watched_share_memory_nonetheless(on_the_cpu, caplo
 
 
 def test_a_collective_that_fails_on_one_rank_is_raised(on_the_cpu, monkeypatch):
-    """The other ranks are in the same collective, or behind it. If this rank went on alone, they
-    would meet in different collectives."""
+    """An error in a collective of one rank is raised. The other ranks are in the same collective,
+    or will reach it. If this rank went on alone, ranks would meet in different collectives."""
     monkeypatch.setattr(peers, "_gathered", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
 
 
 def test_a_gpu_that_fails_while_it_is_asked_is_no_gpu_that_says_nothing(on_the_cpu, monkeypatch):
-    """Copies that were under way never arrive, and the next copy raises an error."""
+    """A GPU that fails differs from a GPU that does not answer: copies that were under way never
+    arrive, and the next copy raises an error."""
     peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
     ((_, ((_, waits),)),) = on_the_cpu.watched
     calls = []

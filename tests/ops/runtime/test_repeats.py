@@ -1,5 +1,5 @@
-"""Tests repeated calls: they are found by addresses, launched as the first call was, and not
-repeated where that is not allowed.
+"""Tests repeated calls: a call is found by its addresses, and its launches are repeated unless this
+is not allowed.
 
 The implementation for CUDA runs here on CPU tensors. Its kernels run on Triton's interpreter, or
 they are recorded but not run.
@@ -29,7 +29,7 @@ from tilewright.ops.runtime.replay import repeat
 
 
 class Recorder(Interpreter):
-    """Runs no kernel.
+    """A machine that runs no kernel and records the launches.
 
     launches: the name and the values of each kernel, with addresses in place of tensors.
     own: the new memory by address.
@@ -101,7 +101,7 @@ def cases_here(op):
 
 
 def is_repeated(op, a, moved=None):
-    """Whether a call is repeated. With other arguments `moved`, the result must be that of a first
+    """Whether a call is repeated. With the arguments `moved`, the result must equal that of a first
     call with them."""
     if op.choose("cuda", a).lowering.build is None:
         return False
@@ -148,7 +148,8 @@ def test_a_repeat_finds_the_arguments_that_move(op):
 
 
 def relocated(tensor):
-    """Copies a tensor to other memory, with the same layout and the same remainder modulo 16."""
+    """Copies a tensor to other memory, with the same layout and an address that has the same
+    remainder modulo 16."""
     if tensor is None:
         return None
     memory = tensor.untyped_storage().clone()
@@ -167,7 +168,7 @@ ROWS = LoraCase("rows", num_rows=6, num_adapters=3, hidden=24, ranks=(2, 3, 0))
 
 
 class Breakable(Interpreter):
-    """An interpreter whose kernels fail on request."""
+    """An interpreter whose kernels fail on demand."""
 
     broken = False
 
@@ -250,14 +251,14 @@ def test_an_argument_that_moves_is_read_where_it_lies(machine):
         assert torch.equal(run(replace(a, a=factor * a.a)), factor * first)
     assert run.checks == 2
     off = torch.empty(a.a.numel() + 1, dtype=a.a.dtype)[1:].view_as(a.a).copy_(a.a)
-    # This call takes another kernel, because the argument is not aligned.
+    # This call needs another kernel, because the argument is not aligned.
     assert torch.equal(run(replace(a, a=off)), first)
     assert run.checks == 3
 
 
 def test_arguments_that_move_are_told_apart(machine):
-    """One tensor is given for two arguments, and then two tensors are. Neither call is taken for
-    the other."""
+    """One call passes the same tensor for two arguments, and the other passes two tensors. Neither
+    call is mistaken for the other."""
     op = get_op("all_reduce_residual_norm")
     run, a = Checked(op), op.sample_inputs(op.cases[0])
     twice = replace(a, residual=a.x)
@@ -376,7 +377,8 @@ def test_what_is_not_measured_yet_is_not_repeated(machine):
 
 @pytest.mark.parametrize("projection", ["packed", "apart", "per_head", "grouped"])
 def test_a_library_is_repeated_too(projection, monkeypatch):
-    """On a chip without a record, calls use library GEMMs. A new x lies at the old address."""
+    """Library calls are repeated, too. Without a record of the chip, calls use library GEMMs. A new
+    x is at the old address."""
     machine = Interpreter(replace(SM90, features=frozenset()))
     monkeypatch.setattr(calls, "machine_of", lambda device: machine)
     heads = {"per_head": 4, "grouped": 2}.get(projection)
@@ -412,8 +414,8 @@ class SumArguments:
 
 
 def test_a_list_of_tensors_is_neither_kept_nor_taken_for_another(machine):
-    """A key that holds the tensors themselves would keep them alive. The op here is a user's
-    own."""
+    """A call with a list of tensors is neither kept alive nor mistaken for another. A key that held
+    the tensors would keep them alive. The op is a user's own."""
 
     def steps(a, target):
         out = yield Buffer.like(a.xs[0])

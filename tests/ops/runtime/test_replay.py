@@ -32,7 +32,7 @@ from tilewright.ops.runtime.replay import repeat
 
 @dataclass
 class Recorder:
-    """Runs no kernel.
+    """A machine that runs no kernel and records the launches.
 
     launches: the values of each launch.
     made: all new memory, in order.
@@ -150,7 +150,8 @@ def test_a_result_that_no_launch_fills_is_not_made_again():
 
 
 def test_a_call_that_says_so_is_not_made_again():
-    """The steps of such a call are not kept, so that their memory may be freed."""
+    """A call may say that it must not be repeated. Its steps are not kept, so that their memory may
+    be freed."""
 
     def steps():
         out = yield Buffer((4,), torch.float32)
@@ -171,7 +172,8 @@ def copied(x, out):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_library_sees_an_argument_whose_storage_begins_elsewhere_by_then(shared):
-    """The key has addresses, so an argument may lie at another offset of another storage."""
+    """An argument's storage may begin elsewhere in the repeated call: the key has only the address,
+    so the argument may be at another offset of another storage."""
     memory = torch.arange(16.0)
     whole = torch.frombuffer(memory.numpy(), dtype=torch.float32)
     x, other = whole[8:12], whole[:4]
@@ -231,7 +233,8 @@ def test_what_fills_no_result_may_have_scratch_memory():
 
 
 def test_split_k_scratch_is_asked_for_at_each_launch():
-    """In a captured graph, each launch must have its own counters."""
+    """Counters of split-K are requested at each launch. In a captured graph, each launch must have
+    its own."""
     machine = Recorder()
 
     def steps():
@@ -312,7 +315,8 @@ def test_what_makes_a_call_again_holds_no_tensor():
 
 
 def test_the_key_tells_devices_apart():
-    """Memory that one GPU gave back may have the same address as memory on another GPU."""
+    """The key distinguishes devices. Memory that one GPU freed may have the same address as memory
+    on another GPU."""
     x, other = torch.empty(0), torch.empty(0, device="meta")
     assert x.data_ptr() == other.data_ptr()
     keys = CallKeys({"x": "Tensor"})
@@ -332,7 +336,8 @@ class Compiled:
 
 
 def test_what_a_gpu_launched_it_launches_again(monkeypatch):
-    """Only the compiled kernel and the CUDA runtime are replaced."""
+    """A repeated call launches what the GPU launched before. Only the compiled kernel and the CUDA
+    runtime are replaced."""
     log = []
     cuda = {
         "current_device": lambda: 0,
@@ -363,7 +368,8 @@ def test_what_a_gpu_launched_it_launches_again(monkeypatch):
 
 
 def test_counters_that_captured_launches_have_stay_theirs(monkeypatch):
-    """A graph may be replayed after the slab is used up, and it holds no tensor of the slab."""
+    """Counters of captured launches are never given to other launches. A graph may be replayed
+    after the slab is used up, and it holds no tensor of the slab."""
     state = {"_slabs": {}, "_every_slab": [], "apart": lambda make: make()}
     state["_new_slab"] = lambda count, index: torch.zeros(64, dtype=torch.int32)
     for name, value in state.items():

@@ -73,7 +73,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, getattr(found, name))
     state = {"_counters": {}, "_slabs": {}, "_every_slab": [], "_new_slab": found.new_slab}
     state |= {"_SLAB_COUNTERS": SLAB, "_ENOUGH_COUNTERS": SLAB // 2, "_STREAM_COUNTERS": 64}
-    # This is memory of a graph's own pool, which a capture zeroes in each replay.
+    # Stands for memory of a graph's own pool, which the graph zeroes in each replay.
     empty, zeros = torch.empty, torch.zeros
     monkeypatch.setattr(torch, "empty", lambda *n, device=None, **o: empty(*n, **o))
     monkeypatch.setattr(torch, "zeros", lambda *n, device=None, **o: zeros(*n, **o))
@@ -87,7 +87,7 @@ def counters(tiles, device=CPU):
 
 
 def lines(tensor):
-    """Returns the cache lines in which counters lie, as (memory, line)."""
+    """Returns the cache lines that contain the counters, as (memory, line)."""
     start = tensor.untyped_storage().data_ptr()
     first = tensor.data_ptr() - start
     return {(start, (first + 4 * n) // 128) for n in range(tensor.numel())}
@@ -117,16 +117,16 @@ def test_a_stream_keeps_its_counters_and_captured_launches_have_their_own(cuda):
 
 
 def test_a_slab_is_not_of_the_pool_in_which_a_step_is_warmed_up(cuda):
-    """The pool of a warm-up may be given back, and with it everything that the caller's thread
-    allocated."""
+    """A slab is not allocated in the pool in which a step is warmed up. The pool may be freed, and
+    with it everything that the caller's thread allocated."""
     cuda.own.pool = "the caller's"
     counters(20)
     assert cuda.made_in == [None]
 
 
 def test_a_warm_up_leaves_enough_for_the_captures_behind_it(cuda):
-    """Two graphs have many launches each, and each is warmed up first. They zero no counters in
-    their replays."""
+    """A warm-up leaves enough counters for the captures after it. Two graphs have many launches
+    each, and each is warmed up first. Their replays zero no counters."""
     taken = []
     for _ in range(4):
         counters(20)  # the warm-up
@@ -138,7 +138,8 @@ def test_a_warm_up_leaves_enough_for_the_captures_behind_it(cuda):
 
 
 def test_a_capture_that_finds_no_slab_zeroes_counters_of_its_own(cuda):
-    """In a capture, nothing may be allocated or waited for. `new_slab` would fail the test."""
+    """If a capture finds no slab, it zeroes counters of its own. In a capture, nothing may be
+    allocated or waited for: `new_slab` would fail the test."""
     cuda.captured.add((0, 0))
     one, other = counters(20), counters(20)
     assert are_apart([one, other])
@@ -152,7 +153,8 @@ def test_a_capture_that_finds_no_slab_zeroes_counters_of_its_own(cuda):
 
 
 def test_the_capture_is_asked_of_the_call_s_own_device(cuda):
-    """The current device may be another one, and its stream is not the stream that is captured."""
+    """The stream of the call's own device decides whether a capture is under way. The current
+    device may be another one."""
     other = torch.device("cuda", 1)
     first = counters(20, other)
     cuda.captured.add((1, 0))
@@ -165,7 +167,8 @@ def test_the_capture_is_asked_of_the_call_s_own_device(cuda):
 
 
 def test_threads_on_streams_of_their_own_share_no_counters(cuda):
-    """The threads ask at the same time, and none of them is the main thread."""
+    """Threads on separate streams share no counters. They ask at the same time, and none of them is
+    the main thread."""
     count = 24
     ready = threading.Barrier(count)
 
@@ -204,8 +207,8 @@ def step(weights, x):
 
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 def test_linears_of_the_step_below_split_their_sums(target):
-    """Sums that are not split use no counters, so without this the tests on a GPU would not reach
-    them."""
+    """Checks that the linears of the step below split their sums. Sums that are not split use no
+    counters, so the tests on a GPU would not reach them."""
     shapes = (T, K), (N, K), (T, N)
     given = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
     steps = linear_residual_steps(OP.arguments(*given), target)

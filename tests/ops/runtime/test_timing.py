@@ -39,8 +39,9 @@ def captures(monkeypatch):
 
 
 def test_all_captures_are_on_one_stream_that_is_given(captures):
-    """Without a stream, torch.cuda.graph would take the stream of the user's captures. A new stream
-    for each capture would become that stream after 32 captures, since PyTorch has 32."""
+    """All captures for timing are on one given stream. Without it, torch.cuda.graph would use the
+    stream of the user's captures. With a new stream for each capture, this would happen after 32
+    captures, since PyTorch has 32 streams."""
     calls: list[int] = []
     for _ in range(3):
         timing.capture([lambda: calls.append(1)], warmup=2)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 _FILE = Path(watch.__file__)
 _LONG = 20.0
-# Every check of what has ended takes this long here.
+# How often the thread checks for ended processes in these tests, in seconds.
 _EVERY_S = 0.05
 
 
@@ -41,7 +41,7 @@ def started(*command):
 
 
 def told_of(process, rank=1):
-    """Returns what another process, here a child, reports about itself."""
+    """Returns what another process, here a child, says about itself."""
     return watch.this_process(rank)._replace(
         pid=process.pid, started=watch._started(process.pid), rank=rank
     )
@@ -103,8 +103,8 @@ def test_a_gpu_that_does_not_answer_is_waited_for_no_longer(watching):
 
 
 def test_a_rank_that_waits_for_nobody_goes_on(watching):
-    """The watch asks the rank again, because it may wait for the ended rank later, or may only have
-    seemed to wait."""
+    """A rank that waits for no other rank goes on. The watch checks again later, because the rank
+    may then wait for the ended rank, or may only have seemed to wait."""
     answers = [False, True, False, False]
     with started() as other:
         watching.of(told_of(other), lambda: answers.pop(0) if answers else False)
@@ -140,7 +140,7 @@ def test_one_process_is_watched_once_for_all_its_groups(watching):
         assert threading.active_count() == before + 1
         other.kill()
         until(lambda: watching.said)
-        watching.of(told_of(other), False)  # made again next to a rank that has ended
+        watching.of(told_of(other), False)  # a new group is made after another rank has ended
 
 
 def test_a_pid_that_was_given_again_is_not_the_rank(watching):
@@ -152,8 +152,8 @@ def test_a_pid_that_was_given_again_is_not_the_rank(watching):
 
 
 def test_it_must_be_said_for_a_while():
-    """A new group that contains the ended process does not shorten the time before the watch
-    reports it."""
+    """The watch reports only after a while. A new group that contains the ended process does not
+    shorten this time."""
     said, asked = [], []
     made = watch.Watch(60.0, _LONG, said.append)
     with started() as other:
@@ -171,7 +171,8 @@ def test_it_must_be_said_for_a_while():
 
 
 def test_what_cannot_be_watched_is_not_known(watching, monkeypatch):
-    """Therefore the next group of the same ranks reports it, too. No descriptor stays open."""
+    """Processes that cannot be watched are not remembered. Therefore the next group of the same
+    ranks reports them, too. No descriptor stays open."""
 
     def full(thread):
         raise RuntimeError("can't start new thread")
@@ -308,8 +309,8 @@ def test_the_process_is_aborted_and_says_why():
 
 
 def test_a_handler_that_waits_for_the_gpu_does_not_keep_it_alive():
-    """A handler may wait for the GPU, for example to write a tensor's number, and holds its lock
-    meanwhile."""
+    """A handler of the abort may wait for the GPU, for example to write a tensor's number, while it
+    holds its lock. This must not keep the process alive."""
     held = "import logging; kept = logging.StreamHandler(); watch.log.addHandler(kept); "
     code, said = rank(held + "kept.acquire(); " + _ENDS, "waits", "60")
     assert code == -signal.SIGABRT
@@ -317,8 +318,8 @@ def test_a_handler_that_waits_for_the_gpu_does_not_keep_it_alive():
 
 
 def test_a_normal_end_says_nothing():
-    """This holds before and after the end of another rank for which this rank does not wait. No
-    thread keeps the process alive."""
+    """A normal end of the process reports nothing, before and after the end of another rank for
+    which this rank does not wait. No thread keeps the process alive."""
     assert rank("", "waits") == (0, "")
     assert rank(_ENDS, "alone", "0.4") == (0, "")
 

@@ -1,4 +1,4 @@
-"""Tests numbers that a graph makes itself, when a part of them is selected."""
+"""Tests numbers that a graph computes itself and then selects from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilewright.patterns.arithmetic.constants import constant_of
 
 
 def picked(indices):
-    """Returns the numbers that the pattern language reads from a table at a list of places."""
+    """Returns the numbers that the pattern language reads from a table at the given places."""
     found = []
 
     def backend(gm, _):

@@ -1,7 +1,7 @@
 """Tests the pattern `cache_attention`.
 
-Caches are read in place. A site that gains nothing is not mentioned. A site that the op does not
-take is advice, or lost if it reads a cache.
+Caches are read in place. Attention that gains nothing is not reported. Attention that the op does
+not support is advice, or lost if it reads a cache.
 """
 
 from __future__ import annotations
@@ -185,14 +185,14 @@ def test_misses_are_advice(attend, code):
 
 
 def behind_a_write(q, k):
-    """The keys are a cache from outside, into which the graph writes."""
+    """Attends to a cache from outside of the graph, into which the graph writes."""
     k[:, :, 3:4] = q[:, :KV_HEADS, :1] * 2
     return q, k
 
 
 def behind_a_projection(q, k):
-    """The keys are given, and the graph computes the queries. The keys are those of earlier
-    tokens."""
+    """Attends to keys that are given as an input, with queries that the graph computes. Such keys
+    belong to earlier tokens."""
     return F.linear(q, torch.ones(WIDTH, WIDTH, dtype=q.dtype)), k
 
 
@@ -264,13 +264,15 @@ def test_a_mask_beside_is_causal_is_to_say_all():
 
 
 def capped_from_below(q, k, v):
-    """The form of the logits is not known: hidden logits are raised to a number once more."""
+    """Raises hidden logits to a number a second time, which makes a form of logits that is not
+    known."""
     logits = torch.max(q @ k.mT, torch.tensor(-1e4, dtype=q.dtype))
     return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
 def masked_and_capped(q, k, v, mask, *_):
-    """Models with ALiBi and one key head for each query head, such as Baichuan, compute this."""
+    """Has a mask and capped logits, with one key head for each query head, as models with ALiBi
+    such as Baichuan."""
     logits = torch.max(q @ k.mT + torch.where(mask, 0.0, HIDDEN), torch.tensor(HIDDEN))
     return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
@@ -294,8 +296,8 @@ def test_a_softmax_of_such_keys_that_cannot_be_read_is_mentioned(attend):
 
 
 def test_a_view_that_needs_the_graphs_own_strides():
-    """The `view` needs a result [B, H, S, D] in this memory order. The op's result is ordered by
-    tokens."""
+    """Applies `view` to the result, which requires the graph's own memory order [B, H, S, D]. The
+    op's result is ordered by tokens."""
 
     def attend(q, k, v, mask, *_):
         return sdpa(q, k, v, attn_mask=mask).view(q.shape[0], -1)
@@ -304,8 +306,8 @@ def test_a_view_that_needs_the_graphs_own_strides():
 
 
 def test_a_cache_that_is_changed_by_the_name_of_its_write():
-    """Another match absorbs the write. The result of the write names the memory that attention
-    reads."""
+    """Changes a cache through the result of a write. Another match absorbs this write, whose result
+    is the memory that attention reads."""
 
     def attend(q, k, v, positions, new, *_):
         k.index_copy_(2, positions, new)

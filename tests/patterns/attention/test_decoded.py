@@ -27,7 +27,7 @@ def parameter(number):
     return nn.Parameter(number, requires_grad=False)
 
 
-#: The scales of K and V, as in checkpoints. They differ.
+#: The scales of K and V, which differ, as in checkpoints.
 SCALES = {
     "parameters": lambda: (parameter(torch.tensor(0.021)), parameter(torch.tensor(0.034))),
     "of one element": lambda: (torch.tensor([0.021]), torch.tensor([0.034])),
@@ -122,8 +122,8 @@ def run(module, args, what=""):
     compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
     assert_no_worse(compiled(*ours), expected, reference, what)
     for cache, theirs in zip(ours[1:3], eager[1:3], strict=True):
-        # A projection that is rounded once, and not twice, may lie on the other side of the middle
-        # between two codes.
+        # A projection that is rounded once instead of twice may become the other one of two
+        # adjacent codes.
         assert (cache.view(torch.uint8) == theirs.view(torch.uint8)).float().mean() > 0.97
         assert ((cache.float() - theirs.float()).abs() <= theirs.float().abs() / 4).all()
     return reports()[-1]

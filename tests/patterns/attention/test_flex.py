@@ -1,7 +1,7 @@
 """Tests the pattern `cache_attention` on `flex_attention`.
 
-A score_mod that can be read is fused, and the result is no less accurate than eager's. One that
-cannot be read is a miss with its reason, and the call stays.
+If the pattern can read a score_mod, the call is fused, and its result is no less accurate than
+eager's. If it cannot, the call is a miss with a reason, and stays in the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]
 
-# Without this, eager makes Dynamo trace the call, and then runs the same unfused arithmetic.
+# Without this setting, Dynamo would trace the call even in eager mode. With it, the same arithmetic
+# runs unfused.
 EAGER = "torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, WIDTH = 2, 4, 2, 3, 12, 16
 
@@ -63,8 +64,8 @@ INF = float("inf")
 
 
 def attention(seen=causal, score_mod=None, **options):
-    """Makes a function of q, k, v and the tensors behind them in `inputs`. `seen` and `score_mod`
-    get (.., b, h, i, j, those tensors)."""
+    """Makes a function of q, k, v and the other tensors of `inputs`. `seen` and `score_mod` get
+    (.., b, h, i, j, these other tensors)."""
 
     def make(*tensors):
         def score(s, *at):

@@ -1,5 +1,5 @@
-"""Tests the pattern `cache_attention`: in each way to write a mask, the pattern recognises which
-keys the mask hides."""
+"""Tests the pattern `cache_attention`: it recognises which keys a mask hides, however the mask is
+written."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def interleaved(q, k, v, mask, *_):
 
 
 def keys_of_pairs(q, k, v, mask, *_):
-    """The numbers of a key lie along two axes, as after a rotation of neighbours."""
+    """Has the numbers of a key along two axes, as after a rotation of adjacent pairs."""
     even, odd = k.unflatten(-1, (-1, 2)).unbind(-1)
     k = torch.stack([even - odd, even + odd], -1).flatten(-2)
     return sdpa(q, k, v, attn_mask=mask)
@@ -95,8 +95,8 @@ def with_sinks(q, k, v, mask, _, __, sinks):
 
 
 def with_sinks_of_groups(q, k, v, mask, _, __, sinks):
-    """The query heads have two dimensions: the key head, and the heads that share it. There is no
-    dimension of sequences (gpt-oss)."""
+    """Has query heads in two dimensions: the key head, and the heads that share it. There is no
+    dimension for sequences (gpt-oss)."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     q = q.unflatten(1, (-1, GROUP))
     k, v = (x[:, :, None].expand(-1, -1, GROUP, -1) for x in (k, v))
@@ -114,7 +114,7 @@ def with_sinks_of_one_sequence(q, k, v, mask, _, __, sinks):
     return torch.cat([logits, extra], -1).softmax(-1)[..., :-1] @ repeat_kv(v)[0]
 
 
-# The spellings below have logits without a scale of their own.
+# The attentions below do not scale their logits.
 
 
 def weights_of(logits, mask, v):
@@ -144,7 +144,8 @@ def in_place(q, k, v, mask, *_):
 
 
 def in_place_by_item(q, k, v, mask, *_):
-    """`logits[...] += x` ends in a write of the logits to themselves."""
+    """Adds to the logits with `logits[...] += x`, which ends in a write of the logits to
+    themselves."""
     logits = logits_of(q, k)
     logits[:, :, :, -k.shape[2] :] += torch.where(mask, 0.0, -3e38).to(q.dtype)
     return weighted(logits, v)
@@ -203,7 +204,7 @@ def groups_beside_queries(q, k, v, mask, *_):
 
 
 def bools_added(q, k, v, mask, *_):
-    """True counts as 1 in a sum, so it hides nothing."""
+    """Adds a bool tensor. True counts as 1 in a sum, so it hides nothing."""
     return weighted(logits_of(q, k) + mask, v)
 
 
@@ -300,8 +301,8 @@ def test_a_sum_over_two_dimensions_is_not_read():
 
 
 def test_heads_across_which_a_view_cuts_are_not_read():
-    """The view shows the scaled products as three blocks of four rows. The products are of four
-    heads with three queries."""
+    """A view that does not keep heads apart is not read: it shows the scaled products as three
+    blocks of four rows, while they are four heads of three queries."""
 
     def attend(q, k, v, mask, *_):
         rows = (q @ repeat_kv(k).mT).flatten(1, 2) * 0.3
@@ -314,7 +315,7 @@ def test_heads_across_which_a_view_cuts_are_not_read():
 
 
 def test_keys_whose_numbers_lie_apart_are_not_read():
-    """The control of `keys_of_pairs`: the numbers of a key lie a row of tokens apart."""
+    """The control of `keys_of_pairs`: here the numbers of a key are a row of tokens apart."""
 
     def attend(q, turned, v, mask, *_):
         return sdpa(q, turned.mT, v, attn_mask=mask)

@@ -18,7 +18,8 @@ from tilewright.compiler import reports
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 CAUSAL = "causal by position"
-#: The mask that the pattern reads in a style. If the mask of one token differs, it is listed, too.
+#: The mask that the pattern reads in each style. If the mask for one token differs, it is given,
+#: too.
 MASKS = {
     "window_of_table": "sliding_window(4) by position",
     "local_chunks": "chunked(4) by position",
@@ -29,7 +30,7 @@ MASKS = {
 ONE_TOKEN = {"added_triangle": "none"}
 #: Styles whose cache write is a miss of another pattern.
 MOVED = {styles.rolled_ring, styles.roll_and_copy}
-#: Styles in which a slot behind the last token's slot is hidden.
+#: Styles that hide slots after the slot of the last token.
 HIDING = [s for s in STYLES if "ring" not in s.__name__ and s is not styles.roll_and_copy]
 
 CASES = [
@@ -41,7 +42,7 @@ CASES = [
 
 def check(style, phase, hidden=False, **options):
     """Runs a layer and returns its report. The result must be no less accurate than eager's. With
-    `hidden`, the layer must not read NaN that lies behind the last token."""
+    `hidden`, slots after the last token hold NaN, which the layer must not read."""
     layer, args = build(style, phase)
     with torch.no_grad():
         expected, exact = layer(*cloned(args)), upcast(layer)(*map(upcast, args))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Eight(torch.nn.Module):
-    """A layer in which `k` and `v` say how the heads are rounded. The caches have 8-bit floats."""
+    """A layer whose caches have 8-bit floats. `k` and `v` say how keys and values are rounded."""
 
     def __init__(self, k, v=None, before=lambda heads: heads):
         super().__init__()
@@ -42,8 +42,8 @@ def bits(cache):
     return cache.view(torch.uint8)
 
 
-#: The operations on values before they are rounded to a dtype, and the patterns that are fused if
-#: PyTorch's cast does not saturate. n is the largest number of the dtype.
+#: For each name: the operations before values are rounded to a dtype, and the patterns that match
+#: if PyTorch's cast does not saturate. n is the largest number of the dtype.
 HELD = {
     "not": (lambda h, n: h, ["qkv_cache"]),
     "by a bound beyond the range": (lambda h, n: h.clamp(-2 * n, 3 * n), ["qkv_cache"]),
@@ -59,8 +59,8 @@ HELD = {
     [(torch.float8_e5m2, held) for held in HELD] + [(FP8, "not"), (FP8, "from above")],
 )
 def test_what_does_not_fit_is_what_eager_makes_of_it(dtype, held):
-    """float8_e5m2 gives infinity. float8_e4m3fn gives NaN in older releases, and the largest number
-    in newer ones."""
+    """Numbers beyond the range become what eager makes of them: infinity in float8_e5m2; in
+    float8_e4m3fn NaN in older releases, and the largest number in newer ones."""
     hold, fused = HELD[held]
     eager, ours = (eight_args(torch.tensor(1e-6), dtype) for _ in range(2))
     module = Eight(lambda heads, scale: hold(heads / scale, torch.finfo(dtype).max).to(dtype))
@@ -165,7 +165,7 @@ def test_other_roundings_are_refused_by_name(name):
 
 @pytest.mark.parametrize("name", ["divided", "clamped"])
 def test_the_write_alone_rounds_too(name):
-    """The pattern does not know the projection, but it still knows the write."""
+    """If the projection is not recognised, the write is still fused, and rounds."""
     scale = torch.tensor(0.7)
     eager, ours = eight_args(scale), eight_args(scale)
     module = Eight(KNOWN[name], before=torch.nn.functional.gelu)
@@ -177,8 +177,8 @@ def test_the_write_alone_rounds_too(name):
 
 
 def test_a_cache_of_bytes_is_not_known():
-    """The cache can be used only through a view, because the op is not told which 8-bit float a
-    byte is."""
+    """A cache of bytes is not fused, because the op is not told which 8-bit float a byte is. A view
+    of the cache as floats can be used."""
 
     def bytes_of(heads, scale):
         return heads.to(FP8).view(torch.uint8)

@@ -1,4 +1,5 @@
-"""Tests that caches that the graph makes are reported, and that scratch memory is no such cache."""
+"""Tests that caches that the graph allocates are reported, and that scratch memory does not count
+as such a cache."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def by_mask(cache, k):
 
 
 def in_halves(cache, k):
-    """Writes as a rotation does whose halves are put together in an empty tensor."""
+    """Writes the halves of a rotated head into an empty tensor."""
     cache[..., :2] = k.repeat(1, 3, 1, 1)[..., 2:]
     cache[..., 2:] = k.repeat(1, 3, 1, 1)[..., :2]
     return cache
@@ -107,7 +108,8 @@ def test_a_cache_that_is_cast_is_told():
 
 
 class Rows(nn.Module):
-    """Writes rows of a product into a tensor of zeros, as padding or one expert after the other."""
+    """Writes rows of a product into a tensor of zeros, as for padding, or for one expert after the
+    other."""
 
     def forward(self, x, weight):
         rows = x.new_zeros(2, 9, 8)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class TwoLayers(nn.Module):
-    """Both layers rotate their keys by the same angles, which are a product of frequencies and
+    """Two layers that rotate their keys by the same angles, which are a product of frequencies and
     positions."""
 
     def __init__(self, value_dim: int) -> None:

@@ -1,4 +1,5 @@
-"""Tests where a write goes, and which writes are a pair: tables, slices, and one storage."""
+"""Tests which place a write goes to, and which two writes are a pair: tables, slices, and one
+storage."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def table_args():
 
 
 def bumped(table, seq, positions):
-    """The graph advances the positions, so the op could not read them at the end."""
+    """Advances the positions in the graph, so the op could not read them at its end."""
     place = table[seq, positions // 8], positions % 8
     positions.add_(1)
     return place
@@ -249,7 +250,8 @@ def test_keys_and_values_in_one_cache_are_those_of_one_layer():
 
 
 def test_rows_with_pages_and_slots_of_their_own_are_written_one_by_one():
-    """Only rows with one index each can be one write."""
+    """Rows that have separate pages and slots are written one by one. Only rows that share one
+    index can be one write."""
 
     def step(m, x, k_cache, v_cache, pages, slots):
         k, v = m.k_proj(x).view(2, 3, HKV, D), m.v_proj(x).view(2, 3, HKV, D)
@@ -292,7 +294,8 @@ def test_a_write_to_another_row_may_lie_between(dynamic):
 
 @pytest.mark.parametrize("stride", [0, HKV * D])
 def test_rows_that_share_elements_are_written_in_order(stride):
-    """One cache is expanded, and in another the rows overlap."""
+    """Tests rows that share elements: one cache is expanded, and in another the rows overlap. They
+    are written in order."""
     args = of_rows((stride, *DENSE[1:]))
     run(Layer(other_row_between), *args)
     assert "CACHE_WRITE" in codes()
@@ -312,7 +315,8 @@ def test_k_and_v_at_different_starts_are_no_pair():
 
 @pytest.mark.parametrize("by", ["index", "slice"])
 def test_keys_and_values_in_one_row_are_told_as_that(by):
-    """No write of K has a partner for V, because one write has both."""
+    """If one write has keys and values in one row, no write of K has a partner for V, and the
+    report says so."""
 
     class InOneRow(torch.nn.Module):
         def __init__(self):
@@ -357,8 +361,8 @@ class OfTwoWidths(torch.nn.Module):
 
 @pytest.mark.parametrize("between", [False, True])
 def test_keys_of_two_layers_are_no_pair(between):
-    """The keys of the two layers are written at the same place in two caches, as K and V of one
-    layer are."""
+    """The keys of two layers are no pair, although they are written at the same place in two
+    caches, like K and V of one layer."""
     caches = [[torch.zeros(32, *last) for last in ((2, 8), (2, 4), (1, 16))] for _ in range(2)]
     with torch.no_grad():
         run(OfTwoWidths(between), torch.randn(3, 16), caches, torch.tensor([1, 5, 9]))
@@ -371,8 +375,8 @@ def test_keys_of_two_layers_are_no_pair(between):
 
 
 def test_a_stack_whose_dimension_is_the_cache_s_last_stays_one_write():
-    """Keys and values that alternate are no two writes of heads, because the numbers of a head lie
-    side by side."""
+    """Keys and values that alternate along the cache's last dimension stay one write. For two
+    writes of heads, the numbers of a head would have to be adjacent."""
 
     def in_turn(m, x, k_cache, v_cache, slots):
         q, k, v = m.qkv(x)
@@ -404,8 +408,8 @@ class Convolution(torch.nn.Module):
 
 @pytest.mark.parametrize("between", [F.silu, torch.tanh])
 def test_inputs_of_a_convolution_are_no_cache(between):
-    """The new inputs are joined to earlier tokens along the last axis. It does not matter how the
-    new ones were computed."""
+    """Inputs of a convolution are no cache. New inputs are joined to earlier tokens along the last
+    axis, however the new inputs were computed."""
     with torch.no_grad():
         run(Convolution(between), torch.randn(2, 3, 8), torch.zeros(2, 8, 4))
     assert (patterns(), codes()) == ([], set())
@@ -415,14 +419,14 @@ def test_inputs_of_a_convolution_are_no_cache(between):
 
 
 def interleaved():
-    """Returns K and V of every page side by side, `[P, 2, S, H, D].unbind(1)`, passed as two
+    """Returns K and V of every page next to each other, `[P, 2, S, H, D].unbind(1)`, as two
     inputs."""
     x, k_cache, v_cache, slots = make_args()
     return x, *torch.stack((k_cache, v_cache), 1).unbind(1), slots
 
 
 def overlapping():
-    """Returns the same shapes and strides, with V half a page further on."""
+    """Returns inputs of the same shapes and strides, in which V begins half a page later."""
     x, k_cache, _, slots = make_args()
     page = k_cache[0].numel()
     pool = torch.arange(6.0 * 2 * page) / page
@@ -456,7 +460,8 @@ def test_two_inputs_that_overlap_are_not():
 
 
 def test_caches_that_overlap_on_a_later_call_are_written_as_the_graph_was():
-    """No guard checks where inputs lie, so their addresses are checked in every call."""
+    """Inputs that overlap only in a later call are written as in the original graph. No guard
+    checks where inputs are in memory, so each call checks their addresses."""
     layer = Layer(by_page)
     compiled = torch.compile(layer, backend="tilewright", options={"inner": "eager"})
     compiled(*interleaved())

@@ -69,7 +69,7 @@ def in_another_shape(x, w, residual, norm):
 
 
 def of_no_linear(x, w, residual, norm):
-    """The results of experts are summed over ranks, too."""
+    """Sums the results of experts over ranks."""
     total = residual + summed(residual.sigmoid())
     return total, F.rms_norm(total, norm.shape, norm, 1e-5)
 
@@ -111,7 +111,7 @@ def average(x, w, residual, norm):
 
 
 def turned_between(x, w, residual, norm):
-    """Dimensions that are exchanged are no reshape."""
+    """Exchanges dimensions, which is no reshape."""
     total = (residual.t() + summed(F.linear(x, w)).t()).t()
     return total, rms(total, norm)
 
@@ -193,7 +193,7 @@ def sum_read_elsewhere(x, w, residual, norm):
 
 
 def part_read_behind(x, w, residual, norm):
-    """After the in-place sum, the part holds the sum, and another node reads it."""
+    """Reads the part after the in-place sum, when it holds the sum."""
     part = F.linear(x, w)
     dist.all_reduce(part)
     total = residual + part

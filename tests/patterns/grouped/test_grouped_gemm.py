@@ -1,7 +1,7 @@
 """Tests the pattern `grouped_gemm`.
 
-A grouped product by itself becomes the op that suits its operands, with no larger error. It becomes
-the NVFP4 op only if the graph has the codes of both operands.
+A grouped product outside a mixture becomes the op that suits its operands, with no larger error. If
+the graph has NVFP4 codes of both operands, this is the NVFP4 op.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def test_the_number_of_rows_may_be_a_symbol():
 
 
 def test_float16_in_hugging_face_s_own_operator():
-    """transformers calls this operator if torch's takes no float16. Its rows of no group are zero,
-    too."""
+    """transformers calls this operator because torch's does not support float16. Rows that belong
+    to no group are zero, too."""
     pytest.importorskip("transformers.integrations.moe", reason="needs the extra [models]")
 
     def function(x, weight, ends):
@@ -213,7 +213,7 @@ def spelled_out(x):
 
 
 def by_row(x):
-    """Has a factor for each row. The op has no argument for it."""
+    """Has a factor for each row, for which the op has no argument."""
     tensor_scale = 2688.0 / x.float().abs().amax(-1)
     packed, scales = nvfp4.quantize(x, tensor_scale)
     return nvfp4.dequantize(packed, scales, tensor_scale, torch.bfloat16)
@@ -260,8 +260,8 @@ def test_the_nvfp4_op_takes_ends_in_any_order():
     ],
 )  # fmt: skip
 def test_codes_of_both_that_the_caller_gives(spelling, keep, said):
-    """The op ignores signs. It is taken if the graph ignores them, too; otherwise the reason is
-    reported."""
+    """The op ignores the signs of scales. It is used only if the graph ignores them, too; otherwise
+    the report gives the reason."""
     module = Coded(spelling)
     packed, scales = nvfp4.quantize(rows())
     scales = (scales.view(torch.uint8) | 0x80).view(scales.dtype)
@@ -319,7 +319,7 @@ def test_the_nvfp4_op_with_a_symbol_of_rows_that_go_over_blocks_and_past_the_gro
     got = compiled(module, (x, ends))
     assert [site.op for site in matches_of(reports()[-1], "grouped", "fused_moe")] == [BOTH]
     exact = product(library(x)[:200], module.weight(), ends)
-    # The criterion of the tests of peers, for products of the exact operands.
+    # The criterion that MAX's and DeepGEMM's tests use, for products of the exact operands.
     difference = (
         1
         - 2
@@ -341,8 +341,8 @@ def test_codes_that_do_not_go_together_leave_the_rows_as_the_graph_has_them(spel
 
 
 def test_rows_rounded_to_e2m1_without_codes_are_plain_rows():
-    """There are no codes to read. The graph's own rounding stays, and the op multiplies its
-    result."""
+    """Rows that are rounded to E2M1 numbers, but not stored as codes, are plain rows: the graph's
+    own rounding stays, and the op multiplies its result."""
 
     def prepare(x):
         return fp4.decode(fp4.encode(x), torch.bfloat16) * x.amax()
@@ -396,7 +396,8 @@ def test_short_sums_over_many_rows_are_left_to_torch(count, dtype, taken):
 
 
 def test_a_mixture_keeps_its_products():
-    """`moe` comes first. Products that it took are neither taken again nor reported."""
+    """In a mixture, the pattern `moe` comes first. Products that it matched are neither matched
+    again nor reported."""
     torch._dynamo.reset()
     module, args = build("plain")
     with torch.no_grad():
@@ -431,13 +432,14 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU
     ],
 )  # fmt: skip
 def test_inductor_compiles_what_stands_before_the_op(spelling, prepare, op):
-    """On a GPU, the scales are put into the tensor core's layout, and rows are quantised."""
+    """Inductor compiles what comes before the op. On a GPU, this puts the scales into the tensor
+    core's layout, and quantises the rows."""
     module, x = Coded(spelling, prepare), rows(count=210)
     ends = torch.tensor([129, 129, 200], dtype=torch.int32)
     with torch.no_grad():
         module, x, ends = module.cuda(), x.cuda(), ends.cuda()
         exact = product(prepare(x)[:200], module.weight(), ends.cpu())
-        # Inductor rounds quotients differently than eager, which moves a scale to the next one.
+        # Inductor rounds quotients differently than eager, which moves a scale to the next code.
         peers = [module(x, ends)[:200], torch.compile(module)(x, ends)[:200]]
         torch._dynamo.reset()
         got = torch.compile(module, backend="tilewright")(x, ends)

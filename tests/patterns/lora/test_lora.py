@@ -1,4 +1,4 @@
-"""Tests adapters of many rows in each spelling: they are fused, or missed by name, and the results
+"""Tests adapters of many rows in each spelling: each is fused or has a named miss, and the results
 are right."""
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def test_each_idiom_is_fused_or_missed_by_name(name, dynamic):
 
 @pytest.mark.parametrize("masked", lora.MASKS)
 def test_rows_that_a_mask_takes_out_have_no_adapter(masked):
-    """The mask may be written as the rows with an adapter, or as the rows without one."""
+    """A mask removes rows from the adapters. It may be written as the rows with an adapter, or as
+    the rows without one."""
     module, args = lora.build(lora.LoraAxes(masked=masked))
     eager, ours, report = run(module, args)
     assert patterns_in(report, "lora") == ["lora_qkv"]
@@ -82,7 +83,8 @@ def test_rows_that_a_mask_takes_out_have_no_adapter(masked):
 
 
 def test_the_adapters_are_read_where_they_are():
-    """In front of the op, no table is looked up by index, and nothing is joined."""
+    """The adapters are read in place: in front of the op, no table is looked up by index, and
+    nothing is joined."""
     lowered = lower(*build("gather_einsum_scaled"))
     names = [str(node.target) for node in lowered.graphs[0].after.graph.nodes]
     assert sum("shrink_qkv_permute_3mn" in name for name in names) == 1
@@ -191,7 +193,8 @@ def lowered_nodes(module, args, caches, ids):
 def test_adapters_without_kernels_stay_in_the_graph_and_are_added_by_the_cache_write(
     same, monkeypatch
 ):
-    """This is the case for adapters in fp32 on a GPU."""
+    """Adapters without kernels, such as fp32 adapters on a GPU, stay in the graph, and the cache
+    write adds them."""
     monkeypatch.setattr(qkv_cache, "has_kernels", lambda delta: False)
     torch.manual_seed(0)
     module, one = Cached().requires_grad_(False), torch.tensor([0, 2, 1])
@@ -209,7 +212,8 @@ def test_adapters_without_kernels_stay_in_the_graph_and_are_added_by_the_cache_w
 
 
 class Coded(Cached):
-    """Has bases of int8 codes. Each output feature is scaled after its sum with the adapter."""
+    """Has base projections of int8 codes. Each output feature is scaled after the adapter is added
+    to its sum."""
 
     def __init__(self, in_place):
         super().__init__()
@@ -301,7 +305,8 @@ def test_an_operator_that_hides_the_adapters_is_named(step, misses):
      ("cuda", torch.float32, 64, False), ("cuda", torch.float32, sympy.Symbol("s0"), False)],
 )  # fmt: skip
 def test_in_fp32_kernels_are_for_a_few_rows(device, dtype, rows, there):
-    """These are the facts that has_kernels checks for a delta of rank 16."""
+    """In fp32, kernels are used only for a few rows. The cases are the facts that has_kernels
+    checks for a delta of rank 16."""
     value = SimpleNamespace(device=torch.device(device), dtype=dtype)
     x = SimpleNamespace(value=value, shape=(rows, 4096))
     delta = SimpleNamespace(x=x, shrink=SimpleNamespace(value=value), rank=16)

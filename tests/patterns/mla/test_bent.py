@@ -1,5 +1,5 @@
-"""Tests latent attention that is changed in one place at a time. Whatever is then fused gives the
-results of eager.
+"""Tests latent attention that is changed in one place. Whatever is fused then must give eager's
+results.
 
 Weights and data are float32, so that a wrong mask, order or scale shows.
 """
@@ -30,7 +30,7 @@ def counted(k):
     return torch.arange(len(k))
 
 
-#: For each name: (mask from (q, k, positions), the mask that is proven).
+#: For each name: (mask from (q, k, positions), the mask that the pattern proves).
 MASKS = {
     "before": (lambda q, k, p: counted(k) < p[:, None] + 1, "causal by position"),
     "not_after": (lambda q, k, p: ~(counted(k) > p[:, None]), "causal by position"),
@@ -115,7 +115,7 @@ def two_halves(x, count, interleaved=False):
 
 
 def logits_apart(q, k, v, p, scale, weight=1.0, flip=False):
-    """Sums two products, of which the second is changed."""
+    """Computes the logits as the sum of two products. The second product is changed."""
     q_pe = q[..., 24:].flip(0) if flip else q[..., 24:]
     by_rope = torch.einsum("thr,kr->htk", q_pe, k[1])
     by_rope = by_rope if weight == 1.0 else by_rope * weight
@@ -227,8 +227,8 @@ def test_bent_attention(name):
 
 @pytest.mark.parametrize(("concat", "fused"), [("cat", True), ("new_empty", False)])
 def test_a_query_that_reads_the_memory_of_the_keys(concat, fused):
-    """Slices written into new memory vanish with the match. Otherwise the query would read memory
-    that nothing has written."""
+    """The query reads the memory into which slices of the keys are written. This memory disappears
+    with the match, so the query would otherwise read memory that nothing has written."""
     as_keys = attending(lambda q, k, v, p, s: sdpa(k[: len(q)], k, v, s))
     report = run(as_keys, concat=concat)
     assert (prefill(report) is not None) == fused

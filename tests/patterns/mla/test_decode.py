@@ -91,8 +91,8 @@ def test_one_query_or_one_sequence(spelling, sizes):
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_weights_reach_the_op_without_a_copy(weight):
-    """Rows of one parameter and codes are passed as they are. Separate halves are passed as two
-    tensors."""
+    """Weights reach the op without a copy: rows of one parameter, and codes, are passed as they
+    are. Separate halves are passed as two tensors."""
     model, args = build("bmm", weight=weight)
     (graph,) = lower(model, args).graphs
     (call,) = (n for n in graph.after.graph.nodes if "mla_decode" in str(n.target))
@@ -128,7 +128,8 @@ def test_counts_may_be_symbols():
 
 
 def test_a_query_put_into_fresh_memory_is_fused():
-    """The writes of its two parts vanish together with the memory in which they are."""
+    """A query is assembled in new memory. The writes of its two parts disappear together with this
+    memory."""
 
     def attend(model, q_nope, q_rope, entries, seen):
         w_uk, w_uv = model.halves
@@ -198,7 +199,7 @@ def other_values(q_latent, q_rope, latents, rope_keys, seen, scale):
 
 
 def shifted_values(q_latent, q_rope, latents, rope_keys, seen, scale):
-    """The values are other columns of the entries than the keys."""
+    """Uses other columns of the entries as values than as keys."""
     entries = torch.cat([latents, rope_keys], dim=-1)
     logits = logits_of(q_latent, q_rope, latents, rope_keys) * scale
     weights = logits.masked_fill(~seen, HIDDEN).softmax(-1)
@@ -254,13 +255,13 @@ def result_dropped(q_latent, q_rope, latents, rope_keys, seen, scale):
 
 
 def wide_result_dropped(q_latent, q_rope, latents, rope_keys, seen, scale):
-    """The result is rounded only after a dropout."""
+    """Rounds the result only after a dropout."""
     wide = plain(q_latent.float(), q_rope.float(), latents.float(), rope_keys.float(), seen, scale)
     return torch.dropout(wide, 0.1, True).to(latents.dtype)
 
 
 def wide_result(q_latent, q_rope, latents, rope_keys, seen, scale):
-    """The result of attention is rounded only after further operations."""
+    """Rounds the result of attention only after further operations."""
     wide = plain(q_latent.float(), q_rope.float(), latents.float(), rope_keys.float(), seen, scale)
     return (wide * 1.1).to(latents.dtype)
 
@@ -313,7 +314,8 @@ def written_after(q_latent, q_rope, latents, rope_keys, seen, scale):
 
 
 def test_a_cache_that_is_written_before_the_last_product_is_read_as_it_was():
-    """The op would stand after the write."""
+    """A cache that is written before the last product must be read as it was before the write. The
+    op would come after it."""
     model, args = attend_of(written_after)
     with torch.no_grad():
         expected = model(*cloned(args))
@@ -329,7 +331,8 @@ def test_a_cache_that_is_written_before_the_last_product_is_read_as_it_was():
     "change", [some_heads, wide_result, result_escapes], ids=lambda c: c.__name__
 )
 def test_what_something_was_done_to_is_no_absorbed_attention(change):
-    """Nothing shows that the last product belongs to the attention, so no miss is reported."""
+    """A change of the attention's result before the last product makes it no absorbed attention.
+    Nothing shows that the product belongs to the attention, so no miss is reported."""
     found = lower(*attend_of(change))
     assert (patterns_in(found, "mla"), codes_of(found, "mla")) == ([], set())
 

@@ -1,4 +1,4 @@
-"""Tests attention of expanded latents under a mask tensor that is an input of the graph, as in
+"""Tests attention to expanded latents with a mask tensor that is an input of the graph, as in
 `generate()`."""
 
 from __future__ import annotations

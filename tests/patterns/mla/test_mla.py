@@ -33,7 +33,7 @@ MISSED = {
     "attention_own_varlen_padded": "ATTENTION_FORM",
 }
 
-#: For each idiom, the mask that is proven.
+#: For each idiom, the mask that the pattern proves.
 MASKS = {
     "attention_causal": "causal",
     "attention_causal_later": "causal",
@@ -42,7 +42,7 @@ MASKS = {
     "attention_masked_float": "tensor",
 }
 
-#: For each idiom, the feature that its PyTorch must have.
+#: For each idiom, what PyTorch must support to run it.
 NEEDS = {"kv_b_fp8_product": ROW_SCALES}
 
 OWN_VARLEN = VarlenForm("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "softmax_scale")
@@ -124,7 +124,7 @@ def test_an_operator_is_known_as_one_thing(known_varlen):
 
 @pytest.mark.parametrize("length", ["num_tokens", "context"])
 def test_token_counts_may_be_symbols(length):
-    """One graph serves every number of tokens: the masks are proven with sizes as symbols."""
+    """One graph serves every number of tokens: the pattern proves the masks with symbolic sizes."""
     compiled = None
     for count in (9, 13):
         module, args = build("plain", **{length: count})
@@ -299,7 +299,7 @@ def test_sums_of_codes_that_are_changed_otherwise_are_told(change, code):
 
 @pytest.mark.parametrize("change", [rope_key_per_head, keys_scaled], ids=lambda c: c.__name__)
 def test_keys_that_no_head_shares_are_ordinary_attention(change):
-    """Nothing shows that they are latent attention, so no miss is reported."""
+    """Keys without a part that all heads share are ordinary attention, and no miss is reported."""
     assert missed(change) == ([STORE], set())
 
 
@@ -388,20 +388,22 @@ def test_the_write_normalises_the_latent_if_the_norm_has_a_weight(change, norm):
 
 
 def test_a_latent_finished_in_its_own_way_is_stored_as_it_comes():
-    """Only the rotation is absorbed, because the operations on the latent after its norm are not
-    known."""
+    """If the graph changes the latent after its norm, the latent is stored as the graph computes
+    it, and only the rotation is absorbed."""
     assert missed(latent_bent(lambda x: x.sin())) == ([STORE, PREFILL], set())
     check_with(latent_bent(lambda x: x.sin()))
 
 
 def test_a_rope_key_finished_in_its_own_way_is_stored_as_it_comes():
-    """The op has no norm of the rope key, so this norm and the rotation stay in the graph."""
+    """If the graph normalises the rope key, the rope key is stored as the graph computes it,
+    because the op has no norm of it."""
     assert missed(rope_key_normed) == ([STORE, PREFILL], set())
     check_with(rope_key_normed)
 
 
 def test_a_normed_latent_that_others_read_is_stored_as_it_comes():
-    """Attention reads the latents of the new tokens directly, and they are also written."""
+    """If other values read the normalised latent, the op stores it as the graph computes it.
+    Attention reads the latents of the new tokens directly here."""
 
     def change(module):
         kept = []
@@ -431,8 +433,8 @@ def check_with(change):
 
 
 class RotatedWhole(nn.Module):
-    """Computes as Falcon does, with one KV head of 16. `rotated` of its features are rotated, and
-    the rest follows them."""
+    """Computes as Falcon does, with one KV head of 16 features. The first `rotated` of them are
+    rotated."""
 
     def __init__(self, rotated):
         super().__init__()
@@ -454,7 +456,8 @@ class RotatedWhole(nn.Module):
 
 @pytest.mark.parametrize("rotated", [16, 8])
 def test_a_rotated_key_with_an_empty_rest_is_no_latent(rotated):
-    """The whole key is fused, so nothing is lost and strict does not raise."""
+    """A rotated key without an unrotated part is no latent. The whole key is fused, so nothing is
+    lost and strict does not raise."""
     table, cache = torch.randn(3, rotated).bfloat16(), torch.zeros(1, 1, 32, 16).bfloat16()
     args = torch.randn(3, 64).bfloat16(), table, table + 1, cache, cache.clone(), torch.arange(3)
     model = RotatedWhole(rotated).bfloat16().requires_grad_(False)

@@ -1,5 +1,5 @@
-"""Latents of a cache that a quantised up-projection rounds in each step: for few queries, attention
-reads the latents in place and rounds them itself."""
+"""Tests latents of a cache that the graph rounds in each step, in front of a quantised
+up-projection. For few queries, the op reads the latents in place and rounds them itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kernel(monkeypatch):
 
 
 class Latents(nn.Module):
-    """Attention to latents that an `FP8Linear` up-projects, as DeepSeek's in transformers."""
+    """Attention to latents that an `FP8Linear` up-projects, as in transformers' DeepSeek."""
 
     def __init__(self, **options):
         super().__init__()
@@ -165,7 +165,8 @@ def test_a_write_between_the_rounding_and_the_attention_is_seen():
     assert [site.op for site in matches_of(reports()[-1], "mla")] != ["mla_decode"]
 
 
-#: Scales by which a graph multiplies codes, from the scale by which it rounded them.
+#: Functions that make, from the scale by which latents were rounded, the scale by which the graph
+#: multiplies the codes.
 MULTIPLIED = {
     "its own": lambda scale: scale,
     "a part": lambda scale: scale * 0.25,

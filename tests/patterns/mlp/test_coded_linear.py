@@ -1,7 +1,7 @@
 """Tests linears with a quantised weight that no other pattern matches.
 
-They are found in every format, and their results are no worse than eager's. A linear that another
-pattern can match is left to this pattern.
+The pattern finds them in every format, and their results are no worse than eager's. It leaves a
+linear to another pattern that can match it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 class Heads(nn.Module):
     """Two linears that read one activation, such as the projections of queries and latents in MLA.
 
-    normed: whether a norm comes before the linears. alone: whether there is only the first linear.
+    normed: whether a norm comes before the linears. alone: whether the second linear is left out.
     """
 
     def __init__(self, form, normed=False, alone=False, bias=False):
@@ -114,8 +114,8 @@ def test_patterns_whose_kernels_do_more_come_first():
 
 
 def test_a_result_of_more_precision_is_cast_by_the_graph():
-    """The op's result has the dtype of the activation, and the cast of the logits to float32 stays
-    in the graph after the op."""
+    """The op's result has the dtype of the activation. The cast of the logits to float32 stays in
+    the graph after the op."""
 
     class Logits(Heads):
         def forward(self, x):

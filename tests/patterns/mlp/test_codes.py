@@ -1,7 +1,7 @@
 """Tests linears of dense layers whose weights are codes.
 
-They are found in the spellings of checkpoints, and no result is less accurate than eager's. A
-linear that no op takes is advice, or is left alone.
+The patterns find them in the spellings of checkpoints, and no result is less accurate than eager's.
+A linear that no op supports is advice, or is not reported.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def compiled(module, x):
 
 FORMATS = {"nibbles": "int4_k", "gptq": "int4_k", "awq": "int4_n", "int8": "int8", "fp8": "fp8"}
 FORMATS |= {"scaled": "fp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "nf4": "nf4", "fp4": "fp4"}
-# Some CPUs do not take it, the groups are in a buffer, or the codes differ.
+# Forms that are not fused: some CPUs do not support the product, the groups are in a buffer, or the
+# codes have another format.
 OTHERS = {quantized.scaled_mm_token, quantized.gptq_act_order}
 OTHERS |= {quantized.nvfp4_high_first, quantized.nf4_low_first, quantized.nf4_rounded}
 
@@ -118,8 +119,8 @@ unscaled.stored = quantized.int8_buffers
     ids=["dtypes", "zeros", "orders", "groups of a buffer", "no scale"],
 )
 def test_gate_and_up_that_the_op_does_not_take_together_are_advice(forms, code, alone):
-    """The down projection becomes one op. Of gate and up, each linear with known codes becomes a
-    separate op."""
+    """If the op cannot compute gate and up together, they are advice. The down projection becomes
+    one op, and each of gate and up whose codes are known becomes a separate op."""
     report = compiled(Mlp(*forms, quantized.int8), tokens())
     sites = [site.pattern for site in matches_of(report, "mlp")]
     assert sorted(sites) == ["coded_linear"] * alone + ["linear_residual"]
@@ -130,7 +131,8 @@ def test_gate_and_up_that_the_op_does_not_take_together_are_advice(forms, code, 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_of_two_linears_that_are_added_the_one_that_the_op_takes(first):
-    """Groups in a buffer are refused late, when the arguments of the weights are made."""
+    """Of two linears that are added, the op takes the one that it supports. Groups in a buffer are
+    refused late, when the arguments for the weights are made."""
 
     class Both(nn.Module):
         def __init__(self):
@@ -207,7 +209,8 @@ def test_more_tokens_than_the_kernel_takes_are_left_alone():
 
 
 def test_a_count_of_tokens_that_is_a_symbol_is_left_alone():
-    """test_linears.py has the control with dense weights."""
+    """A symbolic number of tokens is not fused. test_linears.py has the control with dense
+    weights."""
     x = tokens(8)
     torch._dynamo.mark_dynamic(x, 1)
     report = lower(Mlp(*[quantized.int8] * 3), (x,))

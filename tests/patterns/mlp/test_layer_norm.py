@@ -21,7 +21,8 @@ FEW = 6
 
 @pytest.fixture
 def six_tokens_are_few(monkeypatch):
-    """The kernel exists for a single token. Six tokens have more numbers that can differ."""
+    """Treats six tokens as few. The kernel exists only for a single token, but six tokens have more
+    numbers that can differ."""
     monkeypatch.setattr("tilewright.codegen.mlp.plan.MOST_LAYER_NORMED_TOKENS", FEW)
 
 
@@ -38,7 +39,7 @@ def by_variance(x, weight, bias):
 
 
 def rounded_between(x, weight, bias):
-    """Rounds to x's dtype before the weight, and again after it. The op rounds once."""
+    """Rounds to x's dtype before the weight, and again after it. The op rounds only once."""
     return F.layer_norm(x.float(), (K,), eps=1e-5).to(x.dtype) * weight + bias
 
 
@@ -157,7 +158,7 @@ def rms_with_a_bias(x, weight, bias):
 
 
 def of_another_dtype(x, weight, bias):
-    """The op's x must have the dtype of the norm."""
+    """Computes the norm in another dtype than that of the op's x."""
     return F.layer_norm(x.float() * 1.1, (K,)).to(x.dtype)
 
 
@@ -180,7 +181,8 @@ def test_another_norm_stays_in_the_graph(norm):
 
 @pytest.mark.usefixtures("six_tokens_are_few")
 def test_a_norm_that_another_reads_stays_too():
-    """This is the case in a block in which attention and MLP share one norm."""
+    """A norm that another value reads, too, stays in the graph, as in a block whose attention and
+    MLP share one norm."""
     beside = mlp_of(SPELLINGS["functional"], lambda x, normed: normed.sum())
     assert norm_of(beside).shapes["norm"] == "no"
 
@@ -209,8 +211,8 @@ def square_norm(wide, weight):
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_norm_over_tokens_is_none_though_tokens_are_as_many_as_columns(columns, monkeypatch):
-    """Before a fix, such a norm with a cast after the transposition was taken for a norm of
-    rows."""
+    """A norm over tokens is no norm of rows, even if there are as many tokens as columns. Before a
+    fix, such a norm with a cast after the transposition was taken for one."""
     monkeypatch.setattr("tilewright.codegen.mlp.plan.MOST_NORMED_TOKENS", K)
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)

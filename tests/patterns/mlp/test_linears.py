@@ -1,7 +1,7 @@
 """Tests the patterns `linear_activation` and `linear_residual`.
 
-An MLP in any spelling becomes two ops, and is no less accurate than eager. Operations that the
-patterns do not take are left alone, or are advice.
+An MLP in any spelling becomes two ops, and is no less accurate than eager. Forms that the patterns
+do not match are advice, or are not reported.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def test_another_norm_stays_in_the_graph(norm, also):
 
 
 def test_what_else_reads_a_part_of_a_norm_keeps_that_part():
-    """The part that another operation reads is the cast."""
+    """A cast of the norm's result that another operation reads stays in the graph."""
 
     def shared(x, both, down, bias, _, weight, residual):
         wide = x.float()
@@ -211,7 +211,8 @@ def test_what_else_reads_a_part_of_a_norm_keeps_that_part():
 
 
 def test_float16_is_normed_before_it_is_multiplied():
-    """Numbers before the norm may be outside the range of float16."""
+    """In float16, x is normalised before it is multiplied, because numbers before the norm may be
+    outside the range of float16."""
     args = inputs(dtype=torch.float16)
     args[0] *= 1e4
     site = site_of(run(mlp_of(hf_norm), args), "linear_activation")
@@ -231,7 +232,7 @@ def added(x, both, down, bias, down_bias, weight, residual):
 
 
 def both_of(x, both):
-    """Returns [B, S, N], which no pattern takes."""
+    """Returns [B, S, N], which no pattern matches."""
     return torch.tanh(F.linear(x, both[:N]))
 
 
@@ -254,7 +255,7 @@ def some_columns(x, both, down, bias, down_bias, weight, residual):
 
 
 def by_head(x, both, down, bias, down_bias, weight, residual):
-    """Computes values to which a gated embedding of each head is added."""
+    """Adds a gated embedding of each head to a value."""
     heads = F.linear(both_of(x, both), down, down_bias).unflatten(-1, (4, -1))
     return heads + residual.unflatten(-1, (4, -1)) * x[..., :4, None]
 
@@ -289,8 +290,8 @@ def test_a_norm_of_what_is_added_is_part_of_it(norm, dtype):
 @pytest.mark.parametrize("factor", [1.0, 0.5773502691896258, -2.0])
 @pytest.mark.parametrize("norm", [hf_norm, gemma_norm])
 def test_a_number_behind_the_norm_is_part_of_it(norm, factor):
-    """A residual may be weighted by its depth in this way. The factor of the residual itself stays
-    outside."""
+    """A factor after the norm is a part of the op. (A model may weight a residual by its depth in
+    this way.) The factor of the residual itself stays outside."""
 
     def weighed(x, both, down, bias, down_bias, weight, residual):
         return norm(F.linear(both_of(x, both), down), weight) * factor + residual * 0.8
@@ -367,7 +368,7 @@ def product_read_again(x, both, down, bias, down_bias, weight, residual):
 
 
 def other_normed_before_the_sum(x, both, down, bias, down_bias, weight, residual):
-    """Has a norm of a gated linear. The rows of the gated result are no rows of a linear."""
+    """Has a norm of a gated result, whose rows are not the rows of a linear."""
     return residual + hf_norm(F.linear(both_of(x, both), down) * x.tanh(), weight)
 
 
@@ -376,8 +377,8 @@ def gated_before_the_sum(x, both, down, bias, down_bias, weight, residual):
 
 
 def heads_behind_each_other(x, both, down, bias, down_bias, weight, residual):
-    """Has the rows of the weight in another order. Reading them in that order would copy the weight
-    in every call."""
+    """Has the rows of the weight in another order. To read them in this order, each call would copy
+    the weight."""
     heads = F.linear(both_of(x, both), down).unflatten(-1, (4, -1)).mT
     return heads + residual.unflatten(-1, (4, -1)).mT
 
@@ -406,7 +407,7 @@ def test_left_alone(function):
     assert matches_of(report, "mlp") == misses_of(report, "mlp") == []
 
 
-#: For each sum behind a norm that the op does not take, words of the miss.
+#: Maps a sum after a norm that the op does not support to words of the miss.
 OTHER_NORMS = {
     layer_normed_before_the_sum: "a layer norm",
     norm_read_again: "with other readers",
@@ -425,8 +426,8 @@ def test_another_norm_before_the_sum_is_told(function):
 
 
 def test_a_miss_of_a_sum_speaks_for_both_of_its_linears():
-    """The two linears are an attention and an MLP next to each other. Each call decodes the weights
-    of both."""
+    """One miss stands for both linears of a sum, which belong to an attention and an MLP side by
+    side. Each call decodes the weights of both."""
 
     def parallel(x, both, down, bias, down_bias, weight, residual):
         halves = F.linear(both_of(x, both), down * 2), F.linear(residual, both[:K] * 2)
@@ -451,7 +452,8 @@ def test_a_miss_of_a_sum_speaks_for_both_of_its_linears():
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8])
 def test_a_weight_whose_sizes_are_symbols_is_told(stored):
-    """This happens with `dynamic=True`, if weights are arguments."""
+    """A weight with symbolic sizes is reported. It occurs with `dynamic=True`, if weights are
+    arguments."""
     torch._dynamo.reset()
     x, _, down, *_, residual = inputs()
     x, down = x.new_ones(BATCH, TOKENS, N), down.to(stored)
@@ -568,7 +570,7 @@ def scaled_behind(m, x, weight):
     return F.linear(x, weight) * m.scale
 
 
-#: For each form in which a half multiplies, words of the miss.
+#: Maps a form in which a half multiplies to words of the miss.
 FORMS = {
     computed: ("computed in every call, by aten.mul", "when the model is loaded"),
     scaled_behind: ("scales its result", "multiply the weight by it once"),

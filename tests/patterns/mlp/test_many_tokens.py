@@ -1,7 +1,7 @@
 """Tests linears of codes with more than 128 tokens.
 
-They match on a chip with a kernel that decodes weights, also if the number of tokens is a symbol. A
-weight that the kernel cannot decode, or only more slowly, is advice.
+They match on a chip with a kernel that decodes weights, also if the number of tokens is symbolic.
+If the kernel cannot decode a weight, or would be slower, the linear is advice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 MANY = MOST_CODED_TOKENS + 1
 BOTH = ["linear_activation", "linear_residual"]
-# In int8, a row of up to 64 columns has one scale, and rows of 96 columns have groups of 64.
+# Formats that the kernel decodes. In int8, a row of up to 64 columns has one scale, and a row of 96
+# columns has groups of 64.
 DECODED = (
     quantized.nibbles_low_first,
     quantized.nibbles_of_words,

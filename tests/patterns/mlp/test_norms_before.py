@@ -1,5 +1,5 @@
-"""Tests norms that linears for few tokens read in a form that no op takes. Such norms are reported,
-unless another op takes them."""
+"""Tests norms in front of linears for few tokens, in a form that no op supports. They are reported,
+unless another op matches them."""
 
 from __future__ import annotations
 

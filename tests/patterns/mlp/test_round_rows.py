@@ -1,7 +1,7 @@
 """Tests activations that are rounded in front of fused linears.
 
-One op computes norm and rounding. All readers share its codes or numbers, which have the bits of
-the graph. Other roundings stay.
+One op computes the norm and the rounding. All linears that read the activation share its codes or
+decoded numbers, which have the same bits as the graph's. Other roundings stay in the graph.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def of_other_numbers(x):
 
 
 def mixed(x):
-    """Has the scale in float32 and the quotient in x's dtype."""
+    """Computes the scale in float32 and the quotient in x's dtype."""
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / 448
     codes = (x / scale.to(x.dtype)).clamp(-448, 448).to(E4M3)
     return (codes.float() * scale).to(x.dtype)
@@ -138,8 +138,8 @@ def sites(report):
 )
 @pytest.mark.parametrize("count", [1, 40, 100])
 def test_norm_and_rounding_are_one_op_for_all_readers(rounds, scales, count):
-    """With few tokens, linears read numbers. With more tokens they read codes, and their activation
-    is rounded together with its product."""
+    """With few tokens, linears read decoded numbers. With more tokens they read codes, and one op
+    computes an activation and its rounding."""
     layer, x = Layer(rounds), tokens(count)
     made, report = compiled(layer, x)
     few = count <= MOST_TOKENS
@@ -153,7 +153,7 @@ def test_norm_and_rounding_are_one_op_for_all_readers(rounds, scales, count):
     assert sites(without) == []
     if few:
         assert torch.equal(made, alone)
-    else:  # the activation is rounded once where the graph rounds twice, which moves some codes
+    else:  # the op rounds the activation once and the graph twice, which changes some codes
         assert_no_worse(made, alone, copy.deepcopy(layer).double()(x.double()), "layer")
 
 
@@ -227,7 +227,7 @@ def test_the_control_of_other_roundings():
 
 
 def test_numbers_that_others_read_too():
-    """The op computes them for every reader."""
+    """Other operations read the numbers, too. The op computes them for every reader."""
     layer, x = Projected(by_magnitude, more=lambda rows: rows.sum(-1)), tokens()
     made, report = compiled(layer, x)
     assert len(sites(report)) == 1

@@ -56,7 +56,7 @@ def unscaled(x):
 
 
 class Linear(nn.Module):
-    """Has codes of the weight with a scale for each block. `rounds` rounds x."""
+    """Has a weight of codes with a scale for each block. `rounds` is a function that rounds x."""
 
     def __init__(self, rounds, block=(1, K), shape=(N, K), bias=False, seed=0):
         super().__init__()
@@ -329,7 +329,8 @@ FORMATS = ("ct-fp8", "ct-fp8-dynamic", "ct-fp8-block", "finegrained-fp8")
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_prompts_of_quantised_models(name):
-    """Each layer has four linears besides the fused projection, which takes codes of x, too."""
+    """Each layer of a quantised model has four linears besides the fused projection, which reads
+    codes of x, too."""
     library = pytest.importorskip("transformers")
     from tests.models.shipped import BY_TRANSFORMERS, SHIPPED
 

@@ -25,7 +25,7 @@ def test_lower_says_that_the_experts_run_one_by_one(name):
     # One miss for each graph that shows the loop.
     assert 1 <= codes.count("EXPERT_LOOP") <= len(lowered.graphs), str(lowered)
     assert "GRAPH_BREAK" in codes
-    # Behind a break, no row belongs to an expert.
+    # After a break, no row belongs to an expert.
     assert set(codes) <= {"EXPERT_LOOP", "GRAPH_BREAK", "EMPTY"}
     assert all(
         "torch._grouped_mm" in m.hint
@@ -62,7 +62,8 @@ def test_a_captured_loop_is_told_and_runs():
 
 
 def test_counts_that_nothing_says_are_of_experts_are_no_loop():
-    """This file lies in a folder whose name says so, as a user's file may."""
+    """Counts are no loop over experts if no name says so. (This file's folder has such a name, as a
+    user's file may.)"""
     torch._dynamo.reset()
 
     def best(x):

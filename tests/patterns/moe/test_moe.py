@@ -38,7 +38,8 @@ def test_counts_whose_shape_is_data_match_where_they_are_captured(ends):
 
 
 def test_counts_whose_shape_is_data_end_the_graph():
-    """This is torch's default. The graph after the break says what it misses."""
+    """Counts whose shape depends on data end the graph, which is torch's default. The graph after
+    the break has a miss."""
     module, args = build("plain", ends="bincount")
     torch._dynamo.reset()
     with torch.no_grad():
@@ -96,7 +97,8 @@ def test_every_layer_of_a_chain_with_biases_is_fused():
 
 @pytest.mark.parametrize("name", ["batched", "elsewhere_bias"])
 def test_exported_spellings_match(name):
-    """Export indexes rows by aten.index.Tensor, with a list of places."""
+    """torch.export indexes rows by aten.index.Tensor, with a list of indices. Such graphs match,
+    too."""
     module, args = build(name)
     torch._dynamo.reset()
     with torch.no_grad():
@@ -115,8 +117,8 @@ CLAMPS = {
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("clamp", CLAMPS)
 def test_experts_elsewhere_are_left_out_however_they_are_clamped(clamp, masked):
-    """Without masks, their rows in the graph may hold anything, because no product has written
-    them."""
+    """Experts on other devices are left out, whichever way their numbers are clamped. Without
+    masks, their rows in the graph may hold anything, because no product has written them."""
     module, args = build("elsewhere_bias")
     module.clamp = CLAMPS[clamp]
     module.mask_of = module.mask_of if masked else lambda ids: None
@@ -139,7 +141,7 @@ def misses(name, change, **axes):
 
 
 def other_experts(module):
-    """The ends of rows belong to other experts than those by which the rows were sorted."""
+    """Has group ends of other experts than those by which the rows were sorted."""
     module.ends_of = lambda ids: (ids + 1) % module.axes.num_experts
 
 
@@ -202,7 +204,8 @@ def half_of_the_columns(module):
 
 
 def counted_down(module):
-    """Counts rows from the end, 0, -1, -2, ..., instead of using an inverse order."""
+    """Counts the rows from the end, 0, -1, -2, ..., where other forms use an inverse
+    permutation."""
 
     def combine(y, order, rows, shape):
         inverse = torch.empty_like(order)
@@ -233,7 +236,7 @@ def summed_in_float32(module):
 
 
 def weights_changed_later(module):
-    """Changes the weights in place. They are read under another name afterwards."""
+    """Changes the weights in place, and reads them through another view afterwards."""
 
     def change(weights, order):
         taken = weights[order]
@@ -300,7 +303,8 @@ BOUNDS = {"of_tokens": lambda gate: gate.shape[0] - 29, "of_nan": lambda gate: f
 @pytest.mark.parametrize("name", ["gate", "up"])
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_a_bound_that_is_no_number_keeps_the_activation(bound, name):
-    """A symbolic size is a number only in a call, and a bound of NaN makes every result NaN."""
+    """A clamp stays in the graph if its bound is not a number: a symbolic size is a number only in
+    a call, and a bound of NaN makes every result NaN."""
     torch._dynamo.reset()
     module, (x,) = build("interleaved")
     module.activation = clamped_more(name, BOUNDS[bound])
@@ -315,8 +319,8 @@ def test_a_bound_that_is_no_number_keeps_the_activation(bound, name):
 @pytest.mark.parametrize(("dtype", "held"), [(torch.bfloat16, 256), (torch.float16, 2048)])
 @pytest.mark.parametrize("ends", ["histc", "compared"])
 def test_experts_are_counted_in_a_type_that_tells_them_apart(ends, dtype, held):
-    """256 and 257 are the same number in bfloat16, so an expert would get the rows of another
-    expert."""
+    """Experts must be counted in a dtype that distinguishes them. In bfloat16, 256 and 257 are the
+    same number, so an expert would get the rows of another expert."""
 
     def found(num_experts):
         module, args = build("plain", ends=ends, num_experts=num_experts, hidden=16, inner=16)
@@ -372,8 +376,8 @@ def test_weights_in_an_unknown_format_are_refused():
 
 
 def test_rows_that_meet_another_token_s_weights_are_refused():
-    """There are as many tokens as slots, so shapes alone do not show that the two were
-    exchanged."""
+    """Rows that are multiplied by another token's weights are refused. There are as many tokens as
+    slots, so shapes alone do not show that the two were exchanged."""
 
     def change(module):
         module.combine = lambda y, order, rows, shape: (
@@ -384,7 +388,8 @@ def test_rows_that_meet_another_token_s_weights_are_refused():
 
 
 def test_a_long_way_to_the_row_numbers_takes_no_long_time():
-    """The experts choose their tokens. Each layer before them reads the previous layer twice."""
+    """A long path to the row numbers is searched quickly. The experts choose their tokens, and each
+    layer before them reads the previous layer twice."""
 
     class Deep(torch.nn.Module):
         def forward(self, x, layer, router, gate_up, down):

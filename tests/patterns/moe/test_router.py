@@ -1,5 +1,5 @@
 """Tests the pattern `moe_router`: every spelling of a router becomes one op that chooses no worse
-than the model. A graph that only looks like a router stays, and the miss says why."""
+than the model. A graph that only looks like a router is not changed, and the miss says why."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ SPELLINGS = {
     ernie: {"scores": "softmax", "correction": "yes", "normalised": "yes"},
     llama4: {"scores": "sigmoid", "slots": 1},
     sigmoid_of_one_group_s: {"scores": "sigmoid", "groups": "2 of 4"},
-    # Sums of two logits do not have the same order as sums of their sigmoids.
+    # The order of sums of two logits may differ from the order of sums of their sigmoids.
     sigmoid_of_groups_by_logits: {"scores": "logits", "groups": "2 of 4"},
     bare: {"scores": "logits"},
     divided_by_sums_of_logits: {"scores": "logits", "normalised": "yes", "logits": "given"},
@@ -173,7 +173,8 @@ def test_every_spelling_is_one_op_that_chooses_no_worse(step):
 
 
 def test_experts_that_eager_s_rounding_makes_equal_are_told_apart():
-    """bfloat16 rounds two logits to the same number. The larger one is chosen, wherever it is."""
+    """bfloat16 would round two logits to the same number. The op chooses the larger one, at any
+    position."""
     x = torch.tensor([[1.0, 2.0**-9]]).bfloat16()
     for best in (0, 1):
         weight = torch.full((E, 2), -1.0)
@@ -230,8 +231,7 @@ def worst_groups(x, w, b, c):
 
 
 def groups_of_others(x, w, b, c):
-    """The number of each group is repeated for other experts than those for which it was
-    compared."""
+    """Repeats the number of each group for other experts than those of the group."""
     scores = F.linear(x, w).sigmoid()
     by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
     kept = torch.zeros_like(by_group).scatter(1, by_group.topk(KEPT)[1], 1).bool()
@@ -288,8 +288,8 @@ def other_scores(x, w, b, c):
 
 
 def scores_changed_in_place(x, w, b, c):
-    """The change that hides the scores of other groups goes through a view. It also hides the
-    scores that are gathered."""
+    """Changes the scores in place through a view, which hides other groups. The gathered scores
+    change, too."""
     scores = F.linear(x, w).sigmoid()
     by_group = scores.view(-1, GROUPS, E // GROUPS).amax(-1)
     mask = mask_of(by_group.topk(KEPT)[1], by_group)
@@ -341,7 +341,8 @@ def test_float64_is_refused():
 
 
 def test_experts_that_are_sorted_by_but_not_chosen_by_a_topk_are_told():
-    """phimoe does this: it chooses the largest score, and then the largest of the others."""
+    """Experts by which rows are sorted, but which no topk chose, are reported. phimoe chooses the
+    largest score, and then the largest of the others."""
 
     def step(x, w, b, c):
         scores = F.linear(x, w)
@@ -370,7 +371,8 @@ def test_a_choice_of_words_is_no_router():
 
 @pytest.mark.parametrize("projected", [False, True])
 def test_scores_of_tokens_with_each_other_are_no_router(projected):
-    """Such scores may belong to a sparse mask, which an attention or another operation reads."""
+    """Scores of tokens with each other are no router. They may belong to a sparse mask, which an
+    attention or another operation reads."""
 
     def step(x, w, b, c):
         x = F.linear(x, w).relu() if projected else x
@@ -385,7 +387,7 @@ def test_scores_of_tokens_with_each_other_are_no_router(projected):
 
 
 def test_a_choice_that_nothing_reads_is_no_router():
-    """Dynamo keeps the call, and export drops it."""
+    """A choice that nothing reads is no router. Dynamo keeps the call, and export drops it."""
 
     def step(x, w, b, c):
         scores = F.linear(x, w).softmax(-1)
@@ -398,7 +400,8 @@ def test_a_choice_that_nothing_reads_is_no_router():
 
 
 def test_what_follows_the_weights_and_is_not_known_stays():
-    """The weights are normalised twice. The second norm stays in the graph."""
+    """Unknown operations after the weights stay in the graph. Here the weights are normalised
+    twice, and the second norm stays."""
 
     def step(x, w, b, c):
         top, ids = mixtral(x, w, b, c)
@@ -422,7 +425,8 @@ def test_a_sum_of_logits_that_is_bounded_by_zero_stays():
 
 
 def test_weights_divided_in_place_under_two_names_stay_what_they_are():
-    """After the division, the topk's own values are read under their former name."""
+    """Divides the weights in place through a view, and then reads them as the topk's own values.
+    The result must have the divided weights."""
 
     def step(x, w, b, c):
         top, ids = torch.topk(F.linear(x, w).float().softmax(-1), S)

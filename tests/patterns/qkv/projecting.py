@@ -1,4 +1,5 @@
-"""A layer whose step is a plain function, its arguments, and a comparison with eager."""
+"""A layer whose step is a plain function, the arguments of the step, and a comparison with
+eager."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ PACKED = {"w": (N, K)}
 
 
 class Layer(nn.Module):
-    """Has weights by name. `step` is the model."""
+    """A layer that has weights by name. `step` computes it."""
 
     def __init__(self, step, **shapes):
         super().__init__()

@@ -1,7 +1,7 @@
 """Tests the norm in front of the projections.
 
-It is a part of `qkv_cache` if there are few tokens and no other node reads its result. Otherwise it
-stays in the graph, and the site is fused without it.
+The norm is a part of `qkv_cache` if there are few tokens and no other node reads its result.
+Otherwise it stays in the graph, and the site is fused without the norm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ FEW = 6
 
 @pytest.fixture(autouse=True)
 def six_tokens_are_few(monkeypatch):
-    """The kernels exist for a single token. Six tokens have more numbers that can differ."""
+    """Treats six tokens as few. The kernels exist only for a single token, but six tokens have more
+    numbers that can differ."""
     monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", FEW)
 
 
@@ -77,8 +78,8 @@ def norm_in_place(m, x):
 
 
 def step_of(norm, weight=lambda m: m.w, head_norm=lambda h: h, also=lambda m, x, normed: 0):
-    """Makes a step of a norm, one product and a write. `also` comes between the norm and the
-    write."""
+    """Makes a step that consists of a norm, one product and a write. `also` comes between the norm
+    and the write."""
 
     def step(m, x, k_cache, v_cache, slots):
         normed = norm(m, x)
@@ -129,7 +130,8 @@ def test_a_norm_that_nobody_else_reads_is_part_of_it(norm):
 @pytest.mark.parametrize("norm", [layer_norm, layer_norm_by_hand, bare_layer_norm])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_layer_norm_is_part_of_it_too(norm, dtype):
-    """In float16, too, the result of the norm is rounded before the product."""
+    """A layer norm is a part of the site, too. In float16, too, its result is rounded before the
+    product."""
     assert site_of(step_of(norm), dtype)["input_norm"] == "layer"
 
 
@@ -153,7 +155,7 @@ def three_products(m, x, k_cache, v_cache, slots):
 
 
 def the_cast_is_read(m, x, k_cache, v_cache, slots):
-    """That part of the norm stays for its reader."""
+    """Reads the cast of the norm, too, so this part of the norm stays in the graph."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
     q, k, v = map(heads, F.linear(m.n * normed.to(x.dtype), m.w).split(WIDTHS, -1))
@@ -162,7 +164,7 @@ def the_cast_is_read(m, x, k_cache, v_cache, slots):
 
 
 def by_batch(m, x, k_cache, v_cache, slots):
-    """The rows are dense, in another order."""
+    """Has dense rows in another order."""
     normed = hf_norm(m, x.view(2, 3, K).transpose(0, 1))
     q, k, v = (h.flatten(0, 1) for h in map(heads, F.linear(normed, m.w).split(WIDTHS, -1)))
     write(k_cache, v_cache, slots, k, v)
@@ -177,7 +179,7 @@ def test_what_else_there_is_about_it(step):
 
 
 def by_column(m, x):
-    """The rows are not dense, so no kernel loads them."""
+    """Has rows that are not dense, so no kernel loads them."""
     return own_norm(m, x.view(K, -1).t())
 
 
@@ -221,7 +223,8 @@ def test_for_many_tokens_a_norm_stays_by_itself():
 
 
 def test_the_write_alone_leaves_the_norm_where_it_is():
-    """Another node reads the normalised keys, which keeps the projection in the graph."""
+    """If only the write is fused, the norm stays in its place. Here another node reads the
+    normalised keys, so the projection stays in the graph."""
 
     def step(m, x, k_cache, v_cache, slots):
         q, k, v = map(heads, F.linear(hf_norm(m, x), m.w).split(WIDTHS, -1))

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def packed(order):
-    """Makes one packed product without rotation. `order` says where q, k and v lie in it."""
+    """Makes one packed product without rotation. `order` gives the order of q, k and v in it."""
     widths = {"q": HQ * D, "k": HKV * D, "v": HKV * D}
 
     def step(m, x, k_cache, v_cache, slots):
@@ -69,7 +69,8 @@ def interleaved(order, rotary=False):
 
 
 def two_keys_around_a_query(m, x, k_cache, v_cache, slots):
-    """Has the order [k0 q0 q1 k1]. Whole blocks of three would reach past the end of the weight."""
+    """Has the order [k0 q0 q1 k1]. Here, blocks of three heads would reach past the end of the
+    weight."""
     part = F.linear(x, m.w).view(T, 4, D)
     v = heads(F.linear(x, m.v))
     write(k_cache, v_cache, slots, rotate(part[:, ::3]), v)
@@ -77,7 +78,8 @@ def two_keys_around_a_query(m, x, k_cache, v_cache, slots):
 
 
 def pairs_behind_an_odd_query(m, x, k_cache, v_cache, slots):
-    """Has the order [q q q (k v) (k v)]: three query heads, then keys and values in turns."""
+    """Has the order [q q q (k v) (k v)]: three query heads, and then keys and values that
+    alternate."""
     all_heads = F.linear(x, m.w).view(T, 7, D)
     q, kv = all_heads[:, :2], all_heads[:, 3:].unflatten(1, (2, 2))
     k, v = rotate(kv[:, :, 0]), kv[:, :, 1]
@@ -86,8 +88,8 @@ def pairs_behind_an_odd_query(m, x, k_cache, v_cache, slots):
 
 
 def einsum_that_turns_the_weight(m, x, k_cache, v_cache, slots):
-    """There are as many heads as each head has columns. The weight [D, H, K] is read in transposed
-    order."""
+    """Reads the weight [D, H, K] in transposed order. There are as many heads as each head has
+    columns."""
     q, k, v = (torch.einsum("th,dnh->tnd", x, w) for w in (m.q, m.k, m.v))
     write(k_cache, v_cache, slots, k, v)
     return q * 2
@@ -114,7 +116,8 @@ def einsum_of_a_sequence(m, x, k_cache, v_cache, slots):
 
 
 def einsum_without_an_arrow(m, x, k_cache, v_cache, slots):
-    """Without an arrow, einsum sums over a, and orders the other letters by name: n, x, y."""
+    """Calls einsum without an arrow. It then sums over a, and orders the other letters by name: n,
+    x, y."""
     parts = [torch.einsum("na,axy", x, w.permute(2, 0, 1)) for w in (m.q, m.k, m.v)]
     write(k_cache, v_cache, slots, *parts[1:])
     return parts[0] * 2
@@ -130,14 +133,14 @@ def einsum_over_two(m, x, k_cache, v_cache, slots):
 
 
 def bias_for_every_head(m, x, k_cache, v_cache, slots):
-    """Has one bias [D] for all heads, and one number for each head."""
+    """Has one bias [D] for all heads, and a further number for each head."""
     q, k, v = (torch.einsum("th,ndh->tnd", x, w) for w in (m.q, m.k, m.v))
     write(k_cache, v_cache, slots, k + m.b, m.b[:HKV, None] + v)
     return (q + m.b) * 2
 
 
 def query_in_pieces(m, x, k_cache, v_cache, slots):
-    """Different nodes read the rest of the packed product in several ways."""
+    """Has a packed product whose query is read by different nodes in several ways."""
     out = F.linear(x, m.w)
     q, k, v = out.split([HQ * D, HKV * D, HKV * D], -1)
     write(k_cache, v_cache, slots, heads(k), heads(v))
@@ -146,7 +149,7 @@ def query_in_pieces(m, x, k_cache, v_cache, slots):
 
 
 def query_kept_for_the_next_layer(m, x, k_cache, v_cache, slots):
-    """The rest of a packed product is the activation of the next layer."""
+    """Uses the rest of a packed product as the activation of the next layer."""
     q = packed("qkv")(m, x, k_cache, v_cache, slots)
     return packed("qkv")(m, (q / 2).flatten(1), k_cache, v_cache, slots + 1)
 
@@ -160,7 +163,7 @@ def next_layer_reads_the_query_itself(m, x, k_cache, v_cache, slots):
 
 
 def gated(m, x, k_cache, v_cache, slots):
-    """Has a gate of the same activation, which is as wide as the query. Only the query meets the
+    """Has a gate of the same activation that is as wide as the query. Only the query attends to the
     cache."""
     write(k_cache, v_cache, slots, heads(F.linear(x, m.k)), heads(F.linear(x, m.v)))
     gate, q = F.linear(x, m.gate), heads(F.linear(x, m.q))
@@ -210,7 +213,8 @@ def test_matched_and_right(name):
 
 
 def test_a_weight_of_another_order_is_not_taken_for_the_usual_one():
-    """The weight is square, so its shape does not show the order."""
+    """A weight in another order must not be taken for one in the usual order. It is square, so its
+    shape does not show the order."""
     shapes = dict.fromkeys("qkv", (D, D, K))
     args = make_args(heads=D, head_dim=D)
     report = compare(Layer(einsum_that_turns_the_weight, **shapes), args, exactly=False)
@@ -229,7 +233,8 @@ def test_a_packed_product_disappears():
 
 
 def test_joined_weights_are_handed_over_apart():
-    """The graph no longer joins three weights in every call."""
+    """If the graph joins three weights, the op gets them separately, and the rewritten graph no
+    longer joins them in every call."""
 
     def step(m, x, k_cache, v_cache, slots):
         weight, bias = torch.cat((m.q, m.k, m.v)), torch.cat((m.qb, m.kb, m.vb))

@@ -1,4 +1,4 @@
-"""Tests graphs that only look like a projection of heads: they are missed by name, and left as they
+"""Tests graphs that only look like a projection of heads. They have a named miss, and stay as they
 were.
 
 A step takes (layer, x, k_cache, v_cache, slots).
@@ -72,8 +72,8 @@ SQUARE = {"q": (D * D, K), "k": (D * D, K), "v": (D * D, K)}
 
 
 def keys_turned_over(m, x, k_cache, v_cache, slots):
-    """There are as many heads as each head has columns, so [T, D, H] fits in the place of [T, H,
-    D]."""
+    """Exchanges the last two dimensions of the keys. There are as many heads as each head has
+    columns, so [T, D, H] has the shape of [T, H, D]."""
     k = F.linear(x, m.k).view(T, D, D).transpose(1, 2)
     write(k_cache, v_cache, slots, k, F.linear(x, m.v).view(T, D, D))
     return F.linear(x, m.q) * 2
@@ -92,7 +92,8 @@ def query_rotated_across_heads(m, x, k_cache, v_cache, slots):
 
 
 def keys_tiled(m, x, k_cache, v_cache, slots):
-    """Has the order k0 k1 k0 k1. The copies of each head should be neighbours."""
+    """Repeats heads in the order k0 k1 k0 k1. The copies of each head should be next to each
+    other."""
     k, v = (heads(F.linear(x, w)).repeat(1, 2, 1) for w in (m.k, m.v))
     write(k_cache, v_cache, slots, k, v)
     return F.linear(x, m.q) * 2
@@ -127,7 +128,7 @@ def tokens_turned_around(m, x, k_cache, v_cache, slots):
 
 
 def query_over_keys(m, x, k_cache, v_cache, slots):
-    """The rotated query contains a head of the keys' rows."""
+    """Rotates a query that contains a head of the keys' rows."""
     out = F.linear(x, m.w)
     k, v = heads(out[:, HQ * D : (HQ + HKV) * D]), heads(out[:, (HQ + HKV) * D :])
     write(k_cache, v_cache, slots, rotate(k), v)
@@ -155,7 +156,7 @@ def query_part_scaled_in_place(m, x, k_cache, v_cache, slots):
 
 
 def query_by_a_table_that_changes(m, x, k_cache, v_cache, slots):
-    """A table scales the query, and it is overwritten before the cache is written."""
+    """Scales the query by a table that is overwritten before the cache is written."""
     scale = x.sum(-1, keepdim=True)
     q = F.linear(x, m.q) * scale
     scale.zero_()
@@ -173,7 +174,7 @@ def clamps(k_clamp, v_clamp=lambda x: x):
 
 
 def clamped_with_another_name(m, x, k_cache, v_cache, slots):
-    """A name from before the clamp is read, so the clamp happens in place."""
+    """Clamps in place, because the tensor is also read by a name from before the clamp."""
     k = F.linear(x, m.k)
     name = k.view(-1)
     k.clamp_(-0.5, 0.5)
@@ -207,7 +208,7 @@ EXPERTS = ROWS | {"router": (2 * D, K), "experts": (2 * D, HQ * D, K)}
 
 
 def two_linears_beside(m, x, k_cache, v_cache, slots):
-    """There is no attention that would distinguish the query from the gate."""
+    """Has two linears next to K and V, but no attention that would show which one is the query."""
     write(k_cache, v_cache, slots, heads(F.linear(x, m.k)), heads(F.linear(x, m.v)))
     return F.linear(x, m.q) * 2, F.linear(x, m.gate).sigmoid()
 
@@ -220,8 +221,8 @@ def weight_by_token(m, x, k_cache, v_cache, slots):
 
 
 def residual_in_addmm(m, x, k_cache, v_cache, slots):
-    """There are as many tokens as features, so the added matrix has the length of a bias in either
-    case."""
+    """Adds a residual with addmm. There are as many tokens as features, so the added matrix has the
+    length that a bias would have."""
     k = torch.addmm(m.added, x, m.k.t())
     write(k_cache, v_cache, slots, k[:, None], F.linear(x, m.v)[:, None])
     return F.linear(x, m.q) * 2
@@ -378,7 +379,8 @@ def _normed(x, weight):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_norm_weight_goes_by_the_projection_s_heads(turned):
-    """If heads are transposed before the norm, each meets the weight of another head."""
+    """The weights of a norm belong to the heads of the projection. If heads are transposed before
+    the norm, each head gets the weight of another head."""
 
     def step(m, x, k_cache, v_cache, slots):
         q, k, v = (heads(F.linear(x, w)) for w in (m.q, m.k, m.v))
@@ -412,7 +414,8 @@ def test_what_fp32_has_as_zero_or_infinite_is_no_scale(scale):
 
 
 def test_tokens_that_change_places_on_their_way_are_all_written():
-    """Pieces that are joined along the tokens are two writes of one store. Neither is lost."""
+    """Tokens that are written in two pieces are all written. Pieces that are joined along the
+    tokens are two writes of one store."""
 
     def step(m, x, k_cache, v_cache, slots):
         k, v = (heads(F.linear(x, w)) for w in (m.k, m.v))

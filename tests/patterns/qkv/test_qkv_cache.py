@@ -1,5 +1,5 @@
-"""Tests every idiom of "project, write the cache, attend": it is matched and right, or missed by
-name.
+"""Tests every idiom of "project, write the cache, attend": it is matched and right, or has a named
+miss.
 
 A matched idiom is compared with eager and float64. Outputs and caches are no less accurate than
 eager's, and slots that nothing writes keep every bit.
@@ -14,19 +14,19 @@ from tests.models.qkv_idioms import IDIOMS, TOLD_APART, VARIANTS, axes_of, build
 from tests.patterns.running import check_against_eager
 from tilewright.compiler import lower, reports
 
-#: For idioms that no op takes: the code, and the text that the message must contain.
+#: For idioms that no op supports: the code, and the text that the message must contain.
 MISSED = {
     "custom_op": ("OPAQUE_WRITE", "tilewright_models::store"),
     "out_of_place": ("FUNCTIONAL_WRITE", "return a new tensor"),
     "masked": ("GRAPH_BREAK", "what runs between graphs is not fused"),
 }
 
-#: For idioms of which only a write could be taken: the reason why the projection was not.
+#: For idioms of which only the write is fused: the reason why the projection is not.
 STORED = {"vllm_v1": "CACHE_LAYOUT"}
 
-#: Forms of the projection that read dimensions of x. These are tested with rows and with batches
-#: [B, S, K]; the other forms are tested with one of the two, in turn. Rows have a rotation. Batches
-#: have one only where the query cannot be told apart without it.
+#: Forms of the projection that read dimensions of x. These forms are tested with rows and with
+#: batches [B, S, K]. The other forms are tested with one of the two, in turn. Rows have a rotation.
+#: Batches have one only if the query cannot be recognised without it.
 BY_DIMENSION = ("einsum", "conv", "unsqueezed", "matmul", "bmm", "from_the_right")
 ASKED_ALREADY = [
     name
@@ -38,7 +38,7 @@ ASKED_ALREADY = [
     )
 ]  # fmt: skip
 
-#: An axis that is no form of the projection is tested with one kind of write, in turn.
+#: A variant that is no form of the projection is tested with one kind of write, in turn.
 _IN_TURN = [axis for axis in VARIANTS if not axis.startswith("p_")]
 ASKED_ALREADY += [
     f"{axis}_{'static' if number % 2 else 'paged'}" for number, axis in enumerate(_IN_TURN)
@@ -101,7 +101,7 @@ def test_missed_with_a_reason_and_still_right(name):
     assert found, [str(m) for m in misses_of(lowered, "qkv", "capture")]
     assert phrase in found[0].message
     if name == "masked":
-        return  # on a CPU, eager masks with nonzero in both, and no fused op ran
+        return  # on a CPU, both use eager masks with nonzero, and no fused op runs
     eager, ours = cloned(args), cloned(args)
     expected = module(*eager)
     torch._dynamo.reset()
@@ -201,7 +201,7 @@ def test_heads_in_another_order_are_left_alone(heads):
 
 
 def test_writes_to_different_slots_are_taken_one_by_one():
-    """K and V at different slots are no pair. Each write is still taken alone."""
+    """Writes to different slots are fused one by one: K and V at different slots are no pair."""
 
     class Apart(ExplicitHeads):
         def forward(self, x, page, offset, k_cache, v_cache):

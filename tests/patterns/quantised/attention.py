@@ -1,4 +1,4 @@
-"""An attention with quantised projections, and what its tests compare."""
+"""An attention with quantised projections, and the comparison that its tests make."""
 
 import torch
 from torch import nn
@@ -13,8 +13,8 @@ K, HQ, HK, D = 64, 4, 2, 32
 
 
 class Attention(nn.Module):
-    """Has three quantised projections, or one that contains all three. K and V are written, and q
-    is returned."""
+    """Has three quantised projections, or one that contains all three. Writes K and V, and returns
+    q."""
 
     def __init__(self, make, packed=False, heads_first=False):
         super().__init__()
@@ -61,7 +61,8 @@ def check(module, args):
 
 
 class Rotated(Attention):
-    """Has the same heads. q and k are rotated by position directly after the product."""
+    """The attention with the same heads, whose q and k are rotated by position directly after the
+    product."""
 
     def forward(self, x, slots, k_cache, v_cache):
         q, k, v = (part(x).view(*x.shape[:-1], -1, D) for part in self.parts)
@@ -90,7 +91,7 @@ def stored(form):
 def assert_missed(module, args, code):
     eager, ours = cloned(args), cloned(args)
     expected = module(*eager)
-    # The projections by themselves are fused, with another rounding.
+    # Without this option, the projections by themselves are fused, too, which adds a rounding.
     options = {"inner": "eager", "patterns": ["-coded_linear"]}
     actual = torch.compile(module, backend="tilewright", options=options)(*ours)
     found = reports()[-1]

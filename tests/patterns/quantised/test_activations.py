@@ -1,5 +1,5 @@
-"""Tests activations that the graph quantises: the op quantises them if this means the same, and
-only then."""
+"""Tests activations that the graph quantises: the op quantises them if and only if this gives the
+same result."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_every_spelling_is_quantised_by_the_op(name, first, fresh_dynamo):
         assert "activations=fp8" in str(found)
         plain = CodedMoe(lambda rows: rows, lambda rows: rows)(x)
     assert_no_worse(fused, eager, exact, name)
-    # The codes are the graph's. The op is far nearer to the graph than either is to a graph without
-    # quantisation.
+    # Both use the graph's codes. The op is far nearer to the graph than either is to a graph
+    # without quantisation.
     assert relative_error(fused, eager) < relative_error(plain, eager) / 3
 
 
@@ -80,8 +80,8 @@ def unchanged(rows):
 
 
 def test_gate_and_up_are_quantised_together_or_not_at_all():
-    """The graph quantises the rows for one of two products only. The op would quantise the rows for
-    both products or for neither, so its result would differ from that of the graph."""
+    """If the graph quantises the rows for only one of gate and up, the pattern does not match: the
+    op would quantise them for both or for neither, so its result would differ."""
     (site,) = matches_of(lowered(SeparateMoe(divided, bounded, divided)), "fused_moe")
     assert site.op == "fused_moe"
     for hidden in (divided, unchanged):
@@ -91,7 +91,8 @@ def test_gate_and_up_are_quantised_together_or_not_at_all():
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_tokens_that_alone_are_quantised_are_tokens(dense, fresh_dynamo):
-    """Before the gather, the tokens are some x, whatever computes it."""
+    """If only the tokens are quantised, they become the op's x. Before the gather, they may be
+    computed in any way."""
     module = CodedMoe(divided, unchanged, first=True, dense=dense)
     x = tokens()
     with torch.no_grad():
@@ -114,8 +115,8 @@ def test_a_graph_that_does_not_quantise_is_not_quantised():
 
 
 def test_a_library_s_kernel_is_told():
-    """The two calls of the library's kernel give one miss. If the weights are no codes, there is no
-    miss."""
+    """Reports a library's kernel. The two calls of the kernel give one miss. If the weights are not
+    codes, there is no miss."""
     found = lowered(KernelMoe())
     assert_refused(found, "EXPERT_KERNEL")
     (miss,) = (m for m in misses_of(found, "fused_moe") if m.code == "EXPERT_KERNEL")

@@ -1,4 +1,4 @@
-"""Arithmetic that is nearly that of a format is missed by name."""
+"""Tests arithmetic that is nearly that of a format. It has a named miss."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def signed_nibbles(layer, dtype):
 
 @stored(quantized.nibbles_low_first)
 def halves_side_by_side(layer, dtype):
-    """Neighbours in a byte are not neighbours along K."""
+    """Unpacks words so that the two codes of a byte are not next to each other along K."""
     codes = torch.cat((layer.packed & 0xF, layer.packed >> 4), dim=-1)
     return quantized.grouped(layer, codes, dtype)
 
@@ -54,7 +54,7 @@ def nibbles_that_wrap_around(layer, dtype):
 
 @stored(quantized.gptq)
 def a_mask_that_wraps_around(layer, dtype):
-    """In a signed word, a mask of all bits keeps the sign, so the last nibble has a sign."""
+    """Masks all bits of a signed word, which keeps the sign, so the last nibble has a sign."""
     nibbles = [(layer.packed >> shift) & 15 for shift in range(0, 28, 4)]
     codes = torch.stack((*nibbles, (layer.packed & 0xFFFFFFFF) >> 28), dim=1)
     codes = codes.view(-1, GROUP, layer.width).to(dtype) - 8
@@ -95,7 +95,7 @@ def scaled_then_moved(layer, dtype):
 
 @stored(quantized.nibbles_low_first)
 def scales_in_tiles(layer, dtype):
-    """Columns that are far apart share a scale."""
+    """Shares a scale among columns that are far apart."""
     codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
     return (codes.to(dtype) - 8) * layer.scale.repeat(1, GROUP).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Projections by operators, from buffers, of several formats, and with sums that are scaled."""
+"""Tests projections by operators, by buffers, in several formats, and with scaled sums."""
 
 import pytest
 import torch
@@ -32,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
     ],
 )
 def test_projections_by_an_operator_are_told_by_its_name(form, name):
-    """One of the operators writes its result in place. Its weights are buffers."""
+    """Projections by an operator are reported with the operator's name. One of the operators writes
+    its result in place. Its weights are buffers."""
     report = lower(Attention(linear_of(form)), arguments(5))
     assert patterns_in(report, "qkv") == ["cache_store"]
     (miss,) = misses_of(report, "qkv")
@@ -59,8 +60,9 @@ def test_projections_from_buffers_are_matched(form):
 
 
 def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
-    """The op refuses the second site, and another round offers that site to the next pattern. In
-    that round, `cache_store` rewrites the first site."""
+    """A site that the op refuses hides no miss of another site. The op refuses the second site,
+    which the next pattern then tries in another round. In that round, `cache_store` rewrites the
+    first site."""
 
     class Two(nn.Module):
         def __init__(self):
@@ -79,7 +81,7 @@ def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
 
 
 def sums_scaled_besides(layer, x):
-    """Scales the weight, and scales its sums by column once more."""
+    """Scales the weight, and also scales the sums by column."""
     return x @ quantized.int8(layer, x.dtype).t() * layer.scale.to(x.dtype)
 
 

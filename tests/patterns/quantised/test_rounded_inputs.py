@@ -18,8 +18,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TOKENS, LENGTH = 64, 4, 2, 16, 3, 24
 
 
 class RoundingLinear(nn.Module):
-    """Rounds x by token to float8_e4m3fn, and multiplies it by a weight of codes. `most` is the
-    largest number to which a scale maps."""
+    """Rounds x by token to float8_e4m3fn, and multiplies it by a weight of codes. A scale maps the
+    largest number of a token to `most`."""
 
     def __init__(self, width, most=448.0):
         super().__init__()

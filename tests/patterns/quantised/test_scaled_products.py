@@ -110,7 +110,7 @@ class ScaledByRecipe(BlockScaled):
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize(("hidden", "is_read"), [(512, True), (640, False)])
 def test_scales_by_recipes_of_blocks(hidden, is_read, square):
-    """Scales that are padded are reported. The product runs only on a GPU."""
+    """Products with padded scales are reported. The product itself runs only on a GPU."""
 
     class Gated(nn.Module):
         def __init__(self):
@@ -134,7 +134,8 @@ def test_scales_by_recipes_of_blocks(hidden, is_read, square):
 @ROW_SCALES
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="this PyTorch has none")
 def test_sizes_of_a_second_compilation_are_told_where_they_are_symbols():
-    """Without a reset between two models, Dynamo makes symbols of the sizes that differ."""
+    """Sizes that are symbols in a second compilation are reported. Without a reset between two
+    models, Dynamo makes symbols of the sizes that differ."""
     by_row = torch.nn.functional.ScalingType.RowWise
 
     def gated(x, x_scale, *weights):

@@ -1,4 +1,4 @@
-"""Quantised weights are recognised by what they compute, however they are stored."""
+"""Tests that quantised weights are recognised by what they compute, however they are stored."""
 
 import pytest
 import torch
@@ -91,8 +91,8 @@ def test_one_weight_for_all_three(form, bias):
     ],
 )
 def test_a_rotation_is_no_scale_of_the_codes(form, tokens):
-    """The rotation of a single token and a scale of the sums are both one number for each row of
-    the weight."""
+    """A rotation is no scale of the codes, although both the rotation of a single token and a scale
+    of the sums are one number for each row of the weight."""
     assert check(Rotated(linear_of(form)), arguments(tokens))["rope"] == "half"
 
 
@@ -102,8 +102,8 @@ def test_a_rotation_is_no_scale_of_the_codes(form, tokens):
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_a_scale_may_be_any_number(form, number):
-    """A group of zeros has scale 0 in every quantiser that computes the scale from the largest
-    number."""
+    """A scale may be any number. A group of zeros has scale 0 in every quantiser that computes the
+    scale from the largest number."""
     module, (x, *rest) = Attention(linear_of(form)), arguments(5)
     x[0] = 0
     for part in module.parts:
@@ -162,7 +162,7 @@ def nvfp4_factors_of_rows(layer, dtype):
 
 @stored(quantized.nvfp4)
 def nvfp4_factor_of_a_cast(layer, dtype):
-    """The factor is stored in bfloat16, and there is another number."""
+    """Stores the factor in bfloat16, and multiplies by another number, too."""
     factor = layer.factor.bfloat16().float()
     return (quantized.nvfp4_unscaled(layer, torch.float32) * factor * 0.5).to(dtype)
 
@@ -185,8 +185,8 @@ def nvfp4_by_a_number(layer, dtype):
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_factor_for_all_of_a_weight_is_an_argument(form, apart, graphs_kept):
-    """The op then reads the scale as it is stored. Factors by blocks are multiplied into the
-    scale."""
+    """A factor for a whole weight is an argument, so that the op reads the scale as it is stored.
+    Factors by blocks are multiplied into the scale."""
     check(Attention(linear_of(form)), arguments(5))
     graph = reports()[-1].after.graph
     (fused,) = [n for n in graph.nodes if "fused_qkv_paged" in str(n.target)]

@@ -14,7 +14,7 @@ DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def words(dtype):
-    """Returns numbers of all sizes and both signs, as the dtype holds them."""
+    """Returns numbers of all sizes and both signs, converted to the dtype."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator)
     return whole.to(dtype)
@@ -30,7 +30,7 @@ def told(bits, held):
 
 
 def assert_right(expression, dtype):
-    """Returns whether the bits are known. If they are known, they must be right."""
+    """Returns whether the bits are known. Asserts that known bits are right."""
     held = words(dtype)
     view, expected = returned(expression, held), expression(held)
     bits = bits_of(view)

@@ -1,4 +1,5 @@
-"""Zero points: packed, selected, subtracted before scaling or added behind it."""
+"""Tests zero points that are packed, that are selected, that are subtracted before scaling, and
+that are added after it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests the recognition of activations, which must accept any value of a graph."""
+"""Tests the recognition of activations. It must accept any value of a graph without an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tilewright.patterns.recognise.activation import match_activation
 
 
 def test_a_number_in_place_of_a_tensor_is_no_activation():
-    """The test has `2 ** x`, alone and in a product."""
+    """A number in place of a tensor is no activation. The graphs have `2 ** x`, alone and in a
+    product."""
     power = value("aten.pow", 2.0**X, 2.0, GIVEN.whole)
     assert match_activation(power.whole) is None
     product = value("aten.mul", X * 2.0**X, GIVEN.whole, power.whole)

@@ -130,8 +130,7 @@ def in_order(rows):
 
 @pytest.mark.parametrize("scales", [(1, 1), (2, 1), (2, 3), (1, 384)])
 def test_a_scale_of_blocks_is_the_view_that_repeats_it(scales):
-    """Equal views have equal effects. A scale that the graph itself repeats is therefore the same
-    scale."""
+    """A scale by blocks equals the view that repeats it, because equal views have equal effects."""
     x, weight = value("input", torch.ones(T, 256)), value("constant", torch.ones(256, 384))
     scale, one = value("constant", torch.ones(scales)), value("constant", torch.ones(1, 1))
     of = value("aten._scaled_mm", torch.ones(T, 384), x.whole, weight.whole, one.whole, scale.whole)
@@ -157,7 +156,8 @@ def test_rows_of_a_weight(block):
 
 @pytest.mark.parametrize("block", range(4))
 def test_views_of_rows_are_views_of_the_output(block):
-    """Random views of some heads are restated. A view that contains other rows is refused."""
+    """Random views of some heads are converted to views of the output. A view that contains other
+    rows is refused."""
     rng = random.Random(block)
     flat = numbers(T, N)
     taken = 0

@@ -35,7 +35,7 @@ SPELLINGS = ("linear", "linear without a bias", "added bias", "matmul and added 
 
 
 def linear(spelling):
-    """Returns (the last value, the contents of its inputs)."""
+    """Returns (the last value of a graph with a linear, the contents of the graph's inputs)."""
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(shape, dtype=torch.double) for shape in ((B, S, K), (N, K), N))
     inputs = [value(op, t) for op, t in (("input", x), ("constant", weight), ("constant", bias))]
@@ -94,7 +94,8 @@ def test_misses_have_their_callers_codes():
 
 @pytest.mark.parametrize(("factors", "named"), [(1, True), (N, False)])
 def test_a_miss_names_a_factor_that_is_one_number(factors, named):
-    """When the model is loaded, the weight could absorb a number that all features share."""
+    """The miss names a factor that is one number for all features. The user could multiply it into
+    the weight when the model is loaded."""
     of, result, _ = linear("linear")
     factor = value("constant", torch.ones(factors))
     above = value("aten.mul", result, replace(of, projected=True).whole, factor.whole)

@@ -19,7 +19,7 @@ X = torch.zeros(2)
 
 
 def told(line, shape):
-    """Returns the integers for which a line stands."""
+    """Returns the integers that a line describes."""
     total = torch.full(shape, line.offset)
     for dim, slope in enumerate(line.slopes):
         steps = arange(shape[dim]).view([-1 if d == dim else 1 for d in range(len(shape))])
@@ -119,7 +119,7 @@ TRUTHS = {
     "inverted": (lambda x: ~(arange(4) != arange(4)), True),
     "a number": (lambda x: full((3,), 2) > 1, True),
 }
-#: Both sides are lines, and the comparison is true for some elements and false for others.
+#: Comparisons of two lines, which are true for some elements and false for others.
 COMPARED = {
     "<=": lambda x: arange(4)[None] <= arange(3)[:, None] + 1,
     "<": lambda x: arange(4)[None] < arange(3)[:, None] + 1,

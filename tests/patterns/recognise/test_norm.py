@@ -1,5 +1,5 @@
 """Tests norms of heads: every spelling gives the same norm. A graph that is no such norm is refused
-or left alone."""
+or not reported."""
 
 import pytest
 import torch
@@ -175,7 +175,8 @@ def test_before_and_after_the_rotation(form, weighted, after):
 
 
 def test_a_weightless_norm_of_one_rotated_token():
-    """In this case cos has the shape of a weight, but is none."""
+    """A weightless norm of one rotated token has a cos with the shape of a weight, which is
+    none."""
     table = angles()[:1]
 
     def norm(m, x, _):

@@ -1,5 +1,5 @@
-"""Tests that rotations are recognised by what they compute: every spelling is, and no near miss
-is."""
+"""Tests that rotations are recognised by what they compute: every spelling is recognised, and no
+near miss is."""
 
 import pytest
 import torch
@@ -137,8 +137,8 @@ def test_gathered_tables(name):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_buffer_of_matrices(seed):
-    """The matrices have any numbers. Nothing says that they rotate, and the op's tables need not
-    rotate either."""
+    """A buffer of matrices may hold any numbers. Nothing shows that they rotate, and the op's
+    tables need not rotate either."""
     generator = torch.Generator().manual_seed(seed)
     freqs = torch.randn(9, D // 2, 2, 2, generator=generator)
 
@@ -196,7 +196,7 @@ def one_pair_backwards(x, cos, sin):
 
 
 def columns_of_the_other_member(x, cos, sin):
-    """The columns of the cosine are ordered by halves, and the pairs are not."""
+    """Orders the columns of the cosine by halves, but rotates adjacent pairs."""
     a, b = x[..., ::2], x[..., 1::2]
     wide = torch.cat((cos, sin), -1)
     even, odd = wide[..., : D // 2], wide[..., D // 2 :]
@@ -208,7 +208,8 @@ def tripled(x, cos, sin):
 
 
 def odd_number_of_dimensions(x, cos, sin):
-    """A share of the head is rounded down, which gives halves of 2 and of 3 columns."""
+    """Rotates a share of the head that is rounded down, which gives halves of 2 and of 3
+    columns."""
     cos, sin = (torch.cat((table, table[..., :1]), -1)[..., :5] for table in (cos, sin))
     turned, rest = x[..., :5], x[..., 5:]
     other = torch.cat((-turned[..., 2:], turned[..., :2]), -1)
@@ -252,7 +253,8 @@ def test_near_misses_are_refused_by_name(form):
 
 
 def test_stacked_halves_are_one_head_where_a_view_joins_them():
-    """In a view that keeps them apart, they may be two heads."""
+    """Stacked halves are one head only if a view joins them. In a view that keeps them apart, they
+    may be two heads."""
 
     def stacked(x, cos, sin):
         a, b = x.chunk(2, -1)

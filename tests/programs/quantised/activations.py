@@ -56,8 +56,8 @@ class Rounded:
 
 
 def by_thresholds(x: torch.Tensor) -> torch.Tensor:
-    """Rounds as compressed-tensors does, to the nearest E2M1 number. A number in the middle goes to
-    the even code."""
+    """Rounds as compressed-tensors does, to the nearest E2M1 number. A midpoint goes to the even
+    code."""
     size, rounded = x.abs(), torch.zeros_like(x)
     for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
         middle = (below + above) / 2
@@ -66,8 +66,8 @@ def by_thresholds(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_counting(x: torch.Tensor) -> torch.Tensor:
-    """Computes a code as the number of smaller middles, and looks it up. A number in the middle
-    goes to the smaller number."""
+    """Computes a code as the number of smaller midpoints, and looks its number up. A midpoint goes
+    to the smaller number."""
     middles = torch.tensor([(a + b) / 2 for a, b in pairwise(fp4.MAGNITUDES)], dtype=x.dtype)
     codes = (x.abs()[..., None] > middles).sum(-1) + 8 * (x < 0)
     table = torch.tensor([*fp4.MAGNITUDES, *(-m for m in fp4.MAGNITUDES)], dtype=x.dtype)
@@ -94,8 +94,8 @@ class FourBits:
     """The way in which x is rounded to E2M1 numbers times the scale of a group of columns, and
     decoded.
 
-    scale: "e4m3" with one more factor for all (NVFP4; the factor is given if it is static), "e8m0",
-        a power of two (MXFP4), or any "float".
+    scale: "e4m3" with one more factor for all groups (NVFP4; a static factor is given), "e8m0", a
+        power of two (MXFP4), or any "float".
     bent: the way in which the scale of decoding differs from the scale of rounding.
     """
 

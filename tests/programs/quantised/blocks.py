@@ -50,7 +50,7 @@ SPREADS = {"repeated": repeated, "expanded": expanded, "looked_up": looked_up, "
 #: Ways to spread a number over its codes. "broadcast": by the arithmetic itself. "grouped": on a
 #: view of the codes by group. "flat": on a view with one group in each row (HQQ).
 WAYS = ("repeated", "expanded", "looked_up", "grouped", "broadcast", "flat") * 4 + ("tiles",)
-#: Wrong ways to take a scale or zero: that of a neighbour, or a changed one.
+#: Wrong scales or zeros for a block: those of an adjacent block, or changed ones.
 BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "next group": lambda t: t.roll(1, -1),
     "next row": lambda t: t.roll(1, 0),

@@ -108,7 +108,7 @@ PACKINGS = {
     "e4m3": Packing(E4M3, as_they_are, **FLOATS),
     "e4m3 turned": Packing(E4M3, turned(as_they_are), turned=True, **FLOATS),
 }
-#: Packings that are drawn half as often.
+#: Packings that are drawn only half as often as the others.
 ODD = {
     "signed as unsigned": Packing(I8, lambda words, *_: words.view(U8)),
     "unsigned as signed": Packing(U8, lambda words, *_: words.view(I8)),

@@ -151,7 +151,7 @@ class IntegerLinear(Coded):
         if axes.place == "inside":
             return super().multiplied(x)
         scale = self.scale_of(axes.within or x.dtype)
-        if axes.place == "front":  # this is correct only for one scale for the whole tensor
+        if axes.place == "front":  # this is right only if the tensor has a single scale
             x = (x * scale.flatten()[:1]).to(x.dtype)
             return product(x, self.decoded(x.dtype), self.bias)
         y = product(x, self.decoded(x.dtype), None)

@@ -31,15 +31,16 @@ def told(linears: Sequence[Coded], drawn: dict[str, Any], dtype: torch.dtype) ->
 
 
 class Part(nn.Module):
-    """Has some linears, and a write into the codes or scales of one of them before another one
-    runs."""
+    """A part of a layer. It has some linears, and writes into the codes or scales of one linear
+    before another one runs."""
 
     def __init__(self, linears: Sequence[nn.Module], drawn: dict[str, Any]) -> None:
         super().__init__()
         self.linears, self.drawn = nn.ModuleList(linears), drawn
 
     def ran(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Computes a linear, does the drawn write if there is one, and returns the result."""
+        """Computes a linear, then performs the drawn write if there is one, and returns the
+        linear's result."""
         y = self.linears[number](x)
         written = self.drawn["written"]
         if written is not None and written[0] == number:

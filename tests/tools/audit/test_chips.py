@@ -13,7 +13,8 @@ from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import TARGETS, gpu_targets
 from tilewright.tools.audit.families import FAMILIES, all_cases
 
-#: Cases in which registers, shared memory or an instruction would be missing first.
+#: For each chip, the cases that would be the first to lack registers, shared memory or an
+#: instruction.
 CASES = {
     "sm120": r"awq T=64: qkv_projection|mask tensor, 1 x 1024",
     "sm103": r"llama3-8b T=1: qkv_projection",

@@ -27,7 +27,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize(("kind", "target"), zip(KINDS, cycle((SM100, SM90)), strict=False))
+@pytest.mark.parametrize(("kind", "target"), list(zip(KINDS, cycle((SM100, SM90)), strict=False)))
 def test_it_keeps_every_rule(kind, target):
     case = next(case for case in mlp_cases(target) if re.search(kind, case.name))
     assert check(compile_for(case.spec).audit, target, case.expectations) == []

@@ -1,5 +1,5 @@
-"""Tests the mixture-of-experts kernels of `make audit`: what they cover. One kernel of each family
-is compiled for SM100 with the installed Triton."""
+"""Tests which mixture-of-experts kernels `make audit` covers. One kernel of each family is compiled
+for SM100 with the installed Triton."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tilewright.tools.audit.families import all_cases
 from tilewright.tools.audit.moe import MODELS, moe_cases, nvfp4_arguments, nvfp4_case
 from tilewright.tools.matrix.audit_matrix import audit_one
 
-# Most families have one kernel here, in the form in which most can go wrong. `make audit` has all
-# of them.
+# The kernels that are compiled here: one for most families, in the form that is most likely to
+# fail. `make audit` compiles all of them.
 COMPILED = {
     "weights stream": r"qwen3-30b-a3b dense T=64 moe_up",
     "specialised warps": r"gpt-oss-20b dense T=8192 grouped_gemm",
@@ -112,8 +112,8 @@ def test_the_block_scaled_path_shows_in_the_machine_code(outcomes):
 
 
 def test_a_fallback_to_bf16_fails_the_audit(tmp_path, monkeypatch):
-    """The kernel is the same with dequantised operands: its numbers are right, but its rate is a
-    quarter."""
+    """A fallback to bf16 fails the audit. The kernel is the same with dequantised operands: its
+    numbers are right, but its rate is a quarter."""
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     scaled = nvfp4_spec(SM100, block_scaled=True)
     claims = nvfp4_case("case", scaled, SM100).expectations

@@ -1,4 +1,4 @@
-"""`bench`: the list, a missing GPU, and charts."""
+"""Tests the command `bench`: its list, a missing GPU, and charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cache`: what it shows, prunes and refuses."""
+"""Tests the command `cache`: what it shows, prunes and refuses."""
 
 from __future__ import annotations
 

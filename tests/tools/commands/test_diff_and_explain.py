@@ -1,4 +1,4 @@
-"""`diff` of saved reports, and `explain` of the codes in them."""
+"""Tests the commands `diff`, on saved reports, and `explain`, on the codes in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`doctor`: versions, this machine, and the cache."""
+"""Tests the command `doctor`: versions, this machine, and the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tilewright.tools.matrix.releases import newest_tried
 
 
 def test_doctor_checks_this_machine(command, tmp_path, monkeypatch):
-    """Tests two chips. tests/tools/audit/test_chips.py compiles for the others."""
+    """Runs the check of this machine for two chips. tests/tools/audit/test_chips.py compiles for
+    the others."""
     monkeypatch.setattr(doctor, "gpu_targets", lambda: (SM90, SM100))
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     done = command("doctor", "--json")

@@ -1,4 +1,4 @@
-"""Every command: help, completion and bad input; and `zoo`, which has no options."""
+"""Tests every command: help, completion and bad input. Also tests `zoo`, which has no options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`inspect`: the graphs, a checkpoint's savings, the census, and an engine's steps."""
+"""Tests the command `inspect`: graphs, the savings of a checkpoint, the census, and the steps of an
+engine."""
 
 from __future__ import annotations
 

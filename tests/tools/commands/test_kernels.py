@@ -1,4 +1,4 @@
-"""`kernels`: the files it writes, and what stops it."""
+"""Tests the command `kernels`: the files that it writes, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify`: what it compares, finds and needs."""
+"""Tests the command `verify`: what it compares, finds and needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
 
 
 def test_a_large_cache_hides_no_wrong_write(command, tmp_path, monkeypatch):
-    """Only the elements that a run changed are compared: three of many slots."""
+    """A large cache does not hide a wrong write: only the elements that a run changed are compared,
+    here three of many slots."""
     (tmp_path / "large.py").write_text(
         "import torch, mine, real\n\ndef make():\n"
         "    model, args, kwargs = real.make_real()\n"

@@ -1,4 +1,4 @@
-"""Tests the rows and lanes of a drawing, and two drawings line by line."""
+"""Tests the rows and lanes of a drawing, and compares two drawings line by line."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_lanes_of_any_graph_hold_together(seed):
     for row in drawn:
         assert set(row.into) | set(row.passing) <= above
         assert row.lane not in row.passing
-        # No lane ends that is still needed, and no lane comes from nowhere.
+        # No lane ends while a later row needs it, and each lane starts at a row.
         assert above - set(row.passing) <= set(row.into)
         read = {where[u] for n in row.nodes for u in n.all_input_nodes if u in where}
         assert read == set(row.into)

@@ -1,4 +1,4 @@
-"""Tests the page of a report: it is whole and self-contained, can be used with the keyboard, and
+"""Tests the page of a report: it is complete and self-contained, can be used with the keyboard, and
 opens in a browser."""
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def test_landmarks_and_labels(elements):
 
 
 def test_whatever_is_wide_is_in_a_box_that_scrolls(page):
-    """On a narrow screen the page itself stays as wide as the screen, and a drawing stays
-    legible."""
+    """Everything wide is in a box that scrolls. On a narrow screen the page itself is as wide as
+    the screen, and a drawing stays legible."""
     boxes = re.findall(r'<div class="scroll[^"]*"[^>]*>\s*<(table class="\w+|svg)', page)
     assert sorted(boxes) == ["svg", 'table class="flow', 'table class="flow', 'table class="wide']
     assert len(boxes) == len(re.findall(r'<table class="|<svg xmlns', page))
@@ -164,7 +164,7 @@ def test_the_total_is_the_sum_of_its_layers_and_of_its_parts(lowered, page):
         rows = [getattr(row.amounts, name) for row in view.layers]
         assert sum(rows) == pytest.approx(getattr(view.total.amounts, name)), name
     assert view.total.amounts.floor_us <= view.total.amounts.modelled_us
-    # When fused, it moves fewer bytes and starts fewer kernels than by Inductor alone.
+    # The fused step moves fewer bytes and starts fewer kernels than Inductor alone.
     assert view.total.amounts.activations < view.alone.amounts.activations
     assert view.total.amounts.launches < view.alone.amounts.launches
     table = page[page.index('id="step-table"') : page.index("</table>")]
@@ -184,7 +184,8 @@ def test_caches_count_by_the_tokens_that_are_present(lowered):
 
 
 def test_the_model_s_own_line_stands_before_the_library_s(page):
-    """The cache write is called by the model and made in a library."""
+    """The model's own line comes before the library's. Here the model calls the cache write, and a
+    library performs it."""
     site = re.search(r'id="site-1".*?</details>', page, re.DOTALL)[0]
     own, library = re.findall(r"([\w]+\.py):\d+", site)[:2]
     assert (own, library) == ("modeling_qwen3_moe.py", "cache_utils.py")
@@ -198,7 +199,7 @@ def test_equal_layers_are_drawn_once_with_their_fused_nodes(lowered, elements, p
     assert layer.scopes == ("model.layers.0", "model.layers.1", "model.layers.2")
     assert layer.title == "model.layers.0 … 2 (3 layers)"
     assert layer.title in page
-    # Those of the layers, and the one for nodes outside of them.
+    # One table is for the layers, and one for the nodes outside of them.
     assert page.count('<table class="flow"') == 2
     chips = [a for _, a in elements.having("data-facts")]
     ops = [a for a in chips if "op" in a["class"].split()]
@@ -218,7 +219,8 @@ def test_cache_writes_are_in_view(page):
 
 
 def test_sites_alike_but_for_their_place_have_numbers_of_their_own(lowered):
-    """The layer has two sites of equal shapes. Each node leads to its own site."""
+    """Sites that differ only in their place have numbers of their own. The layer has two sites of
+    equal shapes, and each node leads to its own site."""
     site = lowered.matches[0]
     scopes = ("layers.0.self_attn", "layers.0.mlp", "layers.1.mlp")
     one, other, later = (site_kind(replace(site, scope=scope)) for scope in scopes)

@@ -1,5 +1,5 @@
-"""Tests the roofline: points stand where their work puts them, and labels do not cover each
-other."""
+"""Tests the roofline plot: each point is at the place that its work gives, and labels do not cover
+each other."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def test_labels_of_equal_points_do_not_cover_each_other(count):
 
 
 def test_points_part_by_what_the_start_of_their_kernels_takes_of_them():
-    """The points have equal FLOP per byte and different sizes. The smaller a site is, the further
-    its point lies below the roof."""
+    """Points lie below the roof by the share of time that the starts of kernels take. The points
+    have equal FLOP per byte and different sizes: the smaller a site is, the further below the roof
+    its point is."""
     svg = drawn([point("large", 2**32, 2**32), point("small", 2**22, 2**22, launches=4)])
     (x1, y1), (x2, y2) = circles(svg, "to")
     assert x1 == x2

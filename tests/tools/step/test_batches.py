@@ -77,7 +77,7 @@ def test_the_plot_has_a_point_and_a_range_for_each_row():
     assert len(re.findall(r'<circle class="to', svg)) == 3
     assert len(re.findall(r'<circle class="from', svg)) == 3
     assert len(re.findall('<polyline class="line', svg)) == 2
-    # A longer time stands higher, and its range is around its point.
+    # A longer time is drawn higher, and its range lies around its point.
     points = [float(y) for y in re.findall(r'<circle class="to[^>]* cy="([\d.]+)"', svg)]
     assert points[2] > points[0] > points[1]
     low, high = map(
@@ -87,8 +87,8 @@ def test_the_plot_has_a_point_and_a_range_for_each_row():
 
 
 def test_chips_stand_side_by_side_at_a_batch_with_points_and_floors_of_their_own():
-    """Without this, the bars of two chips at one batch would cover each other, and equal circles
-    would not show which chip is meant."""
+    """At one batch size, the points and floors of two chips are next to each other. Otherwise their
+    bars would cover each other, and equal circles would not show the chip."""
     other = replace(ROW, target="sm100", modelled_us=2100.0, bar_percent=40)
     svg = batch_plot([ROW, other])
     groups = re.findall(r'<g class="chip-(\d)">(.*?)</g>', svg, re.DOTALL)
@@ -100,7 +100,7 @@ def test_chips_stand_side_by_side_at_a_batch_with_points_and_floors_of_their_own
             *re.findall(r'<circle[^>]* cx="([\d.]+)"', drawn),
             *re.findall(r'd="M([\d.]+)', drawn),
         }
-        assert len(xs) == 1  # its point, its range and its floor
+        assert len(xs) == 1  # the point, its range and its floor share one x
         places.append(float(xs.pop()))
     assert abs(places[0] - places[1]) >= 10  # the width of a circle
 

@@ -1,5 +1,5 @@
-"""Compares a recorded step with sums that were computed by hand. Names are as Triton, Inductor and
-cuBLAS give them."""
+"""Compares a recorded step with sums that were computed by hand. Kernels are named as Triton,
+Inductor and cuBLAS name them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_microsecond_of_a_step_is_somebodys():
     profile = profile_of(trace_of(*LAUNCHES), STEP)
     assert times(profile) == {
         ("fused", "qkv_cache", "model.layers.0"): 14,
-        # Of MERGE, only the part after DECODE counts.
+        # Only the part of MERGE after the end of DECODE counts.
         ("fused", "cache_attention", "model.layers.0"): 5 + 2,
         ("fused", "qkv_cache", "model.layers.1"): 16,
         ("fused", "cache_attention", "model.layers.1"): 5 + 2,
@@ -225,7 +225,7 @@ def test_a_trace_from_elsewhere_is_read_without_a_gpu(command, tmp_path):
         (("--trace", "mine.py"), "--trace needs --target"),
         pytest.param(
             (),
-            "--profile needs an NVIDIA GPU, and there is none here",
+            "--profile needs an NVIDIA GPU, and there is none here; --trace FILE --target",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
         ),
     ],
