@@ -44,7 +44,7 @@ from timing import capture, interleaved_us, keep
 from triton.runtime.errors import OutOfResources
 
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
-from tilewright.codegen.mlp.plan import GATED_LONG, GATED_WIDE, SHORT_STEPS, linear_config
+from tilewright.codegen.mlp.plan import LONG_STEPS, SHORT_STEPS, WIDE_TILES, linear_config
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
 from tilewright.codegen.qkv import plan as qkv_plan
 from tilewright.codegen.qkv.candidates import candidates
@@ -150,18 +150,22 @@ FITTED_LINEARS = {
     "qwen3-4b": (2560, 9728),
     "qwen3-8b": (4096, 12288),
     "llama3-70b": (8192, 28672),
+    "qwen3-0.6b": (1024, 3072),
 }
 OTHER_LINEARS = {
-    "qwen3-0.6b": (1024, 3072),
+    "qwen3-14b": (5120, 17408),
     "gemma2-9b": (3584, 14336),
     "qwen3-32b": (5120, 25600),
 }
 #: Tilings that are tried before the tiles around the plan's.
-TILINGS = (SHORT_STEPS, GATED_LONG, GATED_WIDE, replace(GATED_WIDE, num_warps=8))
+TILINGS = (SHORT_STEPS, LONG_STEPS, WIDE_TILES, replace(WIDE_TILES, num_warps=8))
 
 
 def linear_cases() -> Iterator[Case]:
-    for models, counts in ((FITTED_LINEARS, (1, 4, 16, 32, 64, 128)), (OTHER_LINEARS, (1, 8, 32))):
+    for models, counts in (
+        (FITTED_LINEARS, (1, 4, 16, 32, 64, 128)),
+        (OTHER_LINEARS, (1, 8, 32, 64)),
+    ):
         for (name, (hidden, inner)), tokens in product(models.items(), counts):
             fitted = models is FITTED_LINEARS
             up = partial(_linear, tokens, inner, hidden, True)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from tilewright.codegen.names import did_you_mean
-from tilewright.compiler import _compat
+from tilewright.compiler import _compat, environment
 from tilewright.compiler import artifacts as _artifacts  # noqa: F401  registers them
 from tilewright.compiler._compat import inductor, tracing
 from tilewright.compiler.fuse import TOLD, fuse, target_name
@@ -53,6 +53,8 @@ def _set_level(given: str) -> None:
 LEVELS = ("debug", "info", "warning", "error", "critical")
 if named := os.environ.get(LOG):
     _set_level(named)
+for problem in environment.problems(os.environ):
+    log.warning("%s", problem)
 
 WITHOUT_GRAD = "call the model under torch.no_grad(), or after model.requires_grad_(False)"
 

@@ -24,10 +24,11 @@ HEAD = """# Measured
 
 `python docs/measured_tables.py` makes all tables of this page from the files in
 `benchmarks/results/`. Below each table stand the GPU, the versions, the date and the command.
-`torch.compile` is stock Inductor. GPU times are medians over CUDA graphs of the variants, which are
-replayed in turn. `best / tilewright` is the time of the fastest other variant divided by
-tilewright's: above 1, tilewright is faster. These pages say what limits the kernels, what was
-tried, and which cases are slower: [qkv-performance.md](qkv-performance.md),
+`torch.compile` is stock Inductor. For GPU times, each variant (a column such as `eager`) is
+captured in a CUDA graph. The graphs are replayed in turn, and the times are medians.
+`best / tilewright` is the time of the fastest other variant divided by tilewright's: above 1,
+tilewright is faster. These pages say what limits the kernels, what was tried, and which cases are
+slower: [qkv-performance.md](qkv-performance.md),
 [attention-performance.md](attention-performance.md), [moe-performance.md](moe-performance.md),
 [mla-performance.md](mla-performance.md), [lora-performance.md](lora-performance.md),
 [quantised-performance.md](quantised-performance.md).
@@ -57,7 +58,7 @@ def end_to_end_h100(data: dict[str, Any]) -> str:
     name, layers, rows = passes(data)
     head = f"## {name}, end to end on an H100\n\nPasses of {layers} layers as above, but on "
     head += "another GPU and with later kernels, in µs. The predictions of step times do not use "
-    head += "these rows:"
+    head += f"these rows.{explained(data)}"
     return f"{head}\n\n{table(PASSES, rows)}"
 
 
@@ -86,12 +87,20 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
     return first["model"], first["layers"], rows
 
 
+def explained(data: dict[str, Any]) -> str:
+    """Returns a sentence on the names of cases with cached tokens; "" without such cases."""
+    cached = {row["present"] for row in data["rows"] if "present" in row}
+    text = " `behind {0}` means that {0} tokens are in the cache before the pass."
+    return "".join(map(text.format, sorted(cached)))
+
+
 def overview() -> str:
     """Returns the first table, which has the times of `generate()` for every model."""
     found = [json.loads((RESULTS / name).read_text("utf-8")) for name in GENERATE]
     first = [data["rows"][0] for data in found]
-    names = ", ".join(f"{row['model']} of {row['layers']} layers" for row in first)
-    head = f"Tokens per second of `generate()` by the wall clock, with {names}. Prompts have "
+    *others, last = (f"{row['model']} ({row['layers']} layers)" for row in first)
+    names = f"{', '.join(others)} and {last}"
+    head = f"Tokens per second of `generate()` by the wall clock, for {names}. Prompts have "
     head += f"{first[0]['prompt']} tokens, and {first[0]['new']} new ones are generated:"
     rows = [
         (row["model"], *cells)
@@ -134,8 +143,8 @@ def generated(data: dict[str, Any]) -> str:
         "second of whole calls, summed over the batch; the prompt runs uncompiled:\n\n"
         f"{table(GENERATED, generated_rows(data))}\n\n"
         "The second table has tokens per second of only the steps after the prompt. Its last two "
-        "columns have the peak memory of a call above that of model and cache, in MiB, of "
-        "torch.compile (stock) and of tilewright (own):"
+        "columns have the peak memory of a call in MiB, without the model and the cache: `stock "
+        "peak` is that of torch.compile, and `own peak` that of tilewright:"
     )
     names = ("eager", "stock", "tilewright", "tilewright-paged")
     rows = [
@@ -159,8 +168,8 @@ def cache_size(data: dict[str, Any]) -> str:
         for row in data["rows"]
     ]
     head = "## A step's time by the size of the cache\n\n"
-    head += "µs of the projections, rotation and cache write of one attention layer for 64 tokens, "
-    head += "which writes by `cache.view(-1, H, D)[slots] = k`:"
+    head += "µs of the projections, rotation and cache write of one attention layer for 64 tokens. "
+    head += "The layer writes by `cache.view(-1, H, D)[slots] = k`:"
     return (
         f"{head}\n\n{table(('K and V cache, each', 'eager', 'torch.compile', 'tilewright'), rows)}"
     )

@@ -470,7 +470,8 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
 
     names: the names of the patterns to return. A leading `-` excludes a pattern; if all names have
     it, all other patterns are returned. If it is None, all patterns are returned. Raises ValueError
-    if there is no name, if a name is unknown, and if two patterns must each come before the other.
+    if there is no name, if a name is unknown or both wanted and excluded, and if two patterns must
+    each come before the other.
     """
     if names is None:
         return _in_order()
@@ -484,7 +485,10 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
         known = sorted(_REGISTRY)
         raise ValueError(f"patterns: unknown {unknown}; registered are {known}{near}")
     left_out = {n[1:] for n in names if n.startswith("-")}
-    wanted = {n for n in names if not n.startswith("-")} or set(_REGISTRY)
+    wanted = {n for n in names if not n.startswith("-")}
+    if both := sorted(wanted & left_out):
+        raise ValueError(f"patterns: {both} are both wanted and excluded (-)")
+    wanted = wanted or set(_REGISTRY)
     return tuple(p for p in _in_order() if p.name in wanted - left_out)
 
 

@@ -22,9 +22,10 @@ HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
-# The number of keys in a block of latents that are rounded. They are in registers, in fp32. A
-# program needs about four times as long for these keys as for reading them. The number follows from
-# sweeps on an H100 with 1 to 64 sequences of 1024 and 2048 latents.
+# For latents that the kernel rounds to float8 codes and back before it uses them: the number of
+# keys in a block. The keys are in registers, in fp32. To read and round keys takes a program about
+# four times as long as only to read them. The number four follows from sweeps on an H100 with 1 to
+# 64 sequences of 1024 and 2048 latents.
 ROUNDED_KEYS = 16
 ROUNDED_TIME = 4
 # Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may

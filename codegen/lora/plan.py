@@ -6,6 +6,7 @@ The bounds below are the numbers at which the two kernels took equal time on an 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
@@ -33,7 +34,8 @@ WIDE_COLUMNS = 96
 # so that x is read half as often. On an H100, 64 rows of rank 8 take 4.4 us with two columns and
 # 5.0 us with one, and 16 rows of rank 64 take 8.0 us with two and 8.6 us with four.
 SINGLE_COLUMN_PROGRAMS = 4
-# The largest product of rows and columns for which NARROW is the fastest.
+# For a single adapter: the largest product of rows and columns for which tiles of
+# `lora_shrink_few` have 8 columns.
 NARROW_PRODUCTS = 64 * 48
 # The largest number of rows for which a program sums over all of K. The keys are the largest
 # numbers of columns of q, k and v together.
@@ -50,7 +52,7 @@ SMALL = FewShrink(8, 8, 128, 4, 4, 3)
 WIDER = FewShrink(8, 16, 128, 4, 4, 3)
 SQUARE = FewShrink(16, 16, 128, 4, 4, 3)
 TALL = FewShrink(32, 16, 128, 4, 4, 3)
-MOST_PROGRAMS = {LONG: 1, SMALL: 4, SQUARE: 2}
+MOST_PROGRAMS = {NARROW: 1, LONG: 1, SMALL: 4, SQUARE: 2}
 # For weights whose columns are contiguous: the largest product of rows and columns for which the
 # kernel without tensor cores is used.
 ACROSS_PRODUCTS = 1024
@@ -111,18 +113,20 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
         rows = 32 if num_rows <= 512 and columns <= 192 else 64
         least = LEAST_ROW_PART * rows
         split = _split(problem, num_rows, rows, cdiv(columns, 64), target, least)
-        return TiledShrink(rows, 128, split, 4, 3, (64,))
+        config = TiledShrink(rows, 128, split, 4, 3, (64,))
+        # A program that is alone on a multiprocessor needs more bytes in flight: 1024 rows of 8
+        # adapters of rank 64 take 14.0 us with four stages on an H100, and 15.6 us with three.
+        alone = split * _programs(problem, num_rows, config) <= target.num_sms
+        return replace(config, num_stages=4) if alone and target.measured else config
     return _plan_many_rows(problem, num_rows, target)
 
 
 def _plan_few(problem: ShrinkProblem, num_rows: int, target: Target) -> FewShrink:
     """Returns the tiles of the kernel in which a program sums over all of K."""
     columns = problem.planes * problem.rank
-    narrow = num_rows * columns <= NARROW_PRODUCTS
     if problem.form.addressing == "single" or not target.measured:
+        narrow = num_rows * columns <= NARROW_PRODUCTS
         return FewShrink(16, 8, 256, 4, 4, 3) if narrow else SQUARE
-    if narrow:
-        return NARROW
     adapters = min(problem.form.num_adapters, num_rows)
     rows = cdiv(num_rows, adapters)  # of each adapter, on average
 
@@ -131,7 +135,7 @@ def _plan_few(problem: ShrinkProblem, num_rows: int, target: Target) -> FewShrin
         programs = adapters * cdiv(rows, config.block_m) * cdiv(columns, config.columns)
         return programs <= MOST_PROGRAMS[config] * target.num_sms
 
-    few = next((config for config in (LONG, SMALL) if fits(config)), None)
+    few = next((config for config in (NARROW, LONG, SMALL) if fits(config)), None)
     if few is not None:
         return few
     if rows <= WIDER.block_m:

@@ -30,7 +30,7 @@ def with_generate(model: Any) -> Any:
     if not isinstance(model, utils.GenerationMixin):
         raise TypeError(
             "model: expected a model of transformers with generate(), got "
-            f"{type(model).__name__}; of a PEFT model, its get_base_model()"
+            f"{type(model).__name__}; for a PEFT model, pass model.get_base_model()"
         )
     return model
 

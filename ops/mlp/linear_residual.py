@@ -22,9 +22,9 @@ from tilewright.ops.sampling import sampler_of
 NAME = "linear_residual"
 
 ERROR_MODEL = (
-    f"{tolerances.ONE_ROUNDING} For many tokens, the sum of residual and bias is rounded as well; "
-    "with a weight of codes, instead each scaled number of the weight, as a graph rounds it that "
-    "dequantises the weight. This errs in each of the K terms of a sum."
+    f"{tolerances.ONE_ROUNDING} For many tokens, the sum of residual and bias is rounded as well. "
+    "If the weight is quantised, each dequantised number of the weight is rounded instead, as in a "
+    "graph that dequantises the weight. This adds an error to each of the K terms of a sum."
 )
 TOLERANCES = tolerances.TOLERANCES | {
     torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-8),

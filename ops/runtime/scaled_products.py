@@ -1,4 +1,4 @@
-"""Products of e4m3 codes with PyTorch's scaled GEMM, as steps of a call.
+"""Products of e4m3 codes that PyTorch's scaled GEMM computes, as steps of a call.
 
     out [T, N] = (x * x_scale) @ (weight * weight_scale)^T + bias
 
@@ -77,7 +77,8 @@ class ScaledOperands:
         unit = BLOCK if kind == BLOCKS else _UNIT
         if not (proven(rows % unit == 0) and proven(columns % unit == 0)):
             return (
-                f"a scaled product by {kind} requires multiples of {unit}, not {rows} x {columns}"
+                f"a scaled product by {kind} requires weight sizes that are multiples of {unit}, "
+                f"not {rows} x {columns}"
             )
         if not all(map(_is_reached, (self.x, self.weight))):
             return (
@@ -85,7 +86,7 @@ class ScaledOperands:
                 "of 16 bytes"
             )
         if out_dtype not in HALVES:
-            return f"no scaled product of {out_dtype}"
+            return f"no scaled product has results in {out_dtype}"
         wanted = _WITH_BLOCKS if kind == BLOCKS else ""
         if (kind, out_dtype) == (ROWS, torch.float16):
             wanted = _ROWS_OF_FLOAT16

@@ -104,10 +104,11 @@ class WritePair:
 
 
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
-    """Yields the in-place writes to inputs of rank three or more, in program order.
+    """Yields the in-place writes that may fill a cache, in program order.
 
-    It yields two kinds of writes: writes of projected data, and writes of inputs of the graph to
-    slots, as for keys and values.
+    The cache is an input of rank three or more. The written data are either computed by a
+    projection in the graph, or given to the graph as an input and written to a part of the cache,
+    such as the keys of new tokens to their slots.
     """
     fused = {op.qualified_name for op in all_ops()}
     wanted = [value for value in flow.stores if _may_be_cache(value, flow, fused)]

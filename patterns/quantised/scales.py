@@ -53,8 +53,8 @@ def weight_arguments(
         reject("SCALE_BLOCK", Stage.GUARDS, f"{first.codes.value}: {error}", first.codes)
     if block == (1, 1):
         why = (
-            "no neighbours share a scale, as far as the graph shows (it cannot show it for blocks "
-            "that do not divide K)"
+            "the graph shows no neighbours that share a scale (if the size of a block does not "
+            "divide K, a graph cannot show this)"
         )
         reject("SCALE_BLOCK", Stage.GUARDS, why, first.codes)
     sizes = [max(view.shape[axis] for view in given) for axis in (0, 1)]

@@ -14,8 +14,10 @@ from tests.compiler.running import (
     patterns_used,
 )
 from tests.found import matches_of
-from tilewright.compiler import backend, lower, reports
+from tilewright.codegen.build.cache.folder import others_are_trusted
+from tilewright.compiler import backend, environment, lower, reports
 from tilewright.compiler.options import Options
+from tilewright.ops.checks import is_on
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -53,6 +55,39 @@ def test_fuel_is_a_whole_number(given):
 def test_patterns_is_a_list_of_names(given):
     with pytest.raises(ValueError, match="patterns"):
         Options.of({"patterns": given})
+
+
+def test_a_pattern_is_not_both_wanted_and_excluded():
+    with pytest.raises(ValueError, match=r"\['qkv_cache'\] are both wanted and excluded"):
+        Options.of({"patterns": ["qkv_cache", "-qkv_cache"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("TILEWRIGHT_DEBUG", "maybe", "expected 1 or 0, got 'maybe', which means 'on'"),
+        ("TILEWRIGHT_CACHE_TRUST", "yes", "expected 1 or 0, got 'yes', which means 'off'"),
+        ("TILEWRIGHT_EVERYWERE", "1", "did you mean 'TILEWRIGHT_EVERYWHERE'?"),
+        ("TILEWRIGHT_DEBUG", "True", None),
+        ("TILEWRIGHT_EVERYWHERE", "", None),
+        ("TILEWRIGHT_CACHE_DIR", "anywhere", None),
+        ("OTHERWRIGHT_DEBUG", "maybe", None),
+    ],
+)
+def test_unknown_variables_and_values_are_named(name, value, said):
+    found = list(environment.problems({name: value}))
+    assert [name in line and said in line for line in found] == [True] * (said is not None)
+
+
+@pytest.mark.parametrize("value", ["", "0", "off", "False", "no", "1", "on", "maybe"])
+def test_the_effect_that_is_named_is_the_effect(value, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_CACHE_TRUST", value)
+    in_effect = {"TILEWRIGHT_DEBUG": is_on(value), "TILEWRIGHT_CACHE_TRUST": others_are_trusted()}
+    for name, on in in_effect.items():
+        for line in environment.problems({name: value}):
+            assert line.endswith(f"means '{'on' if on else 'off'}'")
+        known = environment.SWITCHES[name] if on else environment.OFF
+        assert value.lower() in known or list(environment.problems({name: value}))
 
 
 def test_an_unknown_pattern_and_an_unknown_option_are_named_with_what_there_is():

@@ -185,7 +185,7 @@ def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[Kern
             return audit_kernels(kernels, target, done=advance, **options)
     except OSError as error:
         message = f"cannot compile: no folder to write to: {error}"
-        raise CommandError(f"{message}; TMPDIR names another") from error
+        raise CommandError(f"{message}; set TMPDIR to another folder") from error
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class Layer:
 
 
 def title_of(scopes: Sequence[str]) -> str:
-    """Returns `model.layers.3 … 60 (58 layers)`."""
+    """Returns a title for layers that are alike, such as `model.layers.3 … 60 (58 layers)`."""
     if not scopes[0]:
         return "outside the layers"
     last = scopes[-1].rpartition(".")[2]

@@ -36,9 +36,9 @@ from tilewright.ops.sampling import sampler_of
 LOWERING = "tilewright.ops.mla.prefill.lowering"
 SCALE_CAP = 1200.0
 ERROR_MODEL = (
-    "As for `mla_prefill`. In addition, a latent close to the middle of two 8-bit codes may be "
-    "rounded to either code, since it was rounded to the values' dtype before: then a few terms of "
-    "each sum differ by a sixteenth."
+    "As for `mla_prefill`. In addition, a latent close to the midpoint of two 8-bit codes may be "
+    "rounded to either code, because it was rounded to q's dtype before. A few terms of each sum "
+    "then differ by a sixteenth."
 )
 BRANCH_TOLERANCES = TOLERANCES | rounded_once(2.0**-3, 2.0**-4)
 
@@ -63,7 +63,7 @@ def fake(a: MlaBranchArguments) -> torch.Tensor:
 def reference(a: MlaBranchArguments) -> torch.Tensor:
     """In fp32 (float64 for float64 q), for each head of each sequence, all its keys at once:
 
-        latent, k_rope = norm(latents[:, :L]), rope(latents[:, L:])   rounded; to blocks
+        latent, k_rope = norm(latents[:, :L]), rope(latents[:, L:])   rounded; stored in `blocks`
         q = q_nope | rope(q_rope)                                     N and R columns of q
         k_nope | v = fp8(latents of all keys) @ kv_b_proj^T           rounded to q's dtype
         logits = scale * q @ (k_nope | k_rope)^T                      -inf where masked

@@ -26,7 +26,13 @@ def test_gate_and_up(rows: int, columns: int, wanted: str, tokens: int) -> None:
 
 
 def test_other_linears_keep_short_steps() -> None:
-    """Chips on which nothing was measured, one weight, and many tokens have other tiles."""
+    """Chips on which nothing was measured, and one weight with few tokens, have other tiles."""
     assert tiles(14336, 4096, True, 16, SM100) == "64x64 /1 s5"
     assert tiles(4096, 14336, False, 16) == "64x128 /4 s5"
-    assert tiles(4096, 14336, False, 64) == "64x64 /4 s6"
+    assert tiles(4096, 14336, False, 64, SM100) == "64x64 /4 s6"
+
+
+def test_one_weight_and_64_tokens() -> None:
+    """The programs are alone on a multiprocessor, so K has half as many parts."""
+    assert tiles(4096, 14336, False, 64) == "64x128 /2 s5"
+    assert tiles(2560, 9728, False, 64) == "64x128 /3 s5"

@@ -113,5 +113,5 @@ def test_no_folder_to_compile_in_is_one_line(command, monkeypatch):
     done = command("inspect", "mine.py:make")
     assert done.exit_code == 2
     assert "No usable temporary directory" in done.stderr.splitlines()[-1]
-    assert "TMPDIR names another" in done.stderr.splitlines()[-1]
+    assert "set TMPDIR to another folder" in done.stderr.splitlines()[-1]
     assert done.stdout == ""
