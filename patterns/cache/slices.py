@@ -1,4 +1,4 @@
-"""Finds the meaning of each dimension of a written slice of a cache, `cache[:B, s : s + n]`.
+"""Finds what each dimension means in a slice of a cache that is written, `cache[:B, s : s + n]`.
 
 There is no index tensor that shows which dimension of a slice has the slots. The slots are in the
 dimension that is cut.
@@ -31,8 +31,8 @@ class Slots:
 
 
 def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
-    """Returns the meaning of the dimensions of a slice `target` of a memory of `shape`. If it is
-    not known, returns a message with the reason."""
+    """Returns what the dimensions of the slice `target` mean. `shape` is the shape of the memory.
+    If the meaning is not known, returns the reason as a message."""
     axes = _axes(target.dims, len(shape))
     if axes is None or len(axes) not in (3, 4):
         return "its dimensions are not pages, slots, heads and head_dim"
