@@ -84,21 +84,29 @@ def whole() -> str:
     now = kept("predictions")["rows"]
     lines = []
     for said, name in (
-        ("before `times.py`", "predictions_before"),
-        ("`steps.json`, before any of it was fitted to", "predictions_unseen"),
+        ("an earlier cost model", "predictions_before"),
+        ("`steps.json`, before constants were fitted to it", "predictions_unseen"),
     ):
         before = kept(name)["rows"]
         names = {_key(row) for row in before}
         lines.append([said, *summary(before)])
-        lines.append(["the same rows now", *summary([row for row in now if _key(row) in names])])
+        lines.append(
+            [
+                "the same rows, today's cost model",
+                *summary([row for row in now if _key(row) in names]),
+            ]
+        )
     lines += [
-        ["all rows now", *summary(now)],
-        ["fitted to", *summary([row for row in now if not row["held_out"]])],
-        ["held out", *summary([row for row in now if row["held_out"]])],
+        ["all rows, today's cost model", *summary(now)],
+        [
+            "of these, the rows that constants were fitted to",
+            *summary([row for row in now if not row["held_out"]]),
+        ],
+        ["of these, the held-out rows", *summary([row for row in now if row["held_out"]])],
     ]
     header = ("modelled / measured", "rows", "median", "within 15 %", "worst")
-    note = """The first pair of rows compares the present cost model with the one before `times.py`,
-in which a step took the time of its bytes or of its products with weights, whichever is longer,
+    note = """The first pair of rows compares today's cost model with an earlier one. In the earlier
+cost model, a step took the time of its bytes or of its products with weights, whichever is longer,
 plus 2.5 µs for each kernel. The steps of the second pair were measured after the constants of that
 time had been fitted."""
     return f"## Steps on an H200 and an H100\n\n{table(header, lines)}\n\n{note}"
