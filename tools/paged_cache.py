@@ -259,8 +259,8 @@ class PagedCache(StaticCache):
 
         From then on, compiled calls take no pages themselves, until `crop`, `reset` or another
         batch. A reservation before the first forward pass takes effect in that pass. Raises
-        ValueError if `tokens` is no int of at least 0, or beyond max_cache_len. Raises RuntimeError
-        beyond max_pages.
+        ValueError if `tokens` is not an int of at least 0, or if the tokens would exceed
+        max_cache_len. Raises RuntimeError if they would exceed max_pages.
         """
         if not _is_count(tokens, least=0):
             raise ValueError(f"tokens: expected an int of at least 0, got {tokens!r}")
@@ -269,7 +269,7 @@ class PagedCache(StaticCache):
 
     def most_tokens(self, batch: int) -> int | None:
         """Returns the maximum number of tokens for each of `batch` sequences. Returns None if there
-        is no limit. Raises ValueError if `batch` is no int of at least 1."""
+        is no limit. Raises ValueError if `batch` is not an int of at least 1."""
         if not _is_count(batch):
             raise ValueError(f"batch: expected an int of at least 1, got {batch!r}")
         limits = []

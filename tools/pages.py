@@ -75,7 +75,7 @@ class Pages:
         """Makes room for `tokens` more tokens of each sequence. Returns whether that took pages.
 
         Waits for the device only if the exact number of present tokens is needed. Raises ValueError
-        beyond `max_length`, and RuntimeError beyond `max_pages`.
+        if the tokens would exceed `max_length`, and RuntimeError if they would exceed `max_pages`.
         """
         taken, room = False, self.columns * self.page_size
         if self.max_length is not None:

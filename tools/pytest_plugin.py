@@ -196,7 +196,7 @@ def _check_names(expected: Mapping[str, Any], example: str) -> None:
 
 
 def _check_counts(counts: Mapping[str, Any]) -> None:
-    """Raises TypeError for a count that is no int of at least 0."""
+    """Raises TypeError for a count that is not an int of at least 0."""
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise TypeError(f"{name}: expected a number of sites, got {count!r}")

@@ -254,7 +254,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def detached(value: Any) -> Any:
     """Returns a fake tensor on the memory of the given one. If the result is reshaped in place, the
-    given tensor keeps its shape. A value that is no tensor is returned as it is."""
+    given tensor keeps its shape. A value that is not a tensor is returned as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch.no_grad():
@@ -263,7 +263,7 @@ def detached(value: Any) -> Any:
 
 def name_of_operator(op: Any) -> str | None:
     """Returns `namespace::name` of an operator. If the operator has several overloads, adds the
-    name of the overload. Returns None for a value that is no operator."""
+    name of the overload. Returns None for a value that is not an operator."""
     if isinstance(op, CustomOpDef):
         return op._qualname
     if isinstance(op, torch._ops.OpOverloadPacket):

@@ -92,7 +92,7 @@ def numbers_fake_on_meta() -> AbstractContextManager[None]:
             made = run_node(tracer, node, *rest)
             plain = node.op == "call_function" and type(made) is torch.Tensor and made.is_meta
             mode = torch._guards.detect_fake_mode() if plain else None
-            # The sizes of this tensor come from a literal, so they are no symbols.
+            # The sizes of this tensor come from a literal, so they are not symbols.
             return made if mode is None else mode.from_tensor(made, static_shapes=True)
 
         return run_node_faked

@@ -24,18 +24,19 @@ def piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View
 
 
 def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | None, ...]:
-    """Returns the pieces of a concatenation without the empty slices of tensors that have elements.
-    A head that is rotated as a whole, for example, has an empty slice as its unrotated part. If all
-    pieces are such slices, returns all pieces."""
+    """Returns the pieces of a concatenation, without the pieces that are empty slices of nonempty
+    tensors. For example, the unrotated part of a head that is rotated as a whole is such a slice.
+    If all pieces are such slices, returns all pieces."""
     kept = [p for p in pieces if p is None or p.shape[dim] != 0 or 0 in p.value.shape]
     kept_dtypes = {p.value.dtype for p in kept if p is not None}
-    plain = all(p is None or p.value.dtype in kept_dtypes for p in pieces)  # they promote, too
+    # Empty pieces take part in type promotion, too.
+    plain = all(p is None or p.value.dtype in kept_dtypes for p in pieces)
     return tuple(kept) if kept and plain else pieces
 
 
 def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View | None:
-    """Returns the only piece of a concatenation that copies a single piece. Returns None in other
-    cases."""
+    """Returns the piece of a concatenation that has a single piece. Returns None for other
+    concatenations, and if the result has another dtype or device than the piece."""
     (piece, *others) = pieces or (None,)
     if others or piece is None or piece.value.dtype != result.dtype:
         return None

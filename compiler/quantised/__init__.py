@@ -144,7 +144,7 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     copy=True, the copy has separate codes, in addition to the codes of the original. Linears
     in NVFP4 hold the reciprocal of `weight_global_scale`; `load_state_dict` computes it again.
 
-    Raises TypeError if `model` is no module.
+    Raises TypeError if `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

@@ -264,9 +264,9 @@ def load_modelopt(name: str | Path, **options: Any) -> nn.Module:
     `quantization_config` in config.json. Scales of keys and values become parameters of the modules
     that the file names; `tools.paged_cache.kv_scales` collects them.
 
-    Raises FileNotFoundError for a path that is no folder. Raises ValueError, which names the file
-    and the tensor, for a tensor that does not fit its format, and for algorithms other than FP8
-    (per tensor, per channel and token, or by blocks) and NVFP4.
+    Raises FileNotFoundError for a path that is not a folder. Raises ValueError, which names the
+    file and the tensor, for a tensor that does not fit its format, and for algorithms other than
+    FP8 (per tensor, per channel and token, or by blocks) and NVFP4.
     """
     if _is_path(name) and not Path(name).expanduser().is_dir():
         raise FileNotFoundError(f"name: expected a checkpoint's folder, got {str(name)!r}")

@@ -66,7 +66,7 @@ def rule(*kinds: Kind, why: str) -> Callable[[Holds], Holds]:
 
 @dataclass(frozen=True)
 class Behind:
-    """The readers of a value, seen through operations that are no points.
+    """The readers of a value, seen through operations that are not points.
 
     ends: the points that read the value.
     returned: whether the graph returns a value on the way.
@@ -83,7 +83,7 @@ class Behind:
 
 
 def behind(value: Value, graph: Graph) -> Behind:
-    """Returns the readers of a value, seen through operations that are no points."""
+    """Returns the readers of a value, seen through operations that are not points."""
     flow = graph.flow
     through = flow.downstream(value, None, lambda v: graph.kind(v) is None)
     known = set(through)
@@ -197,7 +197,7 @@ def _is_narrow(value: Value, graph: Graph) -> bool:
         return False
     passed = _passed(value, graph)
     read = (v for reader in _users(passed, graph) for v in reader.operands if v.value in passed)
-    # The heads of a projection are slices of its columns, too, but they are no parts of an MLP.
+    # The heads of a projection are slices of its columns, too, but they are not parts of an MLP.
     parts = (v for v in read if v.shape and v.shape[:-1] == value.shape[:-1])
     sizes = (*gemm.weight.shape, *(view.shape[-1] for view in parts))
     return any(isinstance(size, int) and size < LEAST_COLUMNS for size in sizes)
@@ -256,7 +256,7 @@ def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
 
 
 def _products_before(value: Value, graph: Graph) -> list[Value]:
-    """Returns the products from which a value is computed by operations that are no points."""
+    """Returns the products from which a value is computed by operations that are not points."""
 
     def passes(source: Value) -> bool:
         return source is value or graph.kind(source) is None
@@ -416,7 +416,7 @@ def _gains_nothing(value: Value, graph: Graph) -> bool:
 
 @rule(
     "softmax",
-    why="a softmax of a linear's result, by which tensors are mixed: these are no "
+    why="a softmax of a linear's result, by which tensors are mixed: these are not "
     "scores of queries with keys",
 )
 def _mixes(value: Value, graph: Graph) -> bool:
@@ -439,7 +439,8 @@ def _mixes(value: Value, graph: Graph) -> bool:
 
 
 def _is_mixed(value: Value, weights: set[Value], graph: Graph) -> bool:
-    """Whether a value is a tensor multiplied by weights, and the tensor is no expert's result."""
+    """Whether a value is a tensor multiplied by weights, and this tensor is not the result of an
+    expert."""
     mixed = [view.value for view in value.operands if view.value not in weights]
     multiplied = value.op == "aten.mul" or (
         graph.kind(value) == "product" and _is_of_two_activations(value, graph)
@@ -565,7 +566,7 @@ def _chooses_keys(value: Value, graph: Graph) -> bool:
     return made_of_two and attended and not any(one.returned for one in read)
 
 
-@rule("top-k", why="a choice by scores of tokens with each other: these are no experts")
+@rule("top-k", why="the scores compare tokens with each other, so the choice is not among experts")
 def _compares_tokens(value: Value, graph: Graph) -> bool:
     """Whether the compared scores are products of one activation with itself."""
     scores = _products_before(value, graph)

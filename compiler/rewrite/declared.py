@@ -337,7 +337,7 @@ def _restore_literals(graph: fx.Graph) -> None:
 def _obstacle(node: fx.Node) -> str:
     """Returns why a node of a trace cannot become a part of the graph. Returns "" if it can."""
     if node.op == "get_attr":
-        return "which reads a tensor that is no argument of the operator"
+        return "which reads a tensor that is not an argument of the operator"
     if node.op != "call_function":
         return ""
     target = node.target

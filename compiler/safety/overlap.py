@@ -85,8 +85,7 @@ _disjoint = lru_cache(1 << 14)(strided_disjoint)
 
 
 class _Ranges:
-    """Pieces of inputs, sorted by address. They serve to find the pieces that a given piece may
-    touch."""
+    """Finds the pieces of inputs that a given piece may touch. The pieces are sorted by address."""
 
     def __init__(self, pieces: Mapping[int, Sequence[_Piece]], inputs: Iterable[int]) -> None:
         found = ((piece, index) for index in inputs for piece in pieces[index])
@@ -109,8 +108,8 @@ class _Watch:
     """Remembers where the inputs of the latest call lay, and the first pair that overlapped, if
     any.
 
-    :meth:`look` runs before every call. Therefore it compares only tensors that have moved since
-    the latest call.
+    :meth:`look` runs before every call and must be fast. Therefore it compares only tensors that
+    have moved since the latest call.
     """
 
     memory: InputMemory

@@ -193,7 +193,7 @@ def _reasons_of_latents(model: Any, config: Any) -> Iterator[str]:
             yield f"{type(layer).__name__} keeps an indexer's keys beside latents"
         up = layer.kv_b_proj
         if type(up) is not nn.Linear or up.bias is not None or up.weight.dtype != model.dtype:
-            yield f"the up-projection of latents is no plain linear in {model.dtype}: {up}"
+            yield f"the up-projection of latents is not a linear in {model.dtype}: {up}"
 
 
 def _code(function: Any) -> tuple[Any, ...]:

@@ -771,7 +771,7 @@ def test_models_whose_memory_is_another_are_told(caplog):
     assert "others have not" in told(model, caplog)
     model = on_meta("DeepseekV3", **latents)
     model.model.layers[0].self_attn.kv_b_proj.to(torch.bfloat16)
-    assert "is no plain linear in torch.float32" in told(model, caplog)
+    assert "is not a linear in torch.float32" in told(model, caplog)
     model = on_meta("DeepseekV3", **latents)
     model.model.layers[1].self_attn.forward = lambda hidden_states, latents=None: None
     assert f"has no argument {paged_attention.CACHE}" in told(model, caplog)

@@ -172,7 +172,7 @@ def _mask_cases(target: Target) -> Iterator[AuditCase]:
         mask = meta(sequences, 1, queries, keys, dtype=dtype)
         given = MaskBlocksArguments(mask, hide_lowest=True)
         name = f"mask blocks {sequences} x {queries} x {keys} {dtype}: {{reason}}"
-        # A chip with fewer registers or threads runs fewer programs at once. That is no fault of
+        # A chip with fewer registers or threads runs fewer programs at once. This is not a fault of
         # the kernel.
         claims = Expectations(blocks_per_sm=PROGRAMS_PER_SM if target.complete else 1)
         yield from planned(name, mask_blocks.OP, given, target, claims)

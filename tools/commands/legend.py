@@ -37,14 +37,14 @@ TERMS = (
     Term("library", "lowering", r"library\b",
          "a library's GEMMs, and one kernel for the rest of the op's computation"),
     Term("reference", "lowering", r"reference\b",
-         "the op's definition in PyTorch runs: no kernel takes this call"),
+         "the op's definition in PyTorch runs, because no kernel takes this call"),
     Term("dots 16x2048", "reason", r"dots \d+x\d+",
-         "one token times a weight of codes, without tensor cores: the rows of the weight that "
-         "each program takes, and the columns of K that it reads at a time"),
+         "one token times a weight of codes, without tensor cores; the numbers are the rows of the "
+         "weight that each program takes, and the columns of K that it reads at a time"),
     Term("128x16x128", "reason", r"\d+x\d+h? ?x\d+",
          "the tile that a program multiplies at a time: rows and columns of the result, and "
-         "columns of K. Rows are rows of the weight in swapped and streaming kernels, otherwise "
-         "tokens; `h` counts heads"),
+         "columns of K. In swapped and streaming kernels, the rows are rows of the weight; in "
+         "other kernels, they are tokens; `h` counts heads"),
     Term("/2", "reason", r"/\d+ w\d",
          "split-K: this many programs compute one output tile together, each a part of its sum "
          "(in attention, each "
@@ -52,9 +52,9 @@ TERMS = (
     Term("w4 s4", "reason", r"\bw\d+\b",
          "`w4`: a program has 4 warps; `s4`: 4 stages, which is the number of loads in flight"),
     Term("p256 early", "reason", r"\bp\d+\b| early\b",
-         "`p256`: prefetches 256 weight columns while the previous kernel finishes; `early`: "
-         "lets the next kernel start early. In other kernels, `p2` means two programs per "
-         "multiprocessor"),
+         "`p256`: the kernel prefetches 256 weight columns while the previous kernel finishes; "
+         "`early`: it lets the next kernel start early. In other kernels, `p2` means two programs "
+         "per multiprocessor"),
     Term("g8", "reason", r" g\d+\b",
          "this many tiles of rows run one after the other with the same part of a weight"),
     Term("ws", "reason", r" ws\b", "warps are specialised: some load, some multiply"),
@@ -65,7 +65,7 @@ TERMS = (
     Term("slots=page+offset", "shapes", r"slots=page\+offset",
          "the graph has a page and an offset as two tensors: the slot is page * page size + "
          "offset"),
-    Term("slots=slice", "shapes", r"slots=slice", "the cache is written as a slice of it"),
+    Term("slots=slice", "shapes", r"slots=slice", "the graph writes a slice of the cache"),
     Term("rope=half", "shapes", r"rope=half",
          "the rotary embedding pairs the two halves of a head"),
     Term("gqa=4", "shapes", r"gqa=\d+",
@@ -79,7 +79,7 @@ TERMS = (
          "the pattern does not know an operation between the cache (or the attention) and the "
          "projection of K, V or Q"),
     Term("activation", "stage", "activation",
-         "the projections do not share one input, as they must"),
+         "the projections must share one input, but they do not"),
     Term("guards", "stage", "guards",
          "the structure is present, but the op does not support this variant of it"),
     Term("hazards", "stage", "hazards",

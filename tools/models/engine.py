@@ -26,7 +26,7 @@ def one_step(model: Any, step: dict[str, Any]) -> Any:
 def engine_steps(model: Any) -> Iterator[dict[str, dict[str, Any]]]:
     """Yields the arguments of a decode step and of a varlen step, for :func:`one_step`.
 
-    Raises ModelError for an object that is no model of transformers, and for a model that the
+    Raises ModelError for an object that is not a model of transformers, and for a model that the
     engine cannot run.
     """
     try:

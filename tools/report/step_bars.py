@@ -56,7 +56,7 @@ class Taken(Summed):
 @dataclass(frozen=True)
 class SiteBars:
     """The total cost of equal sites, and their savings. `known` is False if a size is a symbol,
-    because neither total includes it."""
+    because both totals then leave out what depends on that size."""
 
     taken: Taken
     spared: Taken
