@@ -17,8 +17,8 @@ def bfloat16_powers(codes):
 
 @triton.jit
 def bfloat16_parts(numbers):
-    """Returns (fp32 numbers rounded to bfloat16, what that leaves of them, in bfloat16). Nothing is
-    left of a number that bfloat16 rounds to infinity, and of NaN."""
+    """Returns (fp32 numbers rounded to bfloat16, the remainders of this rounding in bfloat16). The
+    remainder of NaN, and of a number that is rounded to infinity, is zero."""
     high = numbers.to(tl.bfloat16)
     is_finite = tl.abs(high.to(tl.float32)) < float("inf")
     low = tl.where(is_finite, numbers - high.to(tl.float32), 0.0)

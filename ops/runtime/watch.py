@@ -250,8 +250,8 @@ def _answer(waits: Sequence[Waits], deadline_s: float) -> bool | None:
 def _message(gone: Process, why: str) -> str:
     return (
         f"rank {gone.rank} (pid {gone.pid}) ended, and {why}: this process (pid {os.getpid()}) is "
-        f"aborted. What ended the other rank is in its own output, or in the kernel's log where it "
-        f"was killed; start all ranks again"
+        f"aborted. The output of the other rank may say why it ended; if it was killed, the "
+        f"kernel's log may say why. To continue, start all ranks again"
     )
 
 

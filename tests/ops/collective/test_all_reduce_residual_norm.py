@@ -246,7 +246,7 @@ def test_ranks_without_symmetric_memory_take_the_reference(tmp_path):
     finally:
         dist.destroy_process_group()
     assert report.name == "reference"
-    assert "talk through gloo: there is no symmetric memory" in report.reason
+    assert "talk through gloo, which has no symmetric memory" in report.reason
 
 
 @pytest.mark.parametrize(
