@@ -287,7 +287,7 @@ class Quantization:
         )
 
     def block_constants(self, columns: int, block_k: int) -> dict[str, Constant]:
-        """Returns the constants that all kernels need that read words of codes.
+        """Returns the constants that every kernel needs if it reads words of codes.
 
         columns: the number of columns of the weight. block_k: the number of columns of a step.
         """

@@ -62,9 +62,10 @@ COLUMN_BLOCK_ROWS = 2048
 # K is split further as long as there are at most this many programs on each multiprocessor.
 PROGRAMS_PER_SM = 2.2
 MAX_SPLIT = 4
-# The smallest part of K that a program sums over: in all, and for each row of its tile. Programs
-# that share K exchange their sums. A tile of more rows has more sums: 1024 rows of 8 adapters of
-# rank 64 take 15.4 us on an H100 if tiles of 64 rows split K = 4096 in 2, and 16.2 us in 4.
+# If programs share K, each program sums over at least LEAST_PART columns, and over at least
+# LEAST_ROW_PART columns for each row of its tile. Programs that share K exchange their sums, and a
+# tile of more rows has more sums: 1024 rows of 8 adapters of rank 64 take 15.4 us on an H100 if
+# tiles of 64 rows split K = 4096 in 2, and 16.2 us in 4.
 LEAST_PART = 512
 LEAST_ROW_PART = 32
 # For plans, numbers of rows are rounded up to a power of two. Above ROUND_ROWS, they are rounded up

@@ -33,8 +33,8 @@ EVERY_S = 5.0
 DEADLINE_S = 60.0
 #: How many seconds writing the message may take.
 SAY_S = 5.0
-# The deadline is waited for in this many parts. If the process is stopped for a while, it then
-# keeps the remaining parts.
+# A check waits for its deadline in this many parts. If the process is stopped for a while, at most
+# one part ends in this time, so the check still waits for the remaining parts.
 _PARTS = 20
 
 Waits = Callable[[], bool]
