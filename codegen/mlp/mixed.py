@@ -19,8 +19,8 @@ MIXED = Kernel("mlp.mixed_gemm", "mixed_linear", unaligned=("factor", "up_factor
 BLOCK_N = 128
 BLOCK_K = 64
 ROWS = BLOCK_N // 2
-# The number of columns whose scales are loaded together, if a scale covers at least as many
-# columns.
+# The number of columns whose scales are loaded together, if at least this many columns share a
+# scale.
 UNIT = 128
 # The number of consecutive row tiles that are computed for the same tokens before the next tokens.
 GROUP = 8

@@ -60,8 +60,9 @@ def integers_of_x(x, RUN: tl.constexpr):
     RUNS: tl.constexpr = WORDS // RUN
     # Compare the bits as integers, because a maximum of floats ignores NaN.
     sizes = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (RUNS, RUN, x.shape[1]))
-    # |x| < 2 ** (exponent - 126). Numbers below 2 ** -104 lose their last bits, but not their
-    # range.
+    # |x| < 2 ** (exponent - 126). A run whose numbers are all below 2 ** -104 gets the same power
+    # of two as if its largest number were almost 2 ** -104, so its numbers lose some of their last
+    # bits.
     exponent = tl.max(tl.max(sizes, axis=2), axis=1) >> 23
     bounded = tl.maximum(exponent, 22)
     up = ((275 - bounded) << 23).to(tl.float32, bitcast=True)
@@ -96,8 +97,9 @@ def parts_of_x(
 
     Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word; the same bytes for the
     odd nibbles; the sum of the integers of each run; and the power of two of each run. The bytes
-    are [words] each. If BYTES, they belong to the first four and to the last four nibbles instead.
-    For words of bytes, both groups of three bytes are equal.
+    are [words] each. If BYTES, the first group of three bytes belongs to the first four nibbles of
+    a word, and the second group to its last four nibbles. For words of bytes, both groups of three
+    bytes are equal.
 
     REVERSED: whether the high nibble of a byte is its first code. INTERLEAVED: whether words of
     eight codes are in AWQ's order.
