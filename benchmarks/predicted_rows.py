@@ -20,8 +20,9 @@ import torch
 import transformers
 from decode_cache import generate_inputs, layer_widths, new_cache, rewind, widths
 from end_to_end_models import MODELS, config_of
+from quantised_step import CONFIGS
 from steps_models import Case
-from transformers import LlamaConfig, Qwen3MoeConfig, StaticCache
+from transformers import StaticCache
 
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import lower
@@ -43,25 +44,23 @@ BUILT = 4
 #: H100 is from docs/quantised-performance.md. None stands for the target's own rate.
 COPY_RATES = {"NVIDIA H200": None, "NVIDIA H100 80GB HBM3": 3.0e12}
 
-#: Configurations that `quantised_step.py` builds: true sizes with a small vocabulary.
-_SHARED: dict[str, Any] = {
-    "vocab_size": 8192,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-}
-_SMALL: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "llama3-8b": (LlamaConfig, 4, {"intermediate_size": 14336}),
-    "qwen3-30b-a3b": (
-        Qwen3MoeConfig,
-        2,
-        {"hidden_size": 2048, "num_key_value_heads": 4, "intermediate_size": 6144}
-        | {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
-        | {"norm_topk_prob": True},
-    ),
+#: The modules that the makers of a format leave dense. The last one has columns that are not whole
+#: blocks.
+_LEFT_DENSE = ["lm_head", "gate", "model.layers.0.mlp.down_proj"]
+#: The `quantization_config` of formats other than those of compressed-tensors.
+_STATED: dict[str, dict[str, Any]] = {
+    "finegrained-fp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "mxfp4-gpu": {"quant_method": "mxfp4"},
+    "bitsandbytes-nf4": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_compute_dtype": "bfloat16",
+    },
 }
 #: For each format of compressed-tensors, the scheme and the name of the way in which codes are
 #: packed.
@@ -79,7 +78,8 @@ class Row:
     """One measured forward pass.
 
     source: the results file.
-    model: a key of `end_to_end_models.MODELS`, of `_SMALL` or of `steps_models.WIDTHS`.
+    model: a key of `end_to_end_models.MODELS`, of `quantised_step.CONFIGS` or of
+        `steps_models.WIDTHS`.
     form: the format of the weights, "bf16" or a format of `quantised_step.py`.
     tokens: the number of new tokens of each sequence.
     masked: whether a mask was given.
@@ -142,20 +142,16 @@ def _dense_rows() -> Iterator[Row]:
 
 def _quantised_rows() -> Iterator[Row]:
     """Yields the rows of quantised models, and of the dense model that was measured next to each
-    format.
-
-    Older files have no "tokens". In these files, the rows with prompts of 1024 tokens are those
-    that take several times the memory of a decode step of 64 sequences.
-    """
+    format."""
     kept = json.loads((RESULTS / QUANTISED).read_text("utf-8"))
     for r in kept["rows"]:
-        if not r.get("tilewright"):
-            continue
-        tokens = 1024 if r["tilewright_peak"] > 50 else 1
-        case = _SMALL[r["model"]][1], r["batch"], tokens, True
+        batch, tokens = map(int, r["case"].split("x"))
+        layers = CONFIGS[r["model"]][1]["num_hidden_layers"]
+        start = START if tokens == 1 else 0
         for variant, form in (("tilewright", r["format"]), ("bf16", "bf16")):
             if r.get(variant):
-                yield Row(QUANTISED, kept["gpu"], r["model"], form, *case, r[variant])
+                sizes = layers, batch, tokens, True, r[variant], start
+                yield Row(QUANTISED, kept["gpu"], r["model"], form, *sizes)
 
 
 def _step_rows() -> Iterator[Row]:
@@ -181,11 +177,13 @@ def step_behind(row: Row) -> Step:
     library of a format is not installed."""
     torch._dynamo.reset()
     if row.source == STEPS:
-        lowered = lower(*_generated(row), target="sm90")
+        model = steps_models.build(row.model, "meta")
+        call = _generated(model, row, layer_widths(model))
+    elif row.source == QUANTISED:
+        call = _generated(_coded(row), row)
     else:
-        model = _small(row) if row.source == QUANTISED else _dense(row)
-        lowered = lower(*_inputs(model, row), target="sm90")
-    return step_of(lowered, row.present, row.target)
+        call = _inputs(_dense(row), row)
+    return step_of(lower(*call, target="sm90"), row.present, row.target)
 
 
 def counts(step: Step, layers: int) -> list[int]:
@@ -206,29 +204,24 @@ def _dense(row: Row) -> Any:
     return made.eval().requires_grad_(False)
 
 
-def _small(row: Row) -> Any:
-    made, layers, fields = _SMALL[row.model]
-    config = made(**_SHARED | fields | {"num_hidden_layers": min(layers, BUILT)})
+def _coded(row: Row) -> Any:
+    """Returns the model of a row of `quantised_step.py`, with the layers that are built."""
+    made, fields = CONFIGS[row.model]
+    config = made(**fields | {"num_hidden_layers": min(row.layers, BUILT)})
     data = config.to_dict() | {"dtype": "bfloat16"}
     data["architectures"] = [made.__name__.replace("Config", "ForCausalLM")]
     if row.form != "bf16":
-        data["quantization_config"] = _stated(row.form, config.num_hidden_layers)
+        data["quantization_config"] = _stated(row.form)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(data, default=str), "utf-8")
         return model_of(path.parent)
 
 
-def _stated(form: str, layers: int) -> dict[str, Any]:
+def _stated(form: str) -> dict[str, Any]:
     """Returns the quantization_config of a checkpoint in a format."""
-    if form == "finegrained-fp8":
-        gates = [f"model.layers.{layer}.mlp.gate" for layer in range(layers)]
-        return {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["lm_head", *gates],
-        }
+    if form in _STATED:
+        return _STATED[form] | {"modules_to_not_convert": _LEFT_DENSE}
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     name, packed = _SCHEMES[form]
@@ -259,15 +252,15 @@ def _inputs(model: Any, row: Row) -> tuple[Any, tuple[Any, ...], dict[str, Any]]
     return model, (ids,), given
 
 
-def _generated(row: Row) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Returns the model and the arguments of a row of `steps.py`, on the meta device.
+def _generated(
+    model: Any, row: Row, layers: Sequence[tuple[int, int, int]] = ()
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns the model and the arguments that `generate()` passes, on the meta device.
 
-    A mask depends only on the lengths of a cache, so it is made on the CPU with a cache of one
-    column.
+    `layers` gives the extents of each layer's cache, as for `new_cache`. A mask depends only on the
+    lengths of a cache, so it is made on the CPU with a cache of one column.
     """
-    model = steps_models.build(row.model, "meta")
-    widths_of_layers = layer_widths(model)
-    cache = new_cache(model, row.batch, row.capacity, widths_of_layers)
+    cache = new_cache(model, row.batch, row.capacity, layers)
     thin = StaticCache(config=model.config, max_cache_len=row.capacity)
     column = torch.empty((row.batch, 1, 0, 1), dtype=model.dtype)
     for layer in thin.layers:

@@ -187,11 +187,11 @@ def quantised_steps() -> str:
     data = _kept("quantised_step.json")
     by_format: dict[str, dict[int, Group]] = {}
     for row in data["rows"]:
-        if row["model"] == "llama3-8b" and row["batch"] in (1, 16, 64):
+        batch, _, tokens = row["case"].partition("x")
+        if row["model"] == "llama3-8b" and tokens == "1":
             values = {"bf16": row["bf16"], "codes": row["tilewright"]}
-            group = Group(f"batch {row['batch']}", values)
-            # Decode steps were measured first; later rows of a batch are prompts.
-            by_format.setdefault(row["format"], {}).setdefault(row["batch"], group)
+            group = Group(f"batch {batch}", values)
+            by_format.setdefault(row["format"], {})[int(batch)] = group
     whole = {name: groups for name, groups in by_format.items() if list(groups) == [1, 16, 64]}
     panels = [Panel(name, list(groups.values())) for name, groups in whole.items()]
     title = "One decode step of Llama-3-8B (4 layers) with quantised weights, µs"

@@ -68,7 +68,7 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     form = problem.weight.format
     streams = not target.tmem_columns and codes_obstacle(problem, _codes_config(form, 1)) is None
     bounds = DECODED_ROWS if streams else DECODED_ROWS | DECODED_FROM_TILES
-    decode = rows >= bounds.get(form, rows + 1)
+    decode = problem.weight.fits(problem.x) and rows >= bounds.get(form, rows + 1)
     # Dequantised rows are contiguous. TMA needs their size to be a multiple of 16 bytes.
     decode = decode and problem.inner * ELEMENT_BYTES[problem.x] % TMA_BYTES == 0
     if streams and not decode:

@@ -62,6 +62,12 @@ class WeightOperands:
             "SCALE_BLOCK": self.scale_block,
         }
 
+    def fits(self, dtype: str) -> bool:
+        """Whether `dtype` has the range of the weight's scales. Scales that are e8m0 ("u8") have
+        the range of bf16 and fp32."""
+        form = WEIGHT_FORMATS.get(self.format)
+        return dtype != "fp16" or form is None or form.expert_scales != ("u8",)
+
     @property
     def in_words(self) -> WeightOperands:
         """Describes the weight as rows of 32-bit words."""

@@ -17,10 +17,22 @@ HEAD_PRODUCTS = Kernel(
     {
         "X_STRIDES": (("x", 0), ("x", 1)),
         "WEIGHT_STRIDES": (("weights", 0), ("weights", 1), ("weights", 2)),
+        "SCALE_STRIDES": (("scale", 0), ("scale", 1)),
     },
     ranges=("num_tokens",),
     num_stages=3,
 )
+
+
+def scaled_step(block: int, *starts: int) -> int | None:
+    """Returns the number of columns of a step over K in which all codes of a column of the weight
+    have one scale; None if there is no step of at least 16 columns.
+
+    block: how many indices of K share a scale. starts: distances from a multiple of `block` at
+    which a head begins.
+    """
+    steps = (BLOCK_K, BLOCK_K // 2, BLOCK_K // 4)
+    return next((n for n in steps if all(size % n == 0 for size in (block, *starts))), None)
 
 
 def block_tokens(num_tokens: int) -> int:

@@ -113,7 +113,8 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
 
     For few rows, two or three programs on an SM have enough bytes in flight, and each hides the
     epilogues of the others. For many rows, tiles are as large as possible. If weights are
-    quantised, tiles are smaller, so that there are registers left to unpack the codes.
+    quantised, tiles are smaller, so that there are registers left to unpack the codes. They are
+    smaller still if x and its weights need more columns (`add_decoded`).
     """
     dense = problem.format == "dense"
     if rows <= SWAPPED_ROWS:
@@ -129,7 +130,7 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
         if problem.inner <= SHORT_INNER:
             return up, _swapped(block_m, 64, 128, 4, 3, 2 if problem.inner <= 512 else 3)
         return up, _swapped(block_m, 128, 128, 4, 3, 2)
-    if rows < WIDE_ROWS:
+    if rows < WIDE_ROWS or not problem.gate.fits(problem.dtype):
         return GemmConfig(64, 64, 64, 4, 4, 2), GemmConfig(64, 128, 64, 4, 4, 2)
     up = GemmConfig(128, 128, 64, 8, 4)
     if not dense:

@@ -106,11 +106,12 @@ def gemms(problem: MoeProblem) -> dict[str, GroupedProblem]:
 
 
 def decodable(problem: MoeProblem) -> bool:
-    """Whether the weights can be dequantised before the GEMMs: they are quantised, the scratch
-    memory is large enough, and TMA can load the dequantised rows."""
+    """Whether the weights can be dequantised before the GEMMs: they are quantised, x's dtype has
+    their range, the scratch memory is large enough, and TMA can load the dequantised rows."""
     elements = (3 if problem.up else 2) * decoded_elements(problem)
     size = ELEMENT_BYTES[problem.dtype]
     fits = size * elements <= DECODED_BYTES and problem.hidden * size % TMA_BYTES == 0
+    fits = fits and problem.gate.fits(problem.dtype)
     return problem.format != "dense" and not problem.coded_rows and fits
 
 

@@ -6,9 +6,10 @@ memory, so many small programs keep the memory busy.
 4- and 8-bit integers are multiplied as integers, four in each instruction. For this, x is converted
 to 23-bit integers, with a power of two for each RUN of words. The conversion is exact for bfloat16
 (float16) numbers of at least 2 ** -14 (2 ** -11) of the largest number of their run. Smaller
-numbers lose fewer bits than they would lose in fp32 sums. Each integer has three bytes, and one
-instruction (`dp4a`) multiplies four bytes by four codes. Codes of floats, and weights that are not
-quantised, are multiplied as fp32 numbers.
+numbers lose fewer bits than they would lose in fp32 sums. A sum of integers is multiplied by its
+power of two before it is multiplied by a scale, because its product with a large scale could be
+infinite. Each integer has three bytes, and one instruction (`dp4a`) multiplies four bytes by four
+codes. Codes of floats, and weights that are not quantised, are multiplied as fp32 numbers.
 """
 
 import triton
@@ -51,27 +52,30 @@ def three_bytes(first, second, third, fourth):
 
 @triton.jit
 def integers_of_x(x, RUN: tl.constexpr):
-    """Converts fp32 x [words, columns] to integers. Returns (int32 numbers of at most 2 ** 22, the
+    """Converts fp32 x [words, columns] to integers. Returns (int32 numbers of at most 2 ** 22, two
     powers of two [words / RUN] by which they have to be multiplied).
 
-    If a number of a run is infinite or NaN, the power of the run is NaN.
+    The first power is at most 2 ** 90, so that its product with a sum is finite in fp32. This
+    product is also exact. Multiply it by a scale before the second power, which is at least 1. If a
+    number of a run is infinite or NaN, the second power of the run is NaN.
     """
     WORDS: tl.constexpr = x.shape[0]
     RUNS: tl.constexpr = WORDS // RUN
     # Compare the bits as integers, because a maximum of floats ignores NaN.
     sizes = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (RUNS, RUN, x.shape[1]))
-    # |x| < 2 ** (exponent - 126). A run whose numbers are all below 2 ** -104 gets the same power
-    # of two as if its largest number were almost 2 ** -104, so its numbers lose some of their last
-    # bits.
+    # |x| < 2 ** (exponent - 126). Numbers below 2 ** -104 lose their last bits, and subnormal
+    # numbers of fp32 lose all bits.
     exponent = tl.max(tl.max(sizes, axis=2), axis=1) >> 23
     bounded = tl.maximum(exponent, 22)
     up = ((275 - bounded) << 23).to(tl.float32, bitcast=True)
-    power = ((bounded - 21) << 23).to(tl.float32, bitcast=True)
-    power = tl.where(exponent == 255, float("nan"), power)
+    small = tl.minimum(bounded, 238)
+    power = ((small - 21) << 23).to(tl.float32, bitcast=True)
+    rest = ((bounded - small + 127) << 23).to(tl.float32, bitcast=True)
+    rest = tl.where(exponent == 255, float("nan"), rest)
     up = tl.reshape(tl.broadcast_to(up[:, None], (RUNS, RUN)), (WORDS,))[:, None]
     # Adding 1.5 * 2 ** 23 rounds a number to an integer, because fp32 has no fractional bits there.
     wide = x * up + 12582912.0
-    return wide.to(tl.int32, bitcast=True) - 0x4B400000, power
+    return wide.to(tl.int32, bitcast=True) - 0x4B400000, power, rest
 
 
 @triton.jit
@@ -96,17 +100,17 @@ def parts_of_x(
     nibbles uses 8 numbers of x, and a word of bytes uses 4.
 
     Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word; the same bytes for the
-    odd nibbles; the sum of the integers of each run; and the power of two of each run. The bytes
-    are [words] each. If BYTES, the first group of three bytes belongs to the first four nibbles of
-    a word, and the second group to its last four nibbles. For words of bytes, both groups of three
-    bytes are equal.
+    odd nibbles; the sum of the integers of each run; and the two powers of each run
+    (`integers_of_x`). The bytes are [words] each. If BYTES, the first group of three bytes belongs
+    to the first four nibbles of a word, and the second group to its last four nibbles. For words of
+    bytes, both groups of three bytes are equal.
 
     REVERSED: whether the high nibble of a byte is its first code. INTERLEAVED: whether words of
     eight codes are in AWQ's order.
     """
     WORDS: tl.constexpr = x.shape[0]
     PER: tl.constexpr = x.shape[1]
-    integers, power = integers_of_x(x, RUN)
+    integers, power, rest = integers_of_x(x, RUN)
     total = tl.sum(tl.reshape(tl.sum(integers, axis=1), (WORDS // RUN, RUN)), axis=1)
     if PER == 8:
         x0, x1, x2, x3, x4, x5, x6, x7 = eight_columns(integers)
@@ -130,7 +134,7 @@ def parts_of_x(
         high0 = low0
         high1 = low1
         high2 = low2
-    return low0, low1, low2, high0, high1, high2, total, power
+    return low0, low1, low2, high0, high1, high2, total, power, rest
 
 
 @triton.jit

@@ -48,19 +48,19 @@ def words_of_step(lines, columns, first, end, STRIDE: tl.constexpr, EVEN: tl.con
 
 @triton.jit
 def add_scaled_sums(
-    total, sums, scale, zero, power, x_sums, UNIT: tl.constexpr, ZERO_TENSOR: tl.constexpr,
+    total, sums, scale, zero, power, rest, x_sums, UNIT: tl.constexpr, ZERO_TENSOR: tl.constexpr,
     ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Returns total plus scale * (sums - zero * x_sums) for each run of columns [rows, runs]. If
-    ADDED_ZEROS, it adds scale * sums + zero * x_sums instead. power: a power of two by which sums
-    and x_sums are multiplied. UNIT: one more factor of the sums."""
+    ADDED_ZEROS, it adds scale * sums + zero * x_sums instead. power, rest: two powers of two by
+    which sums and x_sums are multiplied (`integers_of_x`). UNIT: one more factor of the sums."""
     if ZERO_TENSOR and ADDED_ZEROS:
-        part = scale * (sums * UNIT) + zero * x_sums[None, :]
+        part = scale * (sums * (power * UNIT)[None, :]) + zero * (x_sums * power)[None, :]
     elif ZERO_TENSOR:
-        part = scale * (sums * UNIT - zero * x_sums[None, :])
+        part = scale * ((sums * UNIT - zero * x_sums[None, :]) * power[None, :])
     else:
-        part = scale * (sums * UNIT)
-    return total + part * power[None, :]
+        part = scale * (sums * (power * UNIT)[None, :])
+    return total + part * rest[None, :]
 
 
 @triton.jit
@@ -150,9 +150,10 @@ def dotted_rows(
         if FLOATS:
             sums = number_sums(words, x, REVERSED, NUMBER, RUN)
             power = tl.full((RUNS,), 1.0, tl.float32)
+            rest = power
             x_sums = power
         else:
-            low0, low1, low2, high0, high1, high2, x_total, power = parts_of_x(
+            low0, low1, low2, high0, high1, high2, x_total, power, rest = parts_of_x(
                 x, RUN, REVERSED, INTERLEAVED_NIBBLES, BYTES
             )
             x_sums = x_total.to(tl.float32)
@@ -161,7 +162,7 @@ def dotted_rows(
                 PER, SIGNED, ZERO, BYTES, RUN,
             )  # fmt: skip
         product = add_scaled_sums(
-            product, sums, scale, zero, power, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
+            product, sums, scale, zero, power, rest, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
         )
         if up_lines is not None:
             if SCALE_COLUMNS < K:
@@ -177,7 +178,16 @@ def dotted_rows(
                     PER, SIGNED, ZERO, BYTES, RUN,
                 )  # fmt: skip
             up = add_scaled_sums(
-                up, sums, up_scale, up_zero, power, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
+                up,
+                sums,
+                up_scale,
+                up_zero,
+                power,
+                rest,
+                x_sums,
+                UNIT,
+                ZERO_TENSOR,
+                ADDED_ZEROS,
             )
         words = next_words
         up_words = next_up_words

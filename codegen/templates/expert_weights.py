@@ -42,7 +42,9 @@ def dequantize_tile(
     """Decodes stored codes, with their scales, to weights [ROWS, COLUMNS] of DTYPE.
 
     This is exact for NVFP4 and MXFP4. For int4 and fp8, the product with the scale is rounded once.
+    Weights in MXFP4 are beyond the range of fp16; they are bf16 in place of fp16.
     """
+    WIDE: tl.constexpr = FORMAT == "mxfp4" and tl.float16 == DTYPE
     if FORMAT == "fp8":
         values = stored.to(tl.float32)
     elif FORMAT == "int4":
@@ -51,7 +53,7 @@ def dequantize_tile(
         values = e2m1_value(unpack_codes(stored, ROWS, COLUMNS)).to(tl.float32)
     GROUPS: tl.constexpr = scales.shape[1]
     blocks = tl.reshape(values, (ROWS, GROUPS, COLUMNS // GROUPS)) * scales[:, :, None]
-    return tl.reshape(blocks, (ROWS, COLUMNS)).to(DTYPE)
+    return tl.reshape(blocks, (ROWS, COLUMNS)).to(tl.bfloat16 if WIDE else DTYPE)
 
 
 @triton.jit

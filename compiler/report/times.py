@@ -35,8 +35,9 @@ MEMORY_SHARE = 0.98
 #: same steps support it, because the root mean square of all errors falls from 4.7 to 4.3 %. They
 #: do not distinguish a factor of 2 from a factor of 3.
 L2_SPEED = 2.0
-#: The share of a copy's rate that kernels reach when they read weights as codes. It comes from
-#: linears_quantized.json (int4 and fp8, one token).
+#: The share of a copy's rate that mixtures reach when they read experts as codes. It comes from
+#: moe_quantized.json. Linears of codes reach MEMORY_SHARE (linears_quantized.json, int4 and fp8,
+#: one token).
 CODES_MEMORY_SHARE = 0.89
 
 #: Shares of the tensor cores' rate. Products of a library with 1024 to 8192 rows reach 680 to 790
@@ -44,18 +45,31 @@ CODES_MEMORY_SHARE = 0.89
 #: DeepSeek-V3, 4096 and 8192 tokens), and less if each has few.
 PRODUCT_SHARE = 0.91
 MIXTURE_SHARE = 0.74
-#: The share of the tensor cores' rate for codes that kernels decode. It comes from the steps of
-#: ct-w4a16 and ct-fp8-dynamic in quantised_step.json.
-CODES_SHARE = 0.27
-#: Formats of 4-bit codes that take long to decode, because the codes stand for floats or are packed
-#: along rows. The two rates are the numbers of codes that an SM decodes in a second: the first for
-#: kernels that use tensor cores, the second (ALONE) for kernels of one token, which use none. They
-#: come from linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
-SLOW_CODES = frozenset({"nvfp4", "mxfp4", "nf4", "fp4", "int4_n"})
-SLOW_CODES_PER_SM_S = 1.85e10
-SLOW_CODES_PER_SM_S_ALONE = 3.6e10
+#: The share of the tensor cores' rate that kernels reach with codes that they have decoded. This
+#: constant and DECODED_PER_SM_S come from the linears of 16 to 128 tokens in
+#: docs/quantised-performance.md and from the steps of ct-w4a16, ct-fp8-dynamic and bitsandbytes-nf4
+#: in quantised_step.json.
+CODES_SHARE = 0.75
+#: The number of tokens that such a kernel multiplies by a weight that it has decoded. It decodes
+#: the weight again for the next ones.
+TOKENS_OF_TILE = 64
+#: The numbers of 4-bit codes that an SM decodes in a second, by format: the first for kernels that
+#: use tensor cores, the second for kernels of one token, which use none (linears_quantized.json).
+#: Reading the memory hides the decoding of int4_k for one token, and of all codes of 8 bits.
+DECODED_PER_SM_S = {
+    "int4_k": (1.0e11, math.inf),
+    "nvfp4": (4.6e10, 3.6e10),
+    "mxfp4": (2.0e10, 5.0e10),
+    "nf4": (2.7e10, 3.0e10),
+    "fp4": (2.7e10, 3.0e10),
+    "int4_n": (2.7e10, 3.0e10),
+}
 #: The bytes of such a code, including its part of the scale that a block of 16 to 128 codes shares.
-SLOW_CODE_BYTES = 0.55
+FOUR_BIT_BYTES = 0.55
+#: The kernel of many tokens decodes while the tensor cores multiply, and reaches PRODUCT_SHARE. The
+#: two scales of NVFP4 take longer than the product (docs/quantised-performance.md, "Prompts").
+MIXED_LINEAR = "mixed_linear"
+MIXED_SHARES = {"nvfp4": 0.78}
 #: The share of the rate for mixtures whose weights are codes. It comes from moe_quantized.json
 #: (fp8, 64 and 1024 tokens).
 CODES_MIXTURE_SHARE = 0.40
@@ -96,7 +110,7 @@ def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Sp
     caches: the bytes of caches that the unit moves.
     present: the number of tokens in the caches of each sequence; None if only the new tokens count.
     """
-    rate = target.hbm_bytes_per_s * (CODES_MEMORY_SHARE if unit.codes else MEMORY_SHARE) / 1e6
+    rate = target.hbm_bytes_per_s * _memory_share(unit) / 1e6
     between = _beyond_l2(unit.activations + unit.scratch, target)
     moved = [size / rate for size in (unit.weights, caches, between)]
     product = 1e6 * unit.flops / (unit.flop_rate * _product_share(unit))
@@ -124,24 +138,34 @@ def _beyond_l2(size: int, target: Target) -> float:
     return size - near + near / L2_SPEED
 
 
+def _memory_share(unit: Unit) -> float:
+    return CODES_MEMORY_SHARE if unit.codes and unit.family == "moe" else MEMORY_SHARE
+
+
 def _product_share(unit: Unit) -> float:
     mixture = unit.family == "moe"
     if not unit.codes:
         return MIXTURE_SHARE if mixture else PRODUCT_SHARE
     if mixture:
         return CODES_MIXTURE_SHARE
-    return CODES_SHARE
+    return MIXED_SHARES.get(unit.codes, PRODUCT_SHARE) if _is_mixed(unit) else CODES_SHARE
+
+
+def _is_mixed(unit: Unit) -> bool:
+    return any(name.startswith(MIXED_LINEAR) for name in unit.kernels)
 
 
 def _decoding_s(unit: Unit, target: Target) -> float:
-    """Returns the seconds that decoding a linear's slow codes takes, in addition to the time that
-    CODES_SHARE covers."""
-    if unit.codes not in SLOW_CODES or unit.family == "moe":
+    """Returns the seconds that decoding takes in addition to the products."""
+    if unit.codes not in DECODED_PER_SM_S or _is_mixed(unit):
         return 0.0
-    numbers = unit.weights / SLOW_CODE_BYTES
-    alone = unit.flops < 3 * numbers  # one token needs 2 FLOPs for each number
-    rate = SLOW_CODES_PER_SM_S_ALONE if alone else SLOW_CODES_PER_SM_S
-    return numbers / (rate * target.num_sms)
+    numbers = unit.weights / FOUR_BIT_BYTES
+    tokens = unit.flops / (2 * numbers) if numbers else 0.0
+    together, alone = DECODED_PER_SM_S[unit.codes]
+    if tokens < 1.5:
+        return numbers / (alone * target.num_sms)
+    tiles = max(math.ceil(tokens / TOKENS_OF_TILE - 0.1), 1)
+    return tiles * numbers / (together * target.num_sms)
 
 
 def _attention_share(queries: int) -> float:

@@ -30,6 +30,7 @@ from tilewright.compiler.report.puts import Put, put_of
 from tilewright.compiler.report.work import (
     flop_rate,
     flops_of,
+    is_grouped,
     is_product,
     reached,
     share_of_experts,
@@ -46,6 +47,8 @@ _NAMED = 4
 _CODE_DTYPES = frozenset(
     {torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
 )
+# Calls that never move anything, even if their fake result has a storage of its own.
+_VIEWS = frozenset({"squeeze", "unsqueeze"})
 # Calls that read a table at indices that are known only at run time.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "getitem", "take_along_dim"})
 
@@ -289,6 +292,8 @@ def _shared_storages(graph: fx.Graph) -> UnionFind:
 def _moves_nothing(node: fx.Node) -> bool:
     """Whether a node only changes the shape of dense elements."""
     sources = _tensors(*node.all_input_nodes)
+    if name_of(node) in _VIEWS:
+        return len(sources) == 1
     return name_of(node) in SHAPES and len(sources) == 1 and sources[0].is_contiguous()
 
 
@@ -507,7 +512,7 @@ class _Moved:
         site = self.sites.get(node.name)
         if site is not None:
             return share_of_experts(site)
-        if node.target in _compat.GROUPED_MM:
+        if is_grouped(node):
             rows, weight = _compat.tensors_of(*node.all_input_nodes)[:2]
             if isinstance(rows.shape[0], int):
                 return reached(rows.shape[0], 1 / weight.shape[0])

@@ -26,10 +26,19 @@ _PRODUCTS = re.compile(
 
 def is_product(node: fx.Node) -> bool:
     """Whether a node calls for matrix products, which a library computes."""
+    return bool(_PRODUCTS.search(_name_of(node)))
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """Whether a node multiplies groups of rows by a matrix each, in PyTorch's operator or in the
+    one that transformers registers."""
+    return "grouped_mm" in _name_of(node)
+
+
+def _name_of(node: fx.Node) -> str:
     if node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return bool(_PRODUCTS.search(str(name)))
+        return ""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def flops_of(node: fx.Node) -> int:
@@ -38,7 +47,7 @@ def flops_of(node: fx.Node) -> int:
     tensors = _compat.tensors_of(*node.all_input_nodes)
     if not is_product(node) or any(map(_compat.is_symbolic, tensors)):
         return 0
-    if node.target in _compat.GROUPED_MM:
+    if is_grouped(node):
         rows, weight = tensors[:2]
         return 2 * math.prod(rows.shape) * weight.shape[-1]
     with FlopCounterMode(display=False) as counter:

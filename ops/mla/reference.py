@@ -60,7 +60,7 @@ def decode_reference(a: MlaDecodeArguments) -> torch.Tensor:
     """Returns the attention [T, H, V]."""
     nope = widths(a)[0]
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
-    k_weight, v_weight = halves(a, dense_weight(a, q.dtype))
+    k_weight, v_weight = halves(a, _numbers(a, q.dtype))
     q_latent = torch.einsum("thn,hnl->thl", q[..., :nope], k_weight)
     latent, rope_keys = a.latent, a.rope_keys
     if a.round_latents:
@@ -93,9 +93,13 @@ def up_weight(a: MlaPrefillArguments, compute: torch.dtype) -> torch.Tensor:
 
 def dense_weight(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
     """Returns kv_b_weight. If it has codes, it is dequantised and rounded to q's dtype."""
-    if a.kv_b_scale is None:
-        return a.kv_b_weight.to(compute)
-    return _dequantized(a, compute).to(a.q.dtype).to(compute)
+    numbers = _numbers(a, compute)
+    return numbers if a.kv_b_scale is None else numbers.to(a.q.dtype).to(compute)
+
+
+def _numbers(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
+    """Returns kv_b_weight, dequantised."""
+    return a.kv_b_weight.to(compute) if a.kv_b_scale is None else _dequantized(a, compute)
 
 
 def _dequantized(a: UpArguments, compute: torch.dtype) -> torch.Tensor:

@@ -81,6 +81,25 @@ def test_many_tokens_are_bound_by_their_products():
     assert product.amounts.floor_us == pytest.approx(1e6 * seconds)
 
 
+def test_the_grouped_product_of_transformers_counts():
+    """gpt-oss calls this operator with a weight that the graph decodes from MXFP4 codes."""
+    pytest.importorskip("transformers.integrations.moe", reason="registers the operator")
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2, 1024, 1024, dtype=torch.bfloat16))
+
+        def forward(self, x, ends):
+            return torch.ops.transformers.grouped_mm_fallback(x, self.weight, offs=ends)
+
+    x = torch.empty(65536, 1024, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(2, dtype=torch.int32, device="meta")
+    (product,) = step_of(lowered(on_meta(Experts), x, ends)).parts
+    seconds = 2 * 65536 * 1024**2 / H200.flops_per_s("bf16")
+    assert product.amounts.floor_us == pytest.approx(1e6 * seconds)
+
+
 def test_products_of_activations_are_no_floor():
     step = step_of(lowered(lambda a, b: a @ b, (64, 64), (64, 64)))
     assert step.total.floor_us == 0.0

@@ -85,15 +85,42 @@ def test_many_queries_reach_another_share_than_few():
     assert other / one == pytest.approx(shares, rel=0.02)  # 63 tokens see a little less
 
 
+def coded(tokens, **changed):
+    """Returns a linear of 4-bit codes that multiplies `tokens` tokens."""
+    numbers = 2 * 10**7
+    unit = replace(EMPTY, kind="fused", codes="nvfp4", flops=2 * tokens * numbers)
+    return replace(unit, weights=int(times.FOUR_BIT_BYTES * numbers), **changed)
+
+
 def test_codes_that_stand_for_floats_take_longer_to_decode():
-    plain = replace(EMPTY, kind="fused", weights=10**7, flops=2 * 16 * 2 * 10**7)
-    int4, nvfp4 = (us(replace(plain, codes=name)) for name in ("int4_k", "nvfp4"))
-    assert us(plain) < int4 < nvfp4
-    # Another kernel, which decodes faster, multiplies a single token.
-    alone = replace(plain, codes="nvfp4", flops=2 * 2 * 10**7)
-    assert us(alone) < nvfp4
-    # Kernels of mixtures have a separate constant in the cost model.
-    assert us(replace(plain, codes="nvfp4", family="moe")) < nvfp4
+    int4, nvfp4, mxfp4 = (us(coded(16, codes=name)) for name in ("int4_k", "nvfp4", "mxfp4"))
+    assert us(coded(16, codes="")) < int4 < nvfp4 < mxfp4
+    # Other kernels multiply a single token.
+    numbers, (_, alone) = 2 * 10**7, times.DECODED_PER_SM_S["nvfp4"]
+    decoding = 1e6 * numbers / (alone * H200.num_sms)
+    spent = spent_of(coded(1), 0, None, H200)
+    assert spent.us - START < spent.weights_us + decoding * 1.1
+
+
+def test_a_weight_is_decoded_again_for_each_tile_of_tokens():
+    one, same, two = (times._decoding_s(coded(n), H200) for n in (2, 64, 128))
+    assert one == same > 0
+    assert two == pytest.approx(2 * one)
+    assert times._decoding_s(coded(64, codes="fp8"), H200) == 0.0
+
+
+def test_experts_of_few_tokens_are_decoded_too():
+    dense = times._decoding_s(coded(3), H200)
+    assert times._decoding_s(coded(3, family="moe"), H200) == dense > 0
+
+
+def test_the_kernel_of_many_tokens_decodes_while_it_multiplies():
+    kernels = ("mixed_linear_0123456789ab",)
+    for name in ("int4_k", "mxfp4"):
+        mixed, plain = coded(1024, codes=name, kernels=kernels), coded(1024, codes="")
+        assert us(mixed) == pytest.approx(us(plain))
+        assert us(mixed) < us(coded(1024, codes=name))
+    assert us(coded(1024, kernels=kernels)) > us(coded(1024, codes=""))
 
 
 def test_an_amount_has_a_field_for_all_that_time_is_spent_on():
@@ -167,6 +194,6 @@ def test_a_chip_that_was_not_measured_has_a_wider_bar_and_says_why():
 
 
 def test_a_class_without_a_row_has_no_narrow_bar():
-    bar = bar_of("decode, adapters", H200)
+    bar = bar_of("decode, another kind of weights", H200)
     assert bar.percent == bars.UNHELD
     assert "no step of" in bar.why

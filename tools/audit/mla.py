@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
@@ -167,6 +168,19 @@ def _decode_cases(target: Target) -> Iterator[AuditCase]:
                 elif spec.kernel == "head_products":
                     claims = Expectations(mma="bf16")
                     yield AuditCase(f"mla heads {model.name}, {name}", spec, claims)
+        coded = decode.OP.plan_for(_with_codes(_decode_call(model, 1)), target.name)
+        for spec in coded.specs:
+            if spec.kernel == "head_products":
+                claims = Expectations(mma="bf16", fresh_sums_reason=SCALED_SUMS_REASON)
+                yield AuditCase(f"mla heads {model.name}, codes", spec, claims)
+
+
+def _with_codes(a: MlaDecodeArguments) -> MlaDecodeArguments:
+    """Returns the call with a weight of float8 codes, in blocks of 128."""
+    rows, rank = a.kv_b_weight.shape
+    scale = meta(cdiv(rows, 128), cdiv(rank, 128), dtype=torch.float32)
+    codes = meta(rows, rank, dtype=FP8)
+    return replace(a, kv_b_weight=codes, kv_b_scale=scale, scale_block=(128, 128))
 
 
 def _decode_call(

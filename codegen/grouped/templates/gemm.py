@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.expert_weights import block_scales, dequantize_tile
+from tilewright.codegen.templates.scale_numbers import bfloat16_parts
 
 
 @triton.jit
@@ -84,6 +85,17 @@ def add_product(accumulator, x, weight, SWAPPED: tl.constexpr):
         return tl.dot(weight, x.T, accumulator)
     else:
         return tl.dot(x, weight.T, accumulator)
+
+
+@triton.jit
+def add_decoded(accumulator, x, weight, SWAPPED: tl.constexpr):
+    """Returns the result of `add_product` for a weight from `dequantize_tile`. If x is fp16 and the
+    weight is bf16, each number of x becomes two columns, which are bf16 and have its sum."""
+    if x.dtype == tl.float16 and weight.dtype == tl.bfloat16:
+        high, low = bfloat16_parts(x.to(tl.float32))
+        x = tl.reshape(tl.join(high, low), (x.shape[0], 2 * x.shape[1]))
+        weight = tl.reshape(tl.join(weight, weight), (weight.shape[0], 2 * weight.shape[1]))
+    return add_product(accumulator, x, weight, SWAPPED)
 
 
 @triton.jit
@@ -266,7 +278,7 @@ def grouped_gemm(
                 weight = dequantize_tile(
                     weight, scales, BLOCK_N, BLOCK_K, FORMAT, x_ptr.dtype.element_ty
                 )
-            accumulator = add_product(accumulator, x, weight, SWAPPED)
+            accumulator = add_decoded(accumulator, x, weight, SWAPPED)
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
         places = rows

@@ -4,6 +4,29 @@ time."""
 import triton
 import triton.language as tl
 
+from tilewright.codegen.templates.codes import widened
+
+
+@triton.jit
+def column_scales(
+    scale_ptr, first_row, columns, column_mask, start, K_IS_ROW: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDES: tl.constexpr,
+):  # fmt: skip
+    """Loads the scale of each column of a step that starts at `start` of K, as fp32 [columns].
+
+    Args:
+        first_row: The row of the scaled weight in which the head begins.
+        K_IS_ROW: Whether K counts rows of the scaled weight, and columns count its columns. If not,
+            it is the other way round.
+        BLOCK: How many (rows, columns) of the scaled weight share a scale.
+        STRIDES: The strides of (scale row, scale column).
+    """
+    if K_IS_ROW:
+        places = (first_row + start) // BLOCK[0] * STRIDES[0] + columns // BLOCK[1] * STRIDES[1]
+    else:
+        places = (first_row + columns) // BLOCK[0] * STRIDES[0] + start // BLOCK[1] * STRIDES[1]
+    return tl.load(scale_ptr + places, mask=column_mask, other=0.0).to(tl.float32)
+
 
 @triton.jit
 def head_products(
@@ -11,12 +34,19 @@ def head_products(
     NUM_HEADS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDES: tl.constexpr,
     WEIGHT_STRIDES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    scale_ptr=None, HEAD_ROWS: tl.constexpr = 0, FIRST_ROW: tl.constexpr = 0,
+    K_IS_ROW: tl.constexpr = False, SCALE_BLOCK: tl.constexpr = (1, 1),
+    SCALE_STRIDES: tl.constexpr = (0, 0),
 ):  # fmt: skip
     """Computes out [T, H, WIDTH] = x [T, H, K] @ weights[h] [K, WIDTH], summed in fp32.
 
     Grid (H * cdiv(WIDTH, BLOCK_W), cdiv(T, BLOCK_T)). Columns of the weights are on the tensor
     core's M side and tokens on its N side. X_STRIDES: (token, head). WEIGHT_STRIDES: (head, k,
     column).
+
+    If scale_ptr is given, the weights are float8 (e4m3) codes. They are multiplied exactly, and a
+    sum over BLOCK_K codes, which share a scale, is multiplied by their scale. Row FIRST_ROW + h *
+    HEAD_ROWS of the scaled weight is the first row of head h (`column_scales`).
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -41,7 +71,15 @@ def head_products(
             weight_columns[:, None] + (start + k)[None, :] * WEIGHT_STRIDES[1],
             mask=column_mask[:, None] & inside[None, :], other=0.0,
         )  # fmt: skip
-        product = tl.dot(weight, x.T, product)
+        if scale_ptr is None:
+            product = tl.dot(weight, x.T, product)
+        else:
+            codes = widened(weight, 0, x_ptr.dtype.element_ty)
+            scales = column_scales(
+                scale_ptr, FIRST_ROW + head * HEAD_ROWS, columns, column_mask, start, K_IS_ROW,
+                SCALE_BLOCK, SCALE_STRIDES,
+            )  # fmt: skip
+            product += tl.dot(codes, x.T) * scales[:, None]
     places = (tokens.to(tl.int64) * NUM_HEADS + head)[None, :] * WIDTH + columns[:, None]
     tl.store(
         out_ptr + places, product.to(out_ptr.dtype.element_ty),

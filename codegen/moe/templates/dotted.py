@@ -107,22 +107,22 @@ def load_x(
 @triton.jit
 def factors_of_x(x, INTEGERS: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr):
     """Returns the factors by which `add_sums` multiplies weights. If INTEGERS, it returns the
-    result of `parts_of_x`, else x itself and the power 1."""
+    result of `parts_of_x`, else x itself and the powers 1."""
     if INTEGERS:
         return parts_of_x(x, RUN, False, False, BYTES)
     else:
         power = tl.full((x.shape[0] // RUN,), 1.0, tl.float32)
-        return x, x, x, x, x, x, x, power
+        return x, x, x, x, x, x, x, power, power
 
 
 @triton.jit
 def add_sums(
     product, words, scales, low0, low1, low2, high0, high1, high2, total, power,
-    PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr, ZERO: tl.constexpr,
+    rest, PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr, ZERO: tl.constexpr,
     SCALED: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Adds the sum of each run of words to product [rows, runs], and returns the result. Each sum
-    is multiplied by `power` and, if SCALED, by its scale."""
+    is multiplied by `power`, by its scale if SCALED, and by `rest`, in this order."""
     if INTEGERS:
         sums = code_sums(
             words, low0, low1, low2, high0, high1, high2, total,
@@ -133,8 +133,9 @@ def add_sums(
     else:
         sums = dense_sums(words, low0, RUN)
     if SCALED:
-        sums *= scales * sums_unit("", BYTES)
-    return product + sums * power[None, :]
+        sums *= (power * sums_unit("", BYTES))[None, :]
+        sums *= scales
+    return product + sums * rest[None, :]
 
 
 @triton.jit
@@ -216,15 +217,17 @@ def moe_up_dotted(
                 HIDDEN, UP_SCALE_STRIDES, SCALE_BLOCK,
             )  # fmt: skip
         x = load_x(x_ptr, starts, there, first, HIDDEN, BLOCK_K, PER, CODED, GROUP)
-        low0, low1, low2, high0, high1, high2, total, power = factors_of_x(x, INTEGERS, BYTES, RUN)
+        low0, low1, low2, high0, high1, high2, total, power, rest = factors_of_x(
+            x, INTEGERS, BYTES, RUN
+        )
         product = add_sums(
             product, words, scales, low0, low1, low2, high0, high1, high2, total, power,
-            PER, INTEGERS, BYTES, ZERO, SCALED, RUN,
+            rest, PER, INTEGERS, BYTES, ZERO, SCALED, RUN,
         )  # fmt: skip
         if GATED:
             up_product = add_sums(
                 up_product, up_words, up_scales, low0, low1, low2, high0, high1, high2, total,
-                power, PER, INTEGERS, BYTES, ZERO, SCALED, RUN,
+                power, rest, PER, INTEGERS, BYTES, ZERO, SCALED, RUN,
             )  # fmt: skip
     gate = tl.sum(product, axis=1)[:, None]
     up = gate
@@ -317,12 +320,12 @@ def moe_down_dotted(
                     SPAN, INNER, DOWN_SCALE_STRIDES, SCALE_BLOCK,
                 )  # fmt: skip
             x = load_x(hidden_ptr, starts, there, first, INNER, BLOCK_K, PER, CODED, GROUP)
-            low0, low1, low2, high0, high1, high2, total, power = factors_of_x(
+            low0, low1, low2, high0, high1, high2, total, power, rest = factors_of_x(
                 x, INTEGERS, BYTES, RUN
             )
             product = add_sums(
                 product, words, scales, low0, low1, low2, high0, high1, high2, total,
-                power * weight, PER, INTEGERS, BYTES, ZERO, SCALED, RUN,
+                power, rest * weight, PER, INTEGERS, BYTES, ZERO, SCALED, RUN,
             )  # fmt: skip
     value = tl.sum(product, axis=1) + bias
     out = out_ptr + token.to(tl.int64) * HIDDEN + rows

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.grouped.templates.gemm import (
-    add_product,
+    add_decoded,
     expert_tiles,
     searched_place,
     store_tile,
@@ -164,7 +164,7 @@ def moe_up(
                 weight = dequantize_tile(
                     weight, scales, WIDTH, BLOCK_K, FORMAT, x_ptr.dtype.element_ty
                 )
-            accumulator = add_product(accumulator, x, weight, SWAPPED)
+            accumulator = add_decoded(accumulator, x, weight, SWAPPED)
         if SWAPPED:
             accumulator = tl.trans(accumulator)
         out_columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)

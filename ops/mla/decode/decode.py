@@ -41,7 +41,7 @@ def fake(a: MlaDecodeArguments) -> torch.Tensor:
 
 
 def reference(a: MlaDecodeArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 q), the weight dequantised and rounded to q's dtype first:
+    """In fp32 (float64 for float64 q), the weight dequantised first:
 
         q_latent = q_nope @ W_UK[h]                          q's first N columns
         logits = scale * (q_latent | q_rope) @ (latent | rope_keys)^T + attn_mask

@@ -4,7 +4,7 @@ each head. Calls of `mla_prefill` may use these steps too."""
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from tilewright.codegen.mla.head_kernels import (
     MOST_TOKENS,
     block_tokens,
     head_grid,
+    scaled_step,
 )
 from tilewright.codegen.row_rounding import RowRounding
+from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import BATCH_NAMES, as_attention
 from tilewright.ops.attention.lowering import attention_steps
@@ -58,14 +60,13 @@ def absorbed_steps(
     if a.q.numel() == 0:
         out = yield Buffer((*a.q.shape[:2], a.v_dim), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
-    weight = (yield from dequantized(a, target)) if a.kv_b_weight.dtype == FP8 else a.kv_b_weight
-    k_weight, v_weight = halves(a, weight)
+    k_weight, v_weight = yield from _head_weights(a, q_nope, target)
     q_latent = yield from head_steps(q_nope, k_weight, target)
     call = as_attention(a, q_latent, a.latent)
     rope = RopePart(q_rope, a.rope_keys, _latent_rounding(a))
     done = yield from attention_steps(call, target, rope=rope)
     assert isinstance(done.result, torch.Tensor)
-    out = yield from head_steps(done.result, v_weight.mT, target)
+    out = yield from head_steps(done.result, v_weight, target)
     return Outcome(out, NAME, f"a product of each head around {done.name} {done.reason}")
 
 
@@ -79,29 +80,98 @@ def _latent_rounding(a: MlaDecodeArguments) -> RowRounding | None:
     return RowRounding(group, r.zero_scale, r.least, r.least_divisor)
 
 
+@dataclass(frozen=True)
+class HeadWeights:
+    """A weight [H, K, W] of each head: numbers, or float8 codes with scales.
+
+    Attributes:
+        scale: The scales of the weight [rows, L] of which these are parts; None for numbers.
+        block: How many rows and columns of that weight share a scale.
+        head_rows, first_row: How many rows of it each head has, and which of them is the first.
+        k_is_row: Whether K counts its rows.
+        step: How many indices of K a step multiplies.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+    head_rows: int = 0
+    first_row: int = 0
+    k_is_row: bool = False
+    step: int = BLOCK_K
+
+
+def _head_weights(
+    a: MlaDecodeArguments, q_nope: torch.Tensor, target: Target
+) -> Generator[Step, Any, tuple[HeadWeights, HeadWeights]]:
+    """Returns W_UK [H, N, L] and W_UV [H, L, V]. Codes that the kernel cannot multiply as codes are
+    dequantised."""
+    weight = a.kv_b_weight
+    if weight.dtype == FP8:
+        if _takes_codes(q_nope) and (coded := _coded_weights(a)) is not None:
+            return coded
+        weight = yield from dequantized(a, target)
+    k_weight, v_weight = halves(a, weight)
+    return HeadWeights(k_weight), HeadWeights(v_weight.mT)
+
+
+def _takes_codes(x: torch.Tensor) -> bool:
+    """Whether the kernel computes the products of x [T, H, K]. If not, the library does."""
+    return x.shape[0] <= MOST_TOKENS and x.stride(2) == 1
+
+
+def _coded_weights(a: MlaDecodeArguments) -> tuple[HeadWeights, HeadWeights] | None:
+    """Returns the codes of both weights; None if a scale begins within a step over K."""
+    nope, _, v_dim = widths(a)
+    rows, rank = a.kv_b_weight.shape
+    block, head_rows = (a.scale_block[0], a.scale_block[1]), nope + v_dim
+    # One block of all rows or columns begins in no step.
+    of_rows = BLOCK_K if block[0] >= rows else scaled_step(block[0], head_rows)
+    of_columns = BLOCK_K if block[1] >= rank else scaled_step(block[1])
+    if of_rows is None or of_columns is None:
+        return None
+    k_weight, v_weight = halves(a, a.kv_b_weight)
+    shared = {"scale": a.kv_b_scale, "block": block, "head_rows": head_rows}
+    return (
+        HeadWeights(k_weight, **shared, k_is_row=True, step=of_rows),
+        HeadWeights(v_weight.mT, **shared, first_row=nope, step=of_columns),
+    )
+
+
 def head_steps(
-    x: torch.Tensor, weights: torch.Tensor, target: Target
+    x: torch.Tensor, weights: HeadWeights, target: Target
 ) -> Generator[Step, Any, torch.Tensor]:
     """Computes x [T, H, K] @ weights[h] [K, W] for each head: [T, H, W]."""
-    tokens = x.shape[0]
-    out = yield Buffer((*x.shape[:2], weights.shape[2]), x.dtype)
-    if tokens <= MOST_TOKENS and x.dtype == weights.dtype and x.stride(2) == 1:
-        heads, k, width = weights.shape
+    tokens, (heads, k, width) = x.shape[0], weights.data.shape
+    out = yield Buffer((*x.shape[:2], width), x.dtype)
+    coded = weights.scale is not None
+    if _takes_codes(x) and (coded or x.dtype == weights.data.dtype):
+        values = {"x": x, "weights": weights.data, "out": out, "num_tokens": tokens}
         yield launch(
             HEAD_PRODUCTS,
             target,
             head_grid(heads, width, tokens),
-            {"x": x, "weights": weights, "out": out, "num_tokens": tokens},
+            values | {"scale": weights.scale},
             NUM_HEADS=heads,
             K=k,
             WIDTH=width,
             BLOCK_T=block_tokens(tokens),
             BLOCK_W=BLOCK_WIDTH,
-            BLOCK_K=BLOCK_K,
+            BLOCK_K=weights.step,
+            **(_scale_constants(weights) if coded else {}),
         )
     else:
-        yield Library(multiply_batch, (out.transpose(0, 1), x.transpose(0, 1), weights))
+        yield Library(multiply_batch, (out.transpose(0, 1), x.transpose(0, 1), weights.data))
     return out
+
+
+def _scale_constants(weights: HeadWeights) -> dict[str, Constant]:
+    return {
+        "HEAD_ROWS": weights.head_rows,
+        "FIRST_ROW": weights.first_row,
+        "K_IS_ROW": weights.k_is_row,
+        "SCALE_BLOCK": weights.block,
+    }
 
 
 def absorbed_call(a: MlaPrefillArguments) -> MlaDecodeArguments | None:

@@ -26,7 +26,7 @@ from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op
 from tilewright.ops.mla.arguments import MlaDecodeArguments
 from tilewright.ops.mla.decode.checks import MAX_ROPE, decode_obstacle
-from tilewright.ops.mla.decode.lowering import head_steps
+from tilewright.ops.mla.decode.lowering import HeadWeights, head_steps
 from tilewright.ops.runtime.program import drive
 
 OP = get_op("mla_decode")
@@ -309,7 +309,7 @@ def test_each_head_has_a_weight_of_its_own(tokens, turned):
     shape = (heads, width + 8, k) if turned else (heads, k + 8, width)
     stored = torch.full(shape, torch.nan).bfloat16()
     weights = (stored[:, 8:].mT if turned else stored[:, 8:]).normal_()
-    out = performed(head_steps(x, weights, SM90), Interpreter(SM90))
+    out = performed(head_steps(x, HeadWeights(weights), SM90), Interpreter(SM90))
     want = torch.einsum("thk,hkw->thw", x.double(), weights.double())
     torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=2.0**-8)
 
@@ -317,7 +317,7 @@ def test_each_head_has_a_weight_of_its_own(tokens, turned):
 def test_many_tokens_take_the_library_s_product_of_each_head():
     x, weights = torch.randn(65, 2, 16).bfloat16(), torch.randn(2, 16, 24).bfloat16()
     machine = Interpreter(SM90)
-    out = performed(head_steps(x, weights, SM90), machine)
+    out = performed(head_steps(x, HeadWeights(weights), SM90), machine)
     assert machine.kernels == []
     want = torch.einsum("thk,hkw->thw", x.double(), weights.double())
     torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=2.0**-7)
