@@ -113,7 +113,7 @@ class PartialEvaluator(ControlFlow):
         calls it. This must change neither the result of the statements nor the result of the
         expression. Raises EmitError if it might."""
         if emitted and self.conditional:
-            what = f"{function} has statements, which {self.conditional} cannot contain"
+            what = f"{function} has statements, which are not allowed in {self.conditional}"
             raise self.error(call, what)
         if is_root or not emitted:
             return

@@ -46,7 +46,7 @@ def check_offset_values(
     if bool((sizes < 0).any()):
         group = int((sizes < 0).nonzero()[0])
         actual = f"{int(stops[group])} at {group} after {int(stops[group] - sizes[group])}"
-        raise ArgumentError(op, name, "offsets that start at 0 or more and do not decrease", actual)
+        raise ArgumentError(op, name, "non-decreasing offsets that start at 0 or more", actual)
     if stops.numel() and int(stops[-1]) > num_rows:
         raise ArgumentError(op, name, f"at most {num_rows} rows", int(stops[-1]))
 

@@ -181,7 +181,7 @@ class Weight(StoredWeight):
             given = {"scale_block": block, "nibble_order": order, "zero_point": self.zero_point}
             for name, value in given.items():
                 if value:
-                    raise ArgumentError(op, name, "nothing, because weights are dense", value)
+                    raise ArgumentError(op, name, "nothing, since weights are dense", value)
             return
         check_scale_block(op, block)
         if self.zero_point and not self.format.zeros:

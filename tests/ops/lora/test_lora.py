@@ -144,7 +144,7 @@ BAD_SHRINK = {
     "K": (SHRINK, {"k_weight": SHRINK.k_weight[..., 1:]}, "k_weight", r"\[4, \*, 96\]"),
     "G": (SHRINK, {"v_weight": SHRINK.v_weight[1:]}, "v_weight", r"\[4, \*, 96\]"),
     "dtypes": (SHRINK, {"q_weight": SHRINK.q_weight.half()}, "q_weight", "torch.bfloat16"),
-    "no weight": (STACKED, {"b": None}, "b", "q_weight, k_weight, v_weight"),
+    "no weight": (STACKED, {"b": None}, "b", "one of q_weight, k_weight and"),
     "both": (STACKED, {"q_weight": STACKED.b}, "q_weight", "None, because b has all three"),
     "not three": (STACKED, {"b": STACKED.b[:, 1:]}, "b", "as many rows of q as"),
     "num_rows": (STACKED, {"num_rows": 999}, "num_rows", "201 rows"),
@@ -169,7 +169,7 @@ BAD_EXPAND = {
     ),
     "planes": ({"k_weight": None}, "s", r"\[2, \*, \*\]"),
     "no weights": (
-        {"q_weight": None, "k_weight": None, "v_weight": None}, "q_weight", "a weight",
+        {"q_weight": None, "k_weight": None, "v_weight": None}, "q_weight", "at least one of",
     ),
     "width": ({"q": EXPAND.q[:, 1:]}, "q", r"\[\*, 160\]"),
     "rows of the bases": ({"v": EXPAND.v[1:]}, "v", r"\[70, \*\]"),
