@@ -113,8 +113,7 @@ class PartialEvaluator(ControlFlow):
         calls it. This must change neither the result of the statements nor the result of the
         expression. Raises EmitError if it might."""
         if emitted and self.conditional:
-            what = f"{function} has statements, which are not allowed in {self.conditional}"
-            raise self.error(call, what)
+            raise self.error(call, f"{function} has statements: not allowed in {self.conditional}")
         if is_root or not emitted:
             return
         if any(map(has_side_effects, emitted)):
@@ -134,9 +133,7 @@ class PartialEvaluator(ControlFlow):
             )
         for keyword in call.keywords:
             if keyword.arg is None or keyword.arg in given:
-                raise self.error(
-                    call, f"{function}: argument {keyword.arg} is given twice or by **"
-                )
+                raise self.error(call, f"{function}: argument {keyword.arg} given twice or by **")
             given[keyword.arg] = keyword.value
         unknown = given.keys() - {arg.arg for arg in parameters}
         if unknown:

@@ -165,7 +165,7 @@ class Expressions:
         self.scope = Scope(JitFunction(found.module, caller.function.node))
         folded = self.fold(found.expression)
         if not folded.value.literal:
-            raise self.error(found.expression, f"a kernel reads {name}, which must be a constant")
+            raise self.error(found.expression, f"{name} is read by a kernel: must be a constant")
         self.scope = caller
         return folded
 
