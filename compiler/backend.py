@@ -80,8 +80,9 @@ def tilewright(
     check_mode(mode)
     with compiling(gm) as shared:
         if chosen.verify and shared:
-            # A rank that finds a mismatch goes back to the original graph. If it did so alone, the
-            # other ranks would wait for its sums for ever, so these sums stay unfused.
+            # A rank that finds a mismatch goes back to the original graph. If one rank went back
+            # alone, the other ranks would wait for its sums for ever, so the sums over ranks stay
+            # unfused.
             chosen = without(chosen, SHARED)
         return _compiled(gm, example_inputs, chosen, mode, shared)
 
@@ -98,7 +99,7 @@ def _compiled(
     found = _fuse_or_not(gm, example_inputs, chosen)
     breaks = why_graph_ended(gm)
     if _trains(gm, example_inputs):
-        breaks = []  # without the breaks, too, the graph would stay unfused
+        breaks = []  # the graph would stay unfused even without the breaks
     missed = [break_miss(text) for text in breaks]
     raise_strictly(missed, chosen)
     report, compiled = _compile(found, example_inputs, chosen, mode)
@@ -188,8 +189,8 @@ def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) ->
     except Exception as error:
         if options.strict:
             raise
-        log.exception("tilewright failed; compiling unfused")
-        note = f"{type(error).__name__} inside tilewright, compiled unfused: {error}"
+        log.exception("tilewright failed; the graph is compiled without fusion")
+        note = f"tilewright raised {type(error).__name__}, so the graph compiled unfused: {error}"
         return _unfused(gm, note, (_failure_of_the_graph(error),))
 
 
@@ -221,8 +222,8 @@ def _compile(
     except Exception as error:
         if options.strict:
             raise
-        log.exception("the inner compiler failed on the fused graph; compiling unfused")
-        note = f"{type(error).__name__} in the inner compiler, compiled unfused: {error}"
+        log.exception("the inner compiler failed on the fused graph; compiling without fusion")
+        note = f"the inner compiler raised {type(error).__name__}; compiled unfused: {error}"
         return _unfused(report.before, note), _inner(report.before, inputs, options, mode)
 
 

@@ -113,7 +113,7 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
                 break
         with clock.phase("census"):
             points, untold = _counted(rounds, options, failures)
-        del rounds  # the collector must not walk the views
+        del rounds  # the garbage collector must not walk the views
     misses = (*attempt.misses, *untold)
     raise_strictly(misses, options)
     return GraphReport(
@@ -378,8 +378,8 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
-    """Returns a dictionary from the number of each match to give up, to the number of a kept match
-    with which it conflicts."""
+    """Returns the matches to give up. The result maps the number of each such match to the number
+    of a kept match with which it conflicts."""
     compatible = nx.complement(conflicts)
     for i in compatible:
         compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)

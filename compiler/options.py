@@ -32,12 +32,12 @@ class Options:
         If the results differ, report it and run the original from then on. With `verify`, sums over
         ranks are not fused, because no rank may return to the original alone.
     strict: raise an error for a lost miss, a graph break or an internal error instead of reporting
-        it. True holds for every pattern; a list of names holds for these patterns (`capture` stands
-        for graph breaks). A graph break before the first operation of a function is only reported.
-        A cache that grows is also a miss of `qkv_cache`, because it keeps that pattern from every
-        write.
+        it. With True, this applies to every pattern. With a list of names, it applies only to these
+        patterns; the name `capture` stands for graph breaks. A graph break before the first
+        operation of a function is only reported. A cache that grows is also a miss of `qkv_cache`,
+        because that pattern can then match no write.
     fuel: apply only the first `fuel` rewrites. Use it to find a wrong rewrite by bisection.
-    only: the paths of the modules whose sites are rewritten; `*` matches within one path. None
+    only: the paths of the modules whose sites are rewritten. A path may have wildcards (`*`). None
         stands for all modules.
     report: a file to which the report of each compiled graph is appended as one line of JSON.
     tune: measure the lowerings of each fused op on the GPU of this machine when a bucket of token

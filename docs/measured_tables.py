@@ -48,17 +48,18 @@ def microseconds(value: float) -> str:
 def end_to_end(data: dict[str, Any]) -> str:
     """Returns the table of whole forward passes of one model."""
     name, layers, rows = passes(data)
-    head = f"## {name}, end to end\n\nµs per forward pass of {layers} layers at the model's true "
-    head += "widths, with random weights and a static cache, in bfloat16:"
+    head = f"## {name}, end to end\n\nThe table has the time in µs of a forward pass of {layers} "
+    head += "layers at the model's true widths, with random weights and a static cache, in "
+    head += "bfloat16:"
     return f"{head}\n\n{table(PASSES, rows)}"
 
 
 def end_to_end_h100(data: dict[str, Any]) -> str:
     """Returns the table of whole forward passes of one model on an H100."""
     name, layers, rows = passes(data)
-    head = f"## {name}, end to end on an H100\n\nPasses of {layers} layers as above, but on "
-    head += "another GPU and with later kernels, in µs. The predictions of step times do not use "
-    head += f"these rows.{explained(data)}"
+    head = f"## {name}, end to end on an H100\n\nThe table has the time in µs of a forward pass of "
+    head += f"{layers} layers as above, but on another GPU and with later kernels. The predictions "
+    head += f"of step times do not use these rows.{explained(data)}"
     return f"{head}\n\n{table(PASSES, rows)}"
 
 
@@ -80,7 +81,7 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
         times = [row[name] for name in ("eager", "stock", "tilewright")]
         speed = f"{min(row['eager'], row['stock']) / row['tilewright']:.2f}"
         case = f"{row['batch']} x {row['tokens']}"
-        case += f" behind {row['present']}" if "present" in row else ""
+        case += f" after {row['present']} cached" if "present" in row else ""
         case += KINDS.get(row["kind"], "")
         rows.append((case, *map(microseconds, times), speed))
     first = data["rows"][0]
@@ -90,7 +91,7 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
 def explained(data: dict[str, Any]) -> str:
     """Returns a sentence on the names of cases with cached tokens; "" without such cases."""
     cached = {row["present"] for row in data["rows"] if "present" in row}
-    text = " `behind {0}` means that {0} tokens are in the cache before the pass."
+    text = ' "After {0} cached" means that the cache holds {0} tokens before the pass.'
     return "".join(map(text.format, sorted(cached)))
 
 
@@ -100,8 +101,9 @@ def overview() -> str:
     first = [data["rows"][0] for data in found]
     *others, last = (f"{row['model']} ({row['layers']} layers)" for row in first)
     names = f"{', '.join(others)} and {last}"
-    head = f"Tokens per second of `generate()` by the wall clock, for {names}. Prompts have "
-    head += f"{first[0]['prompt']} tokens, and {first[0]['new']} new ones are generated:"
+    head = "The table has the tokens per second of `generate()` by the wall clock, for "
+    head += f"{names}. Prompts have {first[0]['prompt']} tokens, and {first[0]['new']} new ones "
+    head += "are generated:"
     rows = [
         (row["model"], *cells)
         for data, row in zip(found, first, strict=True)
@@ -168,8 +170,9 @@ def cache_size(data: dict[str, Any]) -> str:
         for row in data["rows"]
     ]
     head = "## A step's time by the size of the cache\n\n"
-    head += "µs of the projections, rotation and cache write of one attention layer for 64 tokens. "
-    head += "The layer writes by `cache.view(-1, H, D)[slots] = k`:"
+    head += "The table has the time in µs of the projections, rotation and cache write of one "
+    head += "attention layer for 64 tokens. The layer writes by "
+    head += "`cache.view(-1, H, D)[slots] = k`:"
     return (
         f"{head}\n\n{table(('K and V cache, each', 'eager', 'torch.compile', 'tilewright'), rows)}"
     )
@@ -190,8 +193,8 @@ def attention_layer(data: dict[str, Any]) -> str:
         if row["model"] in SHOWN_MODELS and row["tokens"] in SHOWN_TOKENS
     ]
     head = "## Projections, rotation and cache write of one attention layer\n\n"
-    head += "µs by model, kind of cache and number of tokens. The table is a part of the "
-    head += f"{len(data['rows'])} rows in `benchmarks/results/qkv_cache.json`. "
+    head += "The table has the time in µs by model, kind of cache and number of tokens. It shows "
+    head += f"a part of the {len(data['rows'])} rows in `benchmarks/results/qkv_cache.json`. "
     head += (
         "Two columns are lower bounds: `read` is a kernel that reads the three weights and does "
     )
@@ -227,7 +230,8 @@ def experts(data: dict[str, Any]) -> str:
         for row in data["rows"]
         if row["routing"] == "random"
     ]
-    head = "## The routed experts of one layer\n\nµs, in bfloat16 with random routing. The last "
+    head = "## The routed experts of one layer\n\nThe table has times in µs, in bfloat16 with "
+    head += "random routing. The last "
     head += (
         "column is about single kernels: the time of `torch._grouped_mm` divided by that of our "
     )
@@ -262,12 +266,13 @@ def latent_attention(data: dict[str, Any]) -> str:
     ]
     head = "## Latent attention (MLA) of one layer, prefill\n\n"
     head += (
-        "At DeepSeek-V3's widths. The first columns have µs of the whole branch (norm, rotation, "
+        "The table is for DeepSeek-V3's widths. The first columns have the time in µs of the whole "
     )
-    head += "cache write, gather, up-projection and attention) in bfloat16, with fp8 latents, and "
-    head += "with an 8-bit attention core too. The last four have TFLOP/s of the attention core "
+    head += "branch (norm, rotation, cache write, gather, up-projection and attention) in "
+    head += "bfloat16, with fp8 latents, and with an 8-bit attention core too. "
     head += (
-        "alone, counting the causal half: cuDNN's, and ours for one dense sequence, for a ragged "
+        "The last four have TFLOP/s of the attention core alone, counting the causal half: "
+        "cuDNN's, and ours for one dense sequence, for a ragged "
     )
     head += "batch, and in 8 bits. [mla-performance.md](mla-performance.md) says more.\n\n"
     header = (
@@ -282,12 +287,11 @@ def cache_attention(data: dict[str, Any]) -> str:
     it."""
     head = "## Attention over a cache\n\n"
     head += (
-        "At Llama-3-8B's widths. A cell has µs, and in brackets a rate. For decode, the rate is "
+        "The table is for Llama-3-8B's widths. A cell has the time in µs, and in brackets a rate. "
     )
-    head += (
-        "that of reading the keys and values of the present tokens once, as a share of the rate "
-    )
-    head += "of a copy in the same run. For prefill, it is TFLOP/s, counting only visible keys. "
+    head += "For decode, it is the rate at which a kernel would read the keys and values of the "
+    head += "present tokens once in this time, as a share of the rate of a copy in the same run. "
+    head += "For prefill, it is TFLOP/s, counting only visible keys. "
     head += "A case is named by sequences x present tokens, then the capacity of the cache if it "
     head += "is larger. The first four columns are tilewright's op, which knows the mask by "
     head += "positions, as a tensor, as a tensor with padding, or by positions in a paged cache "
@@ -338,8 +342,9 @@ def adapters(data: dict[str, Any]) -> str:
         for row in data["rows"]
         if _is_usual(row)
     ]
-    head = "## LoRA adapters of q, k and v\n\nµs for a hidden size of 4096 and 8 adapters. The "
-    head += "shrink computes q, k and v at once. `gather` is `A[ids]` and bmm, and `grouped_mm` is "
+    head = "## LoRA adapters of q, k and v\n\nThe table has times in µs for a hidden size of 4096 "
+    head += "and 8 adapters. The shrink computes q, k and v at once. `gather` is `A[ids]` and bmm, "
+    head += "and `grouped_mm` is "
     head += (
         "`torch._grouped_mm` and a permute. [lora-performance.md](lora-performance.md) has other "
     )
@@ -361,8 +366,9 @@ def compile_time(data: dict[str, Any]) -> str:
         for row in data["rows"]
     ]
     header = ("layers", "nodes", "Dynamo, s", "tilewright, s", "of Dynamo's")
-    head = "## What tilewright adds to compile time\n\nSeconds for Llama-3-70B on the meta device, "
-    head += "and tilewright's time as a share of Dynamo's:"
+    head = "## What tilewright adds to compile time\n\nThe table has the seconds that Dynamo and "
+    head += "tilewright need for Llama-3-70B on the meta device, and tilewright's time as a share "
+    head += "of Dynamo's:"
     return f"{head}\n\n{table(header, rows)}"
 
 
@@ -381,8 +387,9 @@ def large_graphs(data: dict[str, Any]) -> str:
     ]
     sizes = [f"about {row['size']}" for row in next(iter(by_structure.values()))]
     header = ("structure, repeated", "nodes", "sites of the largest", *sizes)
-    head = "## Time of a node in large graphs\n\nCPU time that tilewright needs for each node of a "
-    head += "graph, in µs. The headers of the last columns say how many nodes a graph has:"
+    head = "## Time of a node in large graphs\n\nThe table has the CPU time in µs that tilewright "
+    head += "needs for each node of a graph. The headers of the last columns say how many nodes a "
+    head += "graph has:"
     return f"{head}\n\n{table(header, rows)}"
 
 
@@ -422,12 +429,12 @@ def layer_norms(data: dict[str, Any]) -> str:
     header += ("with an RMSNorm", "floor", "best / tilewright")
     head = """## Linears behind a LayerNorm
 
-µs of one part of a layer in bfloat16, with a cold L2 cache. *up* is a LayerNorm, the first linear
-of the MLP and its activation; *qkv* is a LayerNorm, the projections of Q, K and V, and the write of
-K and V into a static cache. "With an RMSNorm" is tilewright's time for the same part with an
-RMSNorm instead, which was not compared with other variants. The floor is the time of copying as
-many bytes as the weights have. Empty cells, and *qkv* with 64 tokens, are left out because Dynamo
-ran them uncompiled; the benchmark is fixed, but was not run again:"""
+The table has the time in µs of one part of a layer in bfloat16, with a cold L2 cache. *up* is a
+LayerNorm, the first linear of the MLP and its activation; *qkv* is a LayerNorm, the projections of
+Q, K and V, and the write of K and V into a static cache. "With an RMSNorm" is tilewright's time for
+the same part with an RMSNorm instead, which was not compared with other variants. The floor is the
+time of copying as many bytes as the weights have. Empty cells, and *qkv* with 64 tokens, are left
+out because Dynamo ran them uncompiled; the benchmark is fixed, but was not run again:"""
     return f"{head}\n\n{table(header, rows)}"
 
 
@@ -462,11 +469,26 @@ time divided by that of the fastest:"""
     tiles = ("op and call", "plan µs", "best µs", "ratio", "plan's tiles", "best tiles")
     between = "These plans are more than 5 % slower than the best:"
     after = """
-- After this run the planner was changed for these calls, by the times of all tiles in a second
-  sweep. The new plans have not been measured yet.
-- The rows of `mla` are left out. In this run a fault of the benchmark, which is fixed, kept it from
-  timing anything but the plan."""
+After this run, the planner was changed for the calls of this table, except for the last one. The
+rules of the planner were also fitted to most of these calls, in an earlier run of the same rows."""
     return "\n\n".join((head, table(header, summed), between, table(tiles, slower), after.strip()))
+
+
+def plans_h200(data: dict[str, Any]) -> str:
+    """Returns the table of the planner's tiles on another chip than the one that the planner's
+    rules were fitted on."""
+    by_op: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        by_op.setdefault(row["op"], []).append(row)
+    summed = [(f"`{op}`", *_plan_cells(rows)) for op, rows in by_op.items()]
+    summed.append(("all", *_plan_cells(data["rows"])))
+    head = """## Plans on an H200
+
+This is the same comparison on an H200, for calls that no rule of the planner was fitted to. The
+planner has the same rules for both chips, although an H200 reads memory 1.4 times as fast as an
+H100. For latents, an H200 is faster if the keys are split into more parts than in the plan:"""
+    header = ("op", "calls", "median ratio", "worst ratio", "within 5 %")
+    return "\n\n".join((head, table(header, summed)))
 
 
 def _plan_cells(rows: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -507,6 +529,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lora.json": adapters,
     "layer_norm.json": layer_norms,
     "plans.json": plans,
+    "plans_h200.json": plans_h200,
     "compile_time.json": compile_time,
     "large_graphs.json": large_graphs,
     "cpu_step.json": cpu_step,
@@ -526,7 +549,8 @@ def _again(data: dict[str, Any]) -> str:
         return ""
     rows = ", ".join(row.replace("x", " x ") for row in again["rows"])
     return (
-        f". {rows} measured again on {again['date']}, after {again['after']}: `{again['command']}`"
+        f". On {again['date']}, after {again['after']}, these rows were measured again by "
+        f"`{again['command']}`: {rows}"
     )
 
 
@@ -537,7 +561,7 @@ def _more(data: dict[str, Any]) -> str:
         return ""
     rows = ", ".join(f"`{row}`" for row in more["rows"])
     return (
-        f". {rows} are of a second run on {more['date']}, because {more['because']}: "
+        f". A second run on {more['date']} measured {rows}, because {more['because']}: "
         f"`{more['command']}`"
     )
 

@@ -57,13 +57,13 @@ rows are not entirely new.
 Steps with adapters were measured last, and no constant was changed for them.
 
 `quantised_step.json` was measured again with the kernels that put activations into the order of the
-codes. On these rows the model for earlier kernels was up to 2.8 times too high. The formulas for
-codes were then replaced: a weight is decoded once for 64 tokens, at a rate of its format, and the
-kernel for many tokens hides the decoding. The rates come from linears that were measured alone
-([quantised-performance.md](quantised-performance.md)) and from the steps of `ct-w4a16`,
-`ct-fp8-dynamic` and `bitsandbytes-nf4`. The held-out rows showed three mistakes in counting, which
-are fixed: the products of MXFP4 experts were not counted, the decoding of experts was not counted,
-and a change of shape counted as a kernel.
+codes. For these rows, the cost model of the earlier kernels predicted up to 2.8 times the measured
+time. The formulas for codes were then replaced: a weight is decoded once for each 64 tokens, at a
+rate of its format, and the kernel for many tokens hides the decoding. The rates come from linears
+that were measured alone ([quantised-performance.md](quantised-performance.md)) and from the steps
+of `ct-w4a16`, `ct-fp8-dynamic` and `bitsandbytes-nf4`. The held-out rows showed three mistakes in
+counting, which are fixed: the products of MXFP4 experts were not counted, the decoding of experts
+was not counted, and a change of shape counted as a kernel.
 """
 
 
@@ -97,23 +97,31 @@ def whole() -> str:
     measured = {_key(row): row["measured_us"] for row in now}
     lines = []
     for said, name in (
-        ("before `times.py`", "predictions_before"),
-        ("`steps.json`, before any of it was fitted to", "predictions_unseen"),
+        ("an earlier cost model", "predictions_before"),
+        ("`steps.json`, before constants were fitted to it", "predictions_unseen"),
     ):
         # Rows that were measured again since then are left out.
         rows = kept(name)["rows"]
         before = [row for row in rows if measured.get(_key(row)) == row["measured_us"]]
         names = {_key(row) for row in before}
         lines.append([said, *summary(before)])
-        lines.append(["the same rows now", *summary([row for row in now if _key(row) in names])])
+        lines.append(
+            [
+                "the same rows, today's cost model",
+                *summary([row for row in now if _key(row) in names]),
+            ]
+        )
     lines += [
-        ["all rows now", *summary(now)],
-        ["fitted to", *summary([row for row in now if not row["held_out"]])],
-        ["held out", *summary([row for row in now if row["held_out"]])],
+        ["all rows, today's cost model", *summary(now)],
+        [
+            "of these, the rows that constants were fitted to",
+            *summary([row for row in now if not row["held_out"]]),
+        ],
+        ["of these, the held-out rows", *summary([row for row in now if row["held_out"]])],
     ]
     header = ("modelled / measured", "rows", "median", *FAR)
-    note = """The first pair of rows compares the present cost model with the one before `times.py`,
-in which a step took the time of its bytes or of its products with weights, whichever is longer,
+    note = """The first pair of rows compares today's cost model with an earlier one. In the earlier
+cost model, a step took the time of its bytes or of its products with weights, whichever is longer,
 plus 2.5 µs for each kernel. The steps of the second pair were measured after the constants of that
 time had been fitted."""
     return f"## Steps on an H200 and an H100\n\n{table(header, lines)}\n\n{note}"
@@ -182,8 +190,8 @@ The cost model has these known faults:
 - It has one rate for a library product of 1024 rows or more, but such a product runs at 680 to 790
   TFLOP/s, depending on the GPU's power.
 - It predicts too long a time for prompts of 256 tokens.
-- It predicts too long a time for decode steps of one sequence that consist of many small kernels.
-  These are steps with adapters on all linears and steps of small experts as codes.
+- It predicts too long a time for decode steps of one sequence that consist of many small kernels:
+  steps with adapters on all linears, and steps of small experts whose weights are codes.
 - It does not count the arithmetic of rounding latents to float8, so it predicts too short a time
   for DeepSeek-V2-Lite in `finegrained-fp8` with many sequences."""
 
@@ -212,9 +220,9 @@ are older than the kernels that put activations into the order of the codes.
 
 {table(header, lines, left=2)}
 
-The predictions are up to 3.3 times too low and 2.3 times too high for mixtures with weights of
-codes, and too low for attention of one long sequence over latents with many heads. A step that
-consists mostly of such parts may be outside of its bar."""
+For mixtures with weights of codes, the predictions are up to 3.3 times too low and up to 2.3 times
+too high. They are too low for attention of one long sequence over latents with many heads. A step
+that consists mostly of such parts may be outside of its bar."""
 
 
 def chips() -> str:

@@ -76,8 +76,8 @@ TILE = 4096
 
 @cache
 def norm_plan(hidden: int, num_tokens: int, target: Target) -> NormConfig:
-    """Gives each program the number of tokens that fills a tile, but fewer if a multiprocessor
-    would otherwise have no program."""
+    """Gives each program as many tokens as fill a tile, or fewer if some multiprocessors would
+    otherwise have no program."""
     most = max(TILE // next_power_of_2(hidden), 1)
     while most > 1 and cdiv(num_tokens, most) < target.num_sms:
         most //= 2
@@ -97,7 +97,7 @@ def unsupported(a: Any) -> str | None:
     if a.y.dtype not in DTYPES:
         return f"no kernel for {a.y.dtype}"
     if a.y.shape[1] > MAX_HIDDEN:
-        return f"rows of {a.y.shape[1]} columns; at most {MAX_HIDDEN} fit"
+        return f"a row has {a.y.shape[1]} columns, but at most {MAX_HIDDEN} fit"
     if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in (a.y, a.s, a.weight)):
         return "columns are not contiguous"
     return None
@@ -116,6 +116,6 @@ def add_rms_norm_steps(a: Any, target: Target) -> Steps:
 
 # --- audit --------------------------------------------------------------------------------------
 
-#: The rules for the kernel's machine code. It has no GEMM and no loop, so only the chip's limits
-#: hold.
+#: The requirements on the kernel's machine code. The kernel has no GEMM and no loop, so only the
+#: chip's limits apply.
 CLAIMS = Expectations()

@@ -50,7 +50,7 @@ SMALL = {
     "max_position_embeddings": 128,
 }
 BATCH, PROMPT_TOKENS, DECODE_STEPS, CACHE_LENGTH = 2, 9, 6, 64
-# One rounding of bfloat16, which keeps 8 bits. The fused model's error may exceed eager's by that.
+# One rounding of bfloat16, which keeps 8 bits: the fused model's error may exceed eager's by this.
 ALLOWANCE = 2.0**-8
 
 

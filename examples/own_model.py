@@ -3,9 +3,9 @@
     python examples/own_model.py
     tilewright inspect examples/own_model.py:decode      # the same at a true size, on meta tensors
 
-The model does not depend on tilewright. It is fused because the cache has a fixed size, is written
-in place at positions in a tensor, and because the mask compares positions (docs/cookbook.md). A
-prompt and a decode step are two calls of one compiled model.
+The model does not depend on tilewright. It is fused for three reasons: the cache has a fixed size,
+it is written in place at positions in a tensor, and the mask compares positions (docs/cookbook.md).
+A prompt and a decode step are two calls of one compiled model.
 
 The exit status is 1 if a layer is not fused, or if the logits are less accurate than eager's.
 """

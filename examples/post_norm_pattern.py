@@ -87,7 +87,7 @@ contract.register(
 
 # --- the pattern --------------------------------------------------------------------------------
 
-language.register_code("POST_NORM_SUM", "what is normalised is no sum of two activations")
+language.register_code("POST_NORM_SUM", "the norm does not read a sum of two activations")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class AddRmsNorm:
         norm = match_norm(anchor.whole, Stage.ACTIVATION)
         assert norm is not None
         if norm.kind != "rms":
-            reject("UNSUPPORTED", Stage.GUARDS, f"a {norm.kind} norm; rms is fused", anchor)
+            reject("UNSUPPORTED", Stage.GUARDS, f"a {norm.kind} norm is not fused", anchor)
         summed = _sum(norm.x)
         y, s = (view.matrix for view in summed.operands)
         return Match(
@@ -149,7 +149,7 @@ def _sum(view: View) -> Value:
     bare, _ = strip_casts(view)
     summed = bare.value
     if summed.op != "aten.add" or len(summed.operands) != 2 or not bare.is_whole:
-        reject("POST_NORM_SUM", Stage.ACTIVATION, f"{summed} is normalised, not a sum", bare)
+        reject("POST_NORM_SUM", Stage.ACTIVATION, f"the norm reads {summed}, not a sum", bare)
     return summed
 
 

@@ -1,4 +1,4 @@
-"""Small quantised checkpoints with random weights, as the hub has large ones:
+"""Writes small quantised checkpoints with random weights, in two formats that the hub has.
 docs/tutorials/quantised-models.md loads them.
 
 write("awq", model)  # a Llama with dense weights; writes to the folder "awq"

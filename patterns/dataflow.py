@@ -258,7 +258,7 @@ class Store:
 
     Attributes:
         memory: The memory.
-        target: What the view that is written selects of the memory's root tensor.
+        target: The part of the memory's root tensor that the written view selects.
         index: For advanced indexing, maps a target dimension to its index tensor; empty for a plain
             copy.
         source: The view whose values are written. The broadcast index dimensions come first, then

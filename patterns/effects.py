@@ -404,7 +404,7 @@ def _split_block(atom: Atom, dim: Dim, first: Size) -> Dim:
     """Returns an atom that steps over whole inner blocks of a merged dimension, or stays inside one
     block."""
     if first != 0:
-        raise InexpressibleError("a strided slice of a merged dimension")
+        raise InexpressibleError("a slice with a step cuts a merged dimension")
     inner: Size = 1
     for position in range(len(dim) - 1, -1, -1):
         piece = dim[position]
@@ -414,4 +414,4 @@ def _split_block(atom: Atom, dim: Dim, first: Size) -> Dim:
         ):
             return (Atom(piece.axis, piece.step * scale, atom.length),)
         inner = inner * piece.length
-    raise InexpressibleError("a strided slice of a merged dimension")
+    raise InexpressibleError("a slice with a step cuts a merged dimension")

@@ -310,8 +310,8 @@ class Sought:
 
     Attributes:
         what: A description in one line.
-        near: The operations that are the most similar if there is no anchor, by the names in
-            `patterns.dataflow`; an in-place write is a "store".
+        near: The operations that a report lists as the most similar ones if there is no anchor.
+            They have the names that `patterns.dataflow` uses; an in-place write is a "store".
         before, behind: A miss accounts for the nodes of its anchor. It also accounts for the first
             operations of these kinds upstream (`before`) and downstream (`behind`) of them.
         depth: How many consecutive products upstream a miss accounts for.
@@ -343,8 +343,8 @@ class Pattern(Protocol):
     - `asked_last`: if true, the pattern is tried after all patterns without this attribute.
     - `optional`: if true, the unfused graph is good enough if the op has no kernel. Each match then
       has `needs_kernel`, and each miss is advice.
-    - `speaks_for`: the names of patterns that match nothing where this pattern misses. `strict`
-      with one of these names raises an error for misses of this pattern.
+    - `speaks_for`: the names of patterns that match nothing where this pattern misses. If the
+        option `strict` names one of them, a miss of this pattern raises an error.
 
     A pattern may also have a method `asked_afterwards`, which takes the Dataflow of the graph. If
     it returns True, the pattern is tried after all other patterns have rewritten the graph. Its
@@ -563,8 +563,9 @@ def find(
 
     A store goes to the first pattern that matches it and passes `check`. If a later pattern matches
     a store that an earlier pattern missed, the earlier miss is kept, because it is more
-    informative. It is dropped if the later match also absorbs the written value, because nothing of
-    the site is lost then. For the same reason, a miss is dropped if matches absorb all its anchors.
+    informative. The earlier miss is dropped if the later match also absorbs the written value,
+    because nothing of the site is lost then. For the same reason, a miss is dropped if matches
+    absorb all its anchors.
 
     A pattern whose attribute `takes_leftovers` is true is not tried at values that a match absorbs.
     Its own matches do not absorb anchors of other patterns, and they drop only misses of patterns

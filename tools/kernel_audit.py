@@ -69,9 +69,9 @@ def expectations(kernel: Kernel, target: Target) -> Expectations:
     """Returns the rules that follow from the spec of a kernel.
 
     A kernel that multiplies tiles must use the tensor cores that are meant for its dtype, unless
-    its tiles are too short for them. NVFP4 x NVFP4 must be multiplied as NVFP4 if the chip can do
-    so. A kernel that is warp-specialised, that unpacks codes, or that computes attention may use a
-    little stack.
+    its tiles are too short for them. NVFP4 x NVFP4 must be multiplied as NVFP4 if the chip's tensor
+    cores support NVFP4. A kernel that is warp-specialised, that unpacks codes, or that computes
+    attention may use a little stack.
     """
     if "tl.dot" not in kernel.source:
         return Expectations()

@@ -26,8 +26,8 @@ from tilewright.ops.formats.fp8 import FP8_DTYPES, saturating_cast
 from tilewright.tools.pages import Pages, mark_address
 
 BETWEEN_GRAPHS = (
-    "PagedCache takes its pages between graphs; early_initialization() and reserve(tokens) do so "
-    "before the call"
+    "PagedCache takes its pages between graphs; to take them before the call, use "
+    "early_initialization() and reserve(tokens)"
 )
 
 

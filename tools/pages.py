@@ -3,8 +3,9 @@
     key j of sequence b lies in page block_table[b, j // page_size], at j % page_size
 
 The host decides all of this between forward passes. Sequences may share full pages. The page that a
-sequence writes next belongs to this sequence alone (copy on write). Page 0 belongs to no sequence:
-it fills the columns of the block table that have no page yet, and the mask hides its keys.
+sequence writes next belongs to this sequence alone (copy on write). Page 0 belongs to no sequence.
+It stands in the columns of the block table that have no page yet, and the mask hides the keys of
+page 0.
 """
 
 from __future__ import annotations

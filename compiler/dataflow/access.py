@@ -3,8 +3,8 @@
 The name of a function does not say what the function writes. For an operator, the schema says it.
 For a user's Triton kernel, torch analyses the kernel. For a higher-order operator, this module
 reads the bodies. Any other callable runs on fake tensors that stand in for its arguments, as
-AOTAutograd would trace it. If a callable cannot run so, this module assumes that it writes all its
-tensors and, unless the callable is torch's own, any other tensor.
+AOTAutograd would trace it. If a callable cannot run on fake tensors, this module assumes that it
+writes all its tensors and, unless the callable is torch's own, any other tensor.
 """
 
 from __future__ import annotations

@@ -227,8 +227,8 @@ class _Builder:
         return True
 
     def _takes_out(self, node: fx.Node, result: Any) -> bool:
-        """Adds a tensor that a node takes from inside a subclass. Returns whether the node does
-        that."""
+        """Adds a tensor that a node takes from inside a subclass. Returns whether the node takes
+        out such a tensor."""
         (wrapper, *_) = node.all_input_nodes or (None,)
         if wrapper not in self.memory.places or not isinstance(result, torch.Tensor):
             return False
@@ -272,7 +272,7 @@ class _Builder:
     def _first_inner(self, node: fx.Node, wrapper: fx.Node, result: torch.Tensor) -> None:
         """Adds the first plain tensor that a node takes from inside a subclass. If the subclass is
         an input of the graph, the tensor counts as an input too, with its own shape. The graph does
-        not say which elements of the whole tensor it holds."""
+        not say which elements of the subclass the inner tensor holds."""
         memory = self.memory.places[wrapper].memory
         if not memory.is_input:
             self._define(node, "opaque:" + name_of(node), (self._read(wrapper),), result, {})

@@ -16,7 +16,8 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 
-#: The key in a node's metadata under which further fake tensors stand for the node's own memory.
+#: A key in a node's metadata. Its value is a list of further fake tensors. Their storages stand for
+#: the memory in which the node's own tensor lies.
 LIES_WITH = "tilewright_lies_with"
 
 

@@ -71,11 +71,11 @@ NOISE = _names(
 #: values in their place.
 PASSED_OVER = "tilewright_passed_over"
 
-# The result equals the first operand, element for element. The storages of the fake tensors tell
-# whether the two share memory.
+# Calls whose result equals the first operand, element for element. The storages of the fake tensors
+# tell whether the two share memory.
 IDENTITY = _names("contiguous clone detach detach_ alias lift_fresh_copy requires_grad_ positive")
 
-# A call of these is the identity if the dtype stays the same, and a cast if it changes.
+# Calls that are the identity if the dtype stays the same, and a cast if the dtype changes.
 CASTS = _names("to _to_copy float half bfloat16 double type type_as long int bool cuda cpu")
 
 # Calls that put the wrappers of vmap, grad and jvp around tensors, or take these wrappers off.
@@ -182,7 +182,7 @@ def sizes_from(node: Call, position: int, keyword: str) -> list[Any]:
 
 def _dim(index: Any, rank: int) -> int:
     if not isinstance(index, int):
-        raise InexpressibleError("a dimension that is an argument of the graph")
+        raise InexpressibleError("an argument of the graph gives a dimension")
     return index + rank if index < 0 else index
 
 
@@ -398,7 +398,7 @@ def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) ->
     start = 0 if item.start is None else _end(size_of(item.start), size)
     step = 1 if item.step is None else size_of(item.step)
     if not isinstance(step, int):
-        raise InexpressibleError("a slice with a symbolic step")
+        raise InexpressibleError("a slice has a symbolic step")
     if length is None:
         stop = size if item.stop is None else _end(size_of(item.stop), size)
         if all(isinstance(n, int) for n in (size, start, stop)):
@@ -406,7 +406,7 @@ def _slice(effect: Effect, dim: int, item: slice, length: Size | None = None) ->
         elif step == 1:
             length = stop - start
         else:
-            raise InexpressibleError("a strided slice of a symbolic dimension")
+            raise InexpressibleError("a slice with a step cuts a symbolic dimension")
     if isinstance(start, int) and isinstance(size, int):
         start = min(start, size)
     return effects.narrow(effect, dim, start, length, step)
@@ -436,7 +436,7 @@ def index_effect(effect: Effect, index: Any) -> tuple[Effect, dict[int, fx.Node]
     tensors: dict[int, fx.Node] = {}
     lists = sum(isinstance(i, list) for i in items)
     if lists > 1 or (lists and any(is_tensor_node(i) for i in items)):
-        raise InexpressibleError("an index list beside another index")
+        raise InexpressibleError("an index list is combined with another index")
     dim = 0
     for item in items:
         effect, dim = _apply_item(effect, dim, item, tensors)
@@ -487,7 +487,7 @@ def _apply_item(
     if isinstance(item, list):
         return _positions(effect, dim, item), dim + 1
     if isinstance(item, bool):
-        raise InexpressibleError("a Python bool as an index")
+        raise InexpressibleError("a Python bool is used as an index")
     return effects.select(effect, dim, _offset(size_of(item), effect.shape[dim])), dim
 
 
@@ -495,9 +495,9 @@ def _positions(effect: Effect, dim: int, item: list[Any]) -> Effect:
     """Returns the effect that selects a list of positions as a slice. The positions must ascend
     evenly."""
     if not item or not all(isinstance(i, int) and not isinstance(i, bool) for i in item):
-        raise InexpressibleError("an index list that is not of numbers")
+        raise InexpressibleError("an index list holds other items than numbers")
     at = [_offset(i, effect.shape[dim]) for i in item]
     steps = {b - a for a, b in pairwise(at)}
     if not all(isinstance(i, int) for i in at) or len(steps) > 1 or any(s < 1 for s in steps):
-        raise InexpressibleError("an index list that is no slice")
+        raise InexpressibleError("no slice expresses an index list")
     return effects.narrow(effect, dim, at[0], len(at), next(iter(steps), 1))

@@ -121,7 +121,7 @@ def _scatter(operand: Operand, node: fx.Node, effect: Effect) -> Write:
     own = [d for d in others if index.effect.dims[d] not in ((), _repeated(index.shape[d]))]
     fills = all(index.shape[d] == effect.shape[d] for d in others) and source.shape == index.shape
     if len(own) > 1 or not fills:
-        return Write(effect, {dim: index}, None, accumulate, "scatters element by element")
+        return Write(effect, {dim: index}, None, accumulate, "it scatters element by element")
     lead, rest = [*own, dim], [d for d in others if d not in own]
     slots = Effect(tuple(index.effect.dims[d] for d in lead), index.effect.start)
     ordered = View(source.value, effects.permute(source.effect, (*lead, *rest)))
@@ -138,7 +138,7 @@ def _copy(operand: Operand, node: fx.Node, effect: Effect) -> Write:
 
 
 def _fill(operand: Operand, node: fx.Node, effect: Effect) -> Write:
-    return Write(effect, note="fills with a number")
+    return Write(effect, note="it fills the memory with a number")
 
 
 WRITES: dict[str, Callable[[Operand, fx.Node, Effect], Write]] = {

@@ -129,7 +129,8 @@ def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._buffers[name] = tensor
 
 
-# The number of rows of words that are transposed at once. With 14336 columns, these rows take 7 MB.
+# The number of rows of words that are transposed at once. With 14336 columns, this number of rows
+# takes 7 MB.
 _TURNED_ROWS = 1024
 
 

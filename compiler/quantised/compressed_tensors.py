@@ -106,7 +106,8 @@ class CompressedLinear(CodedLinear):
         return (codes * scales).reshape(self.out_features, self.in_features).to(dtype)
 
     def _of_blocks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns numbers, of which each block has one, repeated for each element of the weight."""
+        """Repeats numbers, one for each block, so that the result has one for each element of the
+        weight."""
         rows, columns = self.block
         spread = numbers.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return spread[: self.out_features, : self.in_features]

@@ -1,4 +1,5 @@
-"""Reads linears of transformers' own NVFP4. Their function depends on the number of rows of x.
+"""Reads linears of transformers' own NVFP4. What these linears compute depends on the number of
+rows of x.
 
 The arithmetic is that of nvfp4-gemm on the hub (`functional.py`, `nvfp4_utils.cuh`). One or two
 rows are multiplied as they are. If there are more rows, they are first rounded to 4-bit floats, in

@@ -205,15 +205,15 @@ class Lowered:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """Every distinct kernel, in the order in which the graphs use the kernels first."""
+        """Every distinct kernel, in the order in which the graphs first use them."""
         found = {k.spec.name: k for m in self.matches for k in m.kernels}
         return list(found.values())
 
     @cached_property
     def census(self) -> Census:
         """The points of all graphs. A point is a product with a weight, a softmax, a write into
-        memory from outside, or a choice of the largest. Each point has the match or the miss to
-        which it belongs, or the reason why it is of no interest."""
+        memory from outside of the graph, or a choice of the largest numbers. Each point has the
+        match or the miss to which it belongs, or the reason why it is of no interest."""
         from tilewright.compiler.report.census import Census
 
         census = Census(tuple(point for graph in self.graphs for point in graph.points))

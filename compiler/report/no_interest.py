@@ -105,8 +105,8 @@ def _is_activation(value: Value, flow: Dataflow) -> bool:
 
 
 def _is_of_a_norm(value: Value, flow: Dataflow) -> bool:
-    """Whether a power belongs to a norm. It does if it is a square whose mean is taken, or one
-    divided by a root."""
+    """Whether a power belongs to a norm. It does if the graph takes the mean or the sum of a
+    square, or if the exponent is negative, as in one divided by a root."""
     if value.op == "aten.pow" and isinstance(value.args[1], (int, float)) and value.args[1] < 0:
         return True
     return value.op in ("aten.pow", "aten.square") and any(
@@ -339,7 +339,7 @@ _EXTREMES = frozenset({"aten.maximum", "aten.minimum", "aten.mean", "aten.std", 
 
 @rule(
     "product",
-    why="a statistic or an extreme of its own is compared with it before anything else reads it",
+    why="its result is compared with a statistic or an extreme of itself before any other use",
 )
 def _is_compared(value: Value, graph: Graph) -> bool:
     """Whether the graph computes extremes or statistics of a product, and all other readers of the
@@ -505,8 +505,8 @@ def _leaves_for_next(value: Value, graph: Graph) -> bool:
     """Whether one token replaces the whole of a memory.
 
     Either the token is one of several, or it is the only one and the graph has read the memory,
-    which has no dimension for tokens. The new value must not depend on the old one. It does depend
-    on the old one where a row of tokens moves on.
+    which has no dimension for tokens. The new value must not depend on the old one. Therefore a row
+    of tokens that moves on by one token does not count: its new value contains old tokens.
     """
     store = value.store
     assert store is not None

@@ -1,5 +1,5 @@
 """Finds the points of a graph that a census counts: products with weights, softmaxes, writes into
-memory that came from outside, and choices of the largest."""
+memory that came from outside of the graph, and choices of the largest numbers."""
 
 from __future__ import annotations
 

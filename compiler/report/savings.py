@@ -217,7 +217,7 @@ class _Graph:
                 continue
             has_codes = read.how != "numbers"
             if not has_codes:
-                reason = f"stored in {read.form}: the model holds no codes for it"
+                reason = f"the model stores it in {read.form}, not as codes"
             else:
                 point = points.get(read.node)
                 why = point.why if point is not None and point.account != "match" else ""
@@ -237,7 +237,7 @@ def _in_bfloat16(unit: Unit, reads: Sequence[WeightRead], target: Target) -> Uni
     return replace(
         unit,
         weights=weights,
-        # A kernel of bfloat16 weights norms x itself.
+        # A kernel for bfloat16 weights computes the norm of x itself.
         launches=unit.launches - unit.preparations,
         preparations=0,
         activations=max(unit.activations - made, 0),
@@ -269,10 +269,10 @@ def _reason(read: WeightRead, why: str, misses: Sequence[Miss]) -> str:
     if miss := next(iter([*own, *named]), None):
         return f"{miss.code}: {miss.message}"
     if why:
-        return f"{why}; the graph decodes them for it" if read.how == "decoded" else why
+        return f"{why}; the graph decodes the codes" if read.how == "decoded" else why
     if read.how == "decoded":
-        return f"{read.by} takes no codes of this form: the graph decodes them first"
-    return f"{read.by} takes {read.form}: how much of them it reads is not known"
+        return f"{read.by} takes no codes of this form, so the graph decodes them first"
+    return f"{read.by} takes {read.form}, and it is not known how many of their bytes it reads"
 
 
 def _collapsed(each: Iterable[Unread]) -> tuple[Unread, ...]:

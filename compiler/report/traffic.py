@@ -4,8 +4,8 @@ Each fused op is a unit, and so is each product. The remaining nodes of a layer 
 each other, with no fused op or product between them, count as one kernel of Inductor, even if
 Inductor makes several. Views move nothing. A write in place reads its target only if something is
 added to the target, and it moves only the rows of a cache that it writes. A tensor that several
-nodes of a unit read counts once. A view counts as many bytes as it selects, and a lookup as many as
-it returns.
+nodes of a unit read counts once. A view counts as the bytes that it selects, and a lookup as the
+bytes that it returns.
 """
 
 from __future__ import annotations
@@ -437,7 +437,7 @@ class _Moved:
         leader = self.groups.leader
         maker = self.memory.makers.get((node, key))
         while maker in self.memory.puts and leader[maker] is leader[node]:
-            maker = self.memory.makers.get((maker, key))  # made what the maker does not write
+            maker = self.memory.makers.get((maker, key))  # it made the elements that the put keeps
         return maker is not None and leader[maker] is leader[node]
 
     def _writes(self, node: fx.Node, traffic: _Traffic) -> None:

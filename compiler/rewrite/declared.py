@@ -164,8 +164,8 @@ class Trace:
 
     inputs: the placeholders, one for each node that the call reads.
     outputs: the values that the meaning returns, in order.
-    copies: for each input that the meaning overwrites as a whole, the `copy_` that does so. Inputs
-        that another node reads or writes are left out.
+    copies: for each input that the meaning overwrites as a whole, the `copy_` that overwrites it.
+        Inputs that another node reads or writes are left out.
     """
 
     graph: fx.Graph

@@ -115,7 +115,7 @@ def _for_each_head(write: Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
     """Returns k or v, [1 or B, Hkv, K, D], as [B, H, K, D]."""
     heads, own = (n.meta["example_value"].shape[1] for n in (q, tensor))
     if not (isinstance(heads, int) and isinstance(own, int) and heads % own == 0):
-        raise _Unreadable(f"{heads} query and {own} key heads")
+        raise _Unreadable(f"it has {heads} query heads and {own} key heads")
     if heads != own:
         tensor = write.call("repeat_interleave", tensor, heads // own, dim=1)
     if tensor.meta["example_value"].shape[0] != q.meta["example_value"].shape[0]:
@@ -158,7 +158,7 @@ def _applied(
         if node in known or node.op == "output":
             continue
         if node.op not in ("call_function", "call_method"):
-            raise _Unreadable(f"{node.op} {node.target} in its function")
+            raise _Unreadable(f"its function has a node {node.op} {node.target}")
         if (looked_up := _looked_up(node, tables)) is not None:
             table, at = looked_up
             places = tuple(known[i] if isinstance(i, fx.Node) else i for i in at)

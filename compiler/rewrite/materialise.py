@@ -282,9 +282,9 @@ class Materialiser:
         """Returns the fake result of a node. For equal calls, the fake implementation runs only
         once.
 
-        For later calls of one of our ops, the result is a copy of the first result in new memory,
-        because the fake implementation reads only the parts of `call_key`. For a reshape of equal
-        layout, the result is an equal view.
+        For later calls of one of our ops, returns a copy of the first result in new memory. This is
+        correct because the fake implementation reads nothing but the parts of `call_key`. For a
+        reshape of equal layout, the result is an equal view.
         """
         called = node.target
         if called == "reshape":

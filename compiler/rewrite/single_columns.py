@@ -36,8 +36,8 @@ def multiply_single_columns(graph: fx.Graph) -> int:
 
 
 def _sums_one_product(product: fx.Node) -> bool:
-    """Whether a node multiplies two matrices, or two stacks of matrices, of which the first has one
-    column and the second one row."""
+    """Whether a node multiplies matrices with one column by matrices with one row. Each operand is
+    a matrix or a stack of matrices."""
     given = _operands(product)
     if given is None:
         return False

@@ -5,9 +5,9 @@
 A library's operator is one opaque node, but its meaning may have a form that patterns know. While
 patterns look at the graph, the users of the call's results read the spelled-out results. The call
 itself stays in its place, and patterns pass over it. At the end, each call has either been put back
-or is gone. It is gone if a rewrite took a part of it and the remaining nodes hold no product. If
-they do hold a product, the call is not spelled out at all (:class:`KeptCallsError`), because the
-operator's own kernel is faster.
+or is gone. A call is gone if a rewrite took a part of its spelled-out nodes, and the remaining
+nodes hold no product. If the remaining nodes do hold a product, the call is not spelled out at all
+(:class:`KeptCallsError`), because the operator's own kernel is faster.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
             _hazard("ESCAPES", message, view, write, hint="give it memory of its own: x.clone()")
         if view.value.position >= last:
             message = f"{name} is computed only after {_place(match, flow)}"
-            _hazard("ORDER", message, view, hint="compute every operand before that")
+            _hazard("ORDER", message, view, hint="compute every operand of the fused op earlier")
         for write in flow.changes(view, last):
             if write.node not in vanishing:
                 message = f"{name} is changed in place before {_place(match, flow)}"

@@ -26,7 +26,7 @@ def check_site(
             _require(new < user, f"{user.name} uses {new.name} before it is computed")
     written = {s.store.memory.root for s in match.stores if s.store is not None}
     caches = {a for a in node.all_input_nodes if a in written}
-    _require(caches == written, f"{node.name} writes {caches}, the absorbed writes {written}")
+    _require(caches == written, f"{node.name} writes {caches}, but the match writes {written}")
     for store in match.stores:
         _require(store.node._erased, f"{store.node.name} still writes what {node.name} writes")
     for old, new in replacements:

@@ -162,8 +162,8 @@ def _plan_of(report: GraphReport, group: str) -> str:
 
 def _heard(shared: RankSums, plan: str) -> str:
     """Waits for the decision that holds for all ranks, and returns it. If another rank stays
-    silent, this rank may be the only one that compiles again. In that case the former decision
-    stays if it agrees with this rank's plan."""
+    silent, perhaps only this rank compiles again. The former decision then stays if it agrees with
+    this rank's plan."""
     store, place = _compat.store(), shared.now
     votes = {rank: f"{place}/{rank}" for rank in _members(shared.group)}
     store.set(f"{place}/{dist.get_rank()}", plan)

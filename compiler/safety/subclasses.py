@@ -25,8 +25,8 @@ class _Kind:
 # Hints for a weight that holds codes. _CODES is for a weight that `prepare` reads, and _UNREAD for
 # a weight that it does not read.
 _CODES = (
-    "call `tilewright.compiler.prepare(model)` when the model is loaded: it replaces linears with "
-    "such a weight by linears that decode the codes in PyTorch"
+    "call `tilewright.compiler.prepare(model)` when the model is loaded: it replaces each linear "
+    "that has such a weight by a linear that decodes the codes in PyTorch"
 )
 _UNREAD = (
     "quantise only the weights, with a class that `tilewright.compiler.prepare(model)` reads; or "

@@ -138,7 +138,7 @@ def init_continuous_batching(
             self, generation_config, continuous_batching_config, workload_hints
         )
     settings = continuous_batching_config
-    if settings is None:  # transformers looks there, too
+    if settings is None:  # transformers reads the settings from there, too
         settings = getattr(generation_config, "continuous_batching_config", None)
     taken = not is_taken(self)
     before = take_attention(self)

@@ -232,7 +232,7 @@ def attention(
     if position_bias is not None:
         raise ValueError("position_bias: expected None, got a bias, which the engine does not add")
     if attention_mask is not None:
-        raise ValueError("attention_mask: expected None, got a mask, which would not be read")
+        raise ValueError("attention_mask: expected None, got a mask, which the engine ignores")
     owner: Any = memory.layer_to_allocator[module.layer_idx]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if isinstance(owner, LatentPages):

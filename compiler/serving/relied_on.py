@@ -35,7 +35,8 @@ from tilewright.compiler.serving.paged_attention import CACHE
 from tilewright.ops.contract import get_op
 from tilewright.ops.runtime.device import target_of
 
-#: Methods of transformers -> the parameters that they must have; `|` is between those of releases.
+#: Maps methods of transformers to the parameters that they must have. `|` separates the parameters
+#: of different releases.
 METHODS: dict[tuple[Any, str], str] = {
     (continuous_api.ContinuousMixin, "init_continuous_batching"): (
         "self generation_config continuous_batching_config workload_hints"

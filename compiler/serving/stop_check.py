@@ -42,7 +42,7 @@ log = logging.getLogger("tilewright")
 #: Types of devices on which the check is deferred, in addition to those of transformers.
 DEVICES = ("cuda",)
 
-#: Functions of transformers' `generation.utils` -> the parameters that they must have.
+#: Maps functions of transformers' `generation.utils` to the parameters that they must have.
 RELIED_ON = {
     ("GenerationMixin", "_sample"): "self input_ids logits_processor stopping_criteria "
     "generation_config synced_gpus streamer model_kwargs",
@@ -52,8 +52,8 @@ RELIED_ON = {
     ("DeferredStopCheck", "is_supported"): "device cache cache_is_returned is_assistant",
 }
 
-#: Processors and criteria of transformers that keep no state between calls. Those that a caller
-#: writes may count calls, or reject a token after the last one.
+#: Processors and criteria of transformers that keep no state between calls. Processors and criteria
+#: that a caller writes may count calls, or reject a token after the last one.
 WITHOUT_MEMORY = {
     getattr(module, name)
     for module, names in {
@@ -94,7 +94,7 @@ def defer_stop_check(model: nn.Module) -> bool:
     with sliding windows.
 
     Changes the class of the model to a subclass of it, so a compiled model compiles again. Copies
-    and pickles have the original class. `undefer_stop_check` undoes it.
+    and pickles have the original class. `undefer_stop_check` undoes the change.
     """
     changed = with_generate(model)
     if has_change(changed, _CHANGE):

@@ -78,7 +78,7 @@ def _grouped_mm(
     """Returns the result of torch's grouped_mm for rows [M, K] and weights [groups, K, N]. torch's
     own function takes no float64."""
     if offs is None or x.dim() != 2 or weight.dim() != 3 or bias is not None:
-        raise NotImplementedError("only rows [M, K] with weights [groups, K, N] and offsets")
+        raise NotImplementedError("expected rows [M, K], weights [groups, K, N] and offsets")
     out = x.new_zeros(x.shape[0], weight.shape[-1])
     start = 0
     for group, end in enumerate(offs.tolist()):

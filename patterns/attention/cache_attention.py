@@ -117,7 +117,7 @@ def gains(sketch: Sketch) -> bool:
 
 def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
     if len(attention.terms) != 1:
-        refuse("its logits are a sum of products", attention.end)
+        refuse("its logits are a sum of several products", attention.end)
     ((q, k),), v = attention.terms, attention.v
     codes = decoded_pair(k, v)
     read = (q, k, v) if codes is None else (q,)
@@ -152,8 +152,8 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
 
 
 def _keys(k: View, v: View) -> dict[str, Any]:
-    """Returns the op's arguments for k and v [B, K, Hq, D]. They have only one head for each group
-    of equal heads."""
+    """Returns the op's arguments for k and v [B, K, Hq, D]. Each group of equal heads becomes one
+    head in the arguments."""
     group = group_of(k, v)
     return _places(once(k, group), once(v, group))
 

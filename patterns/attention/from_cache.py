@@ -2,7 +2,7 @@
 keys.
 
 If attention to a cache is not matched, the miss counts as lost, because the graph reads the whole
-cache and the op would read only a part of it.
+cache, while the op would read only a part of the cache.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def address(write: CacheWrite, flow: Dataflow) -> Address:
         return _one_index(write, written, index, head_axis, flow)
     if len(index) == 2:
         return _two_indices(write, written, index, head_axis, flow)
-    _refuse("SLOT_INDEX", f"{len(index)} index tensors", write.store)
+    _refuse("SLOT_INDEX", f"{len(index)} index tensors, expected one or two", write.store)
 
 
 def _reject_unknown(write: CacheWrite) -> NoReturn:
@@ -235,7 +235,7 @@ def _one_index(
         found = table or Slots("flat", (slots,), wraps)
         return _address(write, written, pages, (head, element), at, lead, found)
     if len(lead) != 1:
-        _refuse("SLOT_INDEX", "positions that vary by sequence", slots)
+        _refuse("SLOT_INDEX", "the positions differ between sequences", slots)
     num_pages, page_stride = _stride(write, page)
     page_size, slot_stride = _stride(write, slot_dim)
     pages = (num_pages, page_size, page_stride, slot_stride)
@@ -251,7 +251,7 @@ def _own_index(write: CacheWrite, written: Written) -> Address:
     ((slot_dim, slots),) = write.index.items()
     page, head, element, at = _roles(write, written, write.index, None)
     if page is not None or len(slots.shape) != 2:
-        _refuse("CACHE_LAYOUT", "a dimension beside pages, slots, heads and head_dim", write.store)
+        _refuse("CACHE_LAYOUT", "a dimension besides pages, slots, heads and head_dim", write.store)
     num_pages, page_stride = _stride(write, write.along)
     page_size, slot_stride = _stride(write, slot_dim)
     found = Slots("flat", (own_slots(slots, num_pages, page_size, _device(write)),))
@@ -271,7 +271,7 @@ def _two_indices(
     tokens = written.view.shape[: len(lead)]
     (page_dim, pages), (slot_dim, offsets) = sorted(_flattened(index, tokens).items())
     if page is not None:
-        _refuse("CACHE_LAYOUT", "a dimension beside pages, slots, heads and head_dim", write.store)
+        _refuse("CACHE_LAYOUT", "a dimension besides pages, slots, heads and head_dim", write.store)
     num_pages, page_stride = _stride(write, page_dim)
     page_size, slot_stride = _stride(write, slot_dim)
     found = block_table(flow, pages, offsets, page_size)
@@ -293,14 +293,12 @@ def _filled(write: CacheWrite, written: Written) -> Address:
             "MOVED_CACHE",
             f"{write.record.kind} writes the whole cache anew, old tokens too",
             write.store,
-            hint="moving a window copies the whole window; a "
-            "tilewright.tools.paged_cache.PagedCache, passed to generate(), keeps every token in "
-            "its place"
+            hint="pass a tilewright.tools.paged_cache.PagedCache to generate(): it keeps every "
+            "token in its place, and does not copy the window for each new token"
             if is_in_package(write.node, "transformers")
             else (
-                "moving a window copies the whole window: keep a ring of slots, cache[:, :, "
-                "positions % window] = k, and compute the mask from the position that each "
-                "slot holds"
+                "keep a ring of slots, cache[:, :, positions % window] = k, and compute the "
+                "mask from the position that each slot holds; moving the window copies all of it"
             ),
         )
     found = fill_slices(write.target, write.memory.shape)

@@ -4,7 +4,7 @@
 
 The op rounds once. If there is a clamp, the op saturates. If not, a number out of range becomes the
 same number as in PyTorch's cast: infinity (float8_e5m2), or NaN or the largest number, depending on
-the release (float8_e4m3fn).
+the release of PyTorch (float8_e4m3fn).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Finds the meaning of each dimension of a written slice of a cache, `cache[:B, s : s + n]`.
+"""Finds what each dimension means in a slice of a cache that is written, `cache[:B, s : s + n]`.
 
-There is no index tensor that shows which dimension of a slice has the slots. It is the dimension
-that is cut.
+There is no index tensor that shows which dimension of a slice has the slots. The slots are in the
+dimension that is cut.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Slots:
 
 
 def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
-    """Returns the meaning of the dimensions of a slice `target` of a memory of `shape`. If it is
-    not known, returns a message with the reason."""
+    """Returns what the dimensions of the slice `target` mean. `shape` is the shape of the memory.
+    If the meaning is not known, returns the reason as a message."""
     axes = _axes(target.dims, len(shape))
     if axes is None or len(axes) not in (3, 4):
         return "its dimensions are not pages, slots, heads and head_dim"
@@ -57,8 +57,8 @@ def _axes(dims: Sequence[Dim], rank: int) -> list[int | None] | None:
     """Returns the memory's axis for every dimension; None if the axes are not known.
 
     A dimension of length one does not show its axis. It gets an unused axis between the axes of its
-    neighbours, unless there are more such axes than dimensions of length one. If there are fewer,
-    the last dimensions get no axis.
+    neighbours, unless there are more unused axes than dimensions of length one. If there are fewer
+    unused axes than such dimensions, the last of these dimensions get no axis.
     """
     known: list[int | None] = []
     for dim in dims:

@@ -34,7 +34,7 @@ def replaces_state(store: Store) -> bool:
 
 def continues(value: Value, memory: Memory) -> bool:
     """Whether a value is computed from the old contents of a memory. New keys are not computed from
-    them."""
+    the old contents of the cache."""
     before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
     return any(v.node is memory.root or (v.store and v.store.memory is memory) for v in before)
 

@@ -34,7 +34,7 @@ class AllReduceResidualNorm:
     asked_before: ClassVar[tuple[str, ...]] = (
         "linear_activation",
     )  # linear_activation would match the norm
-    optional: ClassVar[bool] = True  # the library computes the graph as it is
+    optional: ClassVar[bool] = True  # without a kernel, PyTorch's operations are good enough
     sought: ClassVar[Sought] = Sought(
         "sums over ranks with a residual and a norm behind them",
         frozenset({"_c10d_functional::all_reduce", "opaque:all_reduce"}),

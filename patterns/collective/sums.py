@@ -36,8 +36,8 @@ class RankSum:
 
 
 def match_rank_sum(value: Value) -> RankSum | None:
-    """Returns a value as a sum over ranks plus a residual; None for another value. There must be so
-    few tokens that ranks can read each other's rows."""
+    """Returns the sum over ranks, with the residual, that computes a value. Returns None for every
+    other value, and if there are too many tokens for ranks to read each other's rows."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1:
         return None
     for side, residual in value.either_way:
@@ -61,8 +61,8 @@ def is_scattered_sum(value: Value) -> bool:
 
 
 def unless_summed(norm: Norm | None) -> Norm | None:
-    """Returns the norm. Returns None if its input is an all-reduced sum, because the op of this sum
-    computes the norm, too."""
+    """Returns the given norm, or None if its input is an all-reduced sum. The op that computes such
+    a sum computes the norm as well."""
     return None if norm is None or match_rank_sum(norm.x.value) is not None else norm
 
 

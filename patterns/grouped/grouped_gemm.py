@@ -45,12 +45,13 @@ from tilewright.patterns.quantised.experts import match_dequantized_experts, mat
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, match_grouped
 
-# The number of columns of an NVFP4 block, and of one load of the op.
+# The number of columns in an NVFP4 block, and the number that the op loads at a time.
 NVFP4_BLOCK, NVFP4_COLUMNS = 16, 32
-# The size of a row of codes must be a multiple of this number of bytes.
+# A row of codes must take a multiple of this number of bytes.
 ALIGNED_BYTES = 16
-# On an H200, torch's kernel was faster for 256 inner columns and 256 rows in a group. It was not
-# faster for 768 columns or for fewer rows.
+# A bfloat16 product with fewer than SHORT_INNER inner columns, and with MANY_ROWS or more rows in a
+# group on average, is left to torch's kernel. On an H200, torch's kernel was faster for 256 inner
+# columns and 256 rows in a group. It was not faster for 768 columns or for fewer rows.
 SHORT_INNER, MANY_ROWS = 512, 160
 
 

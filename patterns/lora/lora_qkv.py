@@ -164,7 +164,8 @@ def _waits(group: Sequence[Sum], place: Value, flow: Dataflow) -> bool:
 
 
 def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
-    """Returns the delta. It also absorbs gathers of A and B that no other value reads."""
+    """Returns the delta with the gathers of A and B added to its absorbed values, unless other
+    values read these gathers."""
     inside = set(delta.absorbed)
     tables = dict.fromkeys(
         view.value

@@ -1,5 +1,5 @@
-"""The GEMMs of an adapter: with one matrix for all rows, with a matrix for each row that is taken
-from a stack, or as a grouped GEMM.
+"""The GEMMs of an adapter. A GEMM has one matrix for all rows, or takes a matrix from a stack for
+each row, or is a grouped GEMM.
 
 A matrix may be a part of a wider matrix whose result is split, such as one A for q, k and v.
 
@@ -133,7 +133,7 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
 
 
 def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
-    """Removes a dimension that both operands have from one of them, if it only repeats there."""
+    """Removes each dimension that both operands have from an operand in which it only repeats."""
     for name in xs.keys() & ws.keys():
         repeats = [all(a.axis is None for a in dims[name]) for dims in (xs, ws)]
         if repeats == [True, False]:

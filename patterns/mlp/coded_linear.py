@@ -45,7 +45,7 @@ class CodedLinear:
     op: str = "linear_activation"
     takes_leftovers: bool = True
     asked_last: ClassVar[bool] = True  # after the patterns whose kernels compute more operations
-    optional: ClassVar[bool] = True  # the library's product computes the graph as it is
+    optional: ClassVar[bool] = True  # without a kernel, PyTorch's product is good enough
     sought: ClassVar[Sought] = Sought(
         f"linears whose weight is quantised, of at most {MOST_CODED_TOKENS} tokens",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),

@@ -47,7 +47,7 @@ class LinearActivation:
     op: str = "linear_activation"
     asked_before: ClassVar[tuple[str, ...]] = ("linear_residual",)
     takes_leftovers: bool = True
-    optional: ClassVar[bool] = True  # the library's products compute the graph as it is
+    optional: ClassVar[bool] = True  # without a kernel, PyTorch's products are good enough
     sought: ClassVar[Sought] = Sought(
         f"activations of linears of at most {MOST_TOKENS} tokens (more with quantised weights), "
         "or of two linears and their gate",

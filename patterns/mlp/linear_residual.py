@@ -81,7 +81,7 @@ class LinearResidual:
     op: str = "linear_residual"
     asked_before: ClassVar[tuple[str, ...]] = ("grouped_gemm_nvfp4",)
     takes_leftovers: bool = True
-    optional: ClassVar[bool] = True  # the library's product computes the graph as it is
+    optional: ClassVar[bool] = True  # without a kernel, PyTorch's product is good enough
     sought: ClassVar[Sought] = Sought(
         f"linears of at most {MOST_TOKENS} tokens (more with quantised weights) with a residual "
         "sum behind them",
@@ -109,8 +109,8 @@ class LinearResidual:
         if not taken:
             if sums:
                 product = sums[0].linear.product
-                message = f"{product}: a norm reads it, and its number of tokens is symbolic; for "
-                message += f"more than {MOST_TOKENS}, the graph's own product and norm are faster"
+                message = f"a norm reads {product}, whose number of tokens is symbolic; for "
+                message += f"more than {MOST_TOKENS} tokens, PyTorch's product and norm are faster"
                 hint = (
                     "compile this graph for one number of tokens: torch.compile(..., dynamic=False)"
                 )

@@ -96,7 +96,7 @@ class FewTokens:
 
     @property
     def codes(self) -> dict[str, bool]:
-        """Says which operands are codes, in the form of the arguments of the op's `slower`."""
+        """The arguments with which the op's method `slower` learns which operands are codes."""
         return {"coded": self.coded, "rounded": self.rounded}
 
     @property

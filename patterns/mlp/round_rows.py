@@ -52,7 +52,7 @@ class RoundRows:
 
     name: str = "round_rows"
     op: str = "round_rows"
-    optional: ClassVar[bool] = True  # Inductor computes the graph as it is
+    optional: ClassVar[bool] = True  # without a kernel, Inductor's kernels are good enough
     sought: ClassVar[Sought] = Sought(
         f"activations of at most {MOST_ROUNDED_TOKENS} tokens that are rounded to float8 in front "
         "of fused linears"

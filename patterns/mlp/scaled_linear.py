@@ -6,8 +6,8 @@
 The pattern matches any number of tokens, and any way to round x. The codes and the scale of x stay
 in the graph. Inductor computes them in one kernel, together with the operations before them. For
 many tokens, the pattern also replaces an operator of a library that multiplies such codes
-(`compiler/quantised/operators.py`). It leaves a scaled product unchanged if the graph itself calls
-one.
+(`compiler/quantised/operators.py`). If the graph itself calls a scaled product, the pattern leaves
+this call unchanged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ScaledLinear:
     takes_leftovers: bool = True
     asked_last: ClassVar[bool] = True  # after the patterns whose kernels compute more operations
     asked_before: ClassVar[tuple[str, ...]] = ("coded_linear",)
-    optional: ClassVar[bool] = True  # the library's product computes the graph as it is
+    optional: ClassVar[bool] = True  # without a kernel, PyTorch's product is good enough
     sought: ClassVar[Sought] = Sought(
         "linears of activations and weights that are both float8 codes",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),

@@ -120,7 +120,7 @@ def match_choice(ids: Value) -> Choice:
     may_be_less = correction is not None or scores == "logits"
     if groups is not None and may_be_less and not _fills_infinity(masked):
         what = "a logit" if correction is None else "a corrected score"
-        message = f"experts of other groups get 0, but {what} may be less than 0"
+        message = f"experts of other groups get 0 and may win, because {what} may be less than 0"
         reject("ROUTER_GROUPS", Stage.GUARDS, message, masked, hint="masked_fill(~mask, -inf)")
     experts = logits.shape[1]
     assert isinstance(experts, int)

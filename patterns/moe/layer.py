@@ -104,7 +104,7 @@ def refuse_rows(culprit: View) -> NoReturn:
 
 def refuse_activation(found: View) -> NoReturn:
     """Raises Reject with the code EXPERT_ACTIVATION."""
-    message = f"found {found.value} between the experts' GEMMs"
+    message = f"{found.value} between the experts' GEMMs is not a known activation"
     reject("EXPERT_ACTIVATION", Stage.ACTIVATION, message, found)
 
 

@@ -319,7 +319,7 @@ def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
         return {"x": x, "expert_ids": ids, "expert_weights": weights}
     if ids.shape[1] != 1 or scores.value.dtype != x.value.dtype:
         message = (
-            f"the scores of {ids.shape[1]} experts multiply the input of a token, but only one may"
+            f"the scores of {ids.shape[1]} experts multiply a token's input; expected one expert"
         )
         reject("UNSUPPORTED", Stage.CAPABILITY, message, scores)
     options = (("dtype", torch.float32), ("device", x.value.device))

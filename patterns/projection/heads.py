@@ -129,13 +129,13 @@ class Heads:
     def expand_rows(self, delta: LoraDelta) -> View:
         """Returns the rows of an adapter's B that belong to this projection, [G, W, R].
 
-        Raises InexpressibleError if a packed projection has several adapters.
+        Raises InexpressibleError if these rows are not contiguous and there are several adapters.
         """
         run = self._run_of_rows()
         if run is not None:
             return delta.expand.narrow(1, *run)
         if delta.expand.shape[0] != 1:
-            raise effects.InexpressibleError("adapters of a packed projection")
+            raise effects.InexpressibleError("several adapters of rows that are not contiguous")
         return self.rows.of(delta.expand.select(0, 0)).matrix.unsqueeze(0)
 
     def delta_columns(self, delta: LoraDelta) -> View:
@@ -145,7 +145,7 @@ class Heads:
         """
         run = self._run_of_rows()
         if run is None:
-            raise effects.InexpressibleError("the delta of a packed projection")
+            raise effects.InexpressibleError("the columns of the delta are not contiguous")
         return delta.view.matrix.narrow(1, *run)
 
     def _run_of_rows(self) -> tuple[int, int] | None:

@@ -33,7 +33,7 @@ def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
         reject("CACHE_LAYOUT", stage, message, heads.product, hint=hint)
     if source.dims[place.token_rank :] != heads.rows.dims(heads.feature, repeat):
         message = (
-            f"the heads of {who} are not written {repeat} times each with their features in order"
+            f"the {who} write does not store each head {repeat} times with its features in order"
         )
         reject("LAYOUT", stage, message, heads.product)
     return repeat

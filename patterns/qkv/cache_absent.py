@@ -78,7 +78,7 @@ def _grows(value: Value, flow: Dataflow) -> bool:
         return False
     past, *new = value.args[0]
     if len(value.shape) == 2 and (value.args[1] != 0 or not flow.users.get(value)):
-        return False  # the cat joins features: a grown cache [tokens, width] is read again
+        return False  # no cache: a grown cache [tokens, width] joins tokens, and the graph reads it
     held = past.value.op == "input" or past.value.shape == (0,)
     return held and any(v.value.projected for v in new)
 

@@ -263,7 +263,7 @@ def _arguments(q: Heads, keys: Stored, values: Stored) -> dict[str, Any]:
 def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -> Norm | None:
     """Returns the norm that computed x, if the kernel for few tokens can compute this norm; else
     None. With quantised weights, or with a norm over all heads, the tiles of the kernel have no
-    room for it. place: where the op will be inserted."""
+    room for the norm of x. place: where the op will be inserted."""
     by_row = any(h.norm is not None and h.norm.width == "row" for h in heads)
     if by_row or any(h.quantized is not None for h in heads):
         return None
@@ -280,7 +280,7 @@ def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
         heads = stored.heads
         if stored.place.scale is not None:
             message = "a constant factor multiplies numbers that the cache scales already"
-            hint = "multiply the projection's weight by it once, when the model is loaded"
+            hint = "multiply the projection's weight by the factor once, when the model is loaded"
             reject("UNSUPPORTED", Stage.GUARDS, message, heads.end, hint=hint)
         if not can_scale(heads.factor):
             message = (

@@ -98,7 +98,7 @@ def find_query(
             f"K and V project {k.x.value}, but their queries project another activation, as in "
             "cross-attention",
             k.product,
-            hint="keys and values are written by themselves",
+            hint="K and V are still written by a fused op, without the query",
             weight="advice",
         )
     if not found and (wide := _cast_query(flow, k, v)) is not None:
@@ -108,7 +108,7 @@ def find_query(
             Stage.Q_PATH,
             f"the query is rotated like K and stays {read}, but its projection computes {made}",
             wide.end,
-            hint=f"cast the rotated query as the keys are: query = query.to(torch.{made})",
+            hint=f"cast the rotated query like the keys: query = query.to(torch.{made})",
         )
     if not found and k.rope is not None:
         _refuse_turned(flow, k, v)
@@ -393,8 +393,8 @@ class _Meetings:
         return value in self._reading
 
     def _carries(self, value: Value) -> bool:
-        """Whether a value may be computed from a query. A choice of experts, or the cache, may
-        not."""
+        """Whether the search from a query continues through a value. It stops at writes, at values
+        that are computed from the cache, and at integers, such as the choice of experts."""
         plain = value.op != "store" and value.dtype.is_floating_point
         return plain and not self._reads(value)
 

@@ -30,7 +30,7 @@ def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
     repeats = dim[-1].length if dim[-1].axis is None else 1
     kept = dim[:-1] if dim[-1].axis is None else dim
     if any(a.axis is None for a in kept):
-        raise InexpressibleError("its scales do not repeat over neighbours only")
+        raise InexpressibleError("its scales do not repeat over neighbouring elements only")
     return kept, int(repeats)
 
 
@@ -41,7 +41,7 @@ def common_block(blocks: Sequence[Block]) -> Block:
     for axis in (0, 1):
         known = sorted({size for b in blocks if (size := b[axis]) is not None})
         if any(size % known[0] for size in known):
-            raise InexpressibleError(f"scales of blocks of {known} do not go together")
+            raise InexpressibleError(f"the scales' blocks have no common size: {known}")
         found.append(known[0] if known else None)
     return found[0], found[1]
 

@@ -26,7 +26,7 @@ def joined(views: Sequence[View | None], axis: int) -> View | None:
     first = views[0]
     if first is None or any(v is None or v.value is not first.value for v in views):
         if any(v is not None for v in views):
-            raise InexpressibleError("positions of a word with and without a scale")
+            raise InexpressibleError("the numbers for a word's positions are not in one tensor")
         return None
     starts = [v.effect.start for v in views if v is not None]
     steps = [b - a for a, b in zip(starts[0], starts[1], strict=True)]
@@ -35,10 +35,10 @@ def joined(views: Sequence[View | None], axis: int) -> View | None:
         assert view is not None
         expected = tuple(s + position * step for s, step in zip(starts[0], steps, strict=True))
         if view.effect != Effect(first.effect.dims, expected) or len(moved) > 1:
-            raise InexpressibleError("positions of a word with scales of their own")
+            raise InexpressibleError("the numbers for a word's positions do not interleave")
     inner = Atom(moved[0], steps[moved[0]], len(views)) if moved else Atom(None, 0, len(views))
     if inner.step < 0:
-        raise InexpressibleError("positions of a word in descending order")
+        raise InexpressibleError("the positions of a word are in descending order")
     dims = list(first.effect.dims)
     dims[axis] = effects.coalesce((*dims[axis], inner))
     return View(first.value, Effect(tuple(dims), starts[0]))

@@ -244,7 +244,7 @@ def _inside(effect: Effect, target: Effect) -> Effect | None:
     """
     walked = {dim[0].axis: (i, dim[0]) for i, dim in enumerate(target.dims) if len(dim) == 1}
     if sum(len(dim) for dim in target.dims) != len(walked) or None in walked:
-        raise InexpressibleError("a write through more than slices")
+        raise InexpressibleError("a write goes through a view that is not made of slices")
     moved: dict[int | None, tuple[int | None, int]] = {None: (None, 1)}
     start = [0] * len(target.dims)
     for axis, first in enumerate(effect.start):
@@ -269,13 +269,13 @@ def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | 
     taken = [a for dim in effect.dims for a in dim if a.axis == axis]
     numbers = [offset, atom.length, *(n for a in taken for n in (a.step, a.length))]
     if not all(isinstance(n, int) for n in numbers):
-        raise InexpressibleError("a write of symbolic extent")
+        raise InexpressibleError("the size of a write is symbolic")
     last = offset + sum(a.step * (a.length - 1) for a in taken)
     strides = all(a.step % atom.step == 0 for a in taken)
     if (strides and offset % atom.step) or last < 0 or offset > atom.step * (atom.length - 1):
         return None
     if not strides or offset < 0 or last > atom.step * (atom.length - 1):
-        raise InexpressibleError("a view across a write")
+        raise InexpressibleError("a view has elements inside and outside of a write")
     return int(offset // atom.step)
 
 
@@ -326,7 +326,7 @@ def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
     # The strides of the runs of a dimension must add up: each row number must be the sum of the
     # offsets of its runs.
     if not np.array_equal(rows[reach], total):
-        raise InexpressibleError("rows that are not taken in runs")
+        raise InexpressibleError("the gathered rows do not form runs of equal stride")
     start = tuple(int(first) if a == dim else s for a, s in enumerate(effect.start))
     return Effect(tuple(dims), start)
 
@@ -340,18 +340,18 @@ def _runs(rows: np.ndarray, axis: int) -> list[Atom]:
         return [_run(int(steps[0]), len(rows), axis)]
     length = int(np.argmax(steps != steps[0])) + 1
     if len(rows) % length:
-        raise InexpressibleError("rows that are not taken in runs")
+        raise InexpressibleError("the gathered rows do not form runs of equal stride")
     by_run = rows.reshape(-1, length)
     outer = np.diff(by_run[:, 0])
     if np.any(by_run - by_run[:, :1] != by_run[0]) or np.any(outer != outer[0]):
-        raise InexpressibleError("rows that are not taken in runs")
+        raise InexpressibleError("the gathered rows do not form runs of equal stride")
     inner = _run(int(steps[0]), length, axis)
     return [_run(int(outer[0]), len(by_run), axis), inner]
 
 
 def _run(step: int, length: int, axis: int) -> Atom:
     if step < 0:
-        raise InexpressibleError("rows that are taken backwards")
+        raise InexpressibleError("the rows are gathered in descending order")
     return Atom(axis if step else None, step, length)
 
 

@@ -112,7 +112,7 @@ class Attention:
         last = [a for dim in taken.dims for a in dim if a.axis == 3]
         reach = taken.start[3] + sum(a.step * (a.length - 1) for a in last)
         if width != self.width and not reach < width:
-            raise effects.InexpressibleError("columns that come from padding of the values")
+            raise effects.InexpressibleError("some columns come from the padding of the values")
         flat = effects.identity((effects.product((batch, queries)), heads, width))
         return effects.compose(taken, effects.reshape(flat, (batch, queries, heads, width)))
 

@@ -437,7 +437,8 @@ def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -
 def _named(
     effect: Effect, product: NamedProduct, shape: Sequence[Size]
 ) -> tuple[NamedProduct, list[str | None]] | None:
-    """Returns the product, and the name of each dimension of a view of its result; else None.
+    """Returns the product, and a name for each dimension of `effect`, which is a view of the
+    product's result. Returns None if the names are not known.
 
     If the view splits a dimension (for example, into sequences and their heads), the returned
     product is split in the same way.

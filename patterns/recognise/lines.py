@@ -70,8 +70,8 @@ def _seen_through(line: Line, effect: Effect) -> Line | None:
 
 
 def line_of_operand(view: View, item: Any) -> Line | None:
-    """Returns the line of one operand of an element-wise value, in the shape of a view of this
-    value."""
+    """Returns the line of an operand `item`, in the shape of `view`. `view` shows an element-wise
+    value that has this operand."""
     if isinstance(item, View):
         return line_of(view.of_operand(item))
     whole = isinstance(item, int) and not isinstance(item, bool)

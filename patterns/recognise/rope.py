@@ -1,8 +1,8 @@
 """Recognises rotary position embedding by what it computes, independent of how it is written.
 
-`rope_terms` expresses every element of the rotated head as a sum of products of elements of the
-head with coefficients. This file reads the table of these products. It finds which elements are
-paired, which columns of cos and sin multiply them, and with which sign.
+`rope_terms` expresses every element of the rotated head as a sum. Each term is an element of the
+original head times its coefficients. This file reads the table of these products. It finds which
+elements are paired, which columns of cos and sin multiply them, and with which sign.
 """
 
 from __future__ import annotations

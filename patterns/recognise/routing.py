@@ -361,8 +361,8 @@ def match_inverse(view: View, order: Order) -> bool:
 
 
 def match_ends(view: View) -> tuple[View, Size] | None:
-    """Returns (expert of each route, number of experts) if `view` [E] is the end of the rows of
-    each expert, that is, a running sum of the counts of the experts; else None."""
+    """Returns (expert of each route, number of experts) if `view` [E] holds the end of each
+    expert's rows, which is a running sum of the number of rows for each expert; else None."""
     view = strip_integer_casts(view)
     value = view.value
     if value.op == "aten.searchsorted" and view.is_whole:

@@ -484,12 +484,12 @@ def test_a_write_that_adds_says_so(write):
 
 UNKNOWN = {
     "a number": (lambda c, k: setitem(flat(c), SLOTS, 7.0), ""),
-    "fill_": (lambda c, k: c[0].fill_(3), "fills with a number"),
-    "zero_": (lambda c, k: c.zero_(), "fills with a number"),
+    "fill_": (lambda c, k: c[0].fill_(3), "it fills the memory with a number"),
+    "zero_": (lambda c, k: c.zero_(), "it fills the memory with a number"),
     "another width": (lambda c, k: setitem(c.view(torch.int16)[0], 0, 7), REINTERPRETED),
     "every element its own": (
         lambda c, k: flat(c).scatter_(0, (k % 8).long(), k),
-        "scatters element by element",
+        "it scatters element by element",
     ),
     "a number scattered": (
         lambda c, k: flat(c).scatter_(0, SLOTS[:, None, None], 7.0),

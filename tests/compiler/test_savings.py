@@ -118,7 +118,7 @@ def test_what_is_dense_in_a_model_with_codes_is_named():
     model, report = lowered("llama", "awq", "bf16")
     savings = savings_of(report)
     found = {one.scope: one for one in savings.unread}
-    assert found["lm_head"].reason == "stored in bfloat16: the model holds no codes for it"
+    assert found["lm_head"].reason == "the model stores it in bfloat16, not as codes"
     assert not found["lm_head"].has_codes
     assert found["model.layers.*.mlp"].count == 2  # gate and up of one layer
     # They are for the layer, its projections, the two products after it, and the head.
@@ -173,7 +173,7 @@ def test_a_model_that_reads_no_codes_as_such_says_so():
     assert savings.read.bytes == 0
     (one,) = savings.unread
     assert one.has_codes
-    assert one.reason.endswith("the graph decodes them for it")
+    assert one.reason.endswith("the graph decodes the codes")
 
 
 @torch.library.custom_op("tilewright_test_savings::gemv", mutates_args=())

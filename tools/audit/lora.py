@@ -25,7 +25,9 @@ from tilewright.tools.audit.cases import MMA_ROWS, AuditCase, audited, distinct,
 
 # The numbers of tokens: one token, decode batches, a chunk of a prefill, and a whole prefill.
 TOKEN_COUNTS = (1, 16, 64, 512, 8192)
-FEW_ROWS_REASON = "a few rows of an adapter: each weight is read once and hardly computed with"
+FEW_ROWS_REASON = (
+    "few rows for each adapter: a weight is read once and takes part in few operations"
+)
 KERNEL = "{kernel}: {reason}"
 OTHER_RANKS = (8, 12, 64, 128, 256)
 

@@ -121,7 +121,7 @@ ROUTERS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 # 128.
 NVFP4_SHAPES = ((4096, 7168), (7168, 2048), (1536, 2048), (2880, 2880))
 NVFP4_EXPERTS = 32
-ROW_SCALES_REASON = "rows of a group in a tile of fewer than 128 are no blocks of the layout"
+ROW_SCALES_REASON = "a tile with fewer than 128 rows is no whole block of the scales' layout"
 
 
 @audited("moe")

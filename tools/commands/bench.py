@@ -92,7 +92,7 @@ def bench(
             )
         if not FOLDER.is_dir():
             raise CommandError(
-                f"the benchmarks live in a checkout of the project; none at {FOLDER}"
+                f"the benchmarks are in a checkout of the project, and {FOLDER} does not exist"
             )
         known = _benchmarks()
         unknown = sorted(set(names or ()) - set(known))

@@ -128,7 +128,7 @@ def _print(found: Mapping[str, Any]) -> None:
     if found["problem"] is not None:
         console.print(f"problem  not used: {found['problem']}", style="red")
     if found["others_trusted"]:
-        console.print("trust    all who can write there (TILEWRIGHT_CACHE_TRUST=1)")
+        console.print("trust    everyone who can write to this folder (TILEWRIGHT_CACHE_TRUST=1)")
     for row in found["kinds"]:
         console.print(f"{row['kind']:<8} {row['entries']} entries, {_mib(row['bytes'])}")
     total = f"{found['entries']} entries, {_mib(found['bytes'])} of {_mib(found['bound_bytes'])}"

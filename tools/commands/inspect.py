@@ -62,14 +62,15 @@ def inspect(
         int,
         typer.Option(
             min=1,
-            help="Inspect one of this many ranks that share its experts: 1, or the number of --tp.",
+            help="Inspect one of this many ranks that share the experts of a zoo model: 1, or the "
+            "number of --tp.",
         ),
     ] = 1,
     present: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="The number of tokens in the caches of each sequence, whose bytes are counted.",
+            help="Count the bytes of this number of tokens in the caches of each sequence.",
         ),
     ] = None,
     census: Annotated[

@@ -51,7 +51,7 @@ def kernels(
     dynamic: DynamicOption = None,
     target: TargetOption = "sm100",
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, help="Compilers at a time.")
+        int, typer.Option("--jobs", "-j", min=1, help="The number of compilers that run at a time.")
     ] = os.cpu_count() or 1,
     as_json: JsonOption = False,
     debug: DebugOption = False,

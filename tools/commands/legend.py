@@ -27,7 +27,7 @@ TERMS = (
     Term("graph", "place", r"graph\b", "code outside of every module: the model's own forward"),
     Term("swapped", "lowering|reason", r"swapped\b",
          "the kernel for few tokens: the weight's rows are the M dimension of the tensor core's "
-         "product, tokens N"),
+         "product, and tokens are its N dimension"),
     Term("decoding kernel", "lowering", r"decoding kernel\b",
          "a kernel for many tokens and a weight of codes, which decodes the weight while it "
          "multiplies"),

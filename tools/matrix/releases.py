@@ -40,25 +40,25 @@ QUANTISERS = (
 
 ROWS = (
     Row("newest", "3.11", "2.15.0", "3.9.0", "5.23.0",
-        "Dynamo records `x.T` as `aten.numpy_T`, read by what it does; Triton's interpreter holds "
-        "masks to int1, which comparisons are made here",
+        "Dynamo records `x.T` as `aten.numpy_T`, which tilewright traces to see what it does; "
+        "Triton's interpreter requires masks in int1, to which tilewright casts comparisons",
         runs=("graphs", "ops", "interpreter", "serving")),
     Row("python-3.13", "3.13", "2.15.0", "3.9.0", "5.23.0"),
     Row("python-3.12", "3.12", "2.15.0", "3.9.0", "5.23.0"),
     Row("torch-2.14", "3.11", "2.14.1", "3.8.0", "5.23.0",
-        "the ptxas of Triton 3.8.0 spills two registers of the QKV kernel of one token on SM100, "
-        "around its main loop, a note of the audit; those of the other releases spill none"),
+        "the ptxas of Triton 3.8.0 spills two registers around the main loop of one QKV kernel for "
+        "one token on SM100, which the audit notes; the ptxas of other releases spills none"),
     Row("pinned", "3.11", "2.13.0", "3.7.1", "5.23.0", "what `make test` runs in"),
     Row("transformers-5.24", "3.11", "2.13.0", "3.7.1", "5.24.0",
         "models take `cache` in place of `past_key_values`", runs=("graphs", "serving")),
     Row("transformers-5.22", "3.11", "2.13.0", "3.7.1", "5.22.2",
         "an older engine of continuous batching", runs=("serving",)),
     Row("transformers-5.0", "3.11", "2.13.0", "3.7.1", "5.0.0",
-        "the DeepSeek models of then: they cache expanded keys"),
+        "DeepSeek models of this release cache expanded keys"),
     Row("torch-2.12", "3.11", "2.12.1", "3.7.1", "5.23.0"),
     Row("torch-2.11", "3.11", "2.11.0", "3.6.0", "5.23.0"),
     Row("oldest", "3.10", "2.11.0", "3.6.0", "5.0.0",
-        "lower bounds; the zoo as in transformers-5.0"),
+        "the oldest supported versions; models of the zoo are those of the row transformers-5.0"),
     Row("quantised", "3.11", "2.14.1", "3.8.0", "5.23.0",
         "with " + ", ".join(name.replace("==", " ") for name in QUANTISERS),
         besides=QUANTISERS, runs=("quantised",)),

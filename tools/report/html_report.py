@@ -188,8 +188,8 @@ def _roofline(entries: Sequence[SiteEntry], bars: Mapping[int, SiteBars], target
 def _kernels(
     lowered: Lowered, audits: Sequence[KernelAudit]
 ) -> Iterator[tuple[KernelAudit, Markup]]:
-    """Yields the audit of each kernel, which is empty if there is none, and the kernel's source as
-    highlighted HTML."""
+    """Yields (audit, source as highlighted HTML) of each kernel. The audit is empty for a kernel
+    that was not audited."""
     outcomes = {outcome.kernel.spec.name: outcome for outcome in audits}
     for kernel in lowered.kernels:
         outcome = outcomes.get(kernel.spec.name) or KernelAudit(None, kernel=kernel)

@@ -254,7 +254,7 @@ MISSED = {
     "heads flipped": NearMiss("K_PATH", KP, "flip", of_keys(lambda k, m: k.flip(1))),
     "features rolled": NearMiss("K_PATH", KP, "roll", of_keys(lambda k, m: k.roll(1, -1))),
     "keys tiled": NearMiss(
-        "LAYOUT", KP, "2 times each", keys_tiled, args=lambda: make_args(heads=2 * HKV)
+        "LAYOUT", KP, "each head 2 times", keys_tiled, args=lambda: make_args(heads=2 * HKV)
     ),
     "features repeated": NearMiss("CACHE_LAYOUT", KP, "2 heads of 8", features_repeated),
     "keys repeated, values not": NearMiss(

@@ -79,7 +79,7 @@ def test_a_checkpoint_s_configuration_says_what_its_format_saves(command, tmp_pa
     assert size in said
     assert "), for 1 token " in said
     assert "linear_activation, int4 codes" in said
-    assert "lm_head, 64 KiB: stored in float16: the model holds no codes for it" in said
+    assert "lm_head, 64 KiB: the model stores it in float16, not as codes" in said
     page = (tmp_path / "page.html").read_text()
     assert size in page
     assert '<a href="#savings">' in page
