@@ -206,8 +206,8 @@ class Quantization:
         order: The order of the nibbles in a word. It is empty if element j is in nibble j.
         x_scale: The scales of x if x is quantised too, with strides (token, block).
         x_block: The number of columns of x that share a scale.
-        differs: A property in which the weights differ, so that no kernel can multiply all weights
-            together; "" if there is none.
+        differs: A sentence about a property in which the weights differ, so that no kernel can
+            multiply all weights together; "" if there is no such property.
     """
 
     weight_format: str
@@ -287,7 +287,7 @@ class Quantization:
         )
 
     def block_constants(self, columns: int, block_k: int) -> dict[str, Constant]:
-        """Returns the constants that all kernels need that read words of codes.
+        """Returns the constants that every kernel needs if it reads words of codes.
 
         columns: the number of columns of the weight. block_k: the number of columns of a step.
         """
@@ -332,19 +332,19 @@ class Quantization:
         if columns % per:
             return f"{columns} columns do not fill whole words"
         if self.block[1] < columns and self.block[1] % (self.dot_run * per):
-            return f"scales of {self.block[1]} columns"
+            return f"the number of columns that share a scale is {self.block[1]}"
         if self.x_scale is not None and self.x_block < columns and self.x_block % per:
-            return f"scales of {self.x_block} columns of x"
+            return f"the number of columns of x that share a scale is {self.x_block}"
         if self.packed_rows:
             return "a word has the codes of several rows"
         if per == 8 and self.per_word != 8:
             return "the codes are stored in bytes and not in 32-bit words"
         if self.order and self.order not in (*_COUNTED_UP, AWQ_ORDER, (1, 0), _HIGH_FIRST):
-            return f"nibbles in the order {list(self.order)}"
+            return f"the nibbles are in the order {list(self.order)}"
         if per == 8 and not 0 <= self.zero_point <= _MOST_NIBBLE:
             # An int32 can hold the sum of 32 products of a code, which is at most 15, and a 22-bit
             # integer.
-            return f"zeros of {self.zero_point}, with which sums of integers overflow"
+            return f"sums of integers would overflow, because the zero point is {self.zero_point}"
         return None
 
     def dot_constants(self, columns: int, stored: str) -> dict[str, Constant]:

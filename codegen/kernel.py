@@ -21,9 +21,9 @@ LAUNCH_PDL = "LAUNCH_PDL"
 # Triton's compile options. Records may have them as fields.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
-#: What a kernel does for the product of its op, if a report counts such kernels. It prepares x for
-#: a product of codes, decodes codes for a library's product, or reads an expert's weights once for
-#: each token that chooses the expert.
+#: The role of a kernel, for reports that count the kernels with a role. Such a kernel prepares x
+#: for a product of codes, or decodes codes for a library's product, or reads an expert's weights
+#: once for each token that chooses the expert. All other kernels have the role "".
 Role = Literal["", "prepares x", "decodes codes", "reads experts by token"]
 #: The stride of one dimension of a tensor, as (tensor, dimension).
 Stride = tuple[str, int]
@@ -92,8 +92,8 @@ _ROLES: dict[tuple[str, str], Role] = {}
 
 
 def role_of(spec: KernelSpec) -> Role:
-    """Returns the role of the kernel that a spec was made of. It is no part of the spec, so that it
-    changes no hash."""
+    """Returns the role of the kernel that a spec was made of. The spec does not contain the role,
+    so the role does not change the spec's hash."""
     return _ROLES.get((spec.template, spec.kernel), "")
 
 
@@ -294,7 +294,7 @@ class Kernel:
 
     @cached_property
     def _places(self) -> dict[str, tuple[Stride, ...]]:
-        """For each constant that holds strides, the dimensions whose strides it holds."""
+        """Maps each constant that holds strides to the dimensions whose strides it holds."""
         found: dict[str, Stride | tuple[Stride, ...]] = {}
         for name in self._constexprs.difference(self._optional):
             tensor = name.removesuffix("_STRIDE").lower()

@@ -14,8 +14,10 @@ class RowRounding:
     Attributes:
         group: The number of columns that share a scale.
         zero_scale: If it is positive, it replaces a scale of 0.
-        least: The smallest magnitude from which a scale is computed.
-        least_divisor: The smallest number by which numbers are divided.
+        least: If the largest magnitude that determines a scale is smaller than this number, the
+            scale is computed from this number instead.
+        least_divisor: Numbers are divided by their scale, or by this number if the scale is
+            smaller.
     """
 
     group: int

@@ -205,10 +205,12 @@ def _check_needs_no_grad(op: FusedOp, arguments: Any) -> None:
 
 def _inference_only(op: FusedOp, name: str, backward: bool) -> ArgumentError:
     if backward:
-        expected = "no tensor that requires grad while grad mode is on, as the op is for "
+        expected = "no tensor that requires grad while grad mode is on, because the op is for "
         expected += "inference only (call it under torch.no_grad())"
         return ArgumentError(op.name, name, expected, "a tensor that requires grad")
-    expected = "no dual tensor of forward-mode differentiation, as the op is for inference only"
+    expected = (
+        "no dual tensor of forward-mode differentiation, because the op is for inference only"
+    )
     return ArgumentError(op.name, name, expected, "a tensor with a tangent")
 
 
@@ -242,8 +244,8 @@ def told_apart(op: FusedOp) -> OpCallable:
     """Returns the op's implementation that runs before autograd. If a traced call writes nothing,
     it redirects the call to another op.
 
-    Without this, the functionalisation of torch.export and AOTInductor would misinterpret such a
-    call: it expects several results, but the call returns one.
+    The functionalisation of torch.export and AOTInductor would misinterpret a call that writes
+    nothing: functionalisation expects several results, but such a call returns one.
     """
     names, written = tuple(op.kinds), op.mutated
     other = getattr(torch.ops, op.namespace)
@@ -270,9 +272,11 @@ def _unwrapped(op: FusedOp, name: str, tensor: torch.Tensor) -> torch.Tensor:
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
-            expected = "no tensor of torch.vmap, for which the op has no rule (give it the batch "
-            expected += "whole, or call it in a loop)"
-            raise ArgumentError(op.name, name, expected, "a batched one")
+            expected = (
+                "a tensor that torch.vmap has not batched, because the op has no rule for vmap "
+            )
+            expected += "(pass the whole batch to the op, or call the op in a loop)"
+            raise ArgumentError(op.name, name, expected, "a batched tensor")
         if not functorch.is_gradtrackingtensor(tensor):
             break  # torch.func.functionalize needs no unwrapping
         if _differentiated(tensor):

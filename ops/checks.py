@@ -94,7 +94,7 @@ def check_number(
     if not least <= value <= FLOAT32.max:
         lowest = " above 0" if above else "" if least == -FLOAT32.max else f" from {least}"
         finite = isfinite(value) and (above or abs(value) > FLOAT32.max)
-        expected = f"a finite number{lowest}" + (" as fp32 has it" if finite else "")
+        expected = f"a finite number{lowest}" + (" after rounding to fp32" if finite else "")
         raise ArgumentError(op, argument, expected, value)
 
 

@@ -46,7 +46,7 @@ class Lowering:
 
     def __post_init__(self) -> None:
         if (self.entry is None) == (self.build is None):
-            raise ValueError(f"lowering {self.name!r}: expected one of entry and build")
+            raise ValueError(f"lowering {self.name!r}: expected exactly one of entry and build")
 
 
 def _anything(arguments: Any) -> str | None:

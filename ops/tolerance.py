@@ -45,8 +45,8 @@ class Tolerance:
         got_value, want_value = float(got.flatten()[worst]), float(want.flatten()[worst])
         over = int((excess > 0).sum())
         return (
-            f"{over} of {want.numel()} elements off; worst at {where}: {got_value!r}, exact "
-            f"{want_value!r}, allowed error {float(allowed.flatten()[worst]):.3e}"
+            f"{over} of {want.numel()} elements are off; the worst is at {where}: {got_value!r}, "
+            f"exact {want_value!r}, allowed error {float(allowed.flatten()[worst]):.3e}"
         )
 
 

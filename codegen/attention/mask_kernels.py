@@ -97,8 +97,8 @@ def mask_config(problem: MaskProblem, tiles: int, target: Target) -> MaskConfig:
 
 
 def blocks_per_part(config: MaskConfig, key_blocks: int) -> int:
-    """Returns how many of the `key_blocks` blocks each part has. This is a whole number of steps,
-    and the last part has the remaining blocks."""
+    """Returns the number of blocks of each part, which is a whole number of steps. The last part
+    has only the remaining blocks of the `key_blocks` blocks."""
     return max(cdiv(cdiv(key_blocks, config.parts), config.blocks), 1) * config.blocks
 
 

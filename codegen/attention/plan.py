@@ -16,16 +16,16 @@ from tilewright.codegen.targets import Target
 MOST_ROWS = 64
 MOST_NUMBERS = MOST_ROWS * 128
 # Limits for latents, where the keys are also the values: how many fp32 numbers of the output a
-# thread holds, how many it holds if the program has MOST_WARPS warps, the most warps, and how many
-# keys a block has. Blocks are small, because rows of latents are wide.
+# thread holds, how many it holds if the program has MOST_WARPS warps, the largest number of warps,
+# and the number of keys in a block. Blocks are small, because rows of latents are wide.
 HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
-# For latents that the kernel rounds to float8 codes and back before it uses them: the number of
-# keys in a block. The keys are in registers, in fp32. To read and round keys takes a program about
-# four times as long as only to read them. The number four follows from sweeps on an H100 with 1 to
-# 64 sequences of 1024 and 2048 latents.
+# ROUNDED_KEYS is the number of keys in a block of latents if the kernel rounds the latents to
+# float8 codes and back before it uses them. These keys are in registers, in fp32. ROUNDED_TIME says
+# that a program takes about four times as long to read and round keys as it takes only to read
+# them. This number follows from sweeps on an H100 with 1 to 64 sequences of 1024 and 2048 latents.
 ROUNDED_KEYS = 16
 ROUNDED_TIME = 4
 # Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may
@@ -39,20 +39,20 @@ MOST_SPLITS = 128
 # multiprocessor reads in the same time.
 LAUNCH_BYTES = 56 * 1024
 MERGED_BYTES = 2 * 1024
-# For latents: the cost of each part. Several programs merge the parts of a row (measured on an
-# H100).
+# The cost of each part that is merged, for latents (measured on an H100). It is lower because
+# several programs merge the parts of a row.
 MERGED_LATENT_BYTES = 512
-# For latents that are rounded: the time of a program that is alone on a multiprocessor, relative to
-# the time that two programs which share one take for each of their blocks. A program waits for its
-# reads and then rounds, so a second program uses the pauses of the first. Measured on an H100 with
-# 64 sequences of 1024 latents: 69.7 us with 4 parts, and 115.5 us with 2 parts.
+# For latents that are rounded: the time that a multiprocessor takes for a block if it runs one
+# program, divided by the time that it takes for a block if it runs two. A program waits for its
+# reads and then rounds, so a second program can work while the first one waits. On an H100, a call
+# with 64 sequences of 1024 latents takes 69.7 us with 4 parts, and 115.5 us with 2 parts.
 LONE_ROUNDED = 1.1
 # Without latents: the least time that a program takes for a block of keys, given as the bytes that
-# a multiprocessor reads in the same time. If there are fewer programs than multiprocessors, each of
-# them reads faster, but its products and its softmax wait for each other. The number follows from
-# sweeps on an H100. With one sequence of 2048 keys, 8 parts (9.3 us) are faster than 16 (9.9 us) if
-# there are 8 heads of keys, and 16 parts are the fastest if there are 4. With 16384 keys, 16 and 32
-# parts are the fastest.
+# a multiprocessor reads in the same time. If there are fewer programs than multiprocessors, each
+# program reads faster, but its products and its softmax wait for each other. The number follows
+# from sweeps on an H100. With one sequence of 2048 keys, 8 parts (9.3 us) are faster than 16 (9.9
+# us) if there are 8 heads of keys, and 16 parts are the fastest if there are 4. With 16384 keys, 16
+# and 32 parts are the fastest.
 STEP_BYTES = 19 * 1024
 # The number of programs that fit a multiprocessor at the same time. Any more programs would start
 # late, in a second wave that is nearly empty.

@@ -331,12 +331,14 @@ def _stack_note(audit: Audit, target: Target, expected: Expectations) -> str | N
 
 def _in_flight(audit: Audit, target: Target, expected: Expectations) -> str | None:
     has, needs = audit.bytes_in_flight(target), target.bytes_in_flight_per_sm
-    return _unless(not expected.memory_bound or has >= needs, f"{has} per SM, at least {needs}")
+    return _unless(
+        not expected.memory_bound or has >= needs, f"{has} per SM, expected at least {needs}"
+    )
 
 
 def _occupancy(audit: Audit, target: Target, expected: Expectations) -> str | None:
     has, needs = audit.blocks_per_sm(target), expected.blocks_per_sm
-    return _unless(has >= needs, f"{has} blocks per SM, at least {needs}")
+    return _unless(has >= needs, f"{has} blocks fit an SM, expected at least {needs}")
 
 
 #: The rules by name. If the kernel breaks a rule, the rule returns a sentence, else None.

@@ -146,7 +146,7 @@ def compile_for(
     else:
         text = source
     if target is None:
-        raise ValueError("target: expected one where the source is a text, got None")
+        raise ValueError("target: expected a target, because the source is a text, got None")
     chip = get_target(target) if isinstance(target, str) else target
     if not chip.is_gpu:
         raise ValueError(f"target: expected a GPU, got {chip.name}; use load_interpreted")

@@ -24,9 +24,9 @@ from tilewright.codegen.targets import Target
 # The largest number of unsorted rows for which each program finds its own rows. More rows are
 # sorted first.
 UNSORTED_ROWS = 512
-# The largest number of rows, and the largest number of products in total, for which multiply-adds
-# without tensor cores are faster. If q, k and v together have more than WIDE_COLUMNS columns, there
-# may be twice as many products.
+# The largest number of rows, and the largest number of multiply-adds (rows * columns * K), for
+# which a kernel without tensor cores is faster. If q, k and v together have more than WIDE_COLUMNS
+# columns, there may be twice as many multiply-adds.
 SINGLE_ROWS = 64
 ROW_PRODUCTS = 1536 * 4096
 WIDE_COLUMNS = 96
@@ -34,8 +34,8 @@ WIDE_COLUMNS = 96
 # so that x is read half as often. On an H100, 64 rows of rank 8 take 4.4 us with two columns and
 # 5.0 us with one, and 16 rows of rank 64 take 8.0 us with two and 8.6 us with four.
 SINGLE_COLUMN_PROGRAMS = 4
-# For a single adapter: the largest product of rows and columns for which tiles of
-# `lora_shrink_few` have 8 columns.
+# For a single adapter: the largest rows * columns for which tiles of `lora_shrink_few` have 8
+# columns.
 NARROW_PRODUCTS = 64 * 48
 # The largest number of rows for which a program sums over all of K. The keys are the largest
 # numbers of columns of q, k and v together.
@@ -44,8 +44,8 @@ FEW_ROWS_WIDE = 256  # for more columns
 # Tiles of `lora_shrink_few` for several adapters, on chips that were measured. They follow from a
 # sweep on an H100 with 8 adapters of ranks 8 to 128 and 16 to 1024 rows, in which the chosen tiles
 # were at most 4 % slower than the fastest. Tiles of 8 rows have less padding and more programs, but
-# read the weights more often. MOST_PROGRAMS: the number of programs on each multiprocessor up to
-# which some of these tiles are used. Longer steps leave shared memory for fewer programs.
+# read the weights more often. Tiles that are in MOST_PROGRAMS are used only if each multiprocessor
+# gets at most this many programs. Longer steps leave shared memory for fewer programs.
 NARROW = FewShrink(8, 8, 256, 4, 4, 3)
 LONG = FewShrink(8, 16, 256, 4, 4, 3)
 SMALL = FewShrink(8, 8, 128, 4, 4, 3)
@@ -53,8 +53,8 @@ WIDER = FewShrink(8, 16, 128, 4, 4, 3)
 SQUARE = FewShrink(16, 16, 128, 4, 4, 3)
 TALL = FewShrink(32, 16, 128, 4, 4, 3)
 MOST_PROGRAMS = {NARROW: 1, LONG: 1, SMALL: 4, SQUARE: 2}
-# For weights whose columns are contiguous: the largest product of rows and columns for which the
-# kernel without tensor cores is used.
+# For weights whose columns are contiguous: the largest rows * columns for which the kernel without
+# tensor cores is used.
 ACROSS_PRODUCTS = 1024
 # The largest number of rows for which K is split and a tile has 64 columns. One plane of rank 64
 # has this many columns.
@@ -62,9 +62,10 @@ COLUMN_BLOCK_ROWS = 2048
 # K is split further as long as there are at most this many programs on each multiprocessor.
 PROGRAMS_PER_SM = 2.2
 MAX_SPLIT = 4
-# The smallest part of K that a program sums over: in all, and for each row of its tile. Programs
-# that share K exchange their sums. A tile of more rows has more sums: 1024 rows of 8 adapters of
-# rank 64 take 15.4 us on an H100 if tiles of 64 rows split K = 4096 in 2, and 16.2 us in 4.
+# If programs share K, each program sums over at least LEAST_PART columns, and over at least
+# LEAST_ROW_PART columns for each row of its tile. Programs that share K exchange their sums, and a
+# tile of more rows has more sums: 1024 rows of 8 adapters of rank 64 take 15.4 us on an H100 if
+# tiles of 64 rows split K = 4096 in 2, and 16.2 us in 4.
 LEAST_PART = 512
 LEAST_ROW_PART = 32
 # For plans, numbers of rows are rounded up to a power of two. Above ROUND_ROWS, they are rounded up
@@ -74,7 +75,8 @@ ROWS_STEP = 512
 
 
 def takes_row_kernel(num_rows: int, columns: int, hidden: int) -> bool:
-    """Whether the kernel without tensor cores is faster for this number of rows and products."""
+    """Whether the kernel without tensor cores is faster for this number of rows and of
+    multiply-adds."""
     most = ROW_PRODUCTS * (2 if columns > WIDE_COLUMNS else 1)
     return num_rows <= SINGLE_ROWS and num_rows * columns * hidden <= most
 

@@ -15,12 +15,12 @@ from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
 MIXED = Kernel("mlp.mixed_gemm", "mixed_linear", unaligned=("factor", "up_factor", "counters"))
-# The number of rows of a tile, of which each of the two consumers computes one half.
+# The number of rows of a tile. Each of the two consumers computes one half of them.
 BLOCK_N = 128
 BLOCK_K = 64
 ROWS = BLOCK_N // 2
-# The number of columns whose scales are loaded together, if a scale covers at least as many
-# columns.
+# The number of columns whose scales are loaded together, if at least this many columns share a
+# scale.
 UNIT = 128
 # The number of consecutive row tiles that are computed for the same tokens before the next tokens.
 GROUP = 8
@@ -130,7 +130,7 @@ def mixed_obstacle(problem: LinearProblem, dtype: str, target: Target) -> str | 
     if dtype != "bf16":
         return f"x is {dtype}"
     if problem.norm is not None or problem.post_norm is not None:
-        return "a norm of x or of the result"
+        return "x or the result has a norm"
     if q.differs:
         return q.differs
     if q.x_scale is not None:
@@ -157,27 +157,27 @@ def _storage_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     if not problem.k_major or q.packed_rows:
         return "the rows of the weight are contiguous, not its columns"
     if q.has_table:
-        return f"numbers of the table {q.format.number}"
+        return f"the codes stand for numbers of the table {q.format.number}"
     if problem.k % (ALIGNMENT * 8 // q.format.bits) or problem.n % 8:
-        return f"{problem.n} rows of {problem.k} columns are not multiples of {ALIGNMENT} bytes"
+        return f"{problem.n} rows or {problem.k} columns are not multiples of {ALIGNMENT} bytes"
     return None
 
 
 def _blocks_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     columns = q.block[1]
     if columns >= problem.k and any(one is not None and one.dtype == "u8" for one in q.scales):
-        return "exponents that scale whole rows"
+        return "the scales of whole rows are exponents"
     if columns < problem.k and columns % BLOCK_K and (BLOCK_K % columns or columns < LEAST_SCALED):
-        return f"scales of {columns} columns"
+        return f"the number of columns that share a scale is {columns}"
     if q.format.added_zeros:
-        return "zeros that are added instead of subtracted"
+        return "zeros are added instead of subtracted"
     zero = q.zeros[0]
     if zero is not None and (zero.dtype not in WHOLE or q.format.bits != 4):
-        return "zeros that are not integers of four bits"
+        return "the zeros are not integers of four bits"
     if not 0 <= q.zero_point <= 128:
-        return f"zeros of {q.zero_point}"
+        return f"the zero point is {q.zero_point}"
     if any(_reach(one, problem) > INT32_MAX for one in (*q.scales, *q.zeros)):
-        return "offsets of scales exceed 32 bits"
+        return "the offsets of scales exceed 32 bits"
     return None
 
 
@@ -224,8 +224,8 @@ def mixed_statics(
 
 
 def mixed_constants(problem: LinearProblem, index: int, stored: str) -> dict[str, Constant]:
-    """Returns the constants of `mixed_linear`, except the constants of the plan, of the strides of
-    its tensors and of the activation."""
+    """Returns the constants of `mixed_linear`, except the constants that the plan chooses, the
+    strides of its tensors, and the constants of the activation."""
     q = problem.quantization
     assert q is not None
     scale = q.scales[index]

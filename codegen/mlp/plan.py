@@ -29,9 +29,9 @@ MOST_STREAMED_PAIR = 32
 # library's two products and the conversions of scales take 66 us for 128 tokens.
 MOST_CODED_TOKENS = 128
 # The largest number of tokens for which the kernel of unquantised weights computes an RMS norm of x
-# itself. Measured for 64 tokens on an H100 (MLP's first linear of OPT-6.7B): this takes 140 us with
-# the norm, and 55 us after a separate kernel of a layer norm. From 17 to 63 tokens nothing was
-# measured.
+# itself. For 64 tokens on an H100, the first linear of OPT-6.7B's MLP takes 140 us with the norm,
+# and 55 us if a separate kernel has computed a layer norm. Nothing was measured for 17 to 63
+# tokens.
 MOST_NORMED_TOKENS = 16
 # The largest number of tokens for which the kernel computes a layer norm of x itself. This is
 # modelled, not measured: every program reads whole rows before its first product, which takes about
@@ -49,7 +49,7 @@ MOST_GATED_FLOATS = 16
 # The largest number of tokens in a tile of any quantised weight, if the tensor cores read both
 # operands from registers.
 MOST_CODED_IN_REGISTERS = 16
-# The bytes of its share of shared memory that a program keeps free for barriers and for sums over
+# How many bytes of its share of shared memory a program keeps free for barriers and for sums over
 # tokens.
 RESERVED_BYTES = 8 * 1024
 # The fewest steps over K that a program performs. A step has up to 128 columns.
@@ -99,16 +99,17 @@ READING_PROGRAMS = 40
 # columns and eight stages), and gate and up take 35.0 us (38.8 us).
 NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=3)
 GATED_NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=2)
-# Tiles for E2M1 codes that are multiplied by their scales in registers: 22.4 us, while NIBBLES
-# takes 32.3 us. Chips with tensor memory use SUMS_IN_TENSOR_MEMORY, so that the sums need not be
-# read and written between the two products of a step.
+# Tiles for E2M1 codes that are multiplied by their scales in registers. A product takes 22.4 us
+# with these tiles, and 32.3 us with NIBBLES. Chips with tensor memory use SUMS_IN_TENSOR_MEMORY, so
+# that the sums need not be read and written between the two products of a step.
 SCALED_NUMBERS = Tiling(block_k=256, stages=3)
 SUMS_IN_TENSOR_MEMORY = Tiling(block_n=128, num_warps=8, stages=6)
 # Tiles for 4-bit codes that are floats or indices into a table. These codes take longer to decode.
-# nf4 takes 26.6 us, and 33.0 us with NIBBLES.
+# A product with nf4 takes 26.6 us with these tiles, and 33.0 us with NIBBLES.
 NUMBERS = Tiling(stages=3, programs=3)
 GATED_NUMBERS = Tiling(stages=3)
-# Tiles for words that hold the codes of several rows: 27.3 us, and 30.7 us with NIBBLES.
+# Tiles for words that hold the codes of several rows. A product takes 27.3 us with these tiles, and
+# 30.7 us with NIBBLES.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
 # Tiles for quantised weights if an earlier kernel permutes x. Times on an H100, in us, include the
 # earlier kernel. Down projection of Llama-3-8B, for 32, 64 and 128 tokens: int4 21.8, 30.8 and 46.4

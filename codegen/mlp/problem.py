@@ -57,9 +57,9 @@ def codes_obstacle(q: Quantization, columns: int) -> str | None:
     if q.differs:
         return q.differs
     if not q.known_order:
-        return f"nibbles in the order {list(q.order)}"
+        return f"the nibbles are in the order {list(q.order)}"
     if code_step(q, columns) == 0:
-        return f"scales of {q.block[1]} columns"
+        return f"the number of columns that share a scale is {q.block[1]}"
     return None
 
 

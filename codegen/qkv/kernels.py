@@ -283,7 +283,7 @@ def _code_constants(problem: QkvProblem, config: RowsConfig) -> dict[str, Consta
 
 
 def workspace_elements(problem: QkvProblem, config: RowsConfig) -> int:
-    """Returns how many fp32 numbers the workspace has for one tile, whose parts it stores."""
+    """Returns how many fp32 numbers the workspace has for the parts of one tile."""
     sums = 2 * config.block_p + squares_a_row(problem.input_norm)
     return config.split_k * sums * config.block_t
 

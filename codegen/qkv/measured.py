@@ -1,5 +1,5 @@
-"""The shipped tables of measured times of QKV lowerings. A row is for given dims, a format and a
-number of tokens.
+"""The shipped tables of measured times of QKV lowerings. Each row applies to one set of dims, one
+format and one number of tokens.
 
 `benchmarks/tune_qkv.py` writes `measured_qkv.json`. `benchmarks/tune_quantized.py` writes
 `measured_quantized.json`, which is for quantised weights.

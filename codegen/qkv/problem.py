@@ -180,8 +180,8 @@ class QkvProblem:
         quantization: How the weights are quantised; None if they are not. If they are, their
             strides count stored words.
         input_norm: The norm of x before the projection, or None.
-        scaled_by: If a library can multiply the codes of x with the codes of the weights, what
-            shares a scale: "tensors", "rows" or "blocks". "" if it cannot.
+        scaled_by: The units that have one scale each, "tensors", "rows" or "blocks", if a library
+            can multiply the codes of x with the codes of the weights. "" if it cannot.
     """
 
     hidden: int
@@ -336,7 +336,7 @@ def swapped_obstacle(problem: QkvProblem) -> str | None:
     if problem.quantization is not None:
         return _codes_obstacle(problem)
     if len({weight.strides[-1] == 1 for weight in problem.weights if weight}) != 1:
-        return "k-major and n-major weights together"
+        return "some weights are k-major, and others are n-major"
     return _range_obstacle(problem)
 
 
@@ -351,21 +351,21 @@ def _range_obstacle(problem: QkvProblem) -> str | None:
 def _codes_obstacle(problem: QkvProblem) -> str | None:
     q, heads = problem.codes, problem.epilogue
     if problem.input_norm is not None:
-        return "a norm of x, because x is read in the order of the codes"
+        return "x is read in the order of the codes, so the kernel cannot normalise x"
     if q.differs:
         return q.differs
     if not problem.coded_x and problem.x.dtype != heads.dtype:
-        return f"x of {problem.x.dtype} where q is {heads.dtype}"
+        return f"x is {problem.x.dtype}, but q is {heads.dtype}"
     if problem.coded_x and q.weight_format != "fp8":
-        return f"x of fp8 with weights of {q.weight_format}"
+        return f"x has fp8 codes, but the weights are {q.weight_format}"
     if not q.known_order:
-        return f"nibbles in the order {list(q.order)}"
+        return f"the nibbles are in the order {list(q.order)}"
     if q.packed_rows and not heads.interleaved and heads.pair_half % q.per_word:
-        return "words that have codes of both partners of a pair"
+        return "a word has codes of both members of a pair"
     if q.packed_rows and heads.head_dim % q.per_word:
-        return "words that have codes of two heads"
+        return "a word has codes of two heads"
     if not any(steps_fit(problem, block_k) for block_k in (32, 64, 128)):
-        return f"scales of {q.block[1]} columns"
+        return f"the number of columns that share a scale is {q.block[1]}"
     return None
 
 
@@ -380,16 +380,16 @@ def dots_obstacle(problem: QkvProblem) -> str | None:
     if q.differs:
         return q.differs
     if norm is not None and not norm.follows:
-        return f"{norm.kind} norm of x"
+        return f"x has a {norm.kind} norm"
     if (obstacle := q.dot_obstacle(problem.hidden) or _range_obstacle(problem)) is not None:
         return obstacle
     if not problem.coded_x and problem.x.dtype != problem.epilogue.dtype:
-        return f"x of {problem.x.dtype} where q is {problem.epilogue.dtype}"
+        return f"x is {problem.x.dtype}, but q is {problem.epilogue.dtype}"
     weights = [weight for weight in problem.weights if weight is not None]
     if any(weight.strides[-1] != 1 for weight in weights):
-        return "columns that are not contiguous"
+        return "the columns are not contiguous"
     whole = all(one.aligned and not any(s % 4 for s in one.strides[:-1]) for one in weights)
-    return None if q.per_int32 != 4 or whole else "codes that do not form whole 32-bit words"
+    return None if q.per_int32 != 4 or whole else "the codes do not form whole 32-bit words"
 
 
 def steps_fit(problem: QkvProblem, block_k: int) -> bool:
@@ -406,7 +406,7 @@ def fused_obstacle(heads: HeadEpilogue) -> str | None:
     """Returns why no kernel that multiplies tiles can have this epilogue; None if such kernels
     can."""
     if heads.dtype not in ("bf16", "fp16"):
-        return f"tensor cores multiply bf16 and fp16 here, not {heads.dtype}"
+        return f"the kernels multiply bf16 and fp16 on tensor cores, not {heads.dtype}"
     if heads.row_norm:
         return "a norm over all heads of a projection needs more than one tile"
     return None

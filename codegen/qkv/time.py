@@ -29,7 +29,7 @@ _DESCRIPTOR_S = 1.0e-6
 # The time in which a multiprocessor starts another program. A persistent program needs no such
 # time: it loads the operands of its next tile during the epilogue. This time only decides between
 # tiles that would otherwise take equally long: in the table, persistent tiles are the fastest if
-# there are several waves of tiles, and others are if there is one wave.
+# there are several waves of tiles, and other tiles are the fastest if there is only one wave.
 _RESTART_S = 0.1e-6
 _SPLIT_S = 1.2e-6
 _LIBRARY_FILL_S = 2.5e-6
@@ -78,24 +78,24 @@ def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
     staging = config.block_m * width * 4 if config.flatten else 0
     if not (problem.epilogue.has_norm and config.warp_specialize):
         staging //= 4 * config.epilogue_parts
-    # If the epilogue processes a wide tile in one part, fp32 tables rotate it through shared
-    # memory.
+    # If the epilogue processes a wide tile in one part, the rotation by fp32 tables passes through
+    # shared memory.
     if problem.epilogue.wide_tables and width == 256 and config.epilogue_parts == 1:
         staging *= 2
     return tiles + staging
 
 
 def _codes_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Target) -> int:
-    """Returns how many bytes of shared memory take the staged words and activations, and the
-    operands that are computed from them."""
+    """Returns how many bytes of shared memory the staged words and activations take, together with
+    the operands that are computed from them."""
     q = problem.codes
     rows, x_bytes = 2 * config.block_p, ELEMENT_BYTES[problem.x.dtype]
     words = rows * config.block_k * q.staged_bytes
     x = config.block_t * config.block_k * x_bytes
     made = 0 if problem.coded_x else x
     # Codes pass through shared memory to the tensor core if they are packed along the rows, or if
-    # the tile is smaller than a tile of wgmma. With mma.sync, so do words with eight codes of a
-    # row, because its threads hold fewer adjacent codes.
+    # the tile is smaller than a tile of wgmma. With mma.sync, words that have eight codes of a row
+    # pass through shared memory too, because a thread of mma.sync holds fewer adjacent codes.
     if q.packed_rows or rows < 64 or (target.multiplies_registers and q.per_word == 8):
         made += rows * config.block_k * 2
     return int((words + x) * config.num_stages + made)

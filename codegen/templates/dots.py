@@ -64,7 +64,7 @@ def integers_of_x(x, RUN: tl.constexpr):
     # Compare the bits as integers, because a maximum of floats ignores NaN.
     sizes = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (RUNS, RUN, x.shape[1]))
     # |x| < 2 ** (exponent - 126). Numbers below 2 ** -104 lose their last bits, and subnormal
-    # numbers of fp32 all bits.
+    # numbers of fp32 lose all bits.
     exponent = tl.max(tl.max(sizes, axis=2), axis=1) >> 23
     bounded = tl.maximum(exponent, 22)
     up = ((275 - bounded) << 23).to(tl.float32, bitcast=True)
@@ -101,8 +101,9 @@ def parts_of_x(
 
     Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word; the same bytes for the
     odd nibbles; the sum of the integers of each run; and the two powers of each run
-    (`integers_of_x`). The bytes are [words] each. If BYTES, they belong to the first four and to
-    the last four nibbles instead. For words of bytes, both groups of three bytes are equal.
+    (`integers_of_x`). The bytes are [words] each. If BYTES, the first group of three bytes belongs
+    to the first four nibbles of a word, and the second group to its last four nibbles. For words of
+    bytes, both groups of three bytes are equal.
 
     REVERSED: whether the high nibble of a byte is its first code. INTERLEAVED: whether words of
     eight codes are in AWQ's order.

@@ -115,7 +115,7 @@ def dotted_rows(
     up_words = words
     if up_lines is not None:
         up_words = words_of_step(up_lines, word_columns, first // PER, end, UP_STRIDE, EVEN)
-    if SCALE_COLUMNS >= K:  # one scale a row: its load is not waited for in each step
+    if SCALE_COLUMNS >= K:  # one scale a row: no step waits for its load
         scale, zero = load_scales(
             scale_ptr, zero_ptr, scale_rows, row_mask, tl.arange(0, 1), strides,
             ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,

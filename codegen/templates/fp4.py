@@ -64,8 +64,8 @@ def halves_of(pair, DTYPE: tl.constexpr):
 @triton.jit
 def e8m0_value(codes):
     """Converts e8m0 codes in integers to fp32: 2 ** (code - 127), and NaN for 255."""
-    # Code 0 stands for 2 ** -127, which is a subnormal number. Code 255 would be infinity without
-    # further bits.
+    # Code 0 stands for 2 ** -127, which is a subnormal number. Code 255 stands for NaN; shifted
+    # like the other codes, it would be infinity.
     bits = tl.where(codes == 0, 0x00400000, codes << 23)
     bits = tl.where(codes == 255, 0x7FFFFFFF, bits)
     return bits.to(tl.float32, bitcast=True)

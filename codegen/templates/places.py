@@ -170,10 +170,10 @@ def store_target(
 ):  # fmt: skip
     """Returns (pointer, row offsets, row mask, head stride, dim stride) of tokens of one `kind`.
 
-    Selects combine the targets of q, k and v into one target. Branches would not do: Triton 3.6
-    cannot flatten a loop over tiles that has branches, and three stores would be three times the
-    code. If q and the caches differ in dtype, one pointer cannot serve both. The target is then the
-    cache, and it is masked for q.
+    Selects combine the targets of q, k and v into one target. The function has no branches, because
+    Triton 3.6 cannot flatten a loop over tiles that has branches, and because three stores would be
+    three times the code. If q and the caches differ in dtype, one pointer cannot serve both. The
+    target is then the cache, and it is masked for q.
     """
     page, slot, row_mask = cache_places(
         tokens, token_mask & (kind != QUERY), slots_ptr, sequences_ptr, positions_ptr,

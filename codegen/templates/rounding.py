@@ -87,7 +87,8 @@ def quotients(groups, divisor, LEAST_DIVISOR: tl.constexpr):
     quotient is above 2^10. The remainder corrects the product with the rounded reciprocal
     (Markstein, IBM J. Res. Dev. 1990), which takes fewer instructions than a division."""
     if LEAST_DIVISOR < 1e-18:
-        # Lift numbers whose remainders, or the inverse of whose divisor, would be out of range.
+        # If a divisor is very small, multiply it and its numbers by a power of two. Otherwise, the
+        # remainders or the inverse of the divisor would be out of range.
         lift = tl.where(divisor < 1e-18, 18446744073709551616.0, 1.0)
         divisor = divisor * lift
         groups = groups * lift
@@ -111,6 +112,6 @@ def numbers_of_codes(
     scale = scale_of(largest_magnitudes(groups, 2), x.dtype, False, ZERO_SCALE, LEAST)
     scale = scale[:, :, None]
     quotient = quotients(groups, divisor_of(scale, LEAST_DIVISOR), LEAST_DIVISOR)
-    # No quotient is above 450, which rounds to 448: nothing has to saturate.
+    # No quotient is above 450. This number rounds to 448, so no quotient has to saturate.
     made = quotient.to(tl.float8e4nv).to(tl.float32) * scale
     return tl.reshape(made, (ROWS, COLUMNS)).to(x.dtype)

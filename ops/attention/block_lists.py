@@ -124,8 +124,8 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
 
 
 def _tiled(pairs: torch.Tensor, *, spare_query: bool) -> torch.Tensor:
-    """Splits [B, H, S, K] into [B, H, tiles, QUERIES, blocks, KEYS]. Queries that are padding are
-    `spare_query`, and keys that are padding are False."""
+    """Splits [B, H, S, K] into [B, H, tiles, QUERIES, blocks, KEYS]. Queries that are added as
+    padding get the value `spare_query`, and keys that are added get False."""
     *outer, queries, keys = pairs.shape
     rows, columns = cdiv(queries, QUERIES) * QUERIES, cdiv(keys, KEYS) * KEYS
     full = pairs.new_zeros((*outer, rows, columns))

@@ -176,7 +176,7 @@ def check_aliases(
             continue
         for cache_name, base, window in written:
             if shares_memory(source, base, CacheWindow(*window)):
-                expected = f"memory apart from what is written in {cache_name}"
+                expected = f"memory outside of the part of {cache_name} that is written"
                 raise ArgumentError(op, name, expected, f"a tensor that aliases {cache_name}")
 
 

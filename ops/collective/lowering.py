@@ -62,12 +62,12 @@ def all_reduce_residual_norm_steps(
     tokens, most = a.x.shape[0], most_tokens(a.x.shape[1], a.num_ranks)
     results = ((yield Buffer.like(a.x)), (yield Buffer.like(a.x)))
     if tokens == 0:
-        return Outcome(results, "nothing", "no tokens, nothing is sent")
+        return Outcome(results, "nothing", "there are no tokens, so nothing is sent")
     if a.num_ranks > 1 and (config is not None or most is None or tokens <= most):
         shared = yield from _through_peers(a, results, target, config)
         if shared is not None:
             return Outcome(results, "peer kernel", shared)
-    x, why = a.x, "of one rank"
+    x, why = a.x, "there is only one rank"
     if a.num_ranks > 1:
         x, why = (yield Buffer.like(a.x)), "the library's all-reduce, then the norm"
         yield from _together(a.group, Library(partial(_all_reduce, group=a.group), (x, a.x)))
@@ -78,7 +78,7 @@ def all_reduce_residual_norm_steps(
     weight = () if a.norm_weight is None else (a.norm_weight,)
     function = partial(_residual_norm, eps=a.norm_eps, offset=a.norm_offset)
     yield from _together(a.group, Library(function, (*results, x, a.residual, *weight)))
-    return Outcome(results, "library", f"{why}, whose kernel failed")
+    return Outcome(results, "library", f"{why}; the kernel failed, so PyTorch computes the norm")
 
 
 def _reduce(

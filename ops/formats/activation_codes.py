@@ -40,8 +40,10 @@ class RowRounding(ArgumentGroup):
       columns share one.
     - `rounded`: whether scales and quotients are rounded to the dtype of the rows.
     - `zero_scale`: if it is positive, it replaces a computed scale of 0.
-    - `least`: the smallest magnitude from which a scale is computed.
-    - `least_divisor`: the smallest number by which numbers are divided.
+    - `least`: if the largest magnitude that determines a scale is smaller than this number, the
+      scale is computed from this number instead.
+    - `least_divisor`: numbers are divided by their scale, or by this number if the scale is
+      smaller.
     """
 
     group: int = 0

@@ -31,7 +31,7 @@ def check_offsets(
     end of each group [G]. Raises ArgumentError."""
     check_operand(op, name, offsets, "[G]" if ends else "[G + 1]", (None,), dtypes, device)
     if not ends and not holds(offsets.shape[0] >= 1):
-        raise ArgumentError(op, name, "at least the first offset, 0", "no elements")
+        raise ArgumentError(op, name, "at least one offset, which is 0", "no elements")
 
 
 def check_offset_values(
@@ -40,13 +40,13 @@ def check_offset_values(
     """Checks that row offsets (see check_offsets) begin at 0, do not decrease, and do not exceed
     the number of rows. Raises ArgumentError."""
     if not ends and int(offsets[0]) != 0:
-        raise ArgumentError(op, name, "0 as the first", int(offsets[0]))
+        raise ArgumentError(op, name, "0 as the first offset", int(offsets[0]))
     stops = offsets.long() if ends else offsets.long()[1:]
     sizes = stops.diff(prepend=stops.new_zeros(1))
     if bool((sizes < 0).any()):
         group = int((sizes < 0).nonzero()[0])
         actual = f"{int(stops[group])} at {group} after {int(stops[group] - sizes[group])}"
-        raise ArgumentError(op, name, "non-decreasing row counts from 0 on", actual)
+        raise ArgumentError(op, name, "non-decreasing offsets that start at 0 or more", actual)
     if stops.numel() and int(stops[-1]) > num_rows:
         raise ArgumentError(op, name, f"at most {num_rows} rows", int(stops[-1]))
 

@@ -193,7 +193,9 @@ class Weight(StoredWeight):
         per = nibbles_per_word(self.data.dtype) if packed else 0
         if sorted(order) != list(range(per)):
             expected = (
-                f"an order of the {per} nibbles of a word" if per else "nothing, as no nibbles"
+                f"an order of the {per} nibbles of a word"
+                if per
+                else "nothing, because no nibbles are packed"
             )
             raise ArgumentError(op, "nibble_order", expected, order)
 
@@ -269,7 +271,7 @@ class Weight(StoredWeight):
         dtypes = FLOAT_DTYPES if self.format.added_zeros else _ZERO_DTYPES
         if words and zeros_are_packed(zero, self.rows, self.scale_block):
             if len(self.nibble_order) not in (0, 8):
-                expected = "an order of 8 nibbles, as the zeros are packed in words of 8"
+                expected = "an order of 8 nibbles, because a word holds 8 zeros"
                 raise ArgumentError(op, "nibble_order", expected, list(self.nibble_order))
             letters, grid = f"[N / {8 * bn}, K / {bk}] words", (zero.shape[0], grid[1])
         check_operand(op, name, zero, letters, grid, dtypes, device)

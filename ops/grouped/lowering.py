@@ -61,7 +61,9 @@ def grouped_matmul_steps(
     out = yield result
     if out.numel() == 0 or a.ends.shape[0] == 0:
         yield Library(torch.Tensor.zero_, (out,))
-        return Outcome(out, "nothing", "no rows, columns or groups, nothing is launched")
+        return Outcome(
+            out, "nothing", "there are no rows, columns or groups, so nothing is launched"
+        )
     problem = grouped_problem(a)
     plan, decode, (kernel, statics) = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
     weight = {"weight": a.weight, "scale": a.weight_scale}

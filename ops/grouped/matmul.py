@@ -55,7 +55,7 @@ def validate(a: GroupedMatmulArguments) -> None:
 
 def _check_codes(a: GroupedMatmulArguments, scale: torch.Tensor) -> None:
     if a.weight_format != "fp8" or a.scale_block[1] != X_BLOCK:
-        expected = f"fp8 with blocks of {X_BLOCK} columns, as x is codes"
+        expected = f"fp8 with blocks of {X_BLOCK} columns, because x has codes"
         given = f"{a.weight_format} with {list(a.scale_block)}"
         raise ArgumentError(NAME, "weight_format", expected, given)
     blocks = -(-a.x.shape[1] // X_BLOCK)
@@ -70,7 +70,7 @@ def _check_groups(a: GroupedMatmulArguments, num_experts: int) -> None:
     if ids is not None:
         check_operand(NAME, "expert_ids", ids, "[G]", (num_groups,), INDEX_DTYPES, device)
     elif not holds(num_groups <= num_experts):
-        expected = f"at most {num_experts} groups, as there are weights, or expert_ids"
+        expected = f"at most {num_experts} groups (the number of weights), or expert_ids"
         raise ArgumentError(NAME, "group_offsets", expected, f"{num_groups} groups")
 
 

@@ -129,7 +129,7 @@ def _check_scales(a: Nvfp4MatmulArguments, inner: int) -> None:
 def _check_groups(a: Nvfp4MatmulArguments) -> None:
     check_offsets(NAME, "group_offsets", a.group_offsets, OFFSET_DTYPES, a.a.device)
     if not holds(a.num_groups >= 0):
-        expected = "a number of groups, not negative"
+        expected = "a number of groups that is not negative"
         raise ArgumentError(NAME, "num_active_experts", expected, a.num_active_experts)
     for name, least in (("group_offsets", 1), ("group_scale_offsets", 0), ("expert_ids", 0)):
         tensor = getattr(a, name)

@@ -25,7 +25,7 @@ def unsupported(a: GroupedMatmulArguments) -> str | None:
     if a.result_dtype == torch.float64:
         return f"no kernel that stores {a.result_dtype}"
     if a.x.shape[1] == 0:
-        return "no inner columns"
+        return "x has no columns"
     if (obstacle := no_kernel_for(a.experts)) is not None:
         return obstacle
     weight, stride = grouped_problem(a).weight, a.x.stride(0)

@@ -35,7 +35,7 @@ class LoraCase:
         scale: How deltas are scaled: "none", "number", "each" or "adapter".
         packed: As in the op.
         dtype, index_dtype: The dtypes of the values and of the indices.
-        none_every: If it is not 0, every row whose index it divides has no adapter.
+        none_every: If it is not 0, a row has no adapter if this number divides the row's index.
     """
 
     name: str

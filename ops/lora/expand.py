@@ -109,7 +109,9 @@ class ExpandArguments:
 def validate(a: ExpandArguments) -> None:
     planes = sum(weight is not None for weight in a.weights)
     if planes == 0:
-        raise ArgumentError(NAME, "q_weight", "a weight of q, k or v at least", None)
+        raise ArgumentError(
+            NAME, "q_weight", "at least one of q_weight, k_weight and v_weight", None
+        )
     check_operand(NAME, "s", a.s, "[P, M, N]", (planes, None, None), FLOAT_DTYPES, dense=True)
     first = next(weight for weight in a.weights if weight is not None)
     num_adapters = first.shape[0] if first.dim() else None
@@ -134,7 +136,7 @@ def _check_weight(a: ExpandArguments, name: str, weight: torch.Tensor, num_adapt
     sizes, dtypes = (num_adapters, None, None), (a.s.dtype,)
     check_operand(NAME, name, weight, "[G, W, R]", sizes, dtypes, a.s.device)
     if not holds(weight.shape[2] <= a.s.shape[2]):
-        expected = f"rank of at most {a.s.shape[2]}, as s has it"
+        expected = f"a rank of at most {a.s.shape[2]}, the rank of s"
         raise ArgumentError(NAME, name, expected, weight.shape[2])
 
 

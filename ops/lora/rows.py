@@ -51,10 +51,10 @@ def check_rows(op: str, a: Any, num_rows: Any, num_adapters: Any, device: torch.
         return _check_groups(op, a, num_adapters)
     for name in ("num_active_experts", "inclusive_offsets"):
         if getattr(a, name):
-            raise ArgumentError(op, name, "a_offsets with it", getattr(a, name))
+            raise ArgumentError(op, name, "no value, because a_offsets is None", getattr(a, name))
     if a.expert_ids is None:
         if not holds(num_adapters == 1):
-            expected = f"the adapter of each row, as there are {num_adapters}"
+            expected = f"the adapter of each row, because there are {num_adapters} adapters"
             raise ArgumentError(op, "expert_ids", expected, None)
         return None
     count = a.expert_ids.shape[0]
@@ -67,7 +67,7 @@ def check_rows(op: str, a: Any, num_rows: Any, num_adapters: Any, device: torch.
 def _check_groups(op: str, a: Any, num_adapters: Any) -> None:
     groups = num_groups(a)
     if a.num_active_experts is not None and not holds(groups >= 0):
-        expected = "a number of groups, not negative"
+        expected = "a number of groups that is not negative"
         raise ArgumentError(op, "num_active_experts", expected, groups)
     least = groups if a.inclusive_offsets else groups + 1
     if not (holds(groups >= 0) and holds(a.a_offsets.shape[0] >= least)):
@@ -77,7 +77,7 @@ def _check_groups(op: str, a: Any, num_adapters: Any) -> None:
         expected = f"at least {groups} ids for {groups} groups"
         raise ArgumentError(op, "expert_ids", expected, a.expert_ids.shape[0])
     if a.expert_ids is None and not holds(groups <= num_adapters):
-        expected = f"ids, as {groups} groups are more than {num_adapters} adapters"
+        expected = f"ids, because {groups} groups are more than {num_adapters} adapters"
         raise ArgumentError(op, "expert_ids", expected, None)
 
 

@@ -97,10 +97,12 @@ def _check_weights(a: ShrinkArguments) -> Any:
     given = [n for n in ("q_weight", "k_weight", "v_weight") if getattr(a, n) is not None]
     if a.b is not None:
         if given:
-            raise ArgumentError(NAME, given[0], "none beside b, which has all three", "a tensor")
+            raise ArgumentError(NAME, given[0], "None, because b has all three weights", "a tensor")
         given = ["b"]
     if not given:
-        raise ArgumentError(NAME, "b", "a weight, or q_weight, k_weight, v_weight", None)
+        raise ArgumentError(
+            NAME, "b", "b, or at least one of q_weight, k_weight and v_weight", None
+        )
     num_adapters = getattr(a, given[0]).shape[0] if getattr(a, given[0]).dim() else None
     for name in given:
         weight = getattr(a, name)
@@ -108,7 +110,7 @@ def _check_weights(a: ShrinkArguments) -> Any:
         sizes = (num_adapters, None, a.a.shape[1])
         check_operand(NAME, name, weight, letters, sizes, (a.a.dtype,), a.a.device)
     if a.b is not None and not holds(a.b.shape[1] % 3 == 0):
-        expected = "rows of q, k and v, as many of each"
+        expected = "as many rows of q as of k and of v"
         raise ArgumentError(NAME, "b", expected, f"{a.b.shape[1]} rows")
     return num_adapters
 

@@ -40,7 +40,7 @@ def slower(
         return None
     most = most_tokens(weights, coded, rounded)
     if coded and not isinstance(tokens, int):
-        return f"a symbolic number of tokens, which may be more than {most}"
+        return f"the number of tokens is symbolic, and may be more than {most}"
     if isinstance(tokens, int) and tokens > most:
         return f"more than {most} tokens: the library's GEMM is faster"
     if norm and not takes_norm(norm, tokens, columns, coded):
@@ -56,7 +56,8 @@ def slower_on(a: LinearArguments, target: Target, varies: bool) -> str | None:
         return None
     more = "perhaps more than" if varies else "more than"
     if (obstacle := decoding_obstacle(a, target)) is not None:
-        return f"{more} {MOST_CODED_TOKENS} tokens, {obstacle}: the library's GEMM is faster"
+        why = f"{more} {MOST_CODED_TOKENS} tokens, and {obstacle}"
+        return f"{why}: the library's GEMM is faster"
     most = most_decoded(quantization_of_call(a), a.linear.shape[1])
     if most is not None and (varies or tokens > most):
         return f"{more} {most} tokens of such codes: the library's GEMM is faster"

@@ -24,11 +24,13 @@ from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_activation"
 ERROR_MODEL = (
-    "Sums are accumulated in fp32, and the result is rounded once. Before that, the normalised x is"
-    " rounded to its dtype, or, for many tokens, both products are. A rounded product errs by half "
-    "a unit in the last place of each factor of the result. A rounded x errs in each of the K terms"
-    " of a sum, measured against the rms of the output; so does a weight of codes whose scaled "
-    "numbers are rounded, for many tokens, as a graph rounds them that dequantises it."
+    "Sums are accumulated in fp32, and the result is rounded once. Before that, the normalised x "
+    "is rounded to its dtype or, for many tokens, both products are rounded. The rounding of a "
+    "product changes each factor of the result by up to half a unit in the last place. The "
+    "rounding of x adds an error to each of the K terms of a sum; this error is measured against "
+    "the rms of the output. For many tokens, the numbers of a quantised weight are rounded after "
+    "they are scaled, as in a graph that dequantises the weight. This adds an error to each of the"
+    " K terms, too."
 )
 TOLERANCES = {
     torch.bfloat16: Tolerance(relative=2.0**-7, of_rms=2.0**-6),

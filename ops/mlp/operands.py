@@ -36,7 +36,7 @@ def residual_unsupported(a: LinearArguments) -> str | None:
     """Returns why no kernel can compute a call of `linear_residual`; None if a kernel can. Reads
     only metadata."""
     if a.x.shape[1] == 0:
-        return "no inner columns"
+        return "x has no columns"
     obstacle = _far if a.linear.is_coded else _scattered
     found = (obstacle(weight) for weight in a.weights if weight is not None)
     first = next((one for one in found if one is not None), None)

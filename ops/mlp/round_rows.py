@@ -26,9 +26,10 @@ from tilewright.ops.sampling import sampler_of
 
 NAME = "round_rows"
 ERROR_MODEL = (
-    "Norm and activation are computed in fp32 and rounded once to x's dtype; everything after that "
-    "is the graph's arithmetic, bit for bit. A number that another rounding moves across the "
-    "middle between two codes gets the other one: an eighth of a number, or 2^-9 of its scale."
+    "Norm and activation are computed in fp32 and rounded once to x's dtype; all later steps give "
+    "the same bits as the graph. If the kernel rounds a number differently, the number may cross "
+    "the middle between two codes and get the other code. The error is then an eighth of the "
+    "number, or 2^-9 of its scale."
 )
 _ONE_CODE = {"relative": 2.0**-3 + 2.0**-7}
 TOLERANCES = {
@@ -99,9 +100,9 @@ def unsupported(a: RoundRowsArguments) -> str | None:
     """Returns why no kernel can compute a call; None if a kernel can. Reads only metadata."""
     columns = a.x.shape[1]
     if columns > MOST_ROUNDED_COLUMNS:
-        return f"{columns} columns: more than {MOST_ROUNDED_COLUMNS}"
+        return f"{columns} columns are more than {MOST_ROUNDED_COLUMNS}"
     if a.group > next_power_of_2(columns):
-        return f"scales of {a.group} columns"
+        return f"the number of columns that share a scale is {a.group}"
     return None
 
 
@@ -110,7 +111,7 @@ def slower(*, tokens: Any, norm: str = "", columns: int = 0) -> str | None:
     kernel is faster. norm: the kind of norm that the kernel would compute first."""
     if isinstance(tokens, int) and tokens > MOST_ROUNDED_TOKENS:
         return f"more than {MOST_ROUNDED_TOKENS} tokens: the graph rounds them in the same time"
-    return f"{norm} norm" if norm not in ("", "rms") else None
+    return f"the kernel computes no {norm} norm" if norm not in ("", "rms") else None
 
 
 OP = register(

@@ -20,7 +20,7 @@ def kernel_obstacle(a: FusedQkvArguments | KvStoreArguments) -> str | None:
     if dtype not in KERNEL_DTYPES:
         return f"no kernel for {dtype}"
     if a.cos is not None and a.sin is not None and a.cos.dtype != a.sin.dtype:
-        return f"cos of {a.cos.dtype}, sin of {a.sin.dtype}"
+        return f"cos is {a.cos.dtype}, but sin is {a.sin.dtype}"
     return None
 
 

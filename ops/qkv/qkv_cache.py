@@ -67,12 +67,12 @@ def _check_gates(a: FusedQkvArguments) -> None:
     if a.gate_run == 0:
         return
     if not holds(a.num_heads % (2 * a.gate_run) == 0):
-        expected = f"half of a divisor of the {a.num_heads} heads of q"
+        expected = f"a number whose double divides the {a.num_heads} heads of q"
         raise ArgumentError(NAME, "gate_run", expected, str(a.gate_run))
     if a.norm_width == "row":
-        raise ArgumentError(NAME, "norm_width", "'head' beside gates", repr(a.norm_width))
+        raise ArgumentError(NAME, "norm_width", "'head', because q has gates", repr(a.norm_width))
     if a.v_norm:
-        raise ArgumentError(NAME, "v_norm", "False beside gates", "True")
+        raise ArgumentError(NAME, "v_norm", "False, because q has gates", "True")
 
 
 def validate_values(a: FusedQkvArguments) -> None:

@@ -100,8 +100,8 @@ def _weights(a: RaggedQkvArguments, rows: Rows, head_dim: int) -> dict[str, Any]
 
 
 def _scale_blocks(a: RaggedQkvArguments, rows: Rows) -> tuple[torch.Tensor, list[int]]:
-    """Returns the scales of the weight, and a block for them such that no block has rows of two
-    projections."""
+    """Returns the scales of the weight and the size of their blocks. The size is chosen so that no
+    block has rows of two projections."""
     scale = _as_matrix(a.weight_scale)
     assert scale is not None
     total, hidden = a.weight.shape

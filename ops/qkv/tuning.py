@@ -119,11 +119,12 @@ def describe(target: str) -> str:
     index = device_for(target)
     if index is None:
         return (
-            f"tune: no {target} GPU here to measure on; lowerings are chosen by the shipped table "
-            "and the model"
+            f"tune: there is no {target} GPU here to measure on; the shipped table and the cost "
+            "model choose the lowerings"
         )
     kept = cache_dir() / "tuned"
-    return f"tune: measured on {machine(index).gpu} at first need; times are kept in {kept}"
+    gpu = machine(index).gpu
+    return f"tune: lowerings are measured on {gpu} when first needed; {kept} keeps the times"
 
 
 def _time(

@@ -103,7 +103,7 @@ class RopeTables(ArgumentGroup):
         check_choice(op, "rope_style", self.rope_style, ROPE_STYLES)
         turns, by_position = self.rope_style != "none", self.rope_by_position
         if turns and not (holds(width >= 2) and holds(width % 2 == 0)):
-            expected = f"'none', as {width} columns are no pairs"
+            expected = f"'none', because {width} columns cannot be divided into pairs"
             raise ArgumentError(op, "rope_style", expected, repr(self.rope_style))
         if by_position and not turns:
             raise ArgumentError(op, "rope_by_position", 'False, since rope_style is "none"', True)

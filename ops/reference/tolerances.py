@@ -9,7 +9,7 @@ from tilewright.ops.tolerance import Tolerance, rounded_once
 ONE_ROUNDING = (
     "Sums are accumulated in fp32, then each result is rounded once to its dtype, by at most half a"
     " unit in the last place. The error of the accumulation depends on the size of the terms and "
-    "not on that of their sum, so it is measured against the rms of the output."
+    "not on the size of their sum, so it is measured against the rms of the output."
 )
 TOLERANCES = {
     **rounded_once(2.0**-11, 2.0**-13, 2.0**-18, 2.0**-46),

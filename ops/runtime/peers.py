@@ -32,8 +32,8 @@ class RankFailedError(RuntimeError):
 
     def __init__(self, group: str, error: Exception) -> None:
         super().__init__(
-            f"this rank failed in what all ranks of group {group} do together, and the "
-            f"others wait for it: {type(error).__name__}: {error}"
+            f"this rank failed in an operation that all ranks of group {group} perform together, "
+            f"and the other ranks wait for it: {type(error).__name__}: {error}"
         )
 
 
@@ -92,7 +92,7 @@ def obstacle(name: str) -> str | None:
     backend = dist.get_backend(group_named(name))
     if "nccl" in backend or backend in ("fake", "undefined"):
         return None
-    return f"the ranks of group {name} talk through {backend}: there is no symmetric memory"
+    return f"the ranks of group {name} talk through {backend}, which has no symmetric memory"
 
 
 def peer_memory(
@@ -167,7 +167,7 @@ def _agreed(why: str | None, wanted: Any, group: Any, index: int) -> bool:
     None."""
     if _all_can(why is None, f"{wanted.form} {wanted.kind}", group, index):
         return True
-    why = why or "another rank cannot, or has other releases"
+    why = why or "another rank cannot use it, or has other releases of torch or Triton"
     log.warning("group %s has no symmetric memory and uses NCCL instead: %s", wanted.group, why)
     return False
 

@@ -69,8 +69,8 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Library:
     """A step that calls a library's function, as function(*tensors). The function writes to some of
-    the tensors. With `makes`, it returns a new tensor like this buffer instead, which is the
-    answer."""
+    the tensors. If `makes` is given, the function instead returns a new tensor with the shape and
+    dtype of `makes`, and this tensor is the answer."""
 
     function: Callable[..., Any]
     tensors: tuple[torch.Tensor, ...]

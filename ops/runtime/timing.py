@@ -59,8 +59,8 @@ def interleaved_us(
     each round.
 
     The order of the variants rotates and reverses from round to round, because the variant after
-    the hottest one has the lowest clocks. (With a fixed order, the last of three variants lost 3 %
-    on an H200.)
+    the hottest one has the lowest clocks. (With a fixed order, the last of three variants was 3 %
+    slower on an H200.)
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for round_number in range(rounds + 1):

@@ -33,8 +33,8 @@ EVERY_S = 5.0
 DEADLINE_S = 60.0
 #: How many seconds writing the message may take.
 SAY_S = 5.0
-# The deadline is waited for in this many parts. If the process is stopped for a while, it then
-# keeps the remaining parts.
+# A check waits for its deadline in this many parts. If the process is stopped for a while, at most
+# one part ends in this time, so the check still waits for the remaining parts.
 _PARTS = 20
 
 Waits = Callable[[], bool]
@@ -250,8 +250,8 @@ def _answer(waits: Sequence[Waits], deadline_s: float) -> bool | None:
 def _message(gone: Process, why: str) -> str:
     return (
         f"rank {gone.rank} (pid {gone.pid}) ended, and {why}: this process (pid {os.getpid()}) is "
-        f"aborted. What ended the other rank is in its own output, or in the kernel's log where it "
-        f"was killed; start all ranks again"
+        f"aborted. The output of the other rank may say why it ended; if it was killed, the "
+        f"kernel's log may say why. To continue, start all ranks again"
     )
 
 

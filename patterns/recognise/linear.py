@@ -279,7 +279,8 @@ class _Search:
         if value.op in _CLAMPS:
             return self.clamped(value)
         if value.op == "aten.add" and value.kwargs.get("alpha", 1) == 1:
-            rules = [self.biased, self.adapted]
+            # With one row, a delta has the shape of a bias, too.
+            rules = [self.adapted, self.biased]
         else:
             rules = [self.scaled] if value.op == "aten.mul" else []
         for product, other in value.either_way:

@@ -210,8 +210,8 @@ def test_tune_asks_the_op_and_says_what_there_is_to_measure_on(tune):
         assert len(notes) == 1
     else:
         (note,) = notes
-        assert "no sm100 GPU here to measure on" in note
-        assert "shipped table and the model" in note
+        assert "there is no sm100 GPU here to measure on" in note
+        assert "shipped table and the cost model" in note
     (graph,) = lowered.graphs
     asked = [n.kwargs.get("tune", False) for n in graph.after.graph.nodes if "tilewright" in n.meta]
     assert asked == [tune] * len(matches_of(lowered, "qkv"))

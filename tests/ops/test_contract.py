@@ -345,9 +345,9 @@ def test_tolerance_names_the_worst_element():
     actual = exact.clone()
     actual[1, 0] = 3.5
     assert tolerance.problem(exact, exact) is None
-    assert "1 of 4 elements off; worst at [1, 0]" in tolerance.problem(actual, exact)
+    assert "1 of 4 elements are off; the worst is at [1, 0]" in tolerance.problem(actual, exact)
     actual[1, 0] = float("nan")
-    assert "worst at [1, 0]" in tolerance.problem(actual, exact)
+    assert "worst is at [1, 0]" in tolerance.problem(actual, exact)
     assert "shape [2]" in tolerance.problem(torch.ones(2), exact)
 
 

@@ -16,8 +16,8 @@ def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks
 
     A whole entry is a block in which no mask hides a key. Among the whole entries, this function
     finds the first run of blocks that are adjacent both on the list and in memory and lie among the
-    num_whole blocks that start at whole_block. A loop over this run need not read the list, so its
-    loads of keys do not wait for loads of the list.
+    num_whole blocks that start at whole_block. A loop over this run does not have to read the list,
+    so its loads of keys do not wait for loads of the list.
 
     Returns (index of the first entry, index of the first entry of the run, number of entries of the
     run, number of all entries, block of the first entry of the run).

@@ -32,8 +32,8 @@ def block_scores(q, q_rope, k, k_rope, factor, CHAINED: tl.constexpr):
     scaled.
 
     CHAINED: both products are summed in one accumulator. If not, each product has its own
-    accumulator and is scaled before the two are added. Without this, the compiler would sum both in
-    one accumulator again.
+    accumulator, and is scaled before the two products are added. If they were scaled after the
+    addition, the compiler would sum both in one accumulator.
     """
     if q_rope is None:
         scores = tl.dot(q, k.T)

@@ -21,8 +21,8 @@ def converted(values, DTYPE: tl.constexpr):
     """Converts values to DTYPE. 8-bit floats keep their infinities and NaN."""
     FP8: tl.constexpr = values.dtype == tl.float8e4nv or values.dtype == tl.float8e5
     if FP8 and tl.bfloat16 == DTYPE:
-        # On SM90 and newer chips, the direct conversion of float8e5 makes numbers of infinity and
-        # NaN, and that of float8e4nv takes four times as long.
+        # On SM90 and newer chips, a direct conversion of float8e5 turns infinity and NaN into
+        # finite numbers, and a direct conversion of float8e4nv takes four times as long.
         values = values.to(tl.float16).to(tl.float32)
     return values.to(DTYPE)
 
@@ -34,10 +34,12 @@ def load_queries(
 ):  # fmt: skip
     """Loads a tile of queries [BLOCK_M, BLOCK]. Rows after the sequence's last query are zeros."""
     if TMA:
-        # With specialised warps, Triton 3.6 adds each warp group's share to the row that is loaded,
-        # and to every other use of the same value. Therefore the row is a separate value, zero. A
-        # descriptor needs at least one row, so it has one even if there are no queries; nothing
-        # stores the result of that row.
+        # With specialised warps, Triton 3.6 divides this load among warp groups. It adds the offset
+        # of each group to the row index of the load, and by mistake also to all other uses of the
+        # same value. Therefore the descriptor begins at the first row of the tile, and the row
+        # index is a value that is always zero and that nothing else uses. A descriptor needs at
+        # least one row, so it has one even if there are no queries. The result of that row is never
+        # stored.
         source = tl.make_tensor_descriptor(
             base + first_row.to(tl.int64) * token_stride,
             [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],

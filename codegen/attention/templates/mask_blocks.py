@@ -4,9 +4,9 @@ one query attends to."""
 import triton
 import triton.language as tl
 
-# The marks of all pairs of a tile and a block, at most 2 ** 13 pairs, are summed. In the sum, the
-# bits below this bit count the visible pairs. The remaining bits count the pairs to whose score the
-# mask adds nothing.
+# The marks of all pairs of query and key in a tile and a block, which are at most 2 ** 13 pairs,
+# are summed. In the sum, the bits below WHOLE_BIT count the visible pairs, and the other bits count
+# the pairs to whose score the mask adds nothing.
 WHOLE_BIT: tl.constexpr = tl.constexpr(14)
 # The flag of a block in which all visible keys have numbers up to LOWEST.
 LOWEST_FLAG: tl.constexpr = tl.constexpr(0.5)
@@ -100,8 +100,8 @@ def mask_blocks(
     num_keys] (codegen/attention/blocks.py).
 
     Grid (tiles, parts). A program reads blocks_per_part blocks of a tile, BLOCKS at a time.
-    blocks_per_part is a multiple of BLOCKS. A tile has QUERIES rows, but the program reads only the
-    first ROWS rows, because there are no more.
+    blocks_per_part is a multiple of BLOCKS. A tile has QUERIES rows. If the mask has fewer rows,
+    the program reads only the first ROWS rows of the tile.
 
     Args:
         SPLIT: Whether there are several parts. If there are, the last program of a tile to end

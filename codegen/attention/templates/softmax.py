@@ -6,9 +6,9 @@ import triton.language as tl
 from tilewright.codegen.attention.templates.tiles import visible
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# A mask adds at least this number. Its exponential is smaller than any weight that matters. A lower
-# finite number could become minus infinity in base 2, and then a row that has only such numbers
-# would attend to no key.
+# Lower numbers of a mask are replaced by this number, in base 2. The weight of a key with this
+# number is too small to matter. Without the replacement, a very low finite number could become
+# minus infinity in base 2, and a row that has only such numbers would attend to no key.
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 

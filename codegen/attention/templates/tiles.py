@@ -79,8 +79,8 @@ def tile_place(
 
 @triton.jit
 def run_of(offsets_ptr, sequence, length):
-    """Returns (first row, number of rows) of a sequence. A ragged sequence has its rows in the
-    offsets; without offsets, each sequence has `length` rows."""
+    """Returns (first row, number of rows) of a sequence. If there are offsets, they give the rows
+    of the sequence. If not, each sequence has `length` rows."""
     if offsets_ptr is None:
         return sequence.to(tl.int64) * length, length
     else:

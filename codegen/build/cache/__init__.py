@@ -157,7 +157,7 @@ class KernelCache:
         reason = refusal(self.root)
         if reason is not None:
             trust = (
-                ", or, if you trust all users who can write to this one, set "
+                ", or, if you trust all users who can write to this folder, set "
                 "TILEWRIGHT_CACHE_TRUST=1"
                 if self.root.is_dir()
                 else ""

@@ -224,8 +224,8 @@ def private_folder() -> Path:
     sweep_private()
     folder = Path(tempfile.mkdtemp(prefix=_private_prefix()))
     _hold(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))  # open until the process ends
-    # `atexit` would not do: before Python 3.13, children that multiprocessing forks do not run its
-    # functions.
+    # `atexit` does not suffice: before Python 3.13, children that multiprocessing forks do not run
+    # its functions.
     Finalize(None, remove, args=(folder,), exitpriority=0)
     _private[os.getpid()] = folder
     return folder

@@ -188,8 +188,8 @@ def qkv_projection_swapped(
     and of V_WEIGHT_STRIDES is not used. `qkv_epilogue` explains the arguments that are not
     explained here.
 
-    Arguments of a norm of x. It requires weights that are not quantised, or quantised weights with
-    RUN:
+    These arguments describe a norm of x. A norm of x requires weights that are not quantised, or
+    quantised weights with RUN:
         INPUT_NORM: x is divided by its rms and multiplied by INPUT_NORM_OFFSET + input_norm_weight.
             The normalised x is rounded before the product.
         INPUT_LAYER_ROW: If it is not 0, x has a layer norm: the mean of x is subtracted first, and
@@ -199,8 +199,9 @@ def qkv_projection_swapped(
             time, before it waits for the previous kernel.
         LETS_IN: Whether the next kernel may start early.
 
-    Arguments of quantised weights. If there are scales, a code has 8 bits (PER is 1), or PER codes
-    share a word, and the strides of weights count words:
+    These arguments describe quantised weights. The weights are quantised if there are scales. A
+    code then has 8 bits (PER is 1), or PER codes share a word, and the strides of weights count
+    words:
         PACKED_ROWS: The codes of a word belong to PER rows; if not, to PER columns.
         NUMBER: The kind of numbers that codes stand for: "e2m1", or a table
             (`formats.table_words`).

@@ -139,7 +139,7 @@ def test_a_process_that_dies_is_an_error_too():
 def test_targets_that_cannot_be_compiled_for():
     with pytest.raises(ValueError, match="expected a GPU, got interpret"):
         compile_for(ADD, "interpret")
-    with pytest.raises(ValueError, match="expected one where the source is a text"):
+    with pytest.raises(ValueError, match="expected a target, because the source is a text"):
         compile_for(emit(ADD))
 
 

@@ -206,9 +206,12 @@ def test_a_norm_of_x_is_a_part_of_it(qk_norm: bool) -> None:
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "no codes": ({"weight_format": "dense"}, "the weights are not quantised"),
     "rows in words": ({**INT4, "weight_format": "int4_n"}, "the codes of several rows"),
-    "columns apart": ({**INT4, "transposed": True}, "columns that are not contiguous"),
+    "columns apart": ({**INT4, "transposed": True}, "the columns are not contiguous"),
     "bytes": ({**INT4, **BYTES, "nibble_order": (1, 0)}, "the codes are stored in bytes"),
-    "scales": ({**INT8, "scale_block": (1, 24), "hidden": 240}, "scales of 24 columns"),
+    "scales": (
+        {**INT8, "scale_block": (1, 24), "hidden": 240},
+        "the number of columns that share a scale is 24",
+    ),
     "columns": (
         {**INT8, "scale_block": (1, 254), "hidden": 254},
         "254 columns do not fill whole words",

@@ -113,7 +113,7 @@ def test_fused(index: int) -> None:
     if fitting:
         check_fused(case, fitting[index % len(fitting)])
     else:
-        assert swapped_obstacle(problem) == "scales of 16 columns"
+        assert swapped_obstacle(problem) == "the number of columns that share a scale is 16"
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -226,7 +226,7 @@ def test_bytes_are_read_as_words_only_where_they_are() -> None:
 
 def test_an_order_without_a_kernel_says_so() -> None:
     problem = problem_of(in_wide_cache(ODD_ORDER))
-    assert swapped_obstacle(problem) == "nibbles in the order [7, 3, 5, 1, 0, 2, 6, 4]"
+    assert swapped_obstacle(problem) == "the nibbles are in the order [7, 3, 5, 1, 0, 2, 6, 4]"
 
 
 @pytest.mark.parametrize("what", ["scale", "zero"])

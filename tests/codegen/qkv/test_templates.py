@@ -492,7 +492,7 @@ def test_tables_of_two_dtypes_are_left_to_the_reference() -> None:
         op = qkv_cache.OP if one is arguments else cache_store.OP
         choice = op.choose("cuda", replace(one, sin=one.sin.float(), cos=one.cos.bfloat16()))
         assert choice.lowering.name == "reference"
-        assert "cos of torch.bfloat16, sin of torch.float32" in choice.rejected[0][1]
+        assert "cos is torch.bfloat16, but sin is torch.float32" in choice.rejected[0][1]
 
 
 @pytest.mark.parametrize("static_tokens", [False, True])

@@ -181,7 +181,7 @@ def test_a_rank_whose_kernel_fails_when_the_others_run_it_raises(fake_ranks, bro
     args, kwargs = op.OP.split(a)
     run = calls.Calls(op.OP, "cuda")
     for _ in range(2):
-        with pytest.raises(RankFailedError, match="the others wait for it: ValueError: no such"):
+        with pytest.raises(RankFailedError, match="ranks wait for it: ValueError: no such"):
             run(*args, **kwargs)
     assert broken.sums == []
 
@@ -246,7 +246,7 @@ def test_ranks_without_symmetric_memory_take_the_reference(tmp_path):
     finally:
         dist.destroy_process_group()
     assert report.name == "reference"
-    assert "talk through gloo: there is no symmetric memory" in report.reason
+    assert "talk through gloo, which has no symmetric memory" in report.reason
 
 
 @pytest.mark.parametrize(

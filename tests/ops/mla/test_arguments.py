@@ -169,7 +169,7 @@ def test_only_a_call_that_writes_needs_its_cache_apart():
     rows, rank = a.latent.shape
     inside = a.latent_cache.flatten(0, 1)[:rows]
     latent = inside[:, :rank]
-    assert_refused(PREFILL, replace(a, latent=latent), "latent", "apart from what is written")
+    assert_refused(PREFILL, replace(a, latent=latent), "latent", "memory outside of the part of")
     q = inside.as_strided(a.q.shape, (rank, 1, 1))
     read = replace(a, latent=None, k_rope=None, slots="none", q=q)
     assert PREFILL.call(read).isfinite().all()

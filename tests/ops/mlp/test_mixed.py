@@ -117,13 +117,13 @@ def test_weights_that_differ_in_their_layout_are_decoded_one_after_the_other():
 
 NEAR = {
     "x is fp16": {"dtype": torch.float16},
-    "a norm": {"norm": "rms"},
+    "has a norm": {"norm": "rms"},
     "the rows of the weight": {"layout": "plain_n_major"},
-    "scales of 24 columns": {"weight_format": "int8", "scale_block": (1, 24), "k": 960,
-                             "zero_point": 0},
+    "columns that share a scale is 24": {"weight_format": "int8", "scale_block": (1, 24),
+                                         "k": 960, "zero_point": 0},
     "not multiples of 16 bytes": {"n": 260},
     "not integers": {"zeros": "float", "zero_point": 0},
-    "added": {"weight_format": "int4_k_offset", "zeros": "float"},
+    "zeros are added": {"weight_format": "int4_k_offset", "zeros": "float"},
     "exponents": {"weight_format": "mxfp4", "words": torch.uint8, "zero_point": 0, "k": 32,
                   "scale_block": (1, 32)},
     "table nf4": {"weight_format": "nf4", "words": torch.uint8, "zero_point": 0,
@@ -149,7 +149,7 @@ def test_rows_that_tma_cannot_step_over_are_not_decoded():
     a = linear_residual.sample_inputs(case_of("int4", 200, 256, 1024), "meta")
     x = torch.empty(200, 1028, dtype=a.x.dtype, device="meta")[:, :1024]
     assert decoding_obstacle(a, SM90) is None
-    assert decoding_obstacle(replace(a, x=x), SM90).startswith("x: rows")
+    assert decoding_obstacle(replace(a, x=x), SM90).startswith("the rows of x")
 
 
 # Maps (n, k, tokens) of Llama-3-8B to the tiles that were fastest on an H100.

@@ -113,7 +113,7 @@ QKV_ONLY = [
         FLAT,
         lambda a: {"q_weight": a.q_weight.repeat_interleave(2, dim=-1)[..., ::2]},
         "q_weight",
-        "last dimension, or last but one",
+        "stride 1 in the last or the second last",
     ),
     (FLAT, lambda a: {"q_weight": a.q_weight.to("meta")}, "q_weight", "a tensor on cpu"),
     (FLAT, lambda a: {"q_bias": a.q_bias.flatten()}, "q_bias", r"\[4, 32\], got shape \[128\]"),

@@ -70,6 +70,15 @@ def test_each_idiom_is_fused_or_missed_by_name(name, dynamic):
         assert misses_of(report, "lora", "qkv") == []
 
 
+@pytest.mark.parametrize("name", [name for name in IDIOMS if name not in MISSED])
+def test_one_row_is_fused_like_several(name):
+    module, (x, index) = build(name)
+    one = x[:1] if x.dim() == 2 else x[:1, :1]
+    rows = lower(module, (one, index[:1] if index.dim() == 1 else index[:1, :1])).graphs[-1]
+    assert patterns_in(rows, "lora") == ["lora_qkv"] * SITES.get(name, 1)
+    assert misses_of(rows, "lora", "qkv") == []
+
+
 @pytest.mark.parametrize("masked", lora.MASKS)
 def test_rows_that_a_mask_takes_out_have_no_adapter(masked):
     """A mask removes rows from the adapters. It may be written as the rows with an adapter, or as
@@ -183,6 +192,34 @@ def test_adapters_of_one_batch_go_into_the_cache_write(same):
     assert (site.pattern, site.shapes["lora"]) == ("qkv_cache", "qkv rank=8 of 3")
     calls = sum("shrink" in str(node.target) for node in lowered_nodes(module, args, caches, ids))
     assert calls == (1 if same else 2)
+
+
+class CachedSequences(Cached):
+    """Has an adapter for each sequence of x [B, 1, K]."""
+
+    def forward(self, x, slots, k_cache, v_cache, ids):
+        q, k, v = (
+            F.linear(x, self.base[n])
+            + torch.bmm(torch.bmm(x, self.a[n][ids].mT), self.b[n][ids].mT)
+            for n in "qkv"
+        )
+        k_cache[slots] = k.view(-1, 2, 32)
+        v_cache[slots] = v.view(-1, 2, 32)
+        return q.relu()
+
+
+@pytest.mark.parametrize("sequences", [3, 1])
+def test_the_adapter_of_one_sequence_is_no_bias(sequences):
+    """The delta of one token has the shape of a bias. It is fused like the deltas of more tokens,
+    and not computed before and added."""
+    torch.manual_seed(0)
+    module = CachedSequences().requires_grad_(False)
+    caches = [torch.zeros(16, 2, 32) for _ in range(2)]
+    args = torch.randn(sequences, 1, 96), torch.arange(sequences), *caches
+    (graph,) = lower(module, (*args, torch.arange(3)[:sequences])).graphs
+    (site,) = matches_of(graph, "lora", "qkv")
+    assert (site.pattern, site.shapes.get("lora")) == ("qkv_cache", "qkv rank=8 of 3")
+    assert site.shapes["bias"] == "no"
 
 
 def lowered_nodes(module, args, caches, ids):

@@ -82,17 +82,17 @@ def test_on_other_chips_nothing_changes(target, tokens_of):
 @pytest.mark.parametrize(
     ("form", "why"),
     [
-        (quantized.nf4, "numbers of the table nf4"),
+        (quantized.nf4, "the codes stand for numbers of the table nf4"),
         (quantized.awq, "the rows of the weight are contiguous, not its columns"),
         (quantized.gptq, "the rows of the weight are contiguous, not its columns"),
-        (quantized.int8_with_zeros, "zeros that are not integers of four bits"),
-        (quantized.nibbles_scaled_by_column, "scales of 1 columns"),
+        (quantized.int8_with_zeros, "the zeros are not integers of four bits"),
+        (quantized.nibbles_scaled_by_column, "the number of columns that share a scale is 1"),
     ],
 )
 def test_codes_that_no_kernel_decodes_are_advice(form, why):
     report = lowered(form, tokens(MANY))
     assert matches_of(report, "mlp") == []
-    assert refused(report) == [f"more than 128 tokens, {why}: the library's GEMM is faster"] * 2
+    assert refused(report) == [f"more than 128 tokens, and {why}: the library's GEMM is faster"] * 2
     torch._dynamo.reset()
     assert patterns_in(lowered(form, tokens(MOST_CODED_TOKENS)), "mlp") == BOTH
 
