@@ -136,8 +136,9 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
 
     The function reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ and AWQ
     (gptqmodel), torchao, quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. The
-    new modules round activations as the library rounds them. If the library has one tensor for each
-    name in `state_dict`, the names stay as they are, except for AWQ, bitsandbytes and HQQ.
+    new modules round activations as the library rounds them. The names in `state_dict` stay as they
+    are if each name of the library stands for one tensor. They change for AWQ, bitsandbytes and
+    HQQ.
 
     Codes of GPTQ and AWQ are laid out again, once, so that the codes in a row of a weight are
     contiguous. That needs temporary memory for one linear's codes at a time, N * K / 2 bytes. With

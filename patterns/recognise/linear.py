@@ -370,12 +370,12 @@ class _Search:
             code, what = "COLLECTIVE", f"{moved} lies {way}"
         elif value.op == "cast":
             steps = (value.operands[0].value.dtype, value.dtype)
-            code, what = "CAST", f"cast from {' to '.join(map(dtype_name, steps))} {way}"
+            code, what = "CAST", f"there is a cast from {' to '.join(map(dtype_name, steps))} {way}"
         elif value.op == "aten.index" and any(v.value.dtype == torch.bool for v in value.operands):
             code, what = path.masked or code, "a boolean mask selects the tokens that are written"
         hint = _HINTS.get(value.op, path.hint if code == path.code else "")
         if code == path.code and _is_taken_by_input(value):
-            what += ", at positions that a tensor gives"
+            what += ", which selects at positions that a tensor gives"
             hint = (
                 "if the positions are constant, use a slice, x[:, :, 2:3], or compile the "
                 "model itself, because torch.export makes a list, x[:, :, [2]], an input"
@@ -383,8 +383,8 @@ class _Search:
         if code == path.code and unread_product(value) is not None:
             what, hint = unread(value, "projection")
         if _is_scaled_by_constant(value):
-            what += ", a constant factor"
-            hint = "multiply the projection's weight by it once, when the model is loaded"
+            what += ", which applies a constant factor"
+            hint = "multiply the projection's weight by the factor once, when the model is loaded"
         reject(code, path.stage, what, value, hint=hint)
 
 

@@ -1,8 +1,9 @@
 """Recognises integers that are a linear function of their own indices, and the results of
 comparisons of such integers.
 
-`arange`, differences, running sums and gathers of such tensors give such integers. A mask that
-compares them can be decided, or reduced to one comparison, before any number is known.
+`arange`, differences, running sums and gathers of such tensors give such integers. If a mask
+compares such integers, its elements can be decided, or reduced to one comparison, before any number
+is known.
 """
 
 from __future__ import annotations

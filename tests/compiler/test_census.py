@@ -349,7 +349,7 @@ PAIRS = {
     indexed_for_a_linear: ("top-k", "no interest", "tokens with each other"),
     indexed_by_others: ("top-k", "unaccounted", ""),
     sum_put_into_a_cache: ("write", "unaccounted", ""),
-    mixed_streams: ("softmax", "no interest", "no scores of queries with keys"),
+    mixed_streams: ("softmax", "no interest", "not scores of queries with keys"),
     mixed_experts: ("softmax", "unaccounted", ""),
     looked_up: ("product", "no interest", "two activations"),
     decoded: ("product", "unaccounted", ""),

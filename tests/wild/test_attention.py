@@ -49,7 +49,7 @@ FUSED = {
 #: For each style, the code of the obstacle, and words of its message or hint.
 MISSED = {
     "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
-    "key_multiplied_before_norm": ("K_PATH", "multiply the projection's weight by it once"),
+    "key_multiplied_before_norm": ("K_PATH", "multiply the projection's weight by the factor once"),
     "query_multiplied_by_token": ("Q_PATH", "no part of it is rotated like K"),
     "norm_shifted_by_token": ("K_PATH", "aten.add"),
     "layer_norm_by_other_head": ("K_PATH", "aten.cat"),

@@ -1,10 +1,10 @@
 """Arranges a part of a graph in rows, with lanes for the values that flow from row to row. The
 captured part and the rewritten part are set side by side, with corresponding nodes on one line.
 
-A row holds one node, or a chain of nodes in which each value has no other reader. A value that
-bypasses a row passes it in a lane, as branches do in the graph of a version history. A drawing is
-therefore as wide as its longest row, however many nodes it has, and two drawings have the same
-scale.
+A row holds one node, or a chain of nodes in which each value has no other reader. A value that a
+row does not read passes the row in a lane, like a branch in the graph of a version history. A
+drawing is therefore as wide as its longest row, however many nodes it has, and two drawings have
+the same scale.
 """
 
 from __future__ import annotations
