@@ -172,7 +172,7 @@ def test_a_sum_is_another_operation():
         return d + 1
 
     (miss,) = misses_of(lower(call, (activations(3, HIDDEN), torch.ones(3, 256))), "declare")
-    assert "here c is given" in miss.message
+    assert "here the argument c is given" in miss.message
 
 
 def test_a_tensor_that_two_calls_write():
