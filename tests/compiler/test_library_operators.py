@@ -329,7 +329,7 @@ def test_scales_of_32_columns_are_told(called):
     report = lower(lambda x: gemm(x, codes, scale) * 2, (torch.randn(2, HIDDEN).bfloat16(),))
     (miss,) = misses_of(report, "declare")
     assert miss.is_lost
-    assert "here 32 do, of activations too (MX)" in miss.message
+    assert "here 32 columns share one, for activations too (MX)" in miss.message
     assert "dequantize=True" in miss.hint
 
 
