@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from tilewright.codegen.build.cache.folder import means_trust
 from tilewright.codegen.names import did_you_mean
+from tilewright.ops.checks import OFF, is_on
 
 PREFIX = "TILEWRIGHT_"
-#: Variables that turn something on, each with the values that turn it on.
+#: Variables that turn something on, each with the function that says whether a text does.
 SWITCHES = {
-    "TILEWRIGHT_DEBUG": ("1", "yes", "on", "true"),
-    "TILEWRIGHT_EVERYWHERE": ("1", "yes", "on", "true"),
-    "TILEWRIGHT_CACHE_TRUST": ("1",),
+    "TILEWRIGHT_DEBUG": is_on,
+    "TILEWRIGHT_EVERYWHERE": is_on,
+    "TILEWRIGHT_CACHE_TRUST": means_trust,
 }
-OFF = ("", "0", "no", "off", "false")
+#: The usual texts that turn a switch on.
+ON = ("1", "yes", "on", "true")
 #: Variables with other values. The code that reads them checks these values.
 OTHERS = (
     "TILEWRIGHT_CACHE_DIR",
@@ -24,8 +27,8 @@ OTHERS = (
 
 
 def problems(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yields a message for each variable with an unknown name, and for each switch with an unknown
-    value.
+    """Yields a message for each variable with an unknown name, and for each switch whose value does
+    not say whether it turns the switch on or off.
 
     A wrong variable must not keep a model from compiling, so these messages are warnings.
     """
@@ -36,8 +39,8 @@ def problems(environment: Mapping[str, str]) -> Iterator[str]:
         if name not in known:
             near = did_you_mean(name, known)
             yield f"{name}: there is no such variable; expected one of {', '.join(known)}{near}"
-        on = SWITCHES.get(name)
-        if on is not None and value.strip().lower() not in (*on, *OFF):
-            # `ops.checks.is_on` takes any other text as "on"; the cache takes only "1" as "on".
-            effect = "off" if on == ("1",) else "on"
-            yield f"{name}: expected 1 or 0, got {value!r}, which means {effect!r}"
+        elif name in SWITCHES:
+            on = SWITCHES[name](value)
+            if value.strip().lower() not in (ON if on else OFF):
+                effect = "on" if on else "off"
+                yield f"{name}: expected 1 or 0, got {value!r}, which means {effect!r}"

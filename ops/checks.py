@@ -207,13 +207,14 @@ def debug_values() -> bool:
     return _environment.get(b"TILEWRIGHT_DEBUG", b"").lower() not in _OFF
 
 
-_OFF = frozenset({b"", b"0", b"no", b"off", b"false"})
+#: The texts of an environment variable that mean "off". Any other text means "on".
+OFF = ("", "0", "no", "off", "false")
+_OFF = frozenset(text.encode() for text in OFF)
 
 
 def is_on(variable: str) -> bool:
-    """Returns whether the text of an environment variable means "on". The texts `0`, `no`, `off`
-    and `false` mean "off"."""
-    return variable.strip().lower().encode() not in _OFF
+    """Returns whether the text of an environment variable means "on"."""
+    return variable.strip().lower() not in OFF
 
 
 def readable(tensors: Iterable[torch.Tensor | None]) -> bool:

@@ -86,25 +86,18 @@ def _queries(a: MlaPrefillArguments, positions: torch.Tensor) -> torch.Tensor:
 def up_weight(a: MlaPrefillArguments, compute: torch.dtype) -> torch.Tensor:
     """Returns kv_b_weight, dequantised. If latents are not quantised, it is rounded to q's
     dtype."""
-    if a.quantize_latent or a.latent_scale is not None:
-        return _dequantized(a, compute)
-    return dense_weight(a, compute)
-
-
-def dense_weight(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
-    """Returns kv_b_weight. If it has codes, it is dequantised and rounded to q's dtype."""
     numbers = _numbers(a, compute)
-    return numbers if a.kv_b_scale is None else numbers.to(a.q.dtype).to(compute)
+    if a.quantize_latent or a.latent_scale is not None or a.kv_b_scale is None:
+        return numbers
+    return numbers.to(a.q.dtype).to(compute)
 
 
 def _numbers(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
-    """Returns kv_b_weight, dequantised."""
-    return a.kv_b_weight.to(compute) if a.kv_b_scale is None else _dequantized(a, compute)
-
-
-def _dequantized(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
+    """Returns kv_b_weight, dequantised if it has codes."""
+    if a.kv_b_scale is None:
+        return a.kv_b_weight.to(compute)
     block = (a.scale_block[0], a.scale_block[1])
-    return fp8_block.dequantize(a.kv_b_weight, given(a.kv_b_scale), block, compute)
+    return fp8_block.dequantize(a.kv_b_weight, a.kv_b_scale, block, compute)
 
 
 def _key_latents(

@@ -25,7 +25,7 @@ HALVES = [torch.bfloat16, torch.float16]
 WORDS = torch.tensor([0x76543210, -0x01234568], dtype=torch.int32)
 
 
-def same(made, wanted):
+def assert_same(made, wanted):
     """Compares numbers exactly. NaN equals NaN, and -0 equals 0."""
     torch.testing.assert_close(made.double(), wanted.double(), rtol=0, atol=0, equal_nan=True)
 
@@ -47,7 +47,7 @@ def convert(values_ptr, out_ptr, N: tl.constexpr):
 def test_floats_of_eight_bits_are_converted(stored, dtype):
     values, out = ALL_CODES.view(stored), torch.empty(256, dtype=dtype)
     interpret(convert)[(1,)](values, out, 256)
-    same(out, values.float().to(dtype))
+    assert_same(out, values.float().to(dtype))
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def powers(codes_ptr, out_ptr):
 def test_e8m0_scales_are_powers_of_two_and_nan(dtype):
     out = torch.empty(256, dtype=dtype)
     interpret(powers)[(1,)](ALL_CODES, out)
-    same(out, ALL_CODES.view(E8M0).float())
+    assert_same(out, ALL_CODES.view(E8M0).float())
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def test_two_parts_of_a_number_are_nearer_to_it_than_one():
     numbers = torch.tensor([*edges, torch.nan, 3.4e38, 3.3e38, -3.4e38, 1 / 3, 448.0])
     high, low = (torch.empty(len(numbers), dtype=torch.bfloat16) for _ in range(2))
     interpret(split)[(1,)](numbers, high, low, len(numbers))
-    same(high, numbers.bfloat16())
+    assert_same(high, numbers.bfloat16())
     finite = high.isfinite()
     assert not low[~finite].any()
     error = (high.double() + low.double() - numbers.double()).abs()[finite]
@@ -102,7 +102,7 @@ def run_scales(scales_ptr, out_ptr, N: tl.constexpr):
 def test_scales_of_runs(stored):
     out = torch.empty(256)
     interpret(run_scales)[(1,)](ALL_CODES.view(stored), out, 256)
-    same(out, ALL_CODES.view(E8M0 if stored == torch.uint8 else stored).float())
+    assert_same(out, ALL_CODES.view(E8M0 if stored == torch.uint8 else stored).float())
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def test_float8_codes_in_dot_products(place):
     """A row of four equal codes, of which x takes one."""
     words, out = ALL_CODES.repeat_interleave(4).view(torch.int32), torch.empty(256)
     interpret(first_numbers)[(1,)](words, torch.eye(4)[place], out)
-    same(out, ALL_CODES.view(E4M3).float())
+    assert_same(out, ALL_CODES.view(E4M3).float())
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def test_e2m1_codes_by_e4m3_scales_of_linears(dtype):
     out, unit = torch.empty(256, 32, dtype=dtype), torch.zeros(1)
     interpret(times_scales)[(1,)](WORDS.repeat(256, 2), ALL_CODES.view(E4M3), out, unit)
     wanted = times(torch.arange(16).repeat(2), ALL_CODES.view(E4M3), dtype)
-    same(out.double().sort(1).values * unit.double(), wanted.double().sort(1).values)
+    assert_same(out.double().sort(1).values * unit.double(), wanted.double().sort(1).values)
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def test_e2m1_codes_by_e8m0_scales_of_experts():
     out = torch.empty(256, 128, dtype=torch.bfloat16)
     interpret(times_powers)[(1,)](WORDS.repeat(256, 8), scales, out)
     wanted = times(torch.arange(16).repeat(8), ALL_CODES.view(E8M0), out.dtype)
-    same(out.sort(1).values, wanted.sort(1).values)
+    assert_same(out.sort(1).values, wanted.sort(1).values)
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def test_tiles_of_experts(name, dtype):
     interpret(decode_tile)[(1,)](stored, scales, out, stored.shape[1], name, len(scales))
     known = scales.view(E8M0) if name == "mxfp4" else scales
     wanted = numbers.float() * known.float()[:, None]
-    same(out, wanted.to(dtype))
+    assert_same(out, wanted.to(dtype))
 
 
 @triton.jit
@@ -226,4 +226,4 @@ def test_integers_less_their_zero(stored, zero, dtype):
     out, unit = torch.empty(codes.shape, dtype=dtype), torch.zeros(1)
     interpret(integers)[(1,)](words, out, unit, per, zero, codes.shape[1])
     wanted = (codes if nibbles else codes - 128) - zero
-    same(out.double().sort(1).values * unit.double(), wanted.double().sort(1).values)
+    assert_same(out.double().sort(1).values * unit.double(), wanted.double().sort(1).values)

@@ -99,8 +99,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_failure_costs_one_site_and_the_next_pattern_may_take_it(where, monkeypatch, caplog):
-    """Of two layers, one is fused as usual. In the other only the write is fused. The numbers are
-    right."""
+    """The failure happens in one of two layers. The other layer is fused as usual. In the layer
+    with the failure only the write is fused. The numbers are right."""
     model, args = build("page_offset", num_layers=2)
     injure, doing = FAILURES[where]
     injure(monkeypatch)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,8 +88,14 @@ def test_the_effect_that_is_named_is_the_effect(value, monkeypatch):
     for name, on in in_effect.items():
         for line in environment.problems({name: value}):
             assert line.endswith(f"means '{'on' if on else 'off'}'")
-        known = environment.SWITCHES[name] if on else environment.OFF
+        known = environment.ON if on else environment.OFF
         assert value.lower() in known or list(environment.problems({name: value}))
+
+
+def test_the_variables_that_are_known_are_those_of_the_page():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text("utf-8")
+    listed = re.findall(r"^\| `(TILEWRIGHT_\w+)", page, re.MULTILINE)
+    assert sorted(listed) == sorted((*environment.SWITCHES, *environment.OTHERS))
 
 
 def test_an_unknown_pattern_and_an_unknown_option_are_named_with_what_there_is():

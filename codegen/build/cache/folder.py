@@ -56,7 +56,13 @@ def cache_dir() -> Path:
 
 def others_are_trusted() -> bool:
     """Whether TILEWRIGHT_CACHE_TRUST=1 is set, so that other users may write to the cache."""
-    return os.environ.get("TILEWRIGHT_CACHE_TRUST") == "1"
+    return means_trust(os.environ.get("TILEWRIGHT_CACHE_TRUST", ""))
+
+
+def means_trust(variable: str) -> bool:
+    """Returns whether the text of TILEWRIGHT_CACHE_TRUST means that other users may write to the
+    cache."""
+    return variable == "1"
 
 
 def distrust(status: os.stat_result) -> str | None:

@@ -108,15 +108,16 @@ def _head_weights(
     dequantised."""
     weight = a.kv_b_weight
     if weight.dtype == FP8:
-        if _takes_codes(q_nope) and (coded := _coded_weights(a)) is not None:
+        if _suits_kernel(q_nope) and (coded := _coded_weights(a)) is not None:
             return coded
         weight = yield from dequantized(a, target)
     k_weight, v_weight = halves(a, weight)
     return HeadWeights(k_weight), HeadWeights(v_weight.mT)
 
 
-def _takes_codes(x: torch.Tensor) -> bool:
-    """Whether the kernel computes the products of x [T, H, K]. If not, the library does."""
+def _suits_kernel(x: torch.Tensor) -> bool:
+    """Whether the kernel can multiply the weights of heads by x [T, H, K]. If not, the library
+    multiplies them."""
     return x.shape[0] <= MOST_TOKENS and x.stride(2) == 1
 
 
@@ -145,13 +146,18 @@ def head_steps(
     tokens, (heads, k, width) = x.shape[0], weights.data.shape
     out = yield Buffer((*x.shape[:2], width), x.dtype)
     coded = weights.scale is not None
-    if _takes_codes(x) and (coded or x.dtype == weights.data.dtype):
-        values = {"x": x, "weights": weights.data, "out": out, "num_tokens": tokens}
+    if _suits_kernel(x) and (coded or x.dtype == weights.data.dtype):
         yield launch(
             HEAD_PRODUCTS,
             target,
             head_grid(heads, width, tokens),
-            values | {"scale": weights.scale},
+            {
+                "x": x,
+                "weights": weights.data,
+                "out": out,
+                "num_tokens": tokens,
+                "scale": weights.scale,
+            },
             NUM_HEADS=heads,
             K=k,
             WIDTH=width,

@@ -67,7 +67,8 @@ _CASES = {
         RowsCase("weightless", num_tokens=3, n=1032, norm="weightless"),
         RowsCase("wide weight", num_tokens=9, n=5120, norm_dtype=torch.float32),
         RowsCase("widest", num_tokens=2, n=16384),
-        # Each program has several rows. Only two ranks send so many tokens through memory.
+        # Each program has several rows. Two ranks sum this many tokens through memory that they
+        # share. With more ranks, the library sums them.
         RowsCase("many tokens", num_tokens=600, n=1024),
     ),
 }

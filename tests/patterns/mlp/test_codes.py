@@ -131,8 +131,9 @@ def test_gate_and_up_that_the_op_does_not_take_together_are_advice(forms, code, 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_of_two_linears_that_are_added_the_one_that_the_op_takes(first):
-    """Of two linears that are added, the op takes the one that it supports. Groups in a buffer are
-    refused late, when the arguments for the weights are made."""
+    """The graph adds two linears, and the op supports only one of them. The op computes that one.
+    The pattern refuses the other one late, when it makes the arguments for the weights, because the
+    groups of that weight are in a buffer."""
 
     class Both(nn.Module):
         def __init__(self):
