@@ -31,8 +31,8 @@ def step_cell(step: Row, family: str) -> str:
 
 
 def summary(row: Row) -> str:
-    """Returns the cell of the whole step as loaded. It is "=" if the step is the same as
-    prepared."""
+    """Returns the cell of the whole step of the model as loaded. The cell is "=" if the step of the
+    prepared model is the same."""
     step = row["unprepared"]
     if step.get("failed"):
         return "Dynamo raises"
@@ -52,13 +52,15 @@ def needs_prepare(row: Row) -> bool:
 
 
 def is_further(row: Row) -> bool:
-    """Whether tilewright is further from float64 of the same codes than the library."""
+    """Whether tilewright's result is further than the library's from a float64 run of the same
+    codes."""
     found = row.get("errors")
     return bool(found) and found["ours"] > SLACK * found["library"] + ROUNDING
 
 
 def silent(row: Row) -> int:
-    """Counts the points of a prepared step that nothing accounts for and no miss names."""
+    """Counts the census points of the prepared model's step that nothing accounts for and no miss
+    names."""
     step = row.get("prepared", {})
     named = step.get("advice", {}).get("census UNRECOGNISED", 0)
     return max(0, len(step.get("unaccounted", ())) - named)

@@ -1,8 +1,9 @@
-"""Writes docs/predictions.md, from what `benchmarks/predictions.py` and `published.py` have kept.
+"""Writes docs/predictions.md from the results files of `benchmarks/predictions.py`,
+`predicted_ops.py` and `published.py`.
 
 python docs/predictions_page.py
 
-A test fails if the page differs from them.
+A test fails if the page differs from these files.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def whole() -> str:
     """Returns the lines of a table that compares predicted with measured times. A line has either
-    the first prediction of some rows, made before anything was fitted to them, or today's."""
+    the first predictions for some rows, which were made before any constant was fitted to these
+    rows, or today's predictions."""
     now = kept("predictions")["rows"]
     measured = {_key(row): row["measured_us"] for row in now}
     lines = []
@@ -100,7 +102,7 @@ def whole() -> str:
         ("an earlier cost model", "predictions_before"),
         ("`steps.json`, before constants were fitted to it", "predictions_unseen"),
     ):
-        # Rows that were measured again since then are left out.
+        # Rows that were measured again after the first prediction are left out.
         rows = kept(name)["rows"]
         before = [row for row in rows if measured.get(_key(row)) == row["measured_us"]]
         names = {_key(row) for row in before}
