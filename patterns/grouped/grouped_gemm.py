@@ -54,7 +54,8 @@ ALIGNED_BYTES = 16
 # A bfloat16 product with fewer than SHORT_INNER inner columns, and with MANY_ROWS or more rows in a
 # group on average, is left to torch's kernel. On an H200, torch's kernel was faster for 256 inner
 # columns and 256 rows in a group. It was not faster for 768 columns or for fewer rows.
-SHORT_INNER, MANY_ROWS = 512, 160
+SHORT_INNER = 512
+MANY_ROWS = 160
 
 
 @dataclass(frozen=True)

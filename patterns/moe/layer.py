@@ -173,7 +173,10 @@ def sum_of_experts(
     """
     ends = _cast_back(flow, end, dtype)
     if ends[-1].store is not None:
-        message = "the experts are summed in place, in memory that the graph may also read through another tensor"
+        message = (
+            "the experts are summed in place, in memory that the graph may also read through "
+            "another tensor"
+        )
         refuse_sum(message, ends[-1], hint="use index_add instead of index_add_")
     added = rows_added_to(end)
     return ends, None if added is None else _added_to(added[0], ends, absorbed)
