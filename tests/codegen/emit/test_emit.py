@@ -65,6 +65,22 @@ def test_static_count_and_grid_leave_no_mask():
     assert body_of(fewer).count("mask=") == body_of(unknown).count("mask=") == 3
 
 
+def test_triton_makes_no_variants_for_integers_of_which_the_spec_says_nothing():
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
+    constants = {"ALPHA": 1.0, "BLOCK": 16}
+    for divisible, expected in (
+        (("x_ptr",), "triton.jit(do_not_specialize=['n'])"),
+        (("x_ptr", "n"), "triton.jit"),
+    ):
+        text = emit(spec_of("vector_add", constants, signature, divisible16=divisible))
+        function = ast.parse(text).body[-1]
+        (decorator,) = function.decorator_list
+        assert ast.unparse(decorator) == expected
+        assert {a.arg: a.annotation and ast.unparse(a.annotation) for a in function.args.args} == {
+            **dict.fromkeys(("x_ptr", "y_ptr", "out_ptr")), "n": "tl.int32",
+        }  # fmt: skip
+
+
 GEMM_SIGNATURE = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16", "bias_ptr": "*bf16"}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.compiler.flow_check import returned, selected
-from tilewright.patterns.quantised.words import bits_of
+from tilewright.patterns.quantised.words import bits_of, follow
 
 DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -111,3 +111,34 @@ def test_random_chains(dtype):
 
         known += assert_right(chain, dtype)
     assert known > 5
+
+
+WRITTEN = slice(2, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [
+        (slice(4, 8, 2), "input"),
+        (slice(2, 8, 4), "input"),
+        (slice(3, 8, 2), "aten.zeros"),
+        (slice(0, 2), "aten.zeros"),
+        (slice(8, 10), "aten.zeros"),
+        (slice(0, 6, 2), "store"),
+        (slice(4, 10, 2), "store"),
+        (slice(2, 8, 3), "store"),
+        (slice(2, 8), "store"),
+    ],
+    ids=str,
+)
+def test_a_read_after_a_strided_write_is_followed_if_all_of_it_is_inside_or_outside(read, found):
+    def expression(w):
+        memory = torch.zeros(10, dtype=w.dtype)
+        memory[WRITTEN] = w
+        return memory[read]
+
+    held = torch.arange(1, 4)
+    view = follow(returned(expression, held))
+    assert view.value.op == found
+    if found == "input":
+        assert selected(view.effect, held).tolist() == expression(held).tolist()
