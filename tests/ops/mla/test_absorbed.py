@@ -17,6 +17,7 @@ from tilewright.codegen.mla.plan import DecodeSizes, absorbs
 from tilewright.ops.contract import get_op
 from tilewright.ops.mla.arguments import FP8
 from tilewright.ops.mla.cases import PrefillCase
+from tilewright.ops.mla.decode import lowering
 from tilewright.ops.mla.decode.lowering import absorbed_call
 
 RAGGED = PrefillCase(
@@ -99,6 +100,19 @@ def test_others_are_not(case):
 
 def test_as_many_queries_as_keys_are_not():
     assert absorbed_call(given_latents()) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "queries", "keys"), [(RAGGED, 2, 315), (STATIC, 2, 300)], ids=["counted", "static"]
+)
+def test_the_sizes_of_the_call_decide(case, queries, keys, monkeypatch):
+    """Sequences of different lengths count with their mean."""
+    decided = []
+    monkeypatch.setattr(lowering, "is_faster", lambda **sizes: decided.append(sizes))
+    a = get_op("mla_prefill").sample_inputs(case)
+    assert absorbed_call(a) is None
+    sizes = {"queries": queries, "keys": keys, "heads": case.num_heads, "rank": case.rank}
+    assert decided == [sizes | {"nope": case.nope, "rope": case.rope_dim, "v_dim": case.v_dim}]
 
 
 LITE = DecodeSizes(1, 4096, 16, 128, 64, 128, 512, 16)
