@@ -221,6 +221,16 @@ def test_an_axis_from_the_end_and_a_positional_mask_fold_too():
     assert torch.equal(out, x.sum(1).int())
 
 
+def test_names_that_are_assigned_together_keep_what_is_known():
+    """The emitter knows nothing of a function's two results, and all of two names that change
+    places."""
+    spec = spec_of("exchanged_pairs", {"PAIRS": 8}, {"x_ptr": "*i32", "out_ptr": "*i32"})
+    assert "mask" not in body_of(emit(spec))
+    x = torch.arange(16, dtype=torch.int32)
+    (out,) = run_both(spec, (1,), {"x_ptr": x, "out_ptr": torch.zeros(16).int()}, ["out_ptr"])
+    assert torch.equal(out, x.view(8, 2).flip(1).flatten())
+
+
 def test_helper_passed_as_argument_is_printed():
     spec = spec_of("reduce_with", {"BLOCK": 16}, {"x_ptr": "*fp32", "out_ptr": "*fp32"})
     assert "def _larger" in emit(spec)
