@@ -118,7 +118,7 @@ def test_the_sizes_of_the_attention_decide(monkeypatch):
     with torch.no_grad():
         lower(Latents(), arguments(queries=3), dynamic=False)
     sizes = {"queries": 3, "keys": KEYS, "heads": HEADS, "nope": NOPE, "rope": ROPE, "v_dim": V}
-    assert decided == [sizes | {"rank": RANK}]
+    assert decided == [sizes | {"rank": RANK, "sequences": BATCH}]
 
 
 def test_many_queries_take_the_codes_of_the_graph():
