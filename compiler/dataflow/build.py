@@ -419,8 +419,6 @@ class _Builder:
             self.homes[cat] = store.memory.root
 
     def _in_place(self, node: fx.Node, target: fx.Node, name: str, result: Any) -> None:
-        if not isinstance(result, torch.Tensor):
-            result = target.meta["example_value"]
         args, kwargs = self.operations.arguments(node), self.operations.keywords(node)
         computed = self._value(f"aten.{name}", args, result, node, kwargs)
         place = self.memory.places[target]

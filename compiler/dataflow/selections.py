@@ -72,7 +72,7 @@ def selections(
 
 def _selection(node: fx.Node, found: Mapping[fx.Node, Selection]) -> Selection | None:
     """Returns the selection of one ATen call of a trace."""
-    if node.op != "call_function" or not node.args:
+    if not node.args:
         return None
     source = node.args[0]
     if node.target is operator.getitem and isinstance(source, fx.Node) and _is_split(source):

@@ -104,8 +104,6 @@ class OutlierLinear(ByteLinear):
     rounded if a row has a magnitude of `threshold` or more in it."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() == 0:
-            return x
         rows = x.reshape(-1, self.in_features).to(torch.float16)
         outliers = rows.abs() >= self.threshold
         rows = torch.where(outliers, 0.0, rows)
