@@ -2,8 +2,8 @@
 entries and two versions at once.
 
 The program checks every answer of the cache byte by byte; after a wrong or missing answer, its exit
-code is 1. --seed determines the random moments, orders and damages. No GPU is needed. The full disk is a
-small tmpfs, which only root can mount; for other users, only a limit on file sizes is tested.
+code is 1. --seed determines the random moments, orders and damages. No GPU is needed. The full disk
+is a small tmpfs, which only root can mount; for other users, only a limit on file sizes is tested.
 """
 
 from __future__ import annotations
