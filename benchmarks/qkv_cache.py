@@ -88,8 +88,8 @@ def paged_step(x, weights, biases, norms, cos, sin, slots, keys, values):
 
 
 def static_step(x, weights, biases, norms, cos, sin, positions, keys, values):
-    """Computes the step as Hugging Face does: index_copy_ to a cache [batch, heads, length,
-    dim]."""
+    """Computes the step as Hugging Face's models do: it writes with index_copy_ to a cache [batch,
+    heads, length, dim]."""
     batch, _, _, dim = keys.shape
     x = x.view(batch, -1, x.shape[-1])
     q, k, v = (rows.transpose(1, 2) for rows in project(x, weights, biases, norms, dim))

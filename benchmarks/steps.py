@@ -43,10 +43,10 @@ from tilewright.compiler import reports
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True, "inner": "eager"}
-#: The share of its time in which a wave of processes may compile, and the number of seconds after
-#: it at which a case that still compiles is given up.
+#: COMPILING is the share of a wave's time in which its processes may compile. PATIENCE is the
+#: number of seconds after that time; a case that still compiles then is given up.
 COMPILING, PATIENCE = 0.75, 25
-#: The number of times that each step is timed.
+#: Each step is timed in ROUNDS rounds of REPLAYS replays.
 ROUNDS, REPLAYS = 12, 5
 
 
