@@ -73,7 +73,7 @@ class WeightOperands:
 
     @property
     def in_words(self) -> WeightOperands:
-        """The same weight, described as rows of 32-bit words."""
+        """Describes this weight as rows of 32-bit words."""
         expert, row, _ = self.data.strides
         return replace(self, data=Operand("i32", (expert // WORD_BYTES, row // WORD_BYTES, 1)))
 
