@@ -216,8 +216,8 @@ def run_soak(given: argparse.Namespace) -> None:
 
 
 class Rows(torch.nn.Module):
-    """A linear. The columns of its weight are divided among the ranks, and it sums the results over
-    ranks."""
+    """A linear. The columns of its weight are divided among the ranks, and the linear sums the
+    results over ranks."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
