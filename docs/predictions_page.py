@@ -147,10 +147,10 @@ def classes() -> str:
     header = ("class", "held-out rows", "median", *FAR, "bar")
     return f"""## The bar of each class
 
-`inspect` prints an error bar beside the time: `2.6 ms ± 8 %`. The error bar of a class of steps is the
-smallest percentage within which nine of ten held-out rows of the class lie, and at least 10 % if
-there are fewer than ten rows. A class is a kind of step (*prompt* means 64 or more new tokens of a
-sequence, *decode* fewer) and a kind of weights. A class without held-out rows has at least the
+`inspect` prints an error bar beside the time: `2.6 ms ± 8 %`. The error bar of a class of steps is
+the smallest percentage within which nine of ten held-out rows of the class lie, and at least 10 %
+if there are fewer than ten rows. A class is a kind of step (*prompt* means 64 or more new tokens of
+a sequence, *decode* fewer) and a kind of weights. A class without held-out rows has at least the
 widest bar of this table (`compiler/report/bars.py` `UNHELD`). One or two rows say little, so read
 such a bar as a guess.
 
@@ -251,9 +251,9 @@ def chips() -> str:
 
 For sm100 the cost model uses the rates of `codegen/targets.py`, and assumes that kernels reach the
 same shares of these rates as on Hopper. The table compares its predictions with {len(rows)} figures
-of a B200 from public threads, which measured kernels of other projects. (One figure is of a GB200; the thread
-of the attention rows says only sm100.) If a thread states a rate, the time is the product's FLOPs
-divided by this rate.
+of a B200 from public threads, which measured kernels of other projects. (One figure is of a GB200;
+the thread of the attention rows says only sm100.) If a thread states a rate, the time is the
+product's FLOPs divided by this rate.
 
 For products and mixtures, the ratio of predicted to published time has a {said}, and nine of ten
 are within {percent_of(ratios)} %. The last figure is used as the error bar of sm100, because no
