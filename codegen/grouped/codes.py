@@ -39,7 +39,7 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
     if problem.named:
         return "the caller gives the experts of the groups"
     if weight.n_major or weight.row_stride % WORD_BYTES:
-        return "the rows of the weight are not contiguous, or do not begin at whole words"
+        return "the weight is contiguous along N, or its rows are not whole words"
     if inner % width or weight.scale_strides[2] != 1:
         return "the layout of the scales differs from the layout of the columns"
     part = part_columns(weight, config)
