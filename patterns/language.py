@@ -244,7 +244,7 @@ class Reject(Exception):
     """Carries a Miss out of a pattern's helper functions. :func:`attempt` returns this Miss."""
 
     def __init__(self, miss: Miss) -> None:
-        super().__init__(miss)  # it is formatted on demand, because most rejections are caught
+        super().__init__(miss)  # formatted on demand, because most rejections are caught
         self.miss = miss
 
 
@@ -316,7 +316,7 @@ class Sought:
         near: The operations that a report lists as the most similar ones if there is no anchor.
             They have the names that `patterns.dataflow` uses; an in-place write is a "store".
         before: Kinds of operations. Besides the nodes of its anchor, a miss accounts for the first
-            operations of these kinds upstream of them.
+            operations of these kinds upstream of these nodes.
         behind: Kinds of operations. A miss also accounts for the first operations of these kinds
             downstream of its anchor.
         depth: How many consecutive products upstream a miss accounts for.
@@ -565,7 +565,7 @@ def find(
     """Returns all matches of all patterns. For every anchor that no pattern matched, returns the
     miss with the highest stage.
 
-    An unexpected exception affects only its anchor: `failed` makes a miss of it.
+    An unexpected exception affects only its anchor: `failed` makes a miss of the exception.
 
     A store goes to the first pattern that matches it and passes `check`. If a later pattern matches
     a store that an earlier pattern missed, the earlier miss is kept, because it is more
@@ -585,7 +585,8 @@ def find(
     ops: dict[int, str] = {}  # the op that each missed pattern would have inserted
     sites: dict[int, list[Value]] = defaultdict(list)
     whole: set[Value] = set()  # absorbed values, and the writes of matches that absorb values
-    by_op: dict[str, set[Value]] = defaultdict(set)  # by patterns that take leftovers
+    # For each op, the values that patterns with `takes_leftovers` absorb.
+    by_op: dict[str, set[Value]] = defaultdict(set)
     written: dict[str, set[Value]] = defaultdict(set)  # the stores that each pattern takes
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
@@ -653,7 +654,7 @@ def _answer(
 ) -> Match | Miss:
     doing, nodes = "to match", _anchor_nodes(anchor)
     if any(map(_is_empty, nodes)):
-        message = "it computes a tensor that has no elements"
+        message = "the site computes a tensor of no elements"
         return Miss(pattern.name, "EMPTY", Stage.ANCHORED, message, nodes)
     try:
         answer = attempt(pattern, anchor, flow)

@@ -166,7 +166,10 @@ def _storage_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     if not problem.k_major or q.packed_rows:
         return "the weight is contiguous along N, not along K"
     if problem.k % (ALIGNMENT * 8 // q.format.bits) or problem.n % 8:
-        return f"{problem.n} rows or {problem.k} columns are not multiples of {ALIGNMENT} bytes"
+        return (
+            f"the number of rows, {problem.n}, is not a multiple of 8, or the codes of "
+            f"{problem.k} columns are not a multiple of {ALIGNMENT} bytes"
+        )
     return None
 
 

@@ -96,13 +96,12 @@ class Site:
 class GraphReport:
     """The outcome for one Dynamo graph. `str()` returns the report in plain lines.
 
-    modules: the graph before and after fusing; None in a report :meth:`without_graphs`.
-    seconds: the time of each phase.
-    inputs: the graph's inputs that shared memory when the graph was traced.
-    points: the census of the graph; empty if fusing did not begin.
-    target: the name of the chip, as in `Lowered`.
-    graph_breaks: the graph breaks of this graph alone, as in `Lowered`.
-    node_counts: the number of nodes before and after fusing, set only in a report without graphs.
+    modules: the graph before and after fusing; None in a report that :meth:`without_graphs`
+    returned. seconds: the time of each phase. inputs: the graph's inputs that shared memory when
+    the graph was traced. points: the census of the graph; empty if fusing did not begin. target:
+    the name of the chip, as in `Lowered`. graph_breaks: the graph breaks of this graph alone, as in
+    `Lowered`. node_counts: the number of nodes before and after fusing, set only in a report
+    without graphs.
     """
 
     modules: tuple[fx.GraphModule, fx.GraphModule] | None
@@ -298,7 +297,7 @@ Placed = TypeVar("Placed", Site, Miss)
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
     """Joins equal sites of different layers. Returns a representative, the collapsed scope and the
-    count of each."""
+    count of each group."""
     return [(g[0], scope, len(g)) for g, scope in _alike(sites, site_kind)]
 
 
@@ -310,7 +309,7 @@ def site_kind(site: Site) -> tuple[Any, ...]:
 
 def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
     """Joins equal misses of different layers. Returns a representative, the collapsed scope and the
-    count of each."""
+    count of each group."""
 
     def kind(miss: Miss) -> tuple[Any, ...]:
         why = miss.message if miss.pattern == CAPTURE else ""

@@ -119,7 +119,8 @@ class Columns:
 
 
 def _columns(attention: Attention, product: PerHead, flow: Dataflow) -> Columns:
-    """Returns the columns of queries and keys. Raises Reject (ABSORBED_DECODE)."""
+    """Returns the columns of queries and keys. Raises Reject (ABSORBED_DECODE) if the query or the
+    keys do not consist of exactly these parts."""
     own, others = [], []
     absorbed: list[Value] = []
     scratch: list[Value] = []

@@ -46,7 +46,7 @@ class Combine:
     Attributes:
         weights: The expert weights [T, S]. None if the rows were multiplied by weights before the
             experts; then `factor` multiplies all results.
-        num_slots: S.
+        num_slots: The number S of experts that each token chooses.
         end: The result [T, H].
         absorbed: The values that the op replaces.
         added: The tensor that the sum is added to; None if it is zeros.

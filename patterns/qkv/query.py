@@ -235,7 +235,8 @@ def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
                 if heads.product in (k.product, v.product):
                     continue
                 if not _keeps_range(heads):
-                    why = f"float16 may not hold it before the factor {heads.factor:g}"
+                    number = f"{heads.factor:g}"
+                    why = f"float16 may overflow before the factor {number} is applied"
             except Reject as rejection:
                 why = rejection.miss.message
             except effects.InexpressibleError:

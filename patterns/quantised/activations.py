@@ -71,8 +71,8 @@ class QuantisedRows:
 
 
 def match_quantised_rows(rows: View) -> QuantisedRows | None:
-    """Returns the source from which the rows [M, K] of a GEMM are quantised. Returns None if they
-    are not quantised, or are quantised in another way than the op does it."""
+    """Returns the source from which the rows [M, K] of a GEMM are quantised. Returns None if the
+    rows are not quantised, or are quantised in another way than the op quantises."""
     if len(rows.shape) != 2:
         return None
     try:

@@ -343,8 +343,8 @@ def _refuse_chunk(value: Value) -> NoReturn:
     reject(
         "CHUNKED_PREFIX",
         Stage.ACTIVATION,
-        f"the log-sum-exp of {value} is used, so it is one part of an attention whose parts are "
-        "merged",
+        f"the log-sum-exp of {value} is used, so {value} is one part of an attention whose parts "
+        "are merged",
         value,
         hint=(
             "compute one attention with all keys; the op does not create a key or value "

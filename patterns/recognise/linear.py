@@ -199,7 +199,7 @@ def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
 
 _READABLE = (
     "load the model with weights that PyTorch multiplies, or decodes in the graph "
-    "(tilewright.compiler.prepare(model) when it is loaded; transformers: dequantize=True)"
+    "(tilewright.compiler.prepare(model) when the model is loaded; transformers: dequantize=True)"
 )
 
 
