@@ -734,8 +734,9 @@ def mixed_linear(
                 out_tiles, workspace_ptr, counters_ptr, whole, num_tiles, tiles_t, N, K, UNITS,
                 UNIT, GROUPS, CODES, LOOKUP, PER, ORDER, SIGNED, ZERO_POINT, PACKED_ZEROS, SCALED,
                 EXACT, UNIT_OF_CODES, SCALE_ROWS, SCALE_COLUMNS, SCALE_ROW_STRIDE,
-                SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE, ACTIVATION, ACTIVATED, PAIRED, ROWS,
-                BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP, PROGRAMS,
+                SCALE_COLUMN_STRIDE, ZERO_ROW_STRIDE, ZERO_COLUMN_STRIDE, SCALE, BIAS_STRIDE,
+                ACTIVATION, ACTIVATED, PAIRED, ROWS, BLOCK_N, BLOCK_T, BLOCK_K, STAGES, GROUP,
+                PROGRAMS,
             )),
             (load_tiles, (
                 x_desc, words_desc, more_words_desc, x_tiles, word_tiles, full, empty, whole,
