@@ -42,7 +42,7 @@ _ROWS_OF_FLOAT16, _WITH_BLOCKS = "2.10", "2.11"
 _ROWS_OF_BLOCKS = 4
 _COLUMNS_OF_BLOCKS = 4
 # The dtypes of scales that a kernel converts to float32. PyTorch converts all other dtypes.
-_WIDENED = (*HALVES, torch.float32)
+_WIDENED = (*HALVES, torch.float32, torch.uint8)
 
 
 @dataclass(frozen=True)
