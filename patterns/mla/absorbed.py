@@ -45,7 +45,7 @@ class PerHead:
 
     @property
     def sizes(self) -> tuple[Size, Size, Size]:
-        """H, K and F."""
+        """The number H of heads, and the widths K and F of the product's operands."""
         heads, hidden, features = self.weight.shape
         return heads, hidden, features
 
