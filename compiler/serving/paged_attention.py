@@ -315,7 +315,7 @@ def _mask(owner: FullPages, window: int | None) -> dict[str, Any]:
     one."""
     held = owner.sliding_window if isinstance(owner, WindowPages) else None
     if held is not None and window is not None and window > held:
-        raise ValueError(f"sliding_window: expected at most {held}, which is kept, got {window}")
+        raise ValueError(f"sliding_window: expected at most {held}, the kept window, got {window}")
     window = held if window is None else window
     return {"mask": "causal"} if window is None else {"mask": "sliding_window", "window": window}
 

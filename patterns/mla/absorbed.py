@@ -45,7 +45,7 @@ class PerHead:
 
     @property
     def sizes(self) -> tuple[Size, Size, Size]:
-        """The number H of heads, and the widths K and F of the product's operands."""
+        """The number H of heads, the summed width K, and the width F of the result's heads."""
         heads, hidden, features = self.weight.shape
         return heads, hidden, features
 
