@@ -1,4 +1,5 @@
-"""The engine's memory on the meta device, where it takes no bytes."""
+"""The memory of transformers' continuous batching engine, on the meta device, where it takes no
+bytes."""
 
 from __future__ import annotations
 

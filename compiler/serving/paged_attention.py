@@ -1,4 +1,5 @@
-"""Attention over the engine's memory, and the plan of a step, which all layers share.
+"""Attention over the memory of transformers' continuous batching engine, and the plan of a step,
+which all layers share.
 
 A step concatenates the tokens of several requests. In a decode step, each request has one token,
 and the engine passes a block table. In a varlen step, requests have any number of tokens, with or

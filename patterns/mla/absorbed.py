@@ -5,7 +5,7 @@ per head.
     o_latent = attention([q_latent, q_rope], [latents, rope_keys], latents)
     out      = o_latent @ W_UV[h]^T          [T, H, V], W_UV[h] [V, L]
 
-Dimension letters: as in `patterns/mla/keys.py`; S queries of each sequence.
+Dimension letters are explained in `patterns/mla/keys.py`. Each sequence has S queries.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ up-projection.
 
 Latents and rope keys are columns of one cache or of two caches. A cache is stored sequence by
 sequence, or in pages that a block table lists. The graph multiplies the query by latents and rope
-keys in one product, or in two. Dimension letters: as in `patterns/mla/keys.py`; S queries of each
-sequence, T = B * S.
+keys in one product, or in two. Dimension letters are explained in `patterns/mla/keys.py`. Each
+sequence has S queries, and T = B * S.
 """
 
 from __future__ import annotations

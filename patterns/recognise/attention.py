@@ -186,8 +186,8 @@ def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = Non
     """Returns the attention whose result or intermediate result is `value`. :func:`keys_of` must
     find keys for this value.
 
-    heads_of: as for `logits_of`. Raises Reject (ATTENTION_FORM, CHUNKED_PREFIX) for attention that
-    the op cannot compute.
+    heads_of: the argument of this name of `logits_of`. Raises Reject (ATTENTION_FORM,
+    CHUNKED_PREFIX) for attention that the op cannot compute.
     """
     if value.op == "aten.logsumexp":
         _refuse_chunk(value)
