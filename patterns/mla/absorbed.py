@@ -30,9 +30,10 @@ _REACH = 48
 class PerHead:
     """A product with a weight for each head: x [tokens..., H, K] @ weight[h] [K, F].
 
-    value: the result of the product. result: the names of the result's dimensions, which include
-    `heads` and `feature`. x: the operand x, with the names of its dimensions, which include `heads`
-    and `hidden`. weight: [H, K, F].
+    value: the result of the product.
+    result: the names of the result's dimensions, which include `heads` and `feature`.
+    x: the operand x, with the names of its dimensions, which include `heads` and `hidden`.
+    weight: [H, K, F].
     """
 
     value: Value

@@ -105,8 +105,8 @@ class Columns:
     q_rope [B, S, H, R], latents [B, K, L] and rope_keys [B, K, R].
 
     factor: the number that multiplies the products of queries and keys to give the logits.
-    absorbed: the values between q_latent and the attention. scratch: the writes to memory that the
-    graph itself allocates.
+    absorbed: the values between q_latent and the attention.
+    scratch: the writes to memory that the graph itself allocates.
     """
 
     q_latent: View
