@@ -262,7 +262,7 @@ def _aligned(a: Nvfp4MatmulArguments) -> Nvfp4MatmulArguments:
 
 @dataclass(frozen=True)
 class Nvfp4Case:
-    """One case of the op.
+    """One case of `grouped_matmul_dynamic_scaled_nvfp4`.
 
     Attributes:
         name: The name of the case.

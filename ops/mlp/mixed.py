@@ -37,7 +37,7 @@ from tilewright.ops.runtime.norms import without_norm
 from tilewright.ops.runtime.operands import tma_reaches
 from tilewright.ops.runtime.program import Buffer, SplitK, Step
 
-#: The names in the kernel of the tensors of a second weight.
+#: The names of the kernel's parameters for the tensors of a second weight.
 UP_TENSORS = ("up_weight", "up_scale", "up_zero", "up_factor", "up_bias")
 
 
