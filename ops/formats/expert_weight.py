@@ -43,7 +43,7 @@ class ExpertWeight(StoredWeight):
     Attributes:
         data: The numbers, or the codes as `weight_format` stores them.
         expert_scale: One more factor for each expert, fp32 [E].
-        bias: [E, N].
+        bias: The bias of each expert, [E, N].
     """
 
     expert_scale: torch.Tensor | None = None

@@ -125,7 +125,7 @@ class Weight(StoredWeight):
       bk].
     - `nibble_order`: the place of each code in a word, as in `ops.formats.quantized_weight`; empty
       for ascending order.
-    - `bias`: [N] or [..., D].
+    - `bias`: the bias of the linear, [N] or [..., D].
     - `factor`: a float32 tensor with one element, by which the whole weight is multiplied. If it is
       None, the factor is 1.
     """
