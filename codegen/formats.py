@@ -143,10 +143,10 @@ E2M1_BYTES = struct.unpack(
 def table_words(name: str) -> tuple[int | float, ...]:
     """Returns the table of a format in the form in which kernels read it.
 
-    The result begins with words, each of which holds four bytes and is signed. They have, in this
-    order, the low bytes of the 16 numbers in bfloat16, the high bytes of these numbers, and the low
-    and the high bytes of the numbers in float16. After the words come two factors, which restore
-    the original numbers from bfloat16 and from float16.
+    The result begins with words, each of which holds four bytes and is signed. These words have, in
+    this order, the low bytes of the 16 numbers in bfloat16, the high bytes of these numbers, and
+    the low and the high bytes of the numbers in float16. After the words come two factors, which
+    restore the original numbers from bfloat16 and from float16.
     """
     made: list[int | float] = []
     for bits, factor in zip((_bfloat16_bits, _float16_bits), _FACTORS[name], strict=True):
@@ -184,8 +184,8 @@ def expert_formats() -> tuple[str, ...]:
 
 def scales_are_exact(form: WeightFormat, scale: str, columns: int) -> bool:
     """Whether 16 bits represent each number times its scale exactly, and the eight codes of a word
-    share one scale. Products of E2M1 numbers and e4m3 scales are exact, because they have at most 2
-    + 4 significant bits. columns: the number of columns that share a scale."""
+    share one scale. Products of E2M1 numbers and e4m3 scales are exact, because they have at most
+    six significant bits. columns: the number of columns that share a scale."""
     exact = form.number == "e2m1" and scale == "fp8e4nv"
     return exact and columns % 16 == 0 and 128 % columns == 0
 

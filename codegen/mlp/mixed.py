@@ -165,7 +165,10 @@ def _storage_obstacle(problem: LinearProblem, q: Quantization) -> str | None:
     if q.has_table:
         return f"the codes stand for numbers of the table {q.format.number}"
     if problem.k % (ALIGNMENT * 8 // q.format.bits) or problem.n % 8:
-        return f"{problem.n} rows or {problem.k} columns are not multiples of {ALIGNMENT} bytes"
+        return (
+            f"the number of rows, {problem.n}, is not a multiple of 8, or the codes of "
+            f"{problem.k} columns are not a multiple of {ALIGNMENT} bytes"
+        )
     return None
 
 

@@ -64,11 +64,11 @@ class LatentKeys:
     """The tensors from which the keys and values of an attention are computed.
 
     Attributes:
-        latents: [B, K, L].
-        rope_keys: [B, K, R].
-        weight: [H * (N + V), L].
-        row_scale: [H * (N + V), 1]. If the weight is quantised, the graph may multiply the product
-            by this scale.
+        latents: The latents, [B, K, L].
+        rope_keys: The rotated parts of the keys, [B, K, R].
+        weight: The weight of the up-projection, [H * (N + V), L].
+        row_scale: The scale [H * (N + V), 1] that multiplies the rows of the weight, or None. If
+            the weight is quantised, the graph may multiply the product by such a scale.
         num_heads: The number H of heads.
         nope: The width N of the unrotated part of a key.
         v_dim: The width V of a value.

@@ -7,8 +7,8 @@ up-projection.
 
 Latents and rope keys are columns of one cache or of two caches. A cache is stored sequence by
 sequence, or in pages that a block table lists. The graph multiplies the query by latents and rope
-keys in one product, or in two. Dimension letters: as in `patterns/mla/keys.py`; S queries of each
-sequence, T = B * S.
+keys in one product, or in two. Dimension letters are explained in `patterns/mla/keys.py`. Each
+sequence has S queries, and T = B * S.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Columns:
     q_rope [B, S, H, R], latents [B, K, L] and rope_keys [B, K, R].
 
     factor: the number that multiplies the products of queries and keys to give the logits.
-    absorbed: the values between q_latent and the attention. scratch: the writes to memory that the
-    graph itself allocates.
+    absorbed: the values between q_latent and the attention.
+    scratch: the writes to memory that the graph itself allocates.
     """
 
     q_latent: View
@@ -119,7 +119,8 @@ class Columns:
 
 
 def _columns(attention: Attention, product: PerHead, flow: Dataflow) -> Columns:
-    """Returns the columns of queries and keys. Raises Reject (ABSORBED_DECODE)."""
+    """Returns the columns of queries and keys. Raises Reject (ABSORBED_DECODE) if the query or the
+    keys do not consist of exactly these parts."""
     own, others = [], []
     absorbed: list[Value] = []
     scratch: list[Value] = []
