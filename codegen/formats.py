@@ -69,10 +69,10 @@ class WeightFormat:
         linears: Whether linears of dense layers may have this format.
         zeros: Whether linears may have zero points.
         added_zeros: Whether zeros are added after scaling.
-        scales: The possible dtypes of the scales of linears. If it is empty, these scales may have
-            any float dtype.
-        expert_scales: The possible dtypes of the scales of experts ("u8" means e8m0). If this is
-            empty, experts cannot have this format.
+        scales: The possible dtypes of the scales of linears ("u8" means e8m0). If it is empty, the
+            scales may have any float dtype.
+        expert_scales: The possible dtypes of the scales of experts. If this is empty, experts
+            cannot have this format.
         expert_zero: The zero that all codes of experts have.
         expert_block: How many rows and columns of an expert's weight share a scale; None if the
             format does not fix this.
@@ -110,7 +110,11 @@ _TABLE: dict[str, Any] = {"order": (1, 0), "linears": True, **_NIBBLES_OF_ROWS}
 WEIGHT_FORMATS = {
     "int8": WeightFormat(("i8", "u8"), linears=True, zeros=True),
     "fp8": WeightFormat(
-        ("fp8e4nv",), linears=True, expert_scales=("fp32", "bf16"), expert_kernel=True
+        ("fp8e4nv",),
+        linears=True,
+        scales=("fp32", "bf16", "fp16", "fp64", "u8"),
+        expert_scales=("fp32", "bf16", "u8"),
+        expert_kernel=True,
     ),
     "int4_k": WeightFormat(("u8", "i32"), **_NIBBLES_OF_ROWS, linears=True, zeros=True),
     "int4_k_offset": WeightFormat(

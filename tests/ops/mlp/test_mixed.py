@@ -163,7 +163,7 @@ def test_rows_that_tma_cannot_step_over_are_not_decoded():
     a = linear_residual.sample_inputs(case_of("int4", 200, 256, 1024), "meta")
     x = torch.empty(200, 1028, dtype=a.x.dtype, device="meta")[:, :1024]
     assert decoding_obstacle(a, SM90) is None
-    assert decoding_obstacle(replace(a, x=x), SM90).startswith("the rows of x")
+    assert decoding_obstacle(replace(a, x=x), SM90).startswith("the strides of x")
 
 
 # Maps (n, k, tokens) of Llama-3-8B to the tiles that were fastest on an H100.
