@@ -62,6 +62,17 @@ def test_the_script_is_the_site_s_own():
     assert f"    - {SHIM.relative_to(ROOT / 'docs')} " in settings
 
 
+def test_what_scrolls_can_be_reached_by_the_keyboard():
+    """The theme makes a block of code reachable only after it has been on the screen."""
+    if shutil.which("node") is None:
+        pytest.skip("needs node, which runs the site's scripts")
+    script = SHIM.with_name("scrolled.js")
+    command = ["node", str(PAGE.with_name("scrolled_in_a_page.js")), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"tables": [0, None], "code": [0, None]}
+
+
 STYLES = (ROOT / "docs" / "stylesheets" / "site.css").read_text("utf-8")
 #: The background of the theme's code, by the theme's colour scheme.
 BEHIND_CODE = {"default": "f5f5f5", "slate": "272a35"}
