@@ -74,8 +74,9 @@ def test_what_scrolls_can_be_reached_by_the_keyboard():
 
 
 STYLES = (ROOT / "docs" / "stylesheets" / "site.css").read_text("utf-8")
-#: The background of the theme's code, by the theme's colour scheme.
+#: The backgrounds of the theme's code and of its search results, by the theme's colour scheme.
 BEHIND_CODE = {"default": "f5f5f5", "slate": "272a35"}
+BEHIND_RESULTS = {"default": "ffffff", "slate": "1e2129"}
 DOCUMENTS = [
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -107,6 +108,8 @@ def test_colours_of_the_site_stand_out():
         colours = re.findall(r"--md-code-hl-[\w-]+: #(\w{6})", rules)
         assert colours
         assert all(contrast(colour, behind) >= 4.5 for colour in colours)
+        (found,) = re.findall(r"--md-accent-fg-color: #(\w{6})", rules)
+        assert contrast(found, BEHIND_RESULTS[scheme]) >= 4.5
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
