@@ -13,8 +13,8 @@ links and collectives were not measured for this project.
 The records of the other chips come from data sheets and the CUDA programming guide. Their rates are
 0.88 of the sheet's memory rate and 0.65 of its dense tensor-core peaks, which are about the
 fractions that H200 and B200 reach. Each record describes one product: sm80 A100 (80 GB), sm86 A10,
-sm89 L40S, sm103 B300, sm120 RTX 5090. `detect_target` fills in the number of multiprocessors of the
-present GPU.
+sm89 L40S, sm90 H200, sm103 B300, sm120 RTX 5090. `detect_target` fills in the number of
+multiprocessors and the memory rate of the present GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from tilewright.codegen.names import did_you_mean
 
@@ -36,6 +37,8 @@ _DENSE = frozenset({"attention", "mlp", "qkv"})
 # The fractions of a data sheet's peaks that good kernels reach.
 _OF_MEMORY = 0.88
 _OF_TENSOR_CORES = 0.65
+# The relative difference below which a device's memory rate is the one of its record.
+SAME_RATE = 0.05
 
 
 @dataclass(frozen=True)
@@ -334,6 +337,14 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     {target.name: target for target in (SM100, SM103, SM120, SM90, SM89, SM86, SM80, INTERPRET)}
 )
 
+
+def sm_rate(target: Target) -> float:
+    """Returns the share of the memory rate that one multiprocessor has, in bytes/s. The interpreter
+    has the share of an H200, so that its plans are those of a chip."""
+    chip = target if target.hbm_bytes_per_s else SM90
+    return chip.hbm_bytes_per_s / chip.num_sms
+
+
 _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
@@ -378,8 +389,8 @@ def gpu_targets() -> list[Target]:
 
 
 def detect_target(device: int | None = None) -> Target | None:
-    """Returns the target of the current CUDA device, with the device's own number of SMs. Returns
-    None if no device can be used.
+    """Returns the target of the current CUDA device, with the device's own number of SMs and memory
+    rate. Returns None if no device can be used.
 
     The result is also None if there is no record for the GPU's compute capability, or if torch uses
     the GPU through ROCm. No kernels are emitted for such a GPU.
@@ -394,6 +405,21 @@ def detect_target(device: int | None = None) -> Target | None:
         torch.cuda.current_device() if device is None else device
     )
     target = _BY_CAPABILITY.get((properties.major, properties.minor))
-    if target is None or target.num_sms == properties.multi_processor_count:
-        return target
-    return replace(target, num_sms=properties.multi_processor_count)
+    return None if target is None else _with_properties(target, properties)
+
+
+def _with_properties(target: Target, properties: Any) -> Target:
+    """Returns the record with the number of SMs and the memory rate of a device. The memory rate
+    stays if the device's is within SAME_RATE of it, or if torch does not know it."""
+    # kHz, two transfers in each cycle, and bits.
+    clock = 1e3 * getattr(properties, "memory_clock_rate", 0)
+    rate = _OF_MEMORY * 2 * clock * getattr(properties, "memory_bus_width", 0) / 8
+    if not rate or abs(rate / target.hbm_bytes_per_s - 1) <= SAME_RATE:
+        rate = target.hbm_bytes_per_s
+    flying = round(target.bytes_in_flight_per_sm * rate / target.hbm_bytes_per_s)
+    return replace(
+        target,
+        num_sms=properties.multi_processor_count,
+        hbm_bytes_per_s=rate,
+        bytes_in_flight_per_sm=flying,
+    )

@@ -1,4 +1,5 @@
-"""`torch.compile(model, backend="tilewright")`, and `lower`, which reports what it would do."""
+"""Implements `torch.compile(model, backend="tilewright")`, and `lower`, which reports what this
+backend would do."""
 
 from __future__ import annotations
 
@@ -132,9 +133,9 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
     return any(chosen.raises_for(miss) for miss in misses)
 
 
-# The warnings that were given since torch._dynamo.reset(). A graph break is warned about once for
-# each place, and a graph once for each text. A recompilation for other sizes has the same text as
-# the first compilation.
+# The warnings that were given since torch._dynamo.reset(). A graph break causes one warning for
+# each place. A warning about a whole graph is given once for each text. A recompilation for other
+# sizes makes the same text as the first compilation, so it gives no second warning.
 _WARNED: set[Miss | str] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
@@ -203,7 +204,7 @@ def _failure_of_the_graph(error: Exception) -> Miss:
 def _compile(
     report: GraphReport, inputs: Sequence[Any], options: Options, mode: str | None
 ) -> tuple[GraphReport, Callable[..., Any]]:
-    """Returns the compiled graph, which is fused if that works, and the report on it."""
+    """Returns the report on a graph, and the compiled graph, which is fused if that works."""
     if not report.matches:
         return report, _inner(report.before, inputs, options, mode)
     try:
@@ -330,9 +331,10 @@ def lower(
     zeros in place of the first graph's results. If that code raises an error, the error is reported
     as part of the break.
 
-    Raises TypeError for a model that cannot be called, or for arguments in another form. Raises
-    ValueError for unknown patterns or targets, and StrictError under `strict`. Exceptions that
-    Dynamo or the model raises before there is a graph are passed on.
+    Raises TypeError if the model cannot be called, if `args` is not a tuple or list, or if `kwargs`
+    is not a dictionary by name. Raises ValueError for unknown patterns or targets, and StrictError
+    under `strict`. Exceptions that Dynamo or the model raises before there is a graph are passed
+    on.
     """
     _check_call(model, args, kwargs)
     if dynamic not in (None, True, False):
@@ -379,15 +381,16 @@ def lower(
             # The Python code between two graphs failed on the zeros that replace the results of the
             # first graph.
             log.debug("the model stopped after a graph", exc_info=True)
-            after = [f"after it, on zeros in place of its results, {_in_a_line(error)}"]
+            what = "the code after this graph failed on zeros in place of its results"
+            after = [f"{what}: {_in_a_line(error)}"]
     lowered = Lowered(tuple(found), target_name(options), (*breaks, *after))
     raise_strictly(lowered.misses, options)
     return lowered
 
 
 def _check_call(model: Any, args: Any, kwargs: Any) -> None:
-    """Raises TypeError for a model that cannot be called, or for arguments of another form. The
-    message names the argument."""
+    """Raises TypeError if the model cannot be called, if `args` is not a tuple or list, or if
+    `kwargs` is not a dictionary by name. The message names the argument."""
     if not callable(model):
         whole = isinstance(model, tuple) and len(model) == 3
         hint = (

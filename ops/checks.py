@@ -123,8 +123,8 @@ def check_shape(
     op: str, argument: str, tensor: torch.Tensor | None, letters: str, sizes: Sequence[Any]
 ) -> None:
     """Raises ArgumentError unless the tensor is given, has the rank of `sizes`, and has every size
-    in `sizes` that is not None. (torch accepts None for a tensor.) letters: the names of the axes
-    for the message, such as `[Hkv, D, K]`."""
+    in `sizes` that is not None. (torch passes None for an undefined tensor.) letters: the names of
+    the axes for the message, such as `[Hkv, D, K]`."""
     if not isinstance(tensor, torch.Tensor):
         actual = None if tensor is None else repr(tensor)
         raise ArgumentError(op, argument, f"a tensor of shape {letters}", actual)
@@ -194,8 +194,8 @@ def first(bad: torch.Tensor) -> int | None:
     return None if where < 0 else where
 
 
-# Use the dictionary that os.environ wraps. A look-up in os.environ itself converts the name first,
-# which takes longer than all other work of finding a repeated call.
+# Use the dictionary that os.environ wraps. A look-up in os.environ itself converts the name first.
+# This takes longer than all other work that finds the recorded launches of an earlier, equal call.
 _environment: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
 
 

@@ -3,6 +3,7 @@ into."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
@@ -10,7 +11,7 @@ from tilewright.codegen.attention.blocks import KEYS
 from tilewright.codegen.attention.kernels import DecodeConfig, decode_tiles
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
-from tilewright.codegen.targets import Target
+from tilewright.codegen.targets import Target, sm_rate
 
 # The most rows of a tile, and the most numbers in the output of a tile.
 MOST_ROWS = 64
@@ -22,38 +23,39 @@ HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
 LATENT_KEYS = 32
-# ROUNDED_KEYS is the number of keys in a block of latents if the kernel rounds the latents to
-# float8 codes and back before it uses them. These keys are in registers, in fp32. ROUNDED_TIME says
-# that a program takes about four times as long to read and round keys as it takes only to read
-# them. This number follows from sweeps on an H100 with 1 to 64 sequences of 1024 and 2048 latents.
+# The number of keys in a block of latents if the kernel rounds the latents to float8 codes and back
+# before it uses them. These keys are in registers, in fp32.
 ROUNDED_KEYS = 16
-ROUNDED_TIME = 4
 # Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may
 # hold. If there are more numbers, the program has 8 warps.
 HELD_SUMS = 96
 # The shared memory that is kept free for the weights, barriers and reductions, in bytes.
 SPARE_BYTES = 8192
 MOST_SPLITS = 128
-# The cost of another launch, and the cost of each part that is merged, if keys are split into
-# parts. The costs were measured on an H200. They are given as the bytes of keys that a
-# multiprocessor reads in the same time.
-LAUNCH_BYTES = 56 * 1024
-MERGED_BYTES = 2 * 1024
-# The cost of each part that is merged, for latents (measured on an H100). It is lower because
-# several programs merge the parts of a row.
-MERGED_LATENT_BYTES = 512
-# For latents that are rounded: the time that a multiprocessor takes for a block if it runs one
-# program, divided by the time that it takes for a block if it runs two. A program waits for its
-# reads and then rounds, so a second program can work while the first one waits. On an H100, a call
-# with 64 sequences of 1024 latents takes 69.7 us with 4 parts, and 115.5 us with 2 parts.
-LONE_ROUNDED = 1.1
-# Without latents: the least time that a program takes for a block of keys, given as the bytes that
-# a multiprocessor reads in the same time. If there are fewer programs than multiprocessors, each
-# program reads faster, but its products and its softmax wait for each other. The number follows
-# from sweeps on an H100. With one sequence of 2048 keys, 8 parts (9.3 us) are faster than 16 (9.9
-# us) if there are 8 heads of keys, and 16 parts are the fastest if there are 4. With 16384 keys, 16
-# and 32 parts are the fastest.
-STEP_BYTES = 19 * 1024
+# The time model of `_splits`. Its times follow from sweeps on an H100 and an H200 with 1 to 128
+# sequences of 1000 to 16384 keys: benchmarks/results/plans.json and plans_h200.json. All times are
+# in seconds.
+#
+# The time of another launch, and of each part that is merged. Parts of latents are merged by
+# several programs, and have the number of rows of the tile.
+LAUNCH_S = 1.8e-6
+MERGED_S = 0.12e-6
+MERGED_LATENT_ROW_S = 1.2e-9
+# The least time that a program takes for a block of keys, because its products and its softmax wait
+# for each other: a fixed time, and the time in which one program reads the block.
+STEP_S = 0.65e-6
+STEP_BYTES_PER_S = 100e9
+# The least time for a block of latents, and the time of the products of one row of the tile with a
+# block.
+LATENT_STEP_S = 1.75e-6
+LATENT_ROW_S = 45e-9
+# The shares of the memory rate that programs reach.
+MEMORY_SHARE = 0.9
+LATENT_MEMORY_SHARE = 0.8
+# The time for a block of latents that are rounded, if a multiprocessor runs one program, and how
+# much longer two programs take: one program can work while the other one waits for its reads.
+ROUNDED_STEP_S = 2.8e-6
+ROUNDED_PAIR = 1.8
 # The number of programs that fit a multiprocessor at the same time. Any more programs would start
 # late, in a second wave that is nearly empty.
 RESIDENT_PROGRAMS = 2
@@ -156,55 +158,75 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
         keys = ROUNDED_KEYS
     config = DecodeConfig(tokens, heads, rows, 1, warps, STAGES, keys)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    splits = _splits(problem, config, tiles, sizes.num_keys, target.num_sms)
-    stages = _stages(problem, rows, keys, target, alone=tiles * splits <= target.num_sms)
-    return replace(config, splits=splits, num_stages=stages)
+    config = replace(config, splits=_splits(problem, config, tiles, sizes.num_keys, target))
+    stages = _stages(problem, config, tiles, sizes.num_keys, target)
+    return replace(config, num_stages=stages)
 
 
-def _stages(problem: CacheProblem, rows: int, keys: int, target: Target, alone: bool) -> int:
-    """Returns the number of pipeline stages: as many as are useful and fit shared memory. alone:
-    whether no two programs share a multiprocessor."""
-    paged = problem.paged
+def _stages(
+    problem: CacheProblem, config: DecodeConfig, tiles: int, num_keys: int, target: Target
+) -> int:
+    """Returns the number of pipeline stages: as many as are useful and fit shared memory."""
+    paged, keys = problem.paged, config.block_n
     wanted = PAGED_STAGES if paged else STAGES
-    if alone and not problem.latent:
+    if tiles * config.splits <= target.num_sms and not problem.latent:
         wanted = max(wanted, 1 + cdiv(LONE_BYTES, keys * problem.key_bytes))
-    fixed = 2 * rows * (problem.head_block + problem.rope_block + keys) + SPARE_BYTES
+    fixed = 2 * config.rows * (problem.head_block + problem.rope_block + keys) + SPARE_BYTES
     if problem.attn_mask:
-        fixed += wanted * rows * keys * ELEMENT_BYTES[problem.attn_mask]
+        fixed += wanted * config.rows * keys * ELEMENT_BYTES[problem.attn_mask]
         if target.tmem_columns:
-            fixed += 4 * rows * keys  # the logits in fp32, between tensor memory and registers
+            # The logits in fp32, between tensor memory and registers.
+            fixed += 4 * config.rows * keys
     fitting = (target.max_shared_bytes - fixed) // (keys * problem.key_bytes)
     if problem.latent and paged:
         # One of the stages holds only page numbers, which are loaded before the keys.
         fitting += 1
-    return max(min(wanted, fitting), 1)
+    # More stages than blocks are not useful. One more stage is, because it lets the first block's
+    # reads start before the loop.
+    steps = cdiv(cdiv(num_keys, keys), config.splits)
+    return max(min(wanted, fitting, steps + (2 if paged else 1)), 1)
 
 
-def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, sms: int) -> int:
+def _splits(
+    problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, target: Target
+) -> int:
     """Returns the number of parts of each tile's keys that gives the shortest modelled time.
 
-    One program saturates a multiprocessor's share of the memory bandwidth, unless it rounds the
-    keys. Therefore the time depends only on the number of key blocks that the busiest
-    multiprocessor reads, and on its share, which is larger if other multiprocessors have no
-    program.
+    The time of a part is the number of its blocks, times the time of a block. Programs that write
+    parts, and the programs that merge them, also move the sums of the parts.
     """
-    blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
-    rounds = problem.rounding is not None
+    sms, blocks = target.num_sms, cdiv(keys, config.block_n)
+    sm_bytes_per_s = sm_rate(target)
     part_bytes = 4 * config.real_rows * problem.v_block
-    merged_bytes = MERGED_LATENT_BYTES if problem.latent else MERGED_BYTES
+    merged = config.real_rows * MERGED_LATENT_ROW_S if problem.latent else MERGED_S
     most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * sms // tiles)
 
     def time(splits: int) -> float:
         programs = tiles * splits
-        step_bytes: float = block_bytes
-        if not problem.latent:
-            step_bytes = max(block_bytes * min(programs / sms, 1), STEP_BYTES)
-        if rounds:
-            step_bytes *= ROUNDED_TIME * (LONE_ROUNDED if programs <= sms else 1)
-        reading = cdiv(programs, sms) * cdiv(blocks, splits) * step_bytes
-        # Programs write the parts, and the merging programs read them again, in a tile that is
-        # padded to a power of two.
-        parts = merged_bytes * next_power_of_2(splits) + 2 * programs * part_bytes / sms
-        return reading + (LAUNCH_BYTES + parts if splits > 1 else 0)
+        reading = cdiv(blocks, splits) * _step_s(problem, config, programs / sms, sm_bytes_per_s)
+        if splits == 1:
+            return reading
+        # Parts are written and read again, in a tile that is padded to a power of two.
+        parts = 2 * programs * part_bytes / sms / sm_bytes_per_s
+        return reading + LAUNCH_S + merged * next_power_of_2(splits) + parts
 
     return min(range(1, max(most, 1) + 1), key=time)
+
+
+def _step_s(
+    problem: CacheProblem, config: DecodeConfig, load: float, sm_bytes_per_s: float
+) -> float:
+    """Returns the seconds in which the programs of the busiest multiprocessor compute a block each.
+
+    load: the number of programs of a multiprocessor, on average. If it is below one, the programs
+    share the memory rate of the multiprocessors that have none.
+    """
+    waves = math.ceil(load)
+    if problem.rounding is not None:
+        return ROUNDED_STEP_S * (1 if waves == 1 else waves / 2 * ROUNDED_PAIR)
+    block_bytes = config.block_n * problem.key_bytes
+    reading = (min(load, 1) if waves == 1 else waves) * block_bytes / sm_bytes_per_s
+    if not problem.latent:
+        return max(reading / MEMORY_SHARE, STEP_S + block_bytes / STEP_BYTES_PER_S)
+    products = waves * config.rows * LATENT_ROW_S
+    return max(reading / LATENT_MEMORY_SHARE, products, LATENT_STEP_S)

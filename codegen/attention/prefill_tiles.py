@@ -54,8 +54,11 @@ class PrefillConfig:
         return " ".join([tile, *words])
 
     def fits(self, q_bytes: int, key_bytes: int, mask: str, target: Target) -> bool:
-        """Whether shared memory holds the tile of q and the pipeline stages of keys, values and
-        mask.
+        """Whether shared memory holds the tiles of a program."""
+        return self.shared_bytes(q_bytes, key_bytes, mask) <= target.max_shared_bytes
+
+    def shared_bytes(self, q_bytes: int, key_bytes: int, mask: str) -> int:
+        """Returns the bytes of the tile of q and of the pipeline stages of keys, values and mask.
 
         q_bytes: the bytes of a row of q. key_bytes: the bytes of a row of keys plus a row of
         values. mask: the dtype of the mask tensor; "" if there is none.
@@ -64,7 +67,7 @@ class PrefillConfig:
         if mask:
             tile = self.block_m * self.block_n * ELEMENT_BYTES[mask]
             held += max(self.num_stages - 1, 1) * tile
-        return held <= target.max_shared_bytes
+        return held
 
 
 def _head_group(pairs: int, kept_bytes: int, target: Target) -> int:

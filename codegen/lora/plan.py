@@ -46,7 +46,7 @@ FEW_ROWS_WIDE = 256  # for more columns
 # were at most 4 % slower than the fastest. Tiles of 8 rows have less padding and more programs, but
 # read the weights more often. Tiles that are in MOST_PROGRAMS are used only if each multiprocessor
 # gets at most this many programs. Longer steps leave shared memory for fewer programs.
-NARROW = FewShrink(8, 8, 256, 4, 4, 3)
+NARROW = FewShrink(8, 8, 256, 4, 4, 4)
 LONG = FewShrink(8, 16, 256, 4, 4, 3)
 SMALL = FewShrink(8, 8, 128, 4, 4, 3)
 WIDER = FewShrink(8, 16, 128, 4, 4, 3)

@@ -76,7 +76,7 @@ class AttentionProblem:
         v_by_key: whether v is contiguous along its keys instead of along its dims.
         sequences: number of sequences, rounded up to a power of two; 1 if not ragged.
         tma: whether descriptors can load q, k and v. rope_tma: the same for the rope keys.
-        joint: whether a key's values follow it in memory and both fill their tiles.
+        joint: whether each value follows its key in memory, and keys and values fill their tiles.
     """
 
     num_heads: int

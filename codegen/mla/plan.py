@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla.key_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.targets import Target
 
@@ -77,6 +77,8 @@ class DecodeSizes:
         nope, rope, v_dim: The number of columns of the parts of a head, N, R and V.
         rank: The number of columns of a latent, L.
         rows: The number of rows of a tile of absorbed attention.
+        tiles: The number of tiles that have the queries and heads of a sequence.
+        sequences: The number of sequences; 0 if it is unknown.
     """
 
     queries: int
@@ -87,6 +89,8 @@ class DecodeSizes:
     v_dim: int
     rank: int
     rows: int
+    tiles: int
+    sequences: int = 0
 
 
 # The fewest keys for which absorbed attention is used. It needs two more launches, but it reads
@@ -97,6 +101,13 @@ NUMBER_MACS = 170
 # The cost of a multiply-add in absorbed attention, divided by the cost of a multiply-add in a GEMM.
 # It is higher because the tiles of absorbed attention are narrow.
 NARROW_MACS = 3
+# How many multiply-adds an H200 computes in the time that attention to expanded keys takes longer,
+# whatever the number of keys: 15 us, because it has more launches, and its GEMM has few tiles. With
+# 64 queries of DeepSeek-V2-Lite behind 1900 tokens, absorbed attention takes 50.0, 71.2 and 198 us
+# for 1, 2 and 8 sequences, and the other way takes 58.9, 75.4 and 168 us.
+EXPANDING_MACS = 5.9e9
+# The fewest keys for each query for which these were measured.
+KEYS_PER_QUERY = 16
 
 
 def absorbs(sizes: DecodeSizes) -> bool:
@@ -106,15 +117,17 @@ def absorbs(sizes: DecodeSizes) -> bool:
     latent by the columns of all heads, which takes H * L * (N + V) multiply-adds, and the columns
     are written and read again. For each query, attention then adds one multiply-add for each
     column, including the R rope columns. With absorbed weights, each tile of rows reads L + R
-    numbers and multiplies each of them twice, except for the R rope columns. Costs that do not
-    depend on the keys are not counted, because both ways read the weight once.
+    numbers and multiplies each of them twice, except for the R rope columns. Both ways read the
+    weight once. The fixed costs of expanded keys count if the number of sequences is known and
+    there are few queries.
     """
     if sizes.keys < FEWEST_KEYS:
         return False
     columns = sizes.heads * (sizes.nope + sizes.v_dim)
-    expanded = columns * (sizes.rank + 2 * NUMBER_MACS)
+    expanded: float = columns * (sizes.rank + 2 * NUMBER_MACS)
     expanded += sizes.queries * (columns + sizes.heads * sizes.rope)
-    tiles = cdiv(sizes.queries * sizes.heads, sizes.rows)
     tile = NARROW_MACS * sizes.rows * (2 * sizes.rank + sizes.rope)
     tile += NUMBER_MACS * (sizes.rank + sizes.rope)
-    return tiles * tile < expanded
+    if sizes.sequences and sizes.keys >= KEYS_PER_QUERY * sizes.queries:
+        expanded += EXPANDING_MACS / (sizes.sequences * sizes.keys)
+    return sizes.tiles * tile < expanded

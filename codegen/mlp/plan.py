@@ -68,6 +68,7 @@ class Tiling:
         stages: The largest number of pipeline stages. With more stages, the next kernel's programs
             could not start early.
         programs: The number of programs that run on a multiprocessor at the same time.
+        parts: The number of parts of K if there are more tiles than programs.
     """
 
     block_n: int = 64
@@ -75,6 +76,7 @@ class Tiling:
     num_warps: int = 4
     stages: int = 8
     programs: int = 2
+    parts: int = 1
 
 
 PLAIN = Tiling()
@@ -82,18 +84,33 @@ PLAIN = Tiling()
 # tokens.
 SHORT_STEPS = Tiling(block_k=64)
 MOST_PLAIN_TILE = 32
-# Tiles for two weights that are not quantised and few tokens, and LONG_STEPS for one weight and 64
-# tokens. A step reads 16 KiB of each weight, and one program has all of the shared memory. Measured
-# on an H100 for 1 and 16 tokens: gate and up of Llama-3-8B take 89.6 and 91.6 us with LONG_STEPS,
-# and 95.7 and 97.7 us with two programs that read 8 KiB of each weight in a step (SHORT_STEPS). For
-# 16 tokens, gate and up of Qwen3-4B take 45.0 us with WIDE_TILES, and 48.0 us with SHORT_STEPS. The
-# same tiles are the fastest for 4 and 32 tokens, and for Qwen3-8B and Llama-3-70B. For 64 tokens,
-# the down projection of Llama-3-8B takes 50.1 us with LONG_STEPS, and 52.9 us with SHORT_STEPS.
+# Tiles for two weights that are not quantised and few tokens, and for one weight and more than
+# MOST_PAIRED_TOKENS tokens. A step reads 16 KiB of each weight, and one program has all of the
+# shared memory. Measured on an H100 for 1 and 16 tokens: gate and up of Llama-3-8B take 89.6 and
+# 91.6 us with LONG_STEPS, and 95.7 and 97.7 us with two programs that read 8 KiB of each weight in
+# a step (SHORT_STEPS). For 16 tokens, gate and up of Qwen3-4B take 45.0 us with WIDE_TILES, and
+# 48.0 us with SHORT_STEPS. The same tiles are the fastest for 4 and 32 tokens, and for Qwen3-8B and
+# Llama-3-70B. For 64 tokens, the down projection of Llama-3-8B takes 50.1 us with LONG_STEPS, and
+# 52.9 us with SHORT_STEPS.
 LONG_STEPS = Tiling(stages=5, programs=1)
 WIDE_TILES = Tiling(block_n=128, block_k=64, stages=5, programs=1)
-# The fewest programs that together read memory at its full rate, if each is alone on a
-# multiprocessor: 3.35 TB/s of an H100, of which one program reads up to 85 GB/s.
-READING_PROGRAMS = 40
+# LONG_STEPS with K in two parts, so that the last programs, which are few, end sooner. Parts are
+# added in a fixed order, which takes PARTS_TIME of the time. Gate and up of Qwen3-14B take 102.1 us
+# for one token on an H200, and 107.9 us with LONG_STEPS.
+HALVES = Tiling(stages=5, programs=1, parts=2)
+PARTS_TIME = 0.02
+# The highest rate at which one program reads, if it is alone on a multiprocessor, as measured on an
+# H100.
+PROGRAM_BYTES_PER_S = 85e9
+# For one weight: the largest number of tokens for which two programs share a multiprocessor; and
+# the least share of the multiprocessors that LONG_STEPS has to occupy for more tokens. The down
+# projections of Qwen3-14B and 32B have 80 tiles of 64 rows. For 64 tokens on an H200, they take
+# 61.8 and 85.4 us with LONG_STEPS (80 programs), and 56.5 and 76.4 us with WIDE_WARPS (120
+# programs). For 32 tokens, the one of Gemma2-9B (112 programs) takes 32.6 us with LONG_STEPS, and
+# 34.4 us with two programs.
+MOST_PAIRED_TOKENS = 16
+LEAST_OCCUPIED = 0.8
+WIDE_WARPS = Tiling(block_n=128, block_k=64, num_warps=8, stages=5, programs=1)
 # Tiles for 4-bit codes. They read 128 bytes of a row in each step. Measured on an H100 for 1 and 16
 # tokens: the down projection of Llama-3-8B takes 17.2 us (29.1 us with tiles of 64 rows and 128
 # columns and eight stages), and gate and up take 35.0 us (38.8 us).
@@ -268,8 +285,7 @@ def linear_config(
     tiles = cdiv(problem.n, tiling.block_n)
     steps = cdiv(problem.k, block_k)
     worth = cdiv(problem.k, min(block_k, 128)) // LEAST_STEPS
-    parts = min(tiling.programs * target.num_sms // tiles, worth, MOST_PARTS)
-    split = cdiv(steps, cdiv(steps, max(parts, 1)))
+    split = cdiv(steps, cdiv(steps, _parts(tiling, tiles, worth, target)))
     room = target.max_shared_bytes // tiling.programs - RESERVED_BYTES
     if not ordered:
         room -= made_bytes(problem, tiling.block_n, block_t, block_k)
@@ -286,6 +302,12 @@ def linear_config(
         lets_in=early,
         x_in_order=ordered,
     )
+
+
+def _parts(tiling: Tiling, tiles: int, worth: int, target: Target) -> int:
+    """Returns the number of parts of K: as many as there are programs for, and at most `worth`."""
+    parts = max(tiling.programs * target.num_sms // tiles, tiling.parts)
+    return max(min(parts, worth, MOST_PARTS), 1)
 
 
 def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Target) -> Tiling:
@@ -318,19 +340,34 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
 
 def _plain_tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Target) -> Tiling:
     """Returns the tiling for weights that are not quantised."""
-    if not problem.gated:
-        long = target.measured and num_tokens <= MOST_TOKENS
-        return PLAIN if block_t <= MOST_PLAIN_TILE else LONG_STEPS if long else SHORT_STEPS
-    if block_t > MOST_STREAMED_PAIR or not target.measured:
+    if not target.measured:
+        return SHORT_STEPS if problem.gated or block_t > MOST_PLAIN_TILE else PLAIN
+    if problem.gated and block_t > MOST_STREAMED_PAIR:
         return SHORT_STEPS
-    return min(LONG_STEPS, WIDE_TILES, key=lambda one: _reading_time(problem.n, one, target))
+    if problem.gated:
+        tried = (LONG_STEPS, WIDE_TILES, HALVES)
+        return min(tried, key=lambda one: _reading_time(problem.n, one, target))
+    return _single_tiling(problem.n, num_tokens, target)
 
 
-def _reading_time(rows: int, tiling: Tiling, target: Target) -> int:
+def _single_tiling(rows: int, num_tokens: int, target: Target) -> Tiling:
+    """Returns the tiling for one weight with this many rows."""
+    if num_tokens > MOST_TOKENS:
+        return SHORT_STEPS
+    tiles = cdiv(rows, LONG_STEPS.block_n)
+    occupied = max(target.num_sms // tiles, 1) * tiles / target.num_sms
+    if num_tokens > MOST_PAIRED_TOKENS and occupied >= LEAST_OCCUPIED:
+        return LONG_STEPS
+    return PLAIN if num_tokens <= MOST_PLAIN_TILE else WIDE_WARPS
+
+
+def _reading_time(rows: int, tiling: Tiling, target: Target) -> float:
     """Returns the time in which programs read all rows, one program on a multiprocessor at a time.
     It is given as the number of rows that are read at the full rate of memory."""
-    waves, last = divmod(cdiv(rows, tiling.block_n), target.num_sms)
-    return tiling.block_n * (waves * target.num_sms + (max(last, READING_PROGRAMS) if last else 0))
+    reading = cdiv(int(target.hbm_bytes_per_s), int(PROGRAM_BYTES_PER_S))
+    waves, last = divmod(tiling.parts * cdiv(rows, tiling.block_n), target.num_sms)
+    programs = waves * target.num_sms + (max(last, reading) if last else 0)
+    return tiling.block_n * programs / tiling.parts * (1 + PARTS_TIME * (tiling.parts - 1))
 
 
 def _most_ordered(problem: LinearProblem, target: Target) -> int:

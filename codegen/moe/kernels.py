@@ -52,7 +52,7 @@ class OrderConfig:
         chunks_per_load: The number of chunks that `moe_scan` adds at a time.
         experts_per_scan: The number of experts of a program of `moe_scan`.
         row_block: If it is not 0, rows are also counted in blocks of row_block rows, and the sort
-            returns the number of the first block of each expert.
+            returns the index of the first block of each expert.
     """
 
     chunk: int

@@ -17,8 +17,9 @@ from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.targets import Target
 
 # The fraction of the chip's GEMM rate that is reached with this number of active warp groups on an
-# SM. This and all constants below were fitted to the table measured on an H200. The estimates are
-# within a quarter of the measured times, except for a few tiles with long columns.
+# SM. This constant and those below, unless their comments say otherwise, were fitted to the shipped
+# tables `measured_*.json`, which come from an H200. The estimates are within a quarter of the
+# measured times, except for a few tiles.
 _WARP_GROUP_SHARE = {1: 0.62, 2: 0.93, 3: 0.94}
 # The time of an epilogue of a tile of 128 x 256, if it overlaps with nothing.
 _EPILOGUE_S = 1.6e-6
@@ -28,22 +29,27 @@ _FILL_S = 1.0e-6
 _DESCRIPTOR_S = 1.0e-6
 # The time in which a multiprocessor starts another program. A persistent program needs no such
 # time: it loads the operands of its next tile during the epilogue. This time only decides between
-# tiles that would otherwise take equally long: in the table, persistent tiles are the fastest if
-# there are several waves of tiles, and other tiles are the fastest if there is only one wave.
+# tiles that would otherwise take equally long: in the measured tables, persistent tiles are the
+# fastest if there are several waves of tiles, and other tiles are the fastest if there is only one
+# wave.
 _RESTART_S = 0.1e-6
+# The time that a split of K adds, without the traffic of the partial sums.
 _SPLIT_S = 1.2e-6
 _LIBRARY_FILL_S = 2.5e-6
 # How many bytes an SM loads in a second: by TMA, and by loads of its threads.
 _TMA_BYTES_PER_SM_S = 115e9
 _LOAD_BYTES_PER_SM_S = 85e9
 
-# For quantised weights: how many codes an SM unpacks in a second; the fraction of the tensor cores'
-# rate that tiles of few tokens reach, and the fraction that tiles of more tokens reach (tiles of
-# fewer than 64 tokens take as long as tiles of 64); and the time of the kernel that permutes x.
+# The number of codes of quantised weights that an SM unpacks in a second.
 _CODES_PER_SM_S = 9.0e10
+# The fraction of the tensor cores' rate that tiles of up to 32 tokens reach with quantised weights,
+# and the fraction that tiles of more tokens reach. Tiles of fewer than 64 tokens take as long as
+# tiles of 64.
 _CODES_MMA_SHARES = (0.75, 0.55)
+# The same as _FILL_S and _SPLIT_S, for quantised weights.
 _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
+# The time of the kernel that permutes x to the order of the codes.
 _ORDER_S = 1.5e-6
 # Constants of the kernel without tensor cores. _DOTS_FILL_S is its time in addition to the launch
 # (it took 7.4 us in total for 13 MB of int4 on an H100). _DOTS_PER_SM_S is how many integers (True)
@@ -128,7 +134,7 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     resident = _resident(problem, config, target)
     together = min(per_sm, resident)
     if per_sm > resident:
-        # If the last wave has fewer tiles than fit, it takes as long as a full wave.
+        # A last wave that is not full takes as long as a full wave.
         waves = cdiv(tiles, target.num_sms * resident)
         per_sm = waves * resident
         if isinstance(config, TiledConfig) and not config.persistent:

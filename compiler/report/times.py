@@ -6,7 +6,7 @@ A kernel overlaps its reads with its products, but never wholly: the root of the
 between the longer time and the sum of both. Each rate is a share of the target's own rate
 (`codegen/targets.py` `Target`), which a copy, or the largest product of a library, reaches. There
 are few shares, and the comment on each names the stored measurements from which it comes.
-docs/predictions.md compares the model with measured steps.
+docs/predictions.md compares the cost model with measured steps.
 
 The planners of single ops (`codegen/qkv/time.py`, `codegen/mla/plan.py`) rank the tiles of one
 kernel by other formulas, which know these tiles. The times of this file do not change that

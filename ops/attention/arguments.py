@@ -56,9 +56,10 @@ class AttentionArguments(BatchArguments):
     - The index j of the key is less than `key_lengths` [B], if that is given.
     - `mask` allows the key for the query's position p: "causal" (j <= p), "sliding_window" (p -
       window < j <= p), "chunked" (j <= p and j // window == p // window) or "none".
-    - `attn_mask` [B or 1, Hq or 1, S or 1, K or more] allows it. This requires that each sequence
-      has the same number S of queries. A bool mask has True for a visible key. A mask of numbers
-      (q's dtype or fp32) is added to the logits after scale and cap, and -inf hides a key.
+    - `attn_mask` [B or 1, Hq or 1, S or 1, K] allows it. K is at least the number of keys of a
+      sequence, and each sequence must have the same number S of queries. A bool mask has True for
+      a visible key. A mask of numbers (q's dtype or fp32) is added to the logits after scale and
+      cap, and -inf hides a key.
 
     If a query attends to no key, its result is zeros.
 

@@ -33,7 +33,8 @@ class AttentionCase:
         positions: How positions are given: "lengths" (cache_lengths), "each" (one for every token),
             "shared" (the same for all sequences) or "none".
         lengths: Whether key_lengths are passed.
-        mask, window, softcap, sinks: As in the op.
+        mask, window, softcap: The op's arguments.
+        sinks: Whether the call has sinks.
         attn_mask: "none", "bool", "heads" (bool, different for each head), "padding" (bool [B, 1,
             1, K]), "float" or "lowest" (float, where hidden keys have the lowest finite number).
         ragged: Whether row_offsets are passed.

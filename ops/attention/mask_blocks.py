@@ -35,7 +35,8 @@ class MaskCase:
             are hidden.
         padding: The number of keys that are hidden at the left of every second sequence.
         transposed: Whether queries, and not keys, are contiguous in memory.
-        dtype, hide_lowest: As in the op.
+        dtype: The dtype of the mask.
+        hide_lowest: The op's argument.
     """
 
     name: str

@@ -35,8 +35,8 @@ def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
 
 
 def dot_words(data: torch.Tensor | None, per: int) -> torch.Tensor | None:
-    """Returns words of `code_words` in the dtype that dot products read. per: the number of codes
-    in a word. Words of four codes are stored as bytes, and are viewed as 32-bit words."""
+    """Returns a result of `code_words` in the dtype that dot products read. per: the number of
+    codes in a word. Words of four codes are stored as bytes, and are viewed as 32-bit words."""
     return data.view(torch.int32) if data is not None and per == 4 else data
 
 

@@ -22,12 +22,12 @@ class GroupedCase:
         name: The name of the case.
         sizes: The number of rows of each group.
         ids: The expert of each group. If it is None, group g has expert g.
-        rows, inner, num_experts: N, K and E.
+        rows, inner, num_experts: The op's sizes N and K, and the number E of experts.
         spare: The number of rows that belong to no group.
         dtype, weight_format, bias: The dtype of x, and the form of the weights.
         end_offsets: Whether offsets are ends, as in torch.
         transposed: Whether weights are stored as [E, K, N].
-        out_dtype: As in the op.
+        out_dtype: The op's argument.
         index: The dtype of offsets and ids.
         coded_rows: Whether x has float8_e4m3fn codes.
     """

@@ -25,7 +25,7 @@ class LoraCase:
             sizes also determine the number of rows.
         spare: The number of rows that belong to no group.
         base_rows: The number of rows of the batch after the M rows that may have adapters.
-        num_adapters, hidden: G and K.
+        num_adapters, hidden: The number G of adapters, and the number K of columns of `a`.
         ranks: The ranks of q, k and v; 0 for a projection without an adapter.
         widths: The numbers of columns of q, k and v.
         layout: "stacked" (b [G, 3N, K]), "separate" or "transposed" ([G, K, R] viewed as [G, R,

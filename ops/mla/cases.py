@@ -17,7 +17,7 @@ class LatentCase:
     Attributes:
         name: The name of the case.
         new_tokens, cached_tokens: The numbers of new and of cached tokens of each sequence.
-        rank, rope_dim: L and R.
+        rank, rope_dim: The widths of a latent and of a rope key.
         dtype: The dtype of the values.
         pool: The form of the cache: "joint" ([P, S, L + R]), "layers" (one layer of [P, 1, 3, S, 1,
             L + R]), "pair" (two pools) or "static" (two StaticCache tensors [B, 1, S, .], with a
@@ -26,7 +26,7 @@ class LatentCase:
         slots: As in ops/cache/addressing.py.
         index_dtype: The dtype of indices.
         norm, norm_dtype: Whether there is a norm, and the dtype of its weight.
-        rope_style: As in the op; "none" if there is no rope.
+        rope_style: The op's argument; "none" if there is no rope.
         table_width, by_position: The form of the tables of cos and sin.
         magnitude: A factor of the values.
     """
@@ -64,12 +64,14 @@ class PrefillCase(LatentCase):
     """One case of `mla_prefill`.
 
     Attributes:
-        num_heads, nope, v_dim: H, N and V.
+        num_heads: The number of heads.
+        nope, v_dim: The widths of the unrotated part of a head, and of its values.
         keys: As in ops/mla/keys.py. With "given", there is no cache.
         runs: Whether all sequences have the same number of queries, and the call has no
             row_offsets.
-        ragged_keys: Whether the call has key_offsets. If not, all slots of all columns are keys.
-        mask, window, rope_on, attention_dtype: As in the op.
+        ragged_keys: Whether the call has key_offsets. If not, all slots of all pages in the table
+            are keys.
+        mask, window, rope_on, attention_dtype: The arguments of `mla_prefill`.
         attn_mask: "none", "bool" or "float".
         listed: Whether the list of blocks of the mask is passed.
         weight: "dense", "fp8" (dequantised), "quantized" (the latents are quantised too) or "codes"

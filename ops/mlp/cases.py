@@ -19,11 +19,12 @@ class LinearCase(CodedCase):
 
     Attributes:
         name: The name of the case.
-        num_tokens, k, n: T, K and N.
+        num_tokens, k, n: The op's sizes T, K and N.
         layout: How the weights are stored: "separate" tensors, "halves" of one tensor, "up_first"
             halves, "interleaved" rows of one tensor, or "n_major" tensors. For a single weight,
             "plain", or "plain_n_major" if its rows are contiguous.
-        bias, activation, norm_offset, scale: As in the op.
+        bias: Whether the linear has a bias.
+        activation, norm_offset, scale: The op's arguments.
         norm: "", "rms", "weightless", "layer" (with a bias), "layer_unbiased" or "layer_bare".
     """
 

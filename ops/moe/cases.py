@@ -19,12 +19,13 @@ class MoeCase:
 
     Attributes:
         name: The name of the case.
-        num_tokens, hidden, inner, num_experts, num_slots: T, H, I, E and S.
+        num_tokens, hidden, inner, num_experts, num_slots: The op's sizes T, H, I, E and S.
         dtype: The dtype of x.
         layout: How gate and up are stored: "halves" or "interleaved" rows of one tensor [E, 2I, H],
             "transposed" halves of [E, H, 2I] (down is then [E, I, H]), "up_first" halves,
             "separate" tensors, or "plain" (there is no up).
-        activation, limit, bias, weight_on_input, weight_format, activation_format: As in the op.
+        activation, limit, weight_on_input, weight_format, activation_format: The op's arguments.
+        bias: Whether the weights have biases.
         routing: "random", "one" (every route has the same expert) or "none" (some slots have expert
             -1).
     """

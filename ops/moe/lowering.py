@@ -1,4 +1,5 @@
-"""The CUDA lowering of `fused_moe`: sort the routes, two grouped GEMMs, combine."""
+"""The CUDA lowering of `fused_moe`. It sorts the routes, launches two grouped GEMMs, and combines
+the results of each token."""
 
 from __future__ import annotations
 
@@ -286,7 +287,8 @@ def _rows(memory: Memory, name: str, rows: torch.Tensor) -> Values:
 
 
 def _sort(call: _Call, routes: Values) -> Launches:
-    """Computes order and ends: the routes of each expert, one expert after another."""
+    """Launches the kernels that sort the routes. `order` gets the routes of one expert after
+    another, and `ends` gets the places in `order` where the routes of each expert end."""
     grids = sort_grids(call.problem, call.plan.order, routes["num_routes"])
     counts = {"counts": call.memory.get("counts"), "total": call.memory.get("total")}
     values = {**routes, **counts, "num_chunks": grids["count"][0]}
@@ -303,7 +305,7 @@ def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Tar
     num_routes, dtype, up = a.expert_ids.numel(), a.x.dtype, plan.up
     made = {
         "order": (num_routes, torch.int32),
-        # The second half has the number of each expert's first block of rows.
+        # The second half has the index of each expert's first block of rows.
         "ends": (2 * problem.num_experts, torch.int32),
         "hidden": (num_routes * problem.inner, dtype),
         "y": (num_routes * problem.hidden, dtype),

@@ -31,10 +31,10 @@ NAME = "fused_moe"
 ACTIVATION_FORMATS = ("dense", "fp8")
 ERROR_MODEL = (
     "Sums are accumulated in fp32, then the result is rounded once. The hidden activation is "
-    "rounded to the activations' dtype; the errors of that add up over the inner dimension like a "
-    "random walk, and are measured against the rms of the output. If it is quantised to e4m3, a "
-    "number close to the middle of two codes may be rounded to either code: then a few terms of "
-    "each sum differ by a sixteenth."
+    "rounded to the activations' dtype; the errors of this rounding grow over the inner dimension "
+    "like a random walk, and are measured against the rms of the output. If it is quantised to "
+    "e4m3, a number close to the middle between two codes may be rounded to either code: then a "
+    "few terms of each sum differ by a sixteenth."
 )
 TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 

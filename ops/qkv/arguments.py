@@ -248,8 +248,8 @@ class RaggedQkvArguments:
     - `input_row_offsets` [B + 1]: where each sequence starts, from 0 to T. Equal neighbours mean a
       sequence without new tokens.
     - `cache_lengths` [B]: the number of tokens that each sequence already has in the cache.
-    - `lookup_table` [B, columns]: entry [b, j] is the page of the j-th page_size tokens of sequence
-      b. Entries that no new token needs may have any values.
+    - `lookup_table` [B, columns]: entry [b, j] is the page of sequence b that holds its tokens from
+      j * page_size to (j + 1) * page_size - 1. Entries that no new token needs may have any values.
 
     These three are uint32, int32 or int64. Token i of sequence b is written to page lookup_table[b,
     p // page_size], slot p % page_size, with p = cache_lengths[b] + i.
@@ -263,13 +263,13 @@ class RaggedQkvArguments:
       scale, or value * scale with cache_scale_multiplies.
     - `weight`: N = q_dim + 2 * heads * head_dim rows (for MLA, q_dim + head_dim) of Q, K and V, in
       this order. It has one of three forms:
-    - [N, K] of hidden_state's dtype, with either dimension contiguous.
-    - [N, K] float8_e4m3fn with weight_scale [1, 1] (per tensor), [N, 1] (per channel) or [ceil(N /
-      128), ceil(K / 128)] (blocks). If hidden_state is float8 too, input_scale is [1, 1], [T, 1] or
-      [T, ceil(K / 128)]. A scale per tensor may be [] or [1].
-    - uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous. It is
-      symmetric (zero point 8) or, with has_zp, has the actual zero points; files of GPTQ v1 store
-      each zero point minus one.
+        - [N, K] of hidden_state's dtype, with either dimension contiguous.
+        - [N, K] float8_e4m3fn with weight_scale [1, 1] (per tensor), [N, 1] (per channel) or
+          [ceil(N / 128), ceil(K / 128)] (blocks). If hidden_state is float8 too, input_scale is
+          [1, 1], [T, 1] or [T, ceil(K / 128)]. A scale per tensor may be [] or [1].
+        - uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous. It is
+          symmetric (zero point 8) or, with has_zp, has the actual zero points; files of GPTQ v1
+          store each zero point minus one.
     - `bias` [N]: has the result's dtype or float32.
     - `static_tokens`, `tune`: as in FusedQkvArguments.
 

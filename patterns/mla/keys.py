@@ -69,7 +69,8 @@ class LatentKeys:
         weight: [H * (N + V), L].
         row_scale: [H * (N + V), 1]. If the weight is quantised, the graph may multiply the product
             by it.
-        num_heads, nope, v_dim: H, N and V.
+        num_heads, nope, v_dim: The number H of heads, and the widths N and V of the unrotated part
+            of a key and of a value.
         scales: If the graph multiplies 8-bit codes themselves, the op's arguments for latents and
             weight; else empty.
         dtype: The dtype of the product.

@@ -91,9 +91,9 @@ def _latents(rows: RoundedRows, keys: LatentKeys) -> tuple[View, int] | None:
 
 
 def _is_faster(attention: Attention, keys: LatentKeys) -> bool:
-    """Whether attention to the latents themselves is faster, if all sizes are numbers and not
-    symbols."""
-    _, queries, heads = attention.queries
+    """Whether attention to the latents themselves is faster, if all sizes but the number of
+    sequences are numbers and not symbols."""
+    sequences, queries, heads = attention.queries
     sizes: dict[str, Size] = {
         "queries": queries,
         "keys": keys.latents.shape[1],
@@ -104,4 +104,5 @@ def _is_faster(attention: Attention, keys: LatentKeys) -> bool:
         "rank": keys.latents.shape[-1],
     }
     known = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    return len(known) == len(sizes) and is_faster(**known)
+    known["sequences"] = sequences if isinstance(sequences, int) else 0
+    return len(known) > len(sizes) and is_faster(**known)

@@ -61,8 +61,9 @@ class AttentionCall:
     key_lengths: int [B]: keys at this position and later are not seen.
     mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
         "chunked" (causal, within chunks of `window`).
-    attn_mask: [B or 1, H or 1, S or 1, K or more]; bool (True: the key is seen), or numbers that
-        are added to the logits; for dense sequences only.
+    attn_mask: [B or 1, H or 1, S or 1, K], where K is at least the number of keys of a sequence;
+        bool (True: the key is seen), or numbers that are added to the logits; for dense sequences
+        only.
     mask_blocks: the mask's list of blocks, as the op `mask_blocks` returns it; None: the call makes
         it.
     q_scale, k_scale, v_scale: fp32 scalars on the device that 8-bit values are multiplied by.

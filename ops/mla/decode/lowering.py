@@ -230,6 +230,7 @@ def _is_faster(call: MlaDecodeArguments, num_keys: int) -> bool:
         rope=rope,
         v_dim=v_dim,
         rank=rank,
+        sequences=batch,
     )
 
 
