@@ -1,7 +1,7 @@
 """Emits a KernelSpec as one standalone Triton file: the template with all static values filled in.
 
-The file imports only triton and says how to compile it, so that a person or `worker.py` can build
-it without further information.
+The emitted file imports only triton and says how it is compiled, so that a person or `worker.py`
+can build the kernel without further information.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _assemble(
 
 
 def _preamble(spec: KernelSpec, function: JitFunction, imports: list[str]) -> list[str]:
-    """Returns the first lines of an emitted file. They say how to compile the file."""
+    """Returns the first lines of an emitted file, which say how to compile the file."""
     return [
         f'"""{_header(spec, function)}"""',
         "",

@@ -24,8 +24,8 @@ from tilewright.codegen.formats import TABLES
 from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 _FOUR_BITS = ("Linear4bit", "LinearNF4", "LinearFP4")
-# The number of scales that share a second-level scale if the scales are codes, too. The library
-# fixes this number.
+# The number of scales that share a second-level scale, if the scales are themselves stored as
+# codes. The library fixes this number.
 _SCALES = 256
 
 
@@ -104,8 +104,6 @@ class OutlierLinear(ByteLinear):
     rounded if a row has a magnitude of `threshold` or more in it."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() == 0:
-            return x
         rows = x.reshape(-1, self.in_features).to(torch.float16)
         outliers = rows.abs() >= self.threshold
         rows = torch.where(outliers, 0.0, rows)
@@ -155,7 +153,8 @@ def _eight_bits(module: Any) -> nn.Module | str:
     )
     if codes is None or scale is None:
         return (
-            "its weight is not quantised yet: this happens when the module is moved to its device"
+            "its weight is not quantised yet: the library quantises weights when their module is "
+            "moved to its device"
         )
     tensors = {"codes": codes, "scale": scale, "bias": module.bias}
     made = ByteLinear if state.threshold == 0 else OutlierLinear
@@ -166,7 +165,8 @@ def _four_bits(module: Any) -> nn.Module | str:
     state = getattr(module.weight, "quant_state", None)
     if state is None:
         return (
-            "its weight is not quantised yet: this happens when the module is moved to its device"
+            "its weight is not quantised yet: the library quantises weights when their module is "
+            "moved to its device"
         )
     if getattr(state, "packing_format_for_cpu", False):
         return "its codes are in another order for this CPU because the model ran before `prepare`"

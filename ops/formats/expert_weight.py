@@ -42,8 +42,8 @@ class ExpertWeight(StoredWeight):
 
     Attributes:
         data: The numbers, or the codes as `weight_format` stores them.
-        expert_scale: fp32 [E], one more factor for each expert.
-        bias: [E, N].
+        expert_scale: One more factor for each expert, fp32 [E].
+        bias: The bias of each expert, [E, N].
     """
 
     expert_scale: torch.Tensor | None = None

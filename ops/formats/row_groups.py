@@ -1,4 +1,5 @@
-"""Rows that are sorted by group, as grouped GEMMs expect them: the group of each row, and checks.
+"""Functions for rows that are sorted by group, as grouped GEMMs expect them. The functions check
+offsets, and return the group or the expert of each row.
 
 `group_ends` [G] are inclusive prefix sums of the group sizes (torch's `offs`). Group g has the rows
 [group_ends[g - 1], group_ends[g]). Rows from the last end on belong to no group. `expert_ids` [G]
@@ -64,8 +65,8 @@ def check_expert_values(op: str, name: str, ids: torch.Tensor | None, num_expert
 
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the tensor as contiguous. Kernels read a tensor that has one number for each group or
-    expert with stride 1."""
+    """Returns the tensor, or a contiguous copy of it. It has one number for each group or for each
+    expert, and kernels read it with stride 1."""
     return None if tensor is None else tensor.contiguous()
 
 

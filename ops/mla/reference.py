@@ -84,7 +84,7 @@ def _queries(a: MlaPrefillArguments, positions: torch.Tensor) -> torch.Tensor:
 
 
 def up_weight(a: MlaPrefillArguments, compute: torch.dtype) -> torch.Tensor:
-    """Returns kv_b_weight, dequantised. If latents are not quantised, it is rounded to q's
+    """Returns kv_b_weight, dequantised. If latents are not quantised, the weight is rounded to q's
     dtype."""
     numbers = _numbers(a, compute)
     if a.quantize_latent or a.latent_scale is not None or a.kv_b_scale is None:

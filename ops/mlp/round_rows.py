@@ -29,7 +29,7 @@ ERROR_MODEL = (
     "Norm and activation are computed in fp32 and rounded once to x's dtype; all later steps give "
     "the same bits as the graph. If the kernel rounds a number differently, the number may cross "
     "the middle between two codes and get the other code. The error is then an eighth of the "
-    "number, or 2^-9 of its scale."
+    "number, or 2^-9 times its scale."
 )
 _ONE_CODE = {"relative": 2.0**-3 + 2.0**-7}
 TOLERANCES = {
@@ -65,7 +65,7 @@ def fake(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(a: RoundRowsArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """In fp32 (float64 for float64 x), y rounded once to x's dtype:
+    """Computes, in fp32 (float64 for float64 x), and rounds y once to x's dtype:
 
         y = activation(x) * up
         y = y / sqrt(mean(y^2) + norm_eps) * (norm_offset + norm_weight)

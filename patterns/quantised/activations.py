@@ -5,10 +5,10 @@
     codes  = (blocks / scale).clamp(-448, 448).to(float8_e4m3fn)
     rows   = (codes.float() * scale).view(M, K).to(x.dtype)      ⇒   x, activation_format="fp8"
 
-The graph may multiply by the reciprocal instead of dividing. It may also clamp only the divisor to
-a very small number. The op computes a different result in two cases: it gives zeros for a block of
-zeros, where the graph may divide by zero, and it does not clamp a scale from below. Dimension
-letters: M rows, K columns.
+The graph may multiply by the reciprocal instead of dividing. It may also clamp only the divisor
+from below to a very small number. The op computes a different result in two cases: it gives zeros
+for a block of zeros, where the graph may divide by zero, and it does not clamp a scale from below.
+Dimension letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class QuantisedRows:
 
     Attributes:
         source: The numbers [M, K] that are quantised.
-        absorbed: The values that quantise and decode them.
+        absorbed: The values that quantise and decode these numbers.
     """
 
     source: View
@@ -71,8 +71,8 @@ class QuantisedRows:
 
 
 def match_quantised_rows(rows: View) -> QuantisedRows | None:
-    """Returns the source from which the rows [M, K] of a GEMM are quantised. Returns None if they
-    are not quantised, or are quantised in another way than the op does it."""
+    """Returns the source from which the rows [M, K] of a GEMM are quantised. Returns None if the
+    rows are not quantised, or are quantised in another way than the op quantises."""
     if len(rows.shape) != 2:
         return None
     try:
@@ -110,8 +110,8 @@ def before_quantisation(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
 def check_formats(
     hidden_coded: bool, rows_coded: bool, x: View, hidden: View, layer: dict[str, Any]
 ) -> None:
-    """Raises Reject (ACTIVATION_FORMAT) for combinations that the op does not quantise. layer: the
-    op's arguments for the weights."""
+    """Raises Reject (ACTIVATION_FORMAT) for combinations of formats that the op does not support.
+    layer: the op's arguments for the weights."""
     if not (hidden_coded and rows_coded):
         which = "the activation's result" if hidden_coded else "the tokens"
         refuse_format(x, f"are quantised for one of the two GEMMs only: {which}")
@@ -165,8 +165,8 @@ _ROWS = _to("floats", _ENCODED) * _BLOCK_SCALE.named("scale")
 
 
 def _taken(found: Found) -> QuantisedRows | None:
-    """Returns the rows if they are quantised as the op does it: in the op's blocks, and without
-    rounding a scale or a quotient. Returns None otherwise."""
+    """Returns the rows if they are quantised as the op quantises them: in the op's blocks, and
+    without rounding a scale or a quotient. Returns None otherwise."""
     least = [found.bound.get(name, 0.0) for name in ("least", "least_scale")]
     if found.bound["block"] != BLOCK or not max(least) <= LARGEST_BOUND:
         return None

@@ -40,7 +40,7 @@ class Factor:
     """A factor of a decoded weight, with one number for each element.
 
     Attributes:
-        view: The factor.
+        view: The view of the factor.
         kind: "times" (multiply), "over" (divide), "exponent" (multiply by two to this power), or
             "nan_where" (a condition under which the product is NaN).
         casts: The casts that the graph applies to the factor.
@@ -143,7 +143,7 @@ class BlockScale:
     """The only factor of a product that varies within an expert.
 
     Attributes:
-        view: The factor.
+        view: The view of the factor.
         kind: "e4m3", "e8m0" or "float".
         steps: The steps that are applied to the view.
         unsigned: Whether the graph removes the sign of e4m3.
@@ -161,9 +161,10 @@ class Factors:
 
     Attributes:
         block: The factor that varies within an expert, or None.
-        factors, divisors: Factors with one number for each expert [E]. For activations there is one
-            number for each row [M].
-        number: One more factor.
+        factors: Factors with one number for each expert [E]. For activations there is one number
+            for each row [M].
+        divisors: Views like `factors`, whose numbers divide the product.
+        number: One more factor, which is the same for all elements.
         guard: Bytes that make the product NaN where they are 255, or None.
     """
 

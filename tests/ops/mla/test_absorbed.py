@@ -16,6 +16,7 @@ from tests.ops.test_contract import as_double, clone
 from tilewright.ops.contract import get_op
 from tilewright.ops.mla.arguments import FP8
 from tilewright.ops.mla.cases import PrefillCase
+from tilewright.ops.mla.decode import lowering
 from tilewright.ops.mla.decode.gains import is_faster
 from tilewright.ops.mla.decode.lowering import absorbed_call
 
@@ -99,6 +100,20 @@ def test_others_are_not(case):
 
 def test_as_many_queries_as_keys_are_not():
     assert absorbed_call(given_latents()) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "queries", "keys"), [(RAGGED, 2, 315), (STATIC, 2, 300)], ids=["counted", "static"]
+)
+def test_the_sizes_of_the_call_decide(case, queries, keys, monkeypatch):
+    """Sequences of different lengths count with their mean."""
+    decided = []
+    monkeypatch.setattr(lowering, "is_faster", lambda **sizes: decided.append(sizes))
+    a = get_op("mla_prefill").sample_inputs(case)
+    assert absorbed_call(a) is None
+    widths = {"nope": case.nope, "rope": case.rope_dim, "v_dim": case.v_dim, "rank": case.rank}
+    counts = {"queries": queries, "keys": keys, "heads": case.num_heads}
+    assert decided == [widths | counts | {"sequences": len(case.new_tokens)}]
 
 
 def lite(queries: int, sequences: int = 0, keys: int = 4096) -> bool:
