@@ -32,13 +32,12 @@ from typing import Any
 
 import torch
 from compiling import compile_quietly, processes
-from plans_cases import CASES, Absorbed, Expanded, Row, chosen_cases
+from plans_cases import CASES, TARGET, Absorbed, Expanded, Row, chosen_cases
 from timing import capture, interleaved_us, keep
 from triton.runtime.errors import OutOfResources
 
 from tilewright.codegen.moe.plan import MoePlan
 from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import SM90
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, drive
 
@@ -65,7 +64,7 @@ def _name(one: Any) -> str:
 def specs_of(row: Row, a: Any, config: Any) -> tuple[KernelSpec, ...]:
     """Returns the kernels of a call with these tiles. Returns none if the op refuses the tiles."""
     try:
-        return drive(row.steps(a, config), Planner(SM90), keep=True).specs
+        return drive(row.steps(a, config), Planner(TARGET), keep=True).specs
     except Exception:  # any error of the emitter says that these tiles are not of the op's space
         return ()
 
@@ -131,7 +130,7 @@ def measured(row: Row, tried: dict[str, Any]) -> dict[str, Any]:
         "plan": round(us[PLAN], 2),
         "best": round(us[best], 2),
         "ratio": round(us[PLAN] / us[best], 3),
-        "plan_tiles": str(drive(row.steps(sets[0], None), Planner(SM90)).outcome.reason),
+        "plan_tiles": str(drive(row.steps(sets[0], None), Planner(TARGET)).outcome.reason),
         "best_tiles": best,
         "us": {name: round(time, 2) for name, time in (first | us).items()},
     }

@@ -20,13 +20,14 @@ from moe_layers import MoeShape, make_experts
 from moe_layers import arguments as expert_arguments
 from qkv_shapes import COLD_BYTES, DEVICE, Shape, fused_arguments, make_layer, normal, paged_cache
 
+from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.mlp.plan import LONG_STEPS, SHORT_STEPS, WIDE_TILES, linear_config
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
 from tilewright.codegen.qkv import plan as qkv_plan
 from tilewright.codegen.qkv.candidates import candidates
 from tilewright.codegen.row_rounding import RowRounding
-from tilewright.codegen.targets import SM90
+from tilewright.codegen.targets import SM90, detect_target
 from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.lowering import attention_steps
 from tilewright.ops.attention.operands import RopePart
@@ -45,6 +46,8 @@ from tilewright.ops.qkv.choices import choice_steps
 from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.runtime.program import Planner, Steps, drive
 
+#: The chip that runs the calls. Without a GPU, an H200.
+TARGET = detect_target() or SM90
 MOST_SETS = 60
 #: Numbers of tiles that are halved or doubled, and those that are counted.
 DOUBLED = ("block_n", "block_k", "block_m", "columns", "split_k", "splits", "num_warps", "prefetch")
@@ -101,7 +104,8 @@ def neighbours(config: Any, most: int) -> list[Any]:
 def _changed(name: str, value: Any) -> tuple[int, ...]:
     if name in DOUBLED and value:
         most = 16 if name == "num_warps" else 2 * value
-        return tuple(v for v in (value // 2, 2 * value) if 1 <= v <= most)
+        tried = (value // 2, 2 * value, *([cdiv(2 * value, 3)] if name == "splits" else []))
+        return tuple(v for v in tried if 1 <= v <= most)
     if name in COUNTED:
         return tuple(v for v in (value - 1, value + 1) if v >= 1)
     return ()
@@ -109,7 +113,7 @@ def _changed(name: str, value: Any) -> tuple[int, ...]:
 
 def planned(a: Any, steps: Callable[[Any, Any], Steps]) -> Any:
     """Returns the plan's tiles of a call."""
-    return drive(steps(a, None), Planner(SM90)).outcome.reason
+    return drive(steps(a, None), Planner(TARGET)).outcome.reason
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -156,13 +160,13 @@ def _linear(tokens: int, rows: int, columns: int, gated: bool, case: str, most: 
     function = linear_activation_steps if gated else linear_residual_steps
 
     def steps(a: Any, config: Any) -> Steps:
-        return function(a, SM90, config)
+        return function(a, TARGET, config)
 
     a = make()
     problem = activation_problem(a) if gated else residual_problem(a)
     # Where the plan takes a library's product, the kernel's own tiles are the others.
-    config = linear_config(problem, tokens, SM90)
-    tilings = [linear_config(problem, tokens, SM90, tiling) for tiling in TILINGS]
+    config = linear_config(problem, tokens, TARGET)
+    tilings = [linear_config(problem, tokens, TARGET, tiling) for tiling in TILINGS]
     tried = list(dict.fromkeys((config, *tilings, *neighbours(config, most))))[:most]
     return Row("linear", case, make, steps, tried, 2.0 * rows * columns * (1 + gated))
 
@@ -201,7 +205,7 @@ def _attention(batch: int, keys: int, heads: int, kv_heads: int, width: int) -> 
 
 
 def _attention_steps(a: AttentionArguments, config: Any) -> Steps:
-    return attention_steps(a, SM90, config)
+    return attention_steps(a, TARGET, config)
 
 
 #: The rounding of DeepSeek's checkpoints in float8 blocks.
@@ -275,7 +279,7 @@ def _latents(call: LatentCall) -> tuple[AttentionArguments, RopePart]:
 
 
 def _latent_steps(a: tuple[AttentionArguments, RopePart], config: Any) -> Steps:
-    return attention_steps(a[0], SM90, config, a[1])
+    return attention_steps(a[0], TARGET, config, a[1])
 
 
 @dataclass(frozen=True)
@@ -357,7 +361,7 @@ def _mla(model: Latents, batch: int, queries: int, present: int = 1900) -> MlaPr
 
 def _mla_steps(a: MlaPrefillArguments, way: Absorbed | Expanded | None) -> Steps:
     if way is None:
-        return (yield from prefill_steps(a, SM90))
+        return (yield from prefill_steps(a, TARGET))
     tiles = getattr(way, "tiles", None)
     with ExitStack() as replaced:
         absorbs = isinstance(way, Absorbed)
@@ -365,7 +369,7 @@ def _mla_steps(a: MlaPrefillArguments, way: Absorbed | Expanded | None) -> Steps
         if tiles is not None:
             own = patch.object(attention_lowering, "attention_config", lambda *given: tiles)
             replaced.enter_context(own)
-        return (yield from prefill_steps(a, SM90))
+        return (yield from prefill_steps(a, TARGET))
 
 
 def expert_cases() -> Iterator[Case]:
@@ -383,10 +387,10 @@ def _experts(shape: MoeShape, tokens: int, case: str, most: int) -> Row:
         return expert_arguments(shape, layers[0], tokens, device=DEVICE)
 
     def steps(a: Any, plan: MoePlan | None) -> Steps:
-        return fused_moe_steps(a, SM90, plan)
+        return fused_moe_steps(a, TARGET, plan)
 
     sizes = expert_arguments(shape, make_experts(shape, device="meta"), tokens, device="meta")
-    plan = plan_moe(moe_problem(sizes), tokens, SM90)
+    plan = plan_moe(moe_problem(sizes), tokens, TARGET)
     tried = [replace(plan, up=up) for up in neighbours(plan.up, most // 2)]
     tried += [replace(plan, down=down) for down in neighbours(plan.down, most // 2)]
     share = 1 - (1 - shape.num_slots / shape.num_experts) ** tokens
@@ -424,7 +428,7 @@ def _lora(rank: int, tokens: int) -> ShrinkArguments:
 
 
 def _lora_steps(a: ShrinkArguments, config: Any) -> Steps:
-    return shrink_steps(a, SM90, config)
+    return shrink_steps(a, TARGET, config)
 
 
 FITTED_QKV = (
@@ -454,12 +458,14 @@ def _qkv(shape: Shape, tokens: int, case: str, most: int) -> Row:
         return replace(made, static_tokens=True)
 
     problem = prepare(make()).problem
-    plan = qkv_plan.choose(problem, tokens, SM90, False)
-    tried = [qkv_plan.fused_choice(problem, one, 0.0) for one in candidates(problem, tokens, SM90)]
-    tried.append(qkv_plan.library_choice(problem, tokens, SM90, False, None))
+    plan = qkv_plan.choose(problem, tokens, TARGET, False)
+    tried = [
+        qkv_plan.fused_choice(problem, one, 0.0) for one in candidates(problem, tokens, TARGET)
+    ]
+    tried.append(qkv_plan.library_choice(problem, tokens, TARGET, False, None))
 
     def steps(a: Any, choice: Any) -> Steps:
-        return choice_steps(prepare(a), choice or plan, SM90)
+        return choice_steps(prepare(a), choice or plan, TARGET)
 
     return Row("qkv", case, make, steps, tried, shape.weight_bytes)
 

@@ -1,20 +1,21 @@
 """Capability records of the chips that kernels are emitted for.
 
-Every difference between chips is a field of these records. No other module checks which chip it
-has.
+Every difference between chips is a field of these records. No other module asks for the name of the
+chip.
 
-The rates are rates that good kernels reach, and not data-sheet peaks, so that a ratio to them is
-meaningful. H200: 4.3 TB/s for a copy and 790 TFLOP/s in bf16, measured with random data; the fp8
-rate is the rate of public fp8 GEMMs. B200: the rates that cuBLAS and public memory-bound kernels
-report. Links: four fifths of NVLink's 450 and 900 GB/s in each direction. The latency of a
-collective is the latency of vLLM's one-stage all-reduce (7 us for 0.5 MB on two H100). The rates of
-links and collectives were not measured for this project.
+The rates are rates that good kernels reach, and not data-sheet peaks, so that it is meaningful to
+divide a measured rate by them. For the H200, a copy reaches 4.3 TB/s, and a bf16 GEMM reaches 790
+TFLOP/s. Both were measured with random data. The H200's fp8 rate is the rate of public fp8 GEMMs.
+For the B200, the rates are those that cuBLAS and public memory-bound kernels report. The rate of a
+link is four fifths of NVLink's rate in each direction (450 GB/s for the H200, 900 GB/s for the
+B200). The latency of a collective is the latency of vLLM's one-stage all-reduce (7 us for 0.5 MB on
+two H100). The rates of links and collectives were not measured for this project.
 
 The records of the other chips come from data sheets and the CUDA programming guide. Their rates are
 0.88 of the sheet's memory rate and 0.65 of its dense tensor-core peaks, which are about the
-fractions that H200 and B200 reach. Each record describes one product: sm80 A100 (80 GB), sm86 A10,
-sm89 L40S, sm103 B300, sm120 RTX 5090. `detect_target` fills in the number of multiprocessors of the
-present GPU.
+fractions that H200 and B200 reach. Each record describes one product: sm80 is the A100 (80 GB),
+sm86 the A10, sm89 the L40S, sm90 the H200, sm100 the B200, sm103 the B300, and sm120 the RTX 5090.
+`detect_target` fills in the number of multiprocessors and the memory rate of the present GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from tilewright.codegen.names import did_you_mean
 
@@ -33,9 +35,13 @@ FAMILIES = frozenset({"attention", "collective", "grouped", "lora", "mla", "mlp"
 Rates = tuple[tuple[str, float], ...]
 # The families of dense layers.
 _DENSE = frozenset({"attention", "mlp", "qkv"})
-# The fractions of a data sheet's peaks that good kernels reach.
+# The fraction of a data sheet's memory rate that good kernels reach.
 _OF_MEMORY = 0.88
+# The fraction of a data sheet's peaks of the tensor cores that good kernels reach.
 _OF_TENSOR_CORES = 0.65
+# If a device's own memory rate differs from the rate in its record by at most this fraction, the
+# rate in the record is used.
+SAME_RATE = 0.05
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,10 @@ class Target:
         features: A subset of FEATURES. "fp8" means that the chip has e4m3 numbers.
         families: The families of FAMILIES whose kernels are audited for the chip. Sites of other
             families are not rewritten.
-        measured: Whether kernels have run on the chip, so that choices use measured times. If not,
+        measured: Whether kernels have run on the chip, so that plans use measured times. If not,
             all times come from the cost model.
-        threads_per_sm, blocks_per_sm: The largest numbers of threads and blocks that an SM holds at
-            the same time.
+        threads_per_sm, blocks_per_sm: The largest number of threads, and the largest number of
+            blocks, that an SM holds at the same time.
     """
 
     name: str
@@ -131,8 +137,7 @@ class Target:
 
     @property
     def multiplies_registers(self) -> bool:
-        """Whether the chip multiplies tiles from registers (mma.sync). Both operands then take
-        registers."""
+        """Whether the tensor cores read both operands of a product from registers (mma.sync)."""
         return ("bf16", "HMMA") in self.mma_opcodes
 
     def has(self, feature: str) -> bool:
@@ -238,8 +243,8 @@ SM103 = replace(
     sm_name="sm_103a",
 )
 
-# The chips below multiply with mma.sync. On these chips, the opcodes of mma.sync are not an older,
-# slower path. sm120 also has mma.sync for NVFP4, which tilewright does not emit.
+# The opcodes of chips whose newest tensor-core instruction is mma.sync: for 16-bit floats, and for
+# 16-bit and 8-bit floats. sm120 also has mma.sync for NVFP4, which tilewright does not emit.
 _HALVES_BY_MMA_SYNC = (("bf16", "HMMA"), ("fp16", "HMMA"))
 _FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA"))
 
@@ -311,8 +316,8 @@ SM80 = replace(
     blocks_per_sm=32,
 )
 
-# The interpreter runs on the CPU. It has no rates, so the cost model refuses it. It has few SMs, so
-# that each program of a persistent loop computes several tiles.
+# Triton's interpreter, which runs on the CPU. The record has no rates, so the cost model refuses
+# it. The record has few SMs, so that each program of a persistent loop computes several tiles.
 INTERPRET = Target(
     name="interpret",
     capability=(0, 0),
@@ -334,10 +339,18 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     {target.name: target for target in (SM100, SM103, SM120, SM90, SM89, SM86, SM80, INTERPRET)}
 )
 
+
+def sm_rate(target: Target) -> float:
+    """Returns the share of the memory rate that one multiprocessor has, in bytes/s. The interpreter
+    has the share of an H200, so that its plans are those of a chip."""
+    chip = target if target.hbm_bytes_per_s else SM90
+    return chip.hbm_bytes_per_s / chip.num_sms
+
+
 _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
-#: Names of products, and the target that their kernels are emitted for.
+#: Maps the name of each product to the target that kernels for the product are emitted for.
 PRODUCTS: Mapping[str, str] = MappingProxyType({
     "b200": "sm100", "gb200": "sm100", "b300": "sm103", "gb300": "sm103", "rtx5090": "sm120",
     "h100": "sm90", "h200": "sm90", "gh200": "sm90", "l4": "sm89", "l40": "sm89", "l40s": "sm89",
@@ -378,8 +391,8 @@ def gpu_targets() -> list[Target]:
 
 
 def detect_target(device: int | None = None) -> Target | None:
-    """Returns the target of the current CUDA device, with the device's own number of SMs. Returns
-    None if no device can be used.
+    """Returns the target of the current CUDA device, with the device's own number of SMs and memory
+    rate. Returns None if no device can be used.
 
     The result is also None if there is no record for the GPU's compute capability, or if torch uses
     the GPU through ROCm. No kernels are emitted for such a GPU.
@@ -394,6 +407,23 @@ def detect_target(device: int | None = None) -> Target | None:
         torch.cuda.current_device() if device is None else device
     )
     target = _BY_CAPABILITY.get((properties.major, properties.minor))
-    if target is None or target.num_sms == properties.multi_processor_count:
-        return target
-    return replace(target, num_sms=properties.multi_processor_count)
+    return None if target is None else _with_properties(target, properties)
+
+
+def _with_properties(target: Target, properties: Any) -> Target:
+    """Returns the record with the number of SMs and the memory rate of a device. The record keeps
+    its own memory rate if the device's rate is within SAME_RATE of it, or if torch does not know
+    the device's rate."""
+    # torch gives the clock in kHz and the width of the bus in bits. The memory transfers data twice
+    # in each cycle.
+    clock = 1e3 * getattr(properties, "memory_clock_rate", 0)
+    rate = _OF_MEMORY * 2 * clock * getattr(properties, "memory_bus_width", 0) / 8
+    if not rate or abs(rate / target.hbm_bytes_per_s - 1) <= SAME_RATE:
+        rate = target.hbm_bytes_per_s
+    flying = round(target.bytes_in_flight_per_sm * rate / target.hbm_bytes_per_s)
+    return replace(
+        target,
+        num_sms=properties.multi_processor_count,
+        hbm_bytes_per_s=rate,
+        bytes_in_flight_per_sm=flying,
+    )

@@ -1,4 +1,5 @@
-"""`torch.compile(model, backend="tilewright")`, and `lower`, which reports what it would do."""
+"""Implements `torch.compile(model, backend="tilewright")`, and `lower`, which reports what this
+backend would do."""
 
 from __future__ import annotations
 
@@ -132,9 +133,9 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
     return any(chosen.raises_for(miss) for miss in misses)
 
 
-# The warnings that were given since torch._dynamo.reset(). A graph break is warned about once for
-# each place, and a graph once for each text. A recompilation for other sizes has the same text as
-# the first compilation.
+# The warnings that were given since torch._dynamo.reset(). A graph break causes one warning for
+# each place. A warning about a whole graph is given once for each text. A recompilation for other
+# sizes makes the same text as the first compilation, so it gives no second warning.
 _WARNED: set[Miss | str] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
@@ -155,7 +156,7 @@ def reports() -> tuple[GraphReport, ...]:
 
 
 def _needing_grad(inputs: Sequence[Any]) -> str:
-    """Returns text such as `3 parameters and 1 input need grad`. Returns an empty text if none
+    """Returns text such as `3 parameters and 1 input need grad`. Returns an empty text if no input
     needs grad."""
     tensors = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
     parameters = sum(isinstance(t, torch.nn.Parameter) for t in tensors)
@@ -165,8 +166,8 @@ def _needing_grad(inputs: Sequence[Any]) -> str:
 
 
 def _trains(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether grad mode is on when a graph begins, and a gradient flows to an input that needs
-    one."""
+    """Whether grad mode is on when a graph begins, and a gradient flows to an input that needs a
+    gradient."""
     if not torch.is_grad_enabled() or not _needing_grad(inputs):
         return False
     return bool(modes_of(gm.graph, grad=True).recorded)
@@ -203,7 +204,7 @@ def _failure_of_the_graph(error: Exception) -> Miss:
 def _compile(
     report: GraphReport, inputs: Sequence[Any], options: Options, mode: str | None
 ) -> tuple[GraphReport, Callable[..., Any]]:
-    """Returns the compiled graph, which is fused if that works, and the report on it."""
+    """Returns the report on a graph, and the compiled graph, which is fused if that works."""
     if not report.matches:
         return report, _inner(report.before, inputs, options, mode)
     try:
@@ -317,22 +318,25 @@ def lower(
     """Traces a model and reports what tilewright does to it, without compiling or running the
     model.
 
-    model, args, kwargs: the model and the arguments of a call. Meta tensors are enough.
+    model: the model. Its parameters may be meta tensors.
+    args: the positional arguments of a call. Meta tensors are enough.
+    kwargs: the keyword arguments of the call.
     patterns: the option of this name in `Options`.
     dynamic: the argument of this name of torch.compile.
     target: the chip for which kernels are planned, by its name or the name of a product (`h100`).
     strict: the option of this name in `Options`.
-    tune: the option of this name in `Options`. It measures only if the GPU of this machine is the
-        target.
+    tune: the option of this name in `Options`. Lowerings are measured only if the GPU of this
+        machine is the target.
 
     Returns a :class:`Lowered`. No traced graph runs, so the function does not write caches that are
     passed as arguments. After a graph break, the Python code between two graphs does run, with
     zeros in place of the first graph's results. If that code raises an error, the error is reported
     as part of the break.
 
-    Raises TypeError for a model that cannot be called, or for arguments in another form. Raises
-    ValueError for unknown patterns or targets, and StrictError under `strict`. Exceptions that
-    Dynamo or the model raises before there is a graph are passed on.
+    Raises TypeError if the model cannot be called, if `args` is not a tuple or list, or if `kwargs`
+    is not a dictionary by name. Raises ValueError for unknown patterns or targets, and StrictError
+    under `strict`. Exceptions that Dynamo or the model raises before there is a graph are passed
+    on.
     """
     _check_call(model, args, kwargs)
     if dynamic not in (None, True, False):
@@ -379,15 +383,16 @@ def lower(
             # The Python code between two graphs failed on the zeros that replace the results of the
             # first graph.
             log.debug("the model stopped after a graph", exc_info=True)
-            after = [f"after it, on zeros in place of its results, {_in_a_line(error)}"]
+            what = "the code after this graph failed on zeros in place of the graph's results"
+            after = [f"{what}: {_in_a_line(error)}"]
     lowered = Lowered(tuple(found), target_name(options), (*breaks, *after))
     raise_strictly(lowered.misses, options)
     return lowered
 
 
 def _check_call(model: Any, args: Any, kwargs: Any) -> None:
-    """Raises TypeError for a model that cannot be called, or for arguments of another form. The
-    message names the argument."""
+    """Raises TypeError if the model cannot be called, if `args` is not a tuple or list, or if
+    `kwargs` is not a dictionary by name. The message names the argument."""
     if not callable(model):
         whole = isinstance(model, tuple) and len(model) == 3
         hint = (

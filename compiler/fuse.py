@@ -65,7 +65,7 @@ from tilewright.patterns.language import (
 )
 
 DEFAULT_TARGET = "sm100"
-#: The backend also issues a note as a warning if it begins with one of these texts.
+#: The beginnings of the notes that the backend also issues as warnings.
 TOLD = ("options['only']", "dropout is on")
 
 
@@ -82,8 +82,8 @@ class _Clock:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    # Our short-lived objects would trigger full collections of Dynamo's heap, which take longer
-    # than the pass itself.
+    # The short-lived objects of this pass would trigger full collections of Dynamo's heap, which
+    # take longer than the pass itself.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -470,8 +470,8 @@ def _intermediate_bytes(match: Match) -> int:
 
 
 def _nested_ops(node: fx.Node) -> list[tuple[fx.Node, str]]:
-    """Returns the other nodes of our ops, with their names, that the rewrite added as inputs of
-    `node`."""
+    """Returns the other nodes of tilewright's ops that the rewrite added as inputs of `node`, with
+    the names of their ops."""
     found: list[tuple[fx.Node, str]] = []
     for source in node.all_input_nodes:
         called = source.target

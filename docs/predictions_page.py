@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "predictions.md"
 #: The largest relative error of a row that counts as near.
 NEAR = 0.15
 #: The headings of cells that say how far predictions are from measurements.
-FAR = ("median off by", "within 15 %", "worst")
+FAR = ("median error", "within 15 %", "worst")
 Row = dict[str, Any]
 
 HEAD = """# How near the modelled times are
@@ -33,7 +33,7 @@ published. `python docs/predictions_page.py` makes all tables from files in `ben
 `python benchmarks/predictions.py` writes the file of the steps, without a GPU.
 
 The cost model has some twenty constants. A constant is either fitted to the rows that are not
-*held out*, or follows from kept measurements of single ops, which the comment of the constant
+*held out*, or follows from stored measurements of single ops, which the comment on the constant
 names. Two sets of rows are held out:
 
 - From `steps.json`, all rows of 23 of the 46 models, and for the other models all decode steps of
@@ -122,8 +122,9 @@ def whole() -> str:
     header = ("modelled / measured", "rows", "median", *FAR)
     note = """The first pair of rows compares today's cost model with an earlier one. In the earlier
 cost model, a step took the time of its bytes or of its products with weights, whichever is longer,
-plus 2.5 µs for each kernel. The steps of the second pair were measured after the constants of that
-time had been fitted."""
+plus 2.5 µs for each kernel. The second pair has the steps of
+`steps.json`, which were measured after the constants in use at the time had been fitted. Its first
+row therefore says how well the cost model predicted steps to which it was not fitted."""
     return f"## Steps on an H200 and an H100\n\n{table(header, lines)}\n\n{note}"
 
 
@@ -145,8 +146,8 @@ def classes() -> str:
     return f"""## The bar of each class
 
 `inspect` prints an error bar beside the time: `2.6 ms ± 8 %`. The bar of a class of steps is the
-smallest percentage that contains nine of ten held-out rows of the class, and at least 10 % if there
-are fewer than ten rows. A class is a kind of step (*prompt* means 64 or more new tokens of a
+smallest percentage within which nine of ten held-out rows of the class lie, and at least 10 % if
+there are fewer than ten rows. A class is a kind of step (*prompt* means 64 or more new tokens of a
 sequence, *decode* fewer) and a kind of weights. A class without held-out rows has at least the
 widest bar of this table (`compiler/report/bars.py` `UNHELD`). One or two rows say little, so read
 such a bar as a guess.
@@ -173,7 +174,7 @@ def steps() -> str:
         for row in data["rows"]
     ]
     header = ("model", "weights", "batch x tokens", "GPU", "class", "held out", "measured µs")
-    header += ("modelled µs", "ratio", "most of it")
+    header += ("modelled µs", "ratio", "largest part")
     return f"""## All steps
 
 The steps are of 1 to 8 layers at the models' true widths, in CUDA graphs. A decode step has 1000

@@ -98,7 +98,7 @@ contract.register(
 
 # --- the pattern --------------------------------------------------------------------------------
 
-language.register_code("SWIGLU_BIAS", "gate or up projection has a bias, which the op lacks")
+language.register_code("SWIGLU_BIAS", "gate or up projection has a bias, but the op takes no bias")
 language.register_code("SWIGLU_PATH", "the product's operand is not a linear of the activation")
 
 
@@ -110,7 +110,8 @@ class Swiglu:
     op: str = "examples::swiglu"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Yields every product with a silu among its factors: few, and present in every variant."""
+        """Yields every product with a silu among its factors. Graphs have few such products, and
+        every variant of the MLP has one."""
         return (v for v in flow.values if v.op == "aten.mul" and _silu_and_other(v))
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:

@@ -46,7 +46,7 @@ def in_words_of(op: str, names: Mapping[str, str]) -> Iterator[None]:
 
 
 def holds(condition: Any) -> bool:
-    """Whether `condition` may hold. This is False only if the condition is known to be false.
+    """Returns False only if `condition` is known to be false, and True if it holds or is unknown.
 
     A symbolic condition never becomes a guard here, so a check cannot specialise a dynamic size. At
     run time, when sizes are numbers, the check decides.
@@ -123,8 +123,8 @@ def check_shape(
     op: str, argument: str, tensor: torch.Tensor | None, letters: str, sizes: Sequence[Any]
 ) -> None:
     """Raises ArgumentError unless the tensor is given, has the rank of `sizes`, and has every size
-    in `sizes` that is not None. (torch accepts None for a tensor.) letters: the names of the axes
-    for the message, such as `[Hkv, D, K]`."""
+    in `sizes` that is not None. (torch passes None for an undefined tensor.) letters: the names of
+    the axes for the message, such as `[Hkv, D, K]`."""
     if not isinstance(tensor, torch.Tensor):
         actual = None if tensor is None else repr(tensor)
         raise ArgumentError(op, argument, f"a tensor of shape {letters}", actual)
@@ -194,8 +194,8 @@ def first(bad: torch.Tensor) -> int | None:
     return None if where < 0 else where
 
 
-# Use the dictionary that os.environ wraps. A look-up in os.environ itself converts the name first,
-# which takes longer than all other work of finding a repeated call.
+# Use the dictionary that os.environ wraps. A look-up in os.environ itself converts the name first.
+# This takes longer than all other work that finds the recorded launches of an earlier, equal call.
 _environment: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
 
 

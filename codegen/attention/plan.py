@@ -3,6 +3,7 @@ into."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
@@ -10,63 +11,77 @@ from tilewright.codegen.attention.blocks import KEYS
 from tilewright.codegen.attention.kernels import DecodeConfig, decode_tiles
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
-from tilewright.codegen.targets import Target
+from tilewright.codegen.targets import Target, sm_rate
 
-# The most rows of a tile, and the most numbers in the output of a tile.
+# The most rows of a tile.
 MOST_ROWS = 64
+# Without latents: the most numbers in the output of a tile.
 MOST_NUMBERS = MOST_ROWS * 128
-# Limits for latents, where the keys are also the values: how many fp32 numbers of the output a
-# thread holds, how many it holds if the program has MOST_WARPS warps, the largest number of warps,
-# and the number of keys in a block. Blocks are small, because rows of latents are wide.
+# For latents, which are both keys and values: how many fp32 numbers of the output a thread holds,
+# unless the program would then have more than MOST_WARPS warps.
 HELD_NUMBERS = 64
+# For latents: the most fp32 numbers of the output that a thread holds.
 MOST_HELD_NUMBERS = 128
+# The largest number of warps of a program.
 MOST_WARPS = 8
+# The number of keys in a block of latents. It is small, because rows of latents are wide.
 LATENT_KEYS = 32
-# ROUNDED_KEYS is the number of keys in a block of latents if the kernel rounds the latents to
-# float8 codes and back before it uses them. These keys are in registers, in fp32. ROUNDED_TIME says
-# that a program takes about four times as long to read and round keys as it takes only to read
-# them. This number follows from sweeps on an H100 with 1 to 64 sequences of 1024 and 2048 latents.
+# The number of keys in a block of latents if the kernel rounds the latents to float8 codes and back
+# before it uses them. The program holds these keys in registers, in fp32.
 ROUNDED_KEYS = 16
-ROUNDED_TIME = 4
 # Without latents: how many fp32 numbers of scores and output a thread of a program with 4 warps may
 # hold. If there are more numbers, the program has 8 warps.
 HELD_SUMS = 96
 # The shared memory that is kept free for the weights, barriers and reductions, in bytes.
 SPARE_BYTES = 8192
+# The largest number of parts that the keys of a tile are split into.
 MOST_SPLITS = 128
-# The cost of another launch, and the cost of each part that is merged, if keys are split into
-# parts. The costs were measured on an H200. They are given as the bytes of keys that a
-# multiprocessor reads in the same time.
-LAUNCH_BYTES = 56 * 1024
-MERGED_BYTES = 2 * 1024
-# The cost of each part that is merged, for latents (measured on an H100). It is lower because
-# several programs merge the parts of a row.
-MERGED_LATENT_BYTES = 512
-# For latents that are rounded: the time that a multiprocessor takes for a block if it runs one
-# program, divided by the time that it takes for a block if it runs two. A program waits for its
-# reads and then rounds, so a second program can work while the first one waits. On an H100, a call
-# with 64 sequences of 1024 latents takes 69.7 us with 4 parts, and 115.5 us with 2 parts.
-LONE_ROUNDED = 1.1
-# Without latents: the least time that a program takes for a block of keys, given as the bytes that
-# a multiprocessor reads in the same time. If there are fewer programs than multiprocessors, each
-# program reads faster, but its products and its softmax wait for each other. The number follows
-# from sweeps on an H100. With one sequence of 2048 keys, 8 parts (9.3 us) are faster than 16 (9.9
-# us) if there are 8 heads of keys, and 16 parts are the fastest if there are 4. With 16384 keys, 16
-# and 32 parts are the fastest.
-STEP_BYTES = 19 * 1024
-# The number of programs that fit a multiprocessor at the same time. Any more programs would start
-# late, in a second wave that is nearly empty.
+# From here to RESIDENT_PROGRAMS: the constants of the cost model in `_splits`. They follow from
+# sweeps on an H100 and an H200 with 1 to 128 sequences of 1000 to 16384 keys
+# (benchmarks/results/plans.json and plans_h200.json). All times are in seconds.
+#
+# The time of the second launch, which merges the parts.
+LAUNCH_S = 1.8e-6
+# Without latents: the time in which the second launch merges one part.
+MERGED_S = 0.12e-6
+# With latents: the time in which the second launch merges one row of one part. Several programs
+# share the work.
+MERGED_LATENT_ROW_S = 1.2e-9
+# Without latents: the fixed part of the least time that a program takes for a block of keys. The
+# program takes this time because its products and its softmax wait for each other. The other part
+# of the least time is the time in which the program reads the block.
+STEP_S = 0.65e-6
+# Without latents: the rate at which one program reads a block.
+STEP_BYTES_PER_S = 100e9
+# The least time that a program takes for a block of latents.
+LATENT_STEP_S = 1.75e-6
+# The time of the products of one row of a tile with a block of latents.
+LATENT_ROW_S = 45e-9
+# The fraction of the memory rate that programs reach without latents.
+MEMORY_SHARE = 0.9
+# The fraction of the memory rate that programs reach with latents.
+LATENT_MEMORY_SHARE = 0.8
+# The time that a program takes for a block of latents that it rounds, if it is alone on a
+# multiprocessor.
+ROUNDED_STEP_S = 2.8e-6
+# How many times as long two programs on a multiprocessor take for a block of rounded latents each.
+# They take less than twice as long, because one can work while the other waits for its reads.
+ROUNDED_PAIR = 1.8
+# The number of programs that fit a multiprocessor at the same time. Plans do not split keys so far
+# that there are more programs, because these would start late, in a second wave that is nearly
+# empty.
 RESIDENT_PROGRAMS = 2
-# The number of pipeline stages. A paged cache needs more stages, because a program loads the page
-# number of a block before the block.
+# The number of pipeline stages if the cache has no pages.
 STAGES = 3
+# The number of pipeline stages if the cache has pages. It is larger, because a program loads the
+# page number of a block before the block.
 PAGED_STAGES = 5
-# Without latents: the bytes of keys that are on their way to a multiprocessor that has only one
-# program. Blocks of narrow keys are small, so the program has more stages. Measured on an H100 for
-# 8 heads of 64 columns: 8 sequences of 8192 keys take 61.6 us with four stages, and 64.9 us with
-# three. With two programs on a multiprocessor, three stages are faster.
+# Without latents: how many bytes of keys and values a program loads ahead if it is alone on a
+# multiprocessor. Blocks of narrow keys are small, so such a program has more stages. Measured on an
+# H100 for 8 heads of 64 columns: 8 sequences of 8192 keys take 61.6 us with four stages, and 64.9
+# us with three. With two programs on a multiprocessor, three stages are faster.
 LONE_BYTES = 48 * 1024
-# Tile sizes for many queries. The plan uses the first ones that fit.
+# Tile sizes for many queries. The plan uses the first entry that fits.
 BY_POINTERS = (
     PrefillConfig(64, 64, 4, 3),
     PrefillConfig(128, 64, 8, 3),
@@ -75,15 +90,15 @@ BY_POINTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-# Tile sizes for chips that keep scores, output and q in registers. There, a thread holds fewer
-# scores.
+# Tile sizes for chips that keep scores, output and q in registers. On these chips, a thread holds
+# fewer scores.
 IN_REGISTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 8, 2),
     PrefillConfig(64, 32, 8, 1),
     PrefillConfig(32, 32, 4, 1),
 )
-# Tile sizes for calls with a mask tensor. The tile of the mask takes registers, too.
+# Tile sizes for calls with a mask tensor, whose own tile takes registers, too.
 MASKED = (PrefillConfig(64, 64, 4, 2), *BY_POINTERS[2:])
 
 
@@ -141,7 +156,8 @@ def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
 def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) -> DecodeConfig:
     """Returns the tile sizes of a call with few queries. sizes: the sizes of the call, rounded up
     to the sizes of the plan's bucket."""
-    # Data on its way to tensor memory takes registers, in addition to those that hold a mask.
+    # Data on its way to tensor memory takes registers, in addition to the registers that hold a
+    # mask.
     crowded = bool(target.tmem_columns) and problem.attn_mask != ""
     held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
     tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
@@ -156,55 +172,77 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
         keys = ROUNDED_KEYS
     config = DecodeConfig(tokens, heads, rows, 1, warps, STAGES, keys)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
-    splits = _splits(problem, config, tiles, sizes.num_keys, target.num_sms)
-    stages = _stages(problem, rows, keys, target, alone=tiles * splits <= target.num_sms)
-    return replace(config, splits=splits, num_stages=stages)
+    config = replace(config, splits=_splits(problem, config, tiles, sizes.num_keys, target))
+    stages = _stages(problem, config, tiles, sizes.num_keys, target)
+    return replace(config, num_stages=stages)
 
 
-def _stages(problem: CacheProblem, rows: int, keys: int, target: Target, alone: bool) -> int:
-    """Returns the number of pipeline stages: as many as are useful and fit shared memory. alone:
-    whether no two programs share a multiprocessor."""
-    paged = problem.paged
+def _stages(
+    problem: CacheProblem, config: DecodeConfig, tiles: int, num_keys: int, target: Target
+) -> int:
+    """Returns the number of pipeline stages: as many as are useful and fit shared memory."""
+    paged, keys = problem.paged, config.block_n
     wanted = PAGED_STAGES if paged else STAGES
-    if alone and not problem.latent:
+    if tiles * config.splits <= target.num_sms and not problem.latent:
         wanted = max(wanted, 1 + cdiv(LONE_BYTES, keys * problem.key_bytes))
-    fixed = 2 * rows * (problem.head_block + problem.rope_block + keys) + SPARE_BYTES
+    fixed = 2 * config.rows * (problem.head_block + problem.rope_block + keys) + SPARE_BYTES
     if problem.attn_mask:
-        fixed += wanted * rows * keys * ELEMENT_BYTES[problem.attn_mask]
+        fixed += wanted * config.rows * keys * ELEMENT_BYTES[problem.attn_mask]
         if target.tmem_columns:
-            fixed += 4 * rows * keys  # the logits in fp32, between tensor memory and registers
+            # The logits in fp32, between tensor memory and registers.
+            fixed += 4 * config.rows * keys
     fitting = (target.max_shared_bytes - fixed) // (keys * problem.key_bytes)
     if problem.latent and paged:
         # One of the stages holds only page numbers, which are loaded before the keys.
         fitting += 1
-    return max(min(wanted, fitting), 1)
+    # A program does not need more stages than blocks, except for one more stage, which lets the
+    # reads of the first block start before the loop.
+    steps = cdiv(cdiv(num_keys, keys), config.splits)
+    return max(min(wanted, fitting, steps + (2 if paged else 1)), 1)
 
 
-def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, sms: int) -> int:
+def _splits(
+    problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, target: Target
+) -> int:
     """Returns the number of parts of each tile's keys that gives the shortest modelled time.
 
-    One program saturates a multiprocessor's share of the memory bandwidth, unless it rounds the
-    keys. Therefore the time depends only on the number of key blocks that the busiest
-    multiprocessor reads, and on its share, which is larger if other multiprocessors have no
-    program.
+    The modelled time of a part is the number of its blocks, times the time of a block. If there are
+    several parts, programs also write the sums of the parts, and a second launch reads and merges
+    them.
     """
-    blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
-    rounds = problem.rounding is not None
+    sms, blocks = target.num_sms, cdiv(keys, config.block_n)
+    sm_bytes_per_s = sm_rate(target)
     part_bytes = 4 * config.real_rows * problem.v_block
-    merged_bytes = MERGED_LATENT_BYTES if problem.latent else MERGED_BYTES
+    merged = config.real_rows * MERGED_LATENT_ROW_S if problem.latent else MERGED_S
     most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * sms // tiles)
 
     def time(splits: int) -> float:
         programs = tiles * splits
-        step_bytes: float = block_bytes
-        if not problem.latent:
-            step_bytes = max(block_bytes * min(programs / sms, 1), STEP_BYTES)
-        if rounds:
-            step_bytes *= ROUNDED_TIME * (LONE_ROUNDED if programs <= sms else 1)
-        reading = cdiv(programs, sms) * cdiv(blocks, splits) * step_bytes
-        # Programs write the parts, and the merging programs read them again, in a tile that is
-        # padded to a power of two.
-        parts = merged_bytes * next_power_of_2(splits) + 2 * programs * part_bytes / sms
-        return reading + (LAUNCH_BYTES + parts if splits > 1 else 0)
+        reading = cdiv(blocks, splits) * _step_s(problem, config, programs / sms, sm_bytes_per_s)
+        if splits == 1:
+            return reading
+        # The sums of all parts are written and read again. The second launch pads the number of
+        # parts to a power of two.
+        parts = 2 * programs * part_bytes / sms / sm_bytes_per_s
+        return reading + LAUNCH_S + merged * next_power_of_2(splits) + parts
 
     return min(range(1, max(most, 1) + 1), key=time)
+
+
+def _step_s(
+    problem: CacheProblem, config: DecodeConfig, load: float, sm_bytes_per_s: float
+) -> float:
+    """Returns the seconds in which the programs of the busiest multiprocessor compute a block each.
+
+    load: the number of programs of a multiprocessor, on average. If it is below one, the programs
+    also use the memory rate of the multiprocessors that have no program.
+    """
+    waves = math.ceil(load)
+    if problem.rounding is not None:
+        return ROUNDED_STEP_S * (1 if waves == 1 else waves / 2 * ROUNDED_PAIR)
+    block_bytes = config.block_n * problem.key_bytes
+    reading = (min(load, 1) if waves == 1 else waves) * block_bytes / sm_bytes_per_s
+    if not problem.latent:
+        return max(reading / MEMORY_SHARE, STEP_S + block_bytes / STEP_BYTES_PER_S)
+    products = waves * config.rows * LATENT_ROW_S
+    return max(reading / LATENT_MEMORY_SHARE, products, LATENT_STEP_S)

@@ -27,8 +27,10 @@ class PrefillConfig:
         num_stages: The number of pipeline stages.
         tma: Whether loads use tensor descriptors.
         warp_specialize: Whether the warps of a program are specialised. This requires `tma`.
-        one_loop: Whether masked blocks and whole blocks of keys are handled by the same loop.
-        chained: Whether both parts of a score are summed in one accumulator.
+        one_loop: Whether the same loop handles whole blocks of keys and blocks in which some keys
+            are masked.
+        chained: Whether one accumulator sums the products of both parts of a key: the rope columns,
+            and the other columns.
         promote: Whether the tensor core's sums of each block are added in fp32.
         maxnreg: The largest number of registers of a thread; None for no limit.
     """
@@ -54,8 +56,11 @@ class PrefillConfig:
         return " ".join([tile, *words])
 
     def fits(self, q_bytes: int, key_bytes: int, mask: str, target: Target) -> bool:
-        """Whether shared memory holds the tile of q and the pipeline stages of keys, values and
-        mask.
+        """Whether shared memory holds the tiles of a program."""
+        return self.shared_bytes(q_bytes, key_bytes, mask) <= target.max_shared_bytes
+
+    def shared_bytes(self, q_bytes: int, key_bytes: int, mask: str) -> int:
+        """Returns the bytes of the tile of q and of the pipeline stages of keys, values and mask.
 
         q_bytes: the bytes of a row of q. key_bytes: the bytes of a row of keys plus a row of
         values. mask: the dtype of the mask tensor; "" if there is none.
@@ -64,16 +69,16 @@ class PrefillConfig:
         if mask:
             tile = self.block_m * self.block_n * ELEMENT_BYTES[mask]
             held += max(self.num_stages - 1, 1) * tile
-        return held <= target.max_shared_bytes
+        return held
 
 
 def _head_group(pairs: int, kept_bytes: int, target: Target) -> int:
     """Returns how many of the `pairs` heads run at the same time. For a dense batch, `pairs` counts
     the pairs of sequence and head.
 
-    The result is the number of heads whose keys and values fit the L2 cache; each head has
-    `kept_bytes` bytes of them. As a consequence, keys and values are read from memory once, and the
-    longest tiles of the whole group run first.
+    The result is the number of heads whose keys and values fit the L2 cache. Those of one head take
+    `kept_bytes` bytes. As a consequence, keys and values are read from memory once, and the longest
+    tiles of the whole group run first.
     """
     fitting = max(int(L2_SHARE * target.l2_bytes / max(kept_bytes, 1)), 1)
     # Make all groups about equally large: a small last group would leave multiprocessors idle.
@@ -116,8 +121,8 @@ def schedule(
     """
     sequences, tiles = sizes.num_sequences, cdiv(sizes.num_queries, config.block_m)
     if ragged:
-        # Each sequence has at most one tile that is not full. It is also possible that one sequence
-        # has all queries.
+        # Each sequence has at most one tile that is not full. No sequence has more tiles than one
+        # that has all queries.
         tiles, sequences = min(tiles + sequences - 1, sequences * tiles), 1
     pairs = heads * sequences
     if head_group is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla.key_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.targets import Target
 
-# The largest number of rows for which each program computes one row. A chip has room for more warps
-# than there are rows.
+# The largest number of rows for which each program computes one row. A chip has room for more than
+# this many warps.
 FEW_ROWS = 1024
 # The largest number of rows for which a program checks four new tokens, if cached keys and new
 # tokens share a launch.
@@ -45,7 +45,7 @@ def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
 
 
 def uses_library(problem: UpProblem, rows: int, target: Target) -> bool:
-    """Whether the library's GEMM computes the keys. This is so if weights are not quantised, keys
+    """Whether the library's GEMM computes the keys. It does so if weights are not quantised, keys
     and values are in one tensor, and all rows are needed."""
     return problem.joint and problem.scale_block is None and not problem.limited
 
@@ -77,6 +77,8 @@ class DecodeSizes:
         nope, rope, v_dim: The number of columns of the parts of a head, N, R and V.
         rank: The number of columns of a latent, L.
         rows: The number of rows of a tile of absorbed attention.
+        tiles: The number of tiles that have the queries and heads of a sequence.
+        sequences: The number of sequences; 0 if it is unknown.
     """
 
     queries: int
@@ -87,34 +89,47 @@ class DecodeSizes:
     v_dim: int
     rank: int
     rows: int
+    tiles: int
+    sequences: int = 0
 
 
-# The fewest keys for which absorbed attention is used. It needs two more launches, but it reads
-# fewer bytes and computes fewer products.
+# The fewest keys for which absorbed attention is used. Absorbed attention needs two more launches,
+# but it reads fewer bytes and computes fewer products.
 FEWEST_KEYS = 256
 # How many multiply-adds an H200 computes while its memory transfers one 16-bit number.
 NUMBER_MACS = 170
 # The cost of a multiply-add in absorbed attention, divided by the cost of a multiply-add in a GEMM.
-# It is higher because the tiles of absorbed attention are narrow.
+# The cost is higher because the tiles of absorbed attention are narrow.
 NARROW_MACS = 3
+# The fixed cost of attention to expanded keys, as a number of multiply-adds. Whatever the number of
+# keys, this attention takes 15 us longer than absorbed attention, because it has more launches and
+# its GEMM has few tiles. An H200 computes EXPANDING_MACS multiply-adds in this time. With 64
+# queries of DeepSeek-V2-Lite behind 1900 tokens, absorbed attention takes 50.0, 71.2 and 198 us for
+# 1, 2 and 8 sequences, and attention to expanded keys takes 58.9, 75.4 and 168 us.
+EXPANDING_MACS = 5.9e9
+# The fixed cost counts only if there are at least this many keys for each query. It was not
+# measured for fewer keys.
+KEYS_PER_QUERY = 16
 
 
 def absorbs(sizes: DecodeSizes) -> bool:
     """Whether attention to the latents themselves is faster than attention to expanded keys.
 
-    The estimate compares the cost of each key. With expanded keys, the up-projection multiplies a
+    The estimate compares the costs per key. With expanded keys, the up-projection multiplies a
     latent by the columns of all heads, which takes H * L * (N + V) multiply-adds, and the columns
     are written and read again. For each query, attention then adds one multiply-add for each
     column, including the R rope columns. With absorbed weights, each tile of rows reads L + R
-    numbers and multiplies each of them twice, except for the R rope columns. Costs that do not
-    depend on the keys are not counted, because both ways read the weight once.
+    numbers and multiplies each of them twice, except for the R rope columns. Both ways read the
+    weight once. The fixed costs of expanded keys count if the number of sequences is known and
+    there are few queries.
     """
     if sizes.keys < FEWEST_KEYS:
         return False
     columns = sizes.heads * (sizes.nope + sizes.v_dim)
-    expanded = columns * (sizes.rank + 2 * NUMBER_MACS)
+    expanded: float = columns * (sizes.rank + 2 * NUMBER_MACS)
     expanded += sizes.queries * (columns + sizes.heads * sizes.rope)
-    tiles = cdiv(sizes.queries * sizes.heads, sizes.rows)
     tile = NARROW_MACS * sizes.rows * (2 * sizes.rank + sizes.rope)
     tile += NUMBER_MACS * (sizes.rank + sizes.rope)
-    return tiles * tile < expanded
+    if sizes.sequences and sizes.keys >= KEYS_PER_QUERY * sizes.queries:
+        expanded += EXPANDING_MACS / (sizes.sequences * sizes.keys)
+    return sizes.tiles * tile < expanded

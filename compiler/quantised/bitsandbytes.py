@@ -24,8 +24,8 @@ from tilewright.codegen.formats import TABLES
 from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 _FOUR_BITS = ("Linear4bit", "LinearNF4", "LinearFP4")
-# The number of scales that share a second-level scale if the scales are codes, too. The library
-# fixes this number.
+# The number of scales that share a second-level scale, if the scales are themselves stored as
+# codes. The library fixes this number.
 _SCALES = 256
 
 
@@ -104,8 +104,6 @@ class OutlierLinear(ByteLinear):
     rounded if a row has a magnitude of `threshold` or more in it."""
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() == 0:
-            return x
         rows = x.reshape(-1, self.in_features).to(torch.float16)
         outliers = rows.abs() >= self.threshold
         rows = torch.where(outliers, 0.0, rows)

@@ -30,9 +30,10 @@ from tilewright.ops.formats.fp8_block import BLOCK
 
 Stated = Mapping[str, Any]
 _E4M3 = torch.float8_e4m3fn
-#: Constants of bitsandbytes: the number of codes that share a scale, and the magnitude from which a
-#: number is an outlier.
-_TABLE_BLOCK, _THRESHOLD = 64, 6.0
+#: The number of 4-bit codes of bitsandbytes that share a scale.
+_TABLE_BLOCK = 64
+#: The magnitude from which bitsandbytes treats a number as an outlier.
+_THRESHOLD = 6.0
 #: The number of columns in a group of GPTQ's and AWQ's codes if a configuration names none. It is
 #: the default of transformers' GPTQConfig and AwqConfig.
 DEFAULT_GROUP_SIZE = 128
@@ -40,8 +41,8 @@ DEFAULT_GROUP_SIZE = 128
 
 class BlockLinear(CodedLinear):
     """A linear of FineGrainedFP8, with weight [N, K] e4m3, and weight_scale_inv, which holds scales
-    by blocks or a single number. Its product is the one that `operators` declares for the hub's
-    operator."""
+    by blocks or a single number. It computes what `operators.py` declares for the operators of the
+    hub's `finegrained-fp8` kernel."""
 
     weight: torch.Tensor
     weight_scale_inv: torch.Tensor
@@ -109,8 +110,8 @@ def put_codes(model: nn.Module, stated: Stated) -> None:
         known = ", ".join(METHODS)
         raise ValueError(
             f"quant_method {method!r}: modules of this method cannot be built from a "
-            f"configuration alone; modules of {known} can. For others, inspect a function that "
-            "loads the checkpoint"
+            f"configuration alone; modules of {known} can. For others, give `tilewright inspect` "
+            "a function that loads the checkpoint"
         )
     METHODS[method](model, stated)
     _share_scales(model)
@@ -120,7 +121,7 @@ def _share_scales(model: nn.Module) -> None:
     """Makes the linears of one parent share a scale of activations.
 
     In checkpoints, linears that read one activation have equal scales, and `share_equal_scales`
-    finds them. Here scales have no values, so the linears of a parent are taken instead.
+    finds them. Here scales have no values, so all linears of a parent share one scale.
     """
     for parent in model.modules():
         shared: dict[tuple[str, torch.Size], torch.Tensor] = {}
@@ -146,7 +147,7 @@ def _finegrained(model: Any, stated: Stated) -> None:
     for name, experts in _stacked_experts(model):
         if not skips(name):
             if block is None or stated.get("expert_dtype", "fp8") != "fp8":
-                raise ValueError("fp8: experts: expected scales by blocks of float8 codes")
+                raise ValueError("fp8: experts: expected float8 codes with scales by blocks")
             _check_plain("fp8", experts)
             model.set_submodule(name, BlockExperts(experts, stated))
 
@@ -194,7 +195,8 @@ def _bitsandbytes(model: Any, stated: Stated) -> None:
             tensors["scale"] = _empty((rows,), torch.float32)
             return OutlierLinear(columns, rows, tensors, threshold)
         if rows * columns % _TABLE_BLOCK:
-            raise ValueError(f"bitsandbytes: a weight {[rows, columns]} has no whole blocks")
+            raise ValueError(f"bitsandbytes: weight: expected a multiple of {_TABLE_BLOCK} "
+                             f"elements, got {[rows, columns]}")  # fmt: skip
         codes = _empty((rows * columns // 2,), torch.uint8)
         absmax = _empty((rows * columns // _TABLE_BLOCK,), torch.float32)
         weight = SimpleNamespace(quant_state=SimpleNamespace(quant_type=kind))
@@ -380,7 +382,8 @@ def _grouped(
     if columns % group:
         raise ValueError(f"{method}: group_size: expected one that divides {columns}, got {group}")
     if rows % 8 or columns % 8:
-        raise ValueError(f"{method}: a weight {[rows, columns]} has no whole words of eight codes")
+        raise ValueError(f"{method}: weight: expected rows and columns that are multiples of 8, "
+                         f"the codes of a word, got {[rows, columns]}")  # fmt: skip
     words = (columns // 8, rows) if packs_columns else (columns, rows // 8)
     return SimpleNamespace(
         in_features=columns,

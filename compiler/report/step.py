@@ -10,10 +10,10 @@ chip.
 Nothing is measured. The step reads each weight in use once, and reads caches as far as the given
 number of tokens fills them. A tensor that crosses from one part to the next is written and read
 again. The floor is the time for weights and caches alone, which no fusing saves; if the products
-with weights take longer, the floor is their time. The model of a part's time
+with weights take longer, the floor is their time. The cost model of a part
 (`compiler/report/times.py`) adds the crossing tensors, attention, and the start of each kernel, at
-the rates that kernels reach. `compiler/report/bars.py` says how far the model was from measured
-times.
+the rates that kernels reach. `compiler/report/bars.py` says how far modelled times were from
+measured times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tilewright.compiler.report.traffic import Unit, units_of
 
 Kind = Literal["fused", "library", "inductor"]
 FUSED: Kind = "fused"
-#: Products that a library computes. The code that Inductor generates calls them.
+#: Products that a library computes. The code that Inductor generates calls the library.
 LIBRARY: Kind = "library"
 #: Nodes for which Inductor generates kernels.
 INDUCTOR: Kind = "inductor"
@@ -232,8 +232,8 @@ def step_of(lowered: Lowered, present: int | None = None, chip: Target | None = 
     """Returns the step of a model on the target for which the model was lowered.
 
     present: the number of tokens in the caches, as in `Step`.
-    chip: the target with other rates, such as the rates of another product; None for its rates in
-        TARGETS.
+    chip: the target with other rates, such as those of another GPU product; None for the target's
+        own rates in TARGETS.
     """
     target = chip or get_target(lowered.target)
     units = [unit for graph in lowered.graphs for unit in units_of(graph, target)]

@@ -12,7 +12,7 @@ from tilewright.patterns.language import Match
 
 
 class LintError(RuntimeError):
-    """A rewrite left the graph inconsistent; the graph must not be used."""
+    """Raised if a rewrite left the graph inconsistent. The graph must then not be used."""
 
 
 def check_site(

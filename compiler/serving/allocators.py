@@ -30,7 +30,8 @@ class FullPages(FullAttentionCacheAllocator):
     """Allocates pages for layers that attend to all tokens of a request."""
 
     def register_cache_tensor(self, *args: Any, **kwargs: Any) -> None:
-        """Also makes the memory one tensor `[rows, heads, head dim]`, the same for all allocators.
+        """Registers the memory as transformers does, and makes it one tensor `[rows, heads, head
+        dim]` that all allocators share.
 
         If a graph read several tensors in one memory, each would be an input of its own, and a
         write to one would change the others. With one tensor the graph has one input.
@@ -66,8 +67,8 @@ class FullPages(FullAttentionCacheAllocator):
         return past_length + query_length - self.kept(past_length) * self.tokens_per_page
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Returns the block of each kept page; transformers' allocators return a row for each
-        token."""
+        """Returns the block of each kept page. The method of transformers' allocators returns a row
+        for each token instead."""
         return self.live_blocks(request_id, past_length, query_length)
 
     def fill_block_table(

@@ -29,8 +29,9 @@ from tilewright.compiler.serving.classes import (
 log = logging.getLogger("tilewright")
 
 _CHANGE = "enable"
-#: The attention that each model had before a manager, and each model's last manager.
+#: The attention that each model had before it got a manager.
 _BEFORE: MutableMapping[Any, Any] = WeakKeyDictionary()
+#: The latest manager of each model.
 _MANAGERS: MutableMapping[Any, Any] = WeakKeyDictionary()
 
 
@@ -147,7 +148,7 @@ def init_continuous_batching(
             self, generation_config, BatchingConfig.of(settings), workload_hints
         )
     except BaseException:
-        if taken:  # else an earlier manager still uses it
+        if taken:  # otherwise, an earlier manager still uses the attention
             give_attention_back(self)
         raise
     manager._original_attn_impl = before  # the manager sets this again when it stops

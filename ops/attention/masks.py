@@ -35,8 +35,9 @@ def check_mask(op: str, a: Any) -> None:
 
 
 def check_attn_mask(op: str, mask: torch.Tensor, q: torch.Tensor, batch: Any, keys: Any) -> None:
-    """Checks a mask tensor [B or 1, H or 1, S or 1, K or more]. The queries q [T, H, ...] belong to
-    `batch` sequences with the same number of queries. Reads only metadata. Raises ArgumentError."""
+    """Checks a mask tensor [B or 1, H or 1, S or 1, K], where K is at least `keys`. The queries q
+    [T, H, ...] belong to `batch` sequences with the same number of queries. Reads only metadata.
+    Raises ArgumentError."""
     check_dtype(op, "attn_mask", mask, (torch.bool, q.dtype, torch.float32))
     check_device(op, "attn_mask", mask, q.device)
     heads, queries = q.shape[1], q.shape[0] // batch

@@ -1,7 +1,7 @@
 """Checks of a projection to q, k and v: x, the weights with their formats and scales, and the
 biases.
 
-They read only metadata and raise ArgumentError.
+The checks read only metadata and raise ArgumentError.
 """
 
 from __future__ import annotations
@@ -104,5 +104,5 @@ def _check_dense_strides(op: str, name: str, weight: torch.Tensor) -> None:
         holds(weight.stride(axis) == 1) or proven(weight.shape[axis] <= 1) for axis in (-1, -2)
     )
     if not dense:
-        expected = "stride 1 in the last or the second last dimension"
+        expected = "stride 1 in one of the last two dimensions"
         raise ArgumentError(op, name, expected, f"strides {shape_text(weight.stride())}")

@@ -101,8 +101,8 @@ def is_filled(item: Any, number: float) -> bool:
 
 
 def filled_with(item: Any) -> float | None:
-    """Returns the number that an item is, or the number that every element of a tensor was created
-    with; else None."""
+    """Returns the number that an item is, or with which every element of a tensor was created.
+    Returns None for any other item."""
     if not isinstance(item, View):
         return given_number(item)
     value = item.value

@@ -19,7 +19,8 @@ from tilewright.patterns.recognise.masks import visible_by
 
 
 def visible_keys(attention: Attention) -> dict[str, Any]:
-    """Returns the op's arguments for the mask of an attention. Raises Reject (ATTENTION_FORM)."""
+    """Returns the op's arguments for the mask of an attention. Raises Reject (ATTENTION_FORM) if
+    the attention has a mask in addition to `is_causal`."""
     if attention.row_offsets is not None:
         return _ragged(attention)
     mask, added = attention.mask, attention.added
@@ -75,8 +76,8 @@ def _tensor(mask: View | Computed | None, *, hide_lowest: bool = False) -> dict[
 
 
 def _lowest_hides(attention: Attention) -> bool:
-    """Whether the op may treat the lowest number of the mask's dtype as a hidden key. This requires
-    that the mask is not combined with another mask."""
+    """Whether the op may treat a key as hidden if the mask has the lowest number of its dtype for
+    this key. This requires that the mask is not combined with another mask."""
     if attention.added is None or not attention.added.value.dtype.is_floating_point:
         return False
     return bounds_logits(attention.scale, attention.softcap, attention.added.value.dtype)
@@ -105,7 +106,7 @@ def _numbers(attention: Attention) -> View | Computed | None:
 
 def _ragged(attention: Attention) -> dict[str, Any]:
     """Returns the mask arguments of a ragged batch. A causal mask is aligned to the end of each
-    sequence, because the queries of a sequence come after all its other keys."""
+    sequence, because the queries are the last tokens of the sequence."""
     rows, keys = attention.row_offsets, attention.key_offsets
     assert rows is not None
     assert keys is not None

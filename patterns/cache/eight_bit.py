@@ -3,8 +3,8 @@
     k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
 
 The op rounds once. If there is a clamp, the op saturates. If not, a number out of range becomes the
-same number as in PyTorch's cast: infinity (float8_e5m2), or NaN or the largest number, depending on
-the release of PyTorch (float8_e4m3fn).
+same number as in PyTorch's cast. For float8_e5m2, this is infinity. For float8_e4m3fn, it is NaN or
+the largest number, depending on the release of PyTorch.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class Written:
 
     Attributes:
         view: The values.
-        scale: A number, or a view of `view`'s shape that repeats along the dimensions in which it
-            does not vary.
+        scale: A number, or a view that has the shape of `view` and repeats along the dimensions in
+            which the scale does not vary.
         multiplies: Whether values are multiplied by the scale. If not, they are divided by it.
-        held: Whether the graph clamps the values to the cache's range, (from below, from above).
+        held: Two bools: whether the graph clamps the values to the cache's range from below, and
+            whether it clamps them from above.
         between: The graph's values between `view` and the cache.
     """
 

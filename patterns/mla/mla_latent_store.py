@@ -33,13 +33,13 @@ _PATH = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
 
 @dataclass(frozen=True)
 class MlaLatentStore:
-    """The pattern that the module's docstring describes."""
+    """Matches the cache write of multi-head latent attention."""
 
     name: str = "mla_latent_store"
     op: str = "mla_latent_store"
     asked_before: ClassVar[tuple[str, ...]] = (
         "qkv_cache",
-    )  # These patterns would match a latent and its rope key as K and V.
+    )  # qkv_cache would match a latent and its rope key as K and V.
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
@@ -84,12 +84,13 @@ class MlaLatentStore:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the two writes.
+    """A latent or a rope key that the graph writes to the cache.
 
     Attributes:
-        write, place: The write, and its address.
-        heads: The projection that it comes from; None if nothing between it and the cache is
-            absorbed.
+        write: The write.
+        place: The address of the write in the cache.
+        heads: The projection that computes the written values; None if the match absorbs no value
+            between the projection and the cache.
         rows: [T, L] or [T, R], the values before norm and rotation.
         absorbed: The values that disappear.
     """
@@ -134,8 +135,9 @@ def _as_it_comes(write: CacheWrite, place: Address) -> Part:
 
 
 def _known(part: Part, is_rope_key: bool) -> Part:
-    """Returns the part if the op supports its norm and rotation. Otherwise, returns the part
-    without them. The op can normalise the latent, with a weight, and rotate the whole rope key."""
+    """Returns the part if the op supports its norm and rotation. Otherwise, returns a part that the
+    op stores unchanged. The op supports an RMS norm of the latent with a weight, and a rotation of
+    the whole rope key."""
     heads = part.heads
     if heads is None:
         return part

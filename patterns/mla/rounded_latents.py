@@ -1,4 +1,5 @@
-"""Latents of a cache that the graph rounds to float8 codes before it multiplies them.
+"""Matches attention to cached latents that the graph rounds to float8 codes before the
+up-projection.
 
     codes, scales = round(latents)                        all keys of the cache
     kv  = (codes @ kv_b_codes^T) * scales * kv_b_scales   ⇒   mla_decode(.., round_latents=True)
@@ -91,9 +92,9 @@ def _latents(rows: RoundedRows, keys: LatentKeys) -> tuple[View, int] | None:
 
 
 def _is_faster(attention: Attention, keys: LatentKeys) -> bool:
-    """Whether attention to the latents themselves is faster, if all sizes are numbers and not
-    symbols."""
-    _, queries, heads = attention.queries
+    """Whether attention to the latents themselves is faster than attention to expanded keys.
+    Returns False if any size, except the number of sequences, is a symbol."""
+    sequences, queries, heads = attention.queries
     sizes: dict[str, Size] = {
         "queries": queries,
         "keys": keys.latents.shape[1],
@@ -104,4 +105,5 @@ def _is_faster(attention: Attention, keys: LatentKeys) -> bool:
         "rank": keys.latents.shape[-1],
     }
     known = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    return len(known) == len(sizes) and is_faster(**known)
+    known["sequences"] = sequences if isinstance(sequences, int) else 0
+    return len(known) > len(sizes) and is_faster(**known)

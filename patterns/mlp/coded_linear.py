@@ -39,7 +39,7 @@ _REACH = 8
 
 @dataclass(frozen=True)
 class CodedLinear:
-    """The pattern that the module's docstring describes."""
+    """Matches a linear that has a quantised weight and that no other pattern matches."""
 
     name: str = "coded_linear"
     op: str = "linear_activation"
@@ -47,7 +47,7 @@ class CodedLinear:
     asked_last: ClassVar[bool] = True  # after the patterns whose kernels compute more operations
     optional: ClassVar[bool] = True  # without a kernel, PyTorch's product is good enough
     sought: ClassVar[Sought] = Sought(
-        f"linears whose weight is quantised, of at most {MOST_CODED_TOKENS} tokens",
+        f"linears of at most {MOST_CODED_TOKENS} tokens whose weight is quantised",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
 
@@ -103,8 +103,8 @@ def _linear(value: Value) -> FewTokens | None:
 
 
 def _shared(linear: FewTokens, flow: Dataflow) -> FewTokens:
-    """Returns the linear with another view of its codes as the activation: the first value in the
-    graph that is equal to them. Linears of one activation then read the same codes."""
+    """Replaces the codes of a linear's activation by the first equal codes in the graph. All
+    linears of one activation then read the same codes."""
     if linear.x_scale is None:
         return linear
     rows = first_alike(CodedRows(linear.x, linear.x_scale), flow)

@@ -90,8 +90,8 @@ def _takes_largest_of_rows(choice: Value) -> bool:
 
 
 def match_choice(ids: Value) -> Choice:
-    """Returns the choice that computed `ids`. :func:`is_choice` must be true for `ids`. Raises
-    Reject if the choice has an unknown form."""
+    """Returns the choice that computed `ids`. The function :func:`is_choice` must return True for
+    `ids`. Raises Reject if the choice has an unknown form."""
     compared = ids.args[0]
     if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
         message = "the choice does not select the largest numbers of whole rows"

@@ -19,7 +19,7 @@ from tilewright.patterns.recognise.linear import rows_of
 
 @dataclass(frozen=True)
 class Rows:
-    """Heads of `head_dim` rows each.
+    """The rows of a packed weight that compute heads of `head_dim` rows each.
 
     Attributes:
         first: The first row of the first head.

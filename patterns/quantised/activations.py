@@ -5,10 +5,10 @@
     codes  = (blocks / scale).clamp(-448, 448).to(float8_e4m3fn)
     rows   = (codes.float() * scale).view(M, K).to(x.dtype)      ⇒   x, activation_format="fp8"
 
-The graph may multiply by the reciprocal instead of dividing. It may also clamp only the divisor to
-a very small number. The op computes a different result in two cases: it gives zeros for a block of
-zeros, where the graph may divide by zero, and it does not clamp a scale from below. Dimension
-letters: M rows, K columns.
+The graph may multiply by the reciprocal instead of dividing. It may also clamp only the divisor
+from below to a very small number. The op computes a different result in two cases: it gives zeros
+for a block of zeros, where the graph may divide by zero, and it does not clamp a scale from below.
+Dimension letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class QuantisedRows:
 
     Attributes:
         source: The numbers [M, K] that are quantised.
-        absorbed: The values that quantise and decode them.
+        absorbed: The values that quantise and decode these numbers.
     """
 
     source: View

@@ -125,8 +125,8 @@ def match_rounded_rows(codes: Value) -> RoundedRows:
 
 @dataclass
 class _Walk:
-    """The search from codes back to the numbers that were rounded. `taken` are the values that it
-    passed."""
+    """The search from codes back to the numbers that were rounded. `taken` are the values that the
+    search passed."""
 
     codes: Value
     taken: list[Value]

@@ -1,4 +1,4 @@
-"""Values for which the graph shows that they are never negative."""
+"""Finds values that are certainly never negative, because the graph shows it."""
 
 from __future__ import annotations
 

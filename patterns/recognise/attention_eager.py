@@ -53,7 +53,7 @@ class Logits:
         sees: The value of `mask` where a query attends to a key.
         finite: Whether the mask uses a large negative number instead of minus infinity.
         added: Numbers that are added to the scaled products, or None.
-        subtracted: Whether `added` is subtracted instead.
+        subtracted: Whether `added` is subtracted from the products instead of added.
         softcap: If this is a number c other than 0, the logits before the mask are `c * tanh(scaled
             products / c)`.
         sinks: The sinks [H], or None.
@@ -391,7 +391,7 @@ def _roles_in(
 
     Each head or group of heads must have its own keys, unless `heads_of` says which dimension is
     the heads. If several dimensions could be B, the first of these dimensions is B. If the sinks
-    vary along it, it is H instead.
+    vary along this dimension, it is H instead.
     """
     of_q = [n for n in dims[:-1] if n is not None and n in q.names]
     own = [n for n in of_q if n not in k_names]

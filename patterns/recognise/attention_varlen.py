@@ -17,7 +17,9 @@ from tilewright.patterns.dataflow import Value, View
 
 @dataclass(frozen=True)
 class VarlenForm:
-    """The operator computes softmax(scale * q @ k^T) @ v within each sequence, with q [T, H, D], k
+    """The names of the arguments of an operator for varlen attention.
+
+    The operator computes softmax(scale * q @ k^T) @ v within each sequence, with q [T, H, D], k
     [K, H, D] and v [K, H, V]. The result is its only output, or its first output.
 
     Attributes:

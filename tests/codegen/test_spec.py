@@ -149,6 +149,31 @@ def test_a_gpu_has_the_record_of_its_very_capability(capability, hip, name, monk
     assert found == (name and dataclasses.replace(get_target(name), num_sms=7))
 
 
+@pytest.mark.parametrize(("clock", "width", "rate"), [
+    (2_619_000, 5120, 2.95e12),  # H100 SXM
+    (3_201_000, 6144, 4.3e12),  # H200
+    (0, 0, 4.3e12),  # an older torch does not say
+])  # fmt: skip
+def test_a_gpu_has_the_memory_rate_of_its_product(clock, width, rate, monkeypatch):
+    """H100 and H200 have one compute capability and one record, but other memory."""
+    torch = pytest.importorskip("torch")
+    properties = SimpleNamespace(
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        memory_clock_rate=clock,
+        memory_bus_width=width,
+    )
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = detect_target(0)
+    assert found is not None
+    assert found.hbm_bytes_per_s == pytest.approx(rate, rel=1e-3)
+    needed = 700e-9 * found.hbm_bytes_per_s / found.num_sms
+    assert 0.8 < found.bytes_in_flight_per_sm / needed < 1.3
+
+
 def test_detect_target_agrees_with_torch():
     torch = pytest.importorskip("torch")
     found = detect_target()

@@ -15,6 +15,7 @@ from tests.models.single_linear import SHAPES, assert_no_further, inputs, one_li
 from tests.tables import all_pairs
 from tilewright.codegen.formats import TABLES
 from tilewright.compiler import prepare
+from tilewright.compiler.quantised.bitsandbytes import ByteLinear, OutlierLinear
 
 
 def four_bits(
@@ -202,6 +203,34 @@ def with_outliers(shape, dtype):
     for column, number in ((3, 20.0), (100, -6.0), (200, 7.5), (17, 5.96875)):
         rows[column % len(rows), column] = number
     return x
+
+
+def linear_of_bytes(kind, dtype, **options):
+    """Returns a module that `prepare` makes; this needs no library."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, (64, 256), generator=generator).to(torch.int8)
+    scale, bias = torch.rand(2, 64, generator=generator)
+    return kind(256, 64, {"codes": codes, "scale": scale, "bias": bias.to(dtype)}, **options)
+
+
+@pytest.mark.parametrize("shape", [(1, 256), (5, 256), (2, 3, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_columns_with_outliers_are_not_rounded_and_the_others_are(dtype, shape):
+    module, x = linear_of_bytes(OutlierLinear, dtype, threshold=6.0), with_outliers(shape, dtype)
+    rows = x.view(-1, 256).double()
+    inside = rows.where(rows.abs() < 6.0, 0.0)
+    largest = inside.abs().amax(1, keepdim=True)
+    exact = torch.round(inside * 127 / largest) * largest / 127
+    exact[:, [3, 100, 200]] = rows[:, [3, 100, 200]]
+    weight = module.codes.double() * module.scale.double()[:, None] / 127
+    expected = nn.functional.linear(exact, weight, module.bias.double()).view(*shape[:-1], 64)
+    assert relative_error(module(x), expected) <= 2 * ALLOWANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", [ByteLinear, OutlierLinear])
+def test_no_rows_have_no_results(kind):
+    made = linear_of_bytes(kind, torch.bfloat16)(torch.zeros(2, 0, 256, dtype=torch.bfloat16))
+    assert made.shape == (2, 0, 64)
 
 
 @pytest.mark.parametrize("shape", [(1, 256), (5, 256), (2, 3, 256)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -110,10 +111,12 @@ def test_error_against_float64_stays_within_the_declared_tolerance(op, case, dev
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_what_a_call_promises_of_its_results(op, case):
-    """Tests what every call promises: it changes only declared arguments, its results are new
-    memory, the same call gives the same bits, and fake results have the metadata of real ones."""
+def test_what_every_call_promises(op, case):
+    """Tests what every call promises: it refuses tensors of another kind, it changes only declared
+    arguments, its results are new memory, the same call gives the same bits, and fake results have
+    the metadata of real ones."""
     arguments = op.sample_inputs(case)
+    check_that_other_tensors_are_refused(op, arguments)
     before = clone(arguments)
     results = results_of(op.call(arguments))
     check_that_only_declared_arguments_changed(op, arguments, before, results)
@@ -137,6 +140,54 @@ def check_that_only_declared_arguments_changed(op, arguments, before, results):
             for result in results:
                 if result is not None and result.numel():
                     assert result.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+
+
+def on_meta(value):
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return [on_meta(v) for v in value] if isinstance(value, list) else value
+
+
+def with_first_tensor(value, change):
+    """Returns an argument with its first tensor changed; None if it has no tensor."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    values = value if isinstance(value, list) else []
+    at = next((i for i, v in enumerate(values) if isinstance(v, torch.Tensor)), None)
+    return None if at is None else [*values[:at], change(values[at]), *values[at + 1 :]]
+
+
+OTHERS = {
+    "on another device": lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype),
+    "of another dtype": lambda t: t.to(torch.complex64),
+    "with one more dimension": lambda t: t.unsqueeze(0),
+}
+# Tensors that may have one more dimension.
+OF_ANY_RANK = re.compile("(k|v|latent|rope)_cache|(k|v)(_cache)?_scale|(weight|up)_factor|q_weight")
+# The only tensors of some calls. Such a call has no other device.
+MAY_BE_ALONE = ("mask_blocks.attn_mask", "quantize_nvfp4.x", "round_rows.x")
+
+
+def check_that_other_tensors_are_refused(op, arguments):
+    """Checks that the op refuses each tensor on another device, of another dtype or with another
+    number of dimensions. Metadata is enough for these checks."""
+    given = replace(arguments, **{k: on_meta(value) for k, value in vars(arguments).items()})
+    op.validate(given)
+    for name, value in vars(given).items():
+        for what, change in OTHERS.items():
+            other = with_first_tensor(value, change)
+            any_rank = "dimension" in what and OF_ANY_RANK.fullmatch(name)
+            alone = "device" in what and f"{op.name}.{name}" in MAY_BE_ALONE
+            if other is not None and not any_rank and not alone:
+                assert refuses(op, replace(given, **{name: other})), f"{name} {what}"
+
+
+def refuses(op, arguments):
+    try:
+        op.validate(arguments)
+    except ArgumentError:
+        return True
+    return False
 
 
 INDEX_DTYPES = (torch.uint32, torch.int32, torch.int64)

@@ -12,8 +12,8 @@ from tilewright.tools.zoo import ZOO, zoo_facts
 def zoo(as_json: JsonOption = False) -> None:
     """List the built-in models: published configurations in full size on the meta device.
 
-    A name may have the suffix -paged or -lora (not for DeepSeek). Each name may also have the
-    suffix -prefill (1024 tokens).
+    Names, except those of DeepSeek's models, may have the suffix -paged or -lora. Every name may
+    also have the suffix -prefill (1024 tokens).
     """
     models = [{"name": name} | zoo_facts(name) for name in ZOO]
     if as_json:

@@ -1,4 +1,4 @@
-"""`make matrix`: tilewright in environments with other releases of torch, Triton and transformers.
+"""`make matrix`: tests tilewright with other releases of torch, Triton and transformers.
 
 Each row of `releases` is a virtual environment under `.matrix/`, in which the checkout is
 installed. The demo and the tests that depend most on a release run there. Their outcome is a line
@@ -98,8 +98,8 @@ class Outcome:
 
 
 def interpreter(version: str) -> str | None:
-    """Returns a Python of this version that starts, from PATH or pyenv. Returns None if there is
-    none."""
+    """Returns the path of a working Python of this version, from PATH or pyenv. Returns None if
+    there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python")]
     for candidate in candidates:
@@ -131,7 +131,7 @@ def environment(row: Row, root: Path = ENVIRONMENTS) -> Path:
     """Returns the Python of the environment of a row. The environment is made again if its
     description has changed.
 
-    Raises RuntimeError if this machine has no such Python, or with pip's message.
+    Raises RuntimeError if this machine has no such Python, or, with pip's message, if pip fails.
     """
     folder, checkout = root / row.name, Path.cwd()
     python, stamp = folder / "bin" / "python", folder / ".installed"
@@ -208,7 +208,7 @@ def line(outcome: Outcome, day: str) -> str:
 
 
 def with_lines(text: str, lines: Sequence[str]) -> str:
-    """Replaces the table rows that have the names of `lines`, and returns the document. The rows
+    """Replaces or adds the rows of the table that `lines` holds, and returns the document. The rows
     are in the order of ROWS."""
     before, _, rest = text.partition(HEADER)
     rule, *body = rest.strip("\n").splitlines()

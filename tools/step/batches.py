@@ -99,7 +99,7 @@ def weight_bytes(model: Any) -> int:
 
 def render_batches(model: str, rows: Sequence[BatchRow]) -> Group:
     """Renders the table of a model's steps, and notes on their error bars."""
-    columns = ("batch", "a step", "steps/s", "sequences/s", "floor", "memory", "most of it")
+    columns = ("batch", "a step", "steps/s", "sequences/s", "floor", "memory", "largest part")
     table = step_table("target", *columns)
     for row in rows:
         table.add_row(

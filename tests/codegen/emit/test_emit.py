@@ -65,6 +65,22 @@ def test_static_count_and_grid_leave_no_mask():
     assert body_of(fewer).count("mask=") == body_of(unknown).count("mask=") == 3
 
 
+def test_triton_makes_no_variants_for_integers_of_which_the_spec_says_nothing():
+    signature = {"x_ptr": "*fp32", "y_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
+    constants = {"ALPHA": 1.0, "BLOCK": 16}
+    for divisible, expected in (
+        (("x_ptr",), "triton.jit(do_not_specialize=['n'])"),
+        (("x_ptr", "n"), "triton.jit"),
+    ):
+        text = emit(spec_of("vector_add", constants, signature, divisible16=divisible))
+        function = ast.parse(text).body[-1]
+        (decorator,) = function.decorator_list
+        assert ast.unparse(decorator) == expected
+        assert {a.arg: a.annotation and ast.unparse(a.annotation) for a in function.args.args} == {
+            **dict.fromkeys(("x_ptr", "y_ptr", "out_ptr")), "n": "tl.int32",
+        }  # fmt: skip
+
+
 GEMM_SIGNATURE = {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16", "bias_ptr": "*bf16"}
 
 
@@ -203,6 +219,16 @@ def test_an_axis_from_the_end_and_a_positional_mask_fold_too():
     x = torch.arange(128, dtype=torch.int32).view(8, 16)
     (out,) = run_both(spec, (1,), {"x_ptr": x, "out_ptr": torch.zeros(8).int()}, ["out_ptr"])
     assert torch.equal(out, x.sum(1).int())
+
+
+def test_names_that_are_assigned_together_keep_what_is_known():
+    """The emitter knows nothing of a function's two results, and all of two names that change
+    places."""
+    spec = spec_of("exchanged_pairs", {"PAIRS": 8}, {"x_ptr": "*i32", "out_ptr": "*i32"})
+    assert "mask" not in body_of(emit(spec))
+    x = torch.arange(16, dtype=torch.int32)
+    (out,) = run_both(spec, (1,), {"x_ptr": x, "out_ptr": torch.zeros(16).int()}, ["out_ptr"])
+    assert torch.equal(out, x.view(8, 2).flip(1).flatten())
 
 
 def test_helper_passed_as_argument_is_printed():

@@ -28,6 +28,9 @@ def test_the_file_holds_the_functions_of_imported_templates_and_imports_only_tri
     imported |= {alias.name for node in tree.body if isinstance(node, ast.Import)
                  for alias in node.names}  # fmt: skip
     assert {name.partition(".")[0] for name in imported} == {"triton"}
+    numbers = [n for n, type_ in spec_of_pair().signature if type_ in ("i32", "i64")]
+    assert numbers
+    assert f"@gluon.jit(do_not_specialize={numbers!r})" in emit(spec_of_pair())
 
 
 def test_another_template_may_have_only_functions():

@@ -182,3 +182,14 @@ def sums_of_rows(x_ptr, out_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     x = tl.load(x_ptr + rows[:, None] * COLUMNS + columns[None, :])
     sums = tl.where(COLUMNS > 0, tl.sum(x, axis=-1), tl.zeros((ROWS,), tl.int32))
     tl.store(out_ptr + rows, sums, rows < ROWS)
+
+
+@triton.jit
+def exchanged_pairs(x_ptr, out_ptr, PAIRS: tl.constexpr):
+    """Exchanges the members of pairs: out[2 * i] = x[2 * i + 1] and out[2 * i + 1] = x[2 * i]."""
+    x = tl.load(x_ptr + tl.arange(0, 2 * PAIRS))
+    first, second = tl.split(tl.reshape(x, (PAIRS, 2)))
+    place, other = 2 * tl.arange(0, PAIRS), 2 * tl.arange(0, PAIRS) + 1
+    place, other = other, place
+    tl.store(out_ptr + place, first, mask=place < 2 * PAIRS)
+    tl.store(out_ptr + other, second, mask=other < 2 * PAIRS)

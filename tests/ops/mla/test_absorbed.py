@@ -13,10 +13,11 @@ import torch
 
 from tests.interpreted import interpret
 from tests.ops.test_contract import as_double, clone
-from tilewright.codegen.mla.plan import DecodeSizes, absorbs
 from tilewright.ops.contract import get_op
 from tilewright.ops.mla.arguments import FP8
 from tilewright.ops.mla.cases import PrefillCase
+from tilewright.ops.mla.decode import lowering
+from tilewright.ops.mla.decode.gains import is_faster
 from tilewright.ops.mla.decode.lowering import absorbed_call
 
 RAGGED = PrefillCase(
@@ -101,12 +102,52 @@ def test_as_many_queries_as_keys_are_not():
     assert absorbed_call(given_latents()) is None
 
 
-LITE = DecodeSizes(1, 4096, 16, 128, 64, 128, 512, 16)
+@pytest.mark.parametrize(
+    ("case", "queries", "keys"), [(RAGGED, 2, 315), (STATIC, 2, 300)], ids=["counted", "static"]
+)
+def test_the_sizes_of_the_call_decide(case, queries, keys, monkeypatch):
+    """Sequences of different lengths count with their mean."""
+    decided = []
+    monkeypatch.setattr(lowering, "is_faster", lambda **sizes: decided.append(sizes))
+    a = get_op("mla_prefill").sample_inputs(case)
+    assert absorbed_call(a) is None
+    widths = {"nope": case.nope, "rope": case.rope_dim, "v_dim": case.v_dim, "rank": case.rank}
+    counts = {"queries": queries, "keys": keys, "heads": case.num_heads}
+    assert decided == [widths | counts | {"sequences": len(case.new_tokens)}]
+
+
+def lite(queries: int, sequences: int = 0, keys: int = 4096) -> bool:
+    """Whether the plan says that absorbed attention is faster for DeepSeek-V2-Lite."""
+    return is_faster(
+        queries=queries,
+        keys=keys,
+        heads=16,
+        nope=128,
+        rope=64,
+        v_dim=128,
+        rank=512,
+        sequences=sequences,
+    )
 
 
 def test_what_the_plan_says_of_a_published_model():
-    """Tests the plan for DeepSeek-V2-Lite: a decode step, some drafted tokens, and a prefill."""
-    assert absorbs(LITE)
-    assert absorbs(replace(LITE, queries=4, rows=32))
-    assert not absorbs(replace(LITE, queries=512, rows=32))
-    assert not absorbs(replace(LITE, keys=128))
+    """Tests the plan for a decode step, some drafted tokens, and a prefill."""
+    assert lite(1)
+    assert lite(4)
+    assert not lite(512)
+    assert not lite(1, keys=128)
+
+
+def test_few_sequences_have_not_enough_keys_to_expand():
+    """Tests the plan at the sizes that were measured on an H200: 64 queries behind 1900 tokens."""
+    assert lite(64, sequences=1, keys=2048)
+    assert lite(64, sequences=2, keys=2048)
+    assert not lite(64, sequences=8, keys=2048)
+    assert not lite(128, sequences=2, keys=2048)
+
+
+@pytest.mark.parametrize(("queries", "faster"), [(16, True), (32, False)])
+def test_rows_that_fill_no_tile_count(queries, faster):
+    """Each tile of MiniCPM3 has one query, and its 40 heads take 64 rows (an H200, 2 sequences)."""
+    sizes = {"heads": 40, "nope": 64, "rope": 32, "v_dim": 64, "rank": 256, "keys": 2048}
+    assert is_faster(queries=queries, sequences=2, **sizes) == faster

@@ -11,13 +11,17 @@ import torch
 from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.emit import emit
 from tilewright.codegen.mlp.kernels import RoundConfig
-from tilewright.codegen.mlp.plan import MOST_ROUNDED_COLUMNS, round_config
+from tilewright.codegen.mlp.plan import (
+    MOST_READERS_OF_ROW,
+    MOST_ROUNDED_COLUMNS,
+    round_config,
+)
 from tilewright.codegen.targets import SM90
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.mlp.cases import RoundCase
 from tilewright.ops.mlp.round_rows import OP
 from tilewright.ops.mlp.rounding_lowering import round_rows_steps
-from tilewright.ops.runtime.program import drive
+from tilewright.ops.runtime.program import Launch, drive
 from tilewright.ops.runtime.replay import repeat
 
 E4M3 = torch.float8_e4m3fn
@@ -122,6 +126,25 @@ def test_few_rows_are_shared_by_programs():
     assert (one.width, many.width) == (512, 2048)
     assert round_config(14336, 128, False, 1, SM90).width == 512
     assert round_config(64, 0, True, 1, SM90) == RoundConfig(64, 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "programs"),
+    [
+        ({}, MOST_READERS_OF_ROW),
+        ({"norm": "rms"}, MOST_READERS_OF_ROW),
+        ({"norm": "rms", "group": 128}, MOST_READERS_OF_ROW),
+        ({"norm": "rms", "scale": torch.float32}, MOST_READERS_OF_ROW),
+        ({"group": 128}, 32),
+        ({"scale": torch.float32}, 32),
+    ],
+)
+def test_few_programs_read_the_same_row(options, programs):
+    """A program reads the whole row if the row has one scale that must be computed, or a norm."""
+    a = OP.sample_inputs(RoundCase("", num_tokens=1, n=16384, **options))
+    program = drive(round_rows_steps(a, SM90), Interpreter(SM90, runs=False))
+    (launch,) = (step for step, _ in program.steps if isinstance(step, Launch))
+    assert tuple(launch.grid) == (1, programs)
 
 
 def test_the_next_kernel_starts_before_this_one_waits():

@@ -113,7 +113,7 @@ QKV_ONLY = [
         FLAT,
         lambda a: {"q_weight": a.q_weight.repeat_interleave(2, dim=-1)[..., ::2]},
         "q_weight",
-        "stride 1 in the last or the second last",
+        "stride 1 in one of the last two dimensions",
     ),
     (FLAT, lambda a: {"q_weight": a.q_weight.to("meta")}, "q_weight", "a tensor on cpu"),
     (FLAT, lambda a: {"q_bias": a.q_bias.flatten()}, "q_bias", r"\[4, 32\], got shape \[128\]"),

@@ -17,6 +17,7 @@ from tests.found import matches_of
 from tests.models import finegrained
 from tests.scaled_products import ROW_SCALES
 from tilewright.compiler import lower, reports
+from tilewright.patterns.mla import rounded_latents
 
 HEADS, NOPE, ROPE, V, RANK, KEYS, BATCH = 16, 128, 64, 128, 256, 300, 2
 
@@ -109,6 +110,15 @@ def test_keys_that_no_query_sees_may_hold_anything():
     latents, rope_keys = latents.clone(), rope_keys.clone()
     latents[hidden], rope_keys[hidden] = torch.nan, torch.inf
     torch.testing.assert_close(compiled(Latents(), q, latents, rope_keys, seen), expected)
+
+
+def test_the_sizes_of_the_attention_decide(monkeypatch):
+    decided = []
+    monkeypatch.setattr(rounded_latents, "is_faster", lambda **sizes: decided.append(sizes))
+    with torch.no_grad():
+        lower(Latents(), arguments(queries=3), dynamic=False)
+    sizes = {"queries": 3, "keys": KEYS, "heads": HEADS, "nope": NOPE, "rope": ROPE, "v_dim": V}
+    assert decided == [sizes | {"rank": RANK, "sequences": BATCH}]
 
 
 def test_many_queries_take_the_codes_of_the_graph():

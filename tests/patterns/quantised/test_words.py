@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.compiler.flow_check import returned, selected
-from tilewright.patterns.quantised.words import bits_of
+from tilewright.patterns.quantised.words import bits_of, follow
 
 DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -111,3 +111,73 @@ def test_random_chains(dtype):
 
         known += assert_right(chain, dtype)
     assert known > 5
+
+
+WRITTEN = slice(2, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [
+        (slice(4, 8, 2), "input"),
+        (slice(2, 8, 4), "input"),
+        (slice(3, 8, 2), "aten.zeros"),
+        (slice(0, 2), "aten.zeros"),
+        (slice(8, 10), "aten.zeros"),
+        (slice(0, 6, 2), "store"),
+        (slice(4, 10, 2), "store"),
+        (slice(2, 8, 3), "store"),
+        (slice(2, 8), "store"),
+    ],
+    ids=str,
+)
+def test_a_read_after_a_strided_write_is_followed_if_all_of_it_is_inside_or_outside(read, found):
+    def expression(w):
+        memory = torch.zeros(10, dtype=w.dtype)
+        memory[WRITTEN] = w
+        return memory[read]
+
+    held = torch.arange(1, 4)
+    view = follow(returned(expression, held))
+    assert view.value.op == found
+    if found == "input":
+        assert selected(view.effect, held).tolist() == expression(held).tolist()
+
+
+GATHERED = {
+    "a run": ([2, 3, 4], slice(None), True),
+    "one row": ([-1], slice(None), True),
+    "every other row": ([0, 2, 4], slice(1, None), True),
+    "rows that repeat": ([1, 1, 3, 3], slice(None), True),
+    "runs": ([0, 1, 4, 5], slice(None), True),
+    "a part of runs": ([0, 1, 4, 5, 8, 9], slice(2, None), True),
+    "a run of what has none": ([0, 7, 2, 3, 4], slice(2, None), True),
+    "columns of runs": ([0, 4, 8, 1, 5, 9], slice(None), True),
+    "a descending run": ([5, 3, 1], slice(None), False),
+    "a longer last run": ([0, 1, 4, 5, 6], slice(None), False),
+    "runs at other distances": ([0, 1, 4, 5, 7, 8], slice(None), False),
+    "other runs": ([0, 1, 4, 6, 8, 9], slice(None), False),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", GATHERED)
+def test_a_gather_by_constants_is_followed_if_its_rows_form_runs(name, dim):
+    rows, read, known = GATHERED[name]
+
+    def selected_rows(w):
+        return w.index_select(dim, torch.tensor(rows) % 10).narrow(1 - dim, 1, 3)
+
+    def indexed_rows(w):
+        return w[rows] if dim == 0 else w[:, rows]
+
+    held = torch.arange(100).view(10, 10)
+    for gather in (selected_rows, indexed_rows):
+
+        def expression(w, gather=gather):
+            return gather(w).transpose(0, dim)[read]
+
+        view = follow(returned(expression, held))
+        assert (view.value.op == "input") == known
+        if known:
+            assert torch.equal(selected(view.effect, held), expression(held))
