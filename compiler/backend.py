@@ -334,9 +334,9 @@ def lower(
     as part of the break.
 
     Raises TypeError if the model cannot be called, if `args` is not a tuple or list, or if `kwargs`
-    is not a dictionary by name. Raises ValueError for unknown patterns or targets, and StrictError
-    under `strict`. Exceptions that Dynamo or the model raises before there is a graph are passed
-    on.
+    is not a dictionary by name. Raises ValueError for unknown patterns or targets. Raises
+    StrictError if `strict` makes a miss an error. Exceptions that Dynamo or the model raises before
+    there is a graph are passed on.
     """
     _check_call(model, args, kwargs)
     if dynamic not in (None, True, False):

@@ -294,8 +294,8 @@ def _told(
 
     before: the misses of earlier rounds. The function drops a miss if its pattern now matches the
         site.
-    now: the misses of this round. After the first rewrite, it adds only misses at nodes of
-        `left_open`.
+    now: the misses of this round. After the first rewrite, the function adds only misses at nodes
+        of `left_open`.
     left_open: the nodes of the sites that ops refused; None before the first rewrite.
     """
     found = {(match.pattern, match.anchor.node) for match in matches}
@@ -327,8 +327,8 @@ def _sites(
 
 
 def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:
-    """Sets `tune` at the sites whose op can be tuned. Returns notes that say which GPU will
-    measure."""
+    """Sets `tune` at the sites whose op can be tuned. Returns notes that say on which GPU the ops
+    will be measured."""
     notes: dict[str, None] = {}
     for done in rewritten:
         tuning = get_op(done.node.meta["tilewright"]["op"]).tuning

@@ -146,7 +146,8 @@ class Result:
     for each value that is read from outside of the match.
 
     Attributes:
-        replaced: The value. It is equal to `output[effect] * factor + added`.
+        replaced: The value that the output replaces. It is equal to `output[effect] * factor +
+            added`.
         effect: The selection of the output's elements.
         output: The index of the output, for an op that returns several outputs.
         factor: The number that multiplies the selected elements.
@@ -177,7 +178,7 @@ class Parts:
     """A value whose views become views of the op's output. The value itself disappears.
 
     Attributes:
-        replaced: The value.
+        replaced: The value that disappears.
         restate: A function that converts an effect on `replaced` to the effect on the output that
             selects the same elements. It raises InexpressibleError for elements that the output
             does not have.
@@ -194,7 +195,7 @@ class Match:
     """A subgraph, and the fused op that replaces it.
 
     Attributes:
-        anchor: The node or record from which the pattern found the match.
+        anchor: The value from which the pattern found the match.
         arguments: The arguments, by their names in the op's schema: views (the rewriter builds
             them), numbers, strings or None.
         results: The values of the graph, or parts of them, that the op's output replaces.
@@ -244,7 +245,7 @@ class Reject(Exception):
     """Carries a Miss out of a pattern's helper functions. :func:`attempt` returns this Miss."""
 
     def __init__(self, miss: Miss) -> None:
-        super().__init__(miss)  # it is formatted on demand, because most rejections are caught
+        super().__init__(miss)  # formatted on demand, because most rejections are caught
         self.miss = miss
 
 
@@ -316,7 +317,7 @@ class Sought:
         near: The operations that a report lists as the most similar ones if there is no anchor.
             They have the names that `patterns.dataflow` uses; an in-place write is a "store".
         before: Kinds of operations. Besides the nodes of its anchor, a miss accounts for the first
-            operations of these kinds upstream of them.
+            operations of these kinds upstream of these nodes.
         behind: Kinds of operations. A miss also accounts for the first operations of these kinds
             downstream of its anchor.
         depth: How many consecutive products upstream a miss accounts for.
@@ -408,7 +409,7 @@ class Missed:
     """An anchor that is already known to be a miss. :func:`attempt` returns this miss.
 
     Attributes:
-        miss: The miss.
+        miss: The miss that the anchor becomes.
         stores: The writes that a match would perform.
         values: Other values that the miss accounts for.
         products: Products that the miss accounts for.
@@ -569,7 +570,7 @@ def find(
     """Returns all matches of all patterns. For every anchor that no pattern matched, returns the
     miss with the highest stage.
 
-    An unexpected exception affects only its anchor: `failed` makes a miss of it.
+    An unexpected exception affects only its anchor: `failed` makes a miss of the exception.
 
     A store goes to the first pattern that matches it and passes `check`. If a later pattern matches
     a store that an earlier pattern missed, the earlier miss is kept, because it is more
@@ -589,7 +590,8 @@ def find(
     ops: dict[int, str] = {}  # the op that each missed pattern would have inserted
     sites: dict[int, list[Value]] = defaultdict(list)
     whole: set[Value] = set()  # absorbed values, and the writes of matches that absorb values
-    by_op: dict[str, set[Value]] = defaultdict(set)  # by patterns that take leftovers
+    # For each op, the values that patterns with `takes_leftovers` absorb.
+    by_op: dict[str, set[Value]] = defaultdict(set)
     written: dict[str, set[Value]] = defaultdict(set)  # the stores that each pattern takes
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
@@ -657,7 +659,7 @@ def _answer(
 ) -> Match | Miss:
     doing, nodes = "to match", _anchor_nodes(anchor)
     if any(map(_is_empty, nodes)):
-        message = "it computes a tensor that has no elements"
+        message = "the site computes a tensor of no elements"
         return Miss(pattern.name, "EMPTY", Stage.ANCHORED, message, nodes)
     try:
         answer = attempt(pattern, anchor, flow)

@@ -96,7 +96,8 @@ class Site:
 class GraphReport:
     """The outcome for one Dynamo graph. `str()` returns the report in plain lines.
 
-    modules: the graph before and after fusing; None in a report :meth:`without_graphs`.
+    modules: the graph before and after fusing; None in a report that :meth:`without_graphs`
+        returned.
     seconds: the time of each phase.
     inputs: the graph's inputs that shared memory when the graph was traced.
     points: the census of the graph; empty if fusing did not begin.
@@ -298,7 +299,7 @@ Placed = TypeVar("Placed", Site, Miss)
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
     """Joins equal sites of different layers. Returns a representative, the collapsed scope and the
-    count of each."""
+    count of each group."""
     return [(g[0], scope, len(g)) for g, scope in _alike(sites, site_kind)]
 
 
@@ -310,7 +311,7 @@ def site_kind(site: Site) -> tuple[Any, ...]:
 
 def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:
     """Joins equal misses of different layers. Returns a representative, the collapsed scope and the
-    count of each."""
+    count of each group."""
 
     def kind(miss: Miss) -> tuple[Any, ...]:
         why = miss.message if miss.pattern == CAPTURE else ""

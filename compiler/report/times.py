@@ -31,9 +31,10 @@ FILL_S = 1.1e-6
 #: The share of a copy's rate that parts reach when they move bytes.
 MEMORY_SHARE = 0.98
 #: How many times faster than memory the L2 cache is. This is an assumption: bytes that cross
-#: between parts and fit into the L2 cache are still there for the next part. The prompts of the
-#: same steps support it, because the root mean square of all errors falls from 4.7 to 4.3 %. They
-#: do not distinguish a factor of 2 from a factor of 3.
+#: between parts and fit into the L2 cache are still there for the next part. The prompts among the
+#: steps to which FILL_S was fitted support this assumption: with it, the root mean square of all
+#: errors falls from 4.7 to 4.3 %. These prompts do not distinguish a factor of 2 from a factor of
+#: 3.
 L2_SPEED = 2.0
 #: The share of a copy's rate that mixtures reach when they read experts as codes. It comes from
 #: moe_quantized.json. Linears of codes reach MEMORY_SHARE (linears_quantized.json, int4 and fp8,

@@ -137,8 +137,7 @@ def _indices(write: Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-# --- the function that a call takes
-# ----------------------------------------------------------------
+# --- the function that a call takes ---------------------------------------------------------------
 
 
 def _hides_nothing(body: fx.Graph) -> bool:

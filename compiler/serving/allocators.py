@@ -1,5 +1,5 @@
-"""Allocators that present the engine's memory as one tensor, and the pages of requests as block
-tables.
+"""Allocators for transformers' continuous batching engine that present its memory as one tensor,
+and the pages of requests as block tables.
 
 transformers' engine keeps the keys and values of all layers in one flat tensor. For each kind of
 attention it has an allocator, which gives blocks of that tensor to requests. A block holds a page
@@ -82,7 +82,8 @@ class FullPages(FullAttentionCacheAllocator):
         block_table[: len(blocks)].copy_(blocks, non_blocking=True)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises RuntimeError, because only an attention that is not tilewright's calls this."""
+        """Raises RuntimeError, because only an attention that is not tilewright's calls this
+        method."""
         raise RuntimeError(
             "the model's attention was changed while a manager of continuous batching runs: stop "
             "one manager before you start the next"
@@ -95,8 +96,8 @@ class WindowPages(FullPages):
     """Allocates pages for layers with a sliding window, and takes back the pages before the window.
 
     transformers keeps such layers in a ring buffer, which a block table cannot describe. Here a
-    request has a block table as for full attention. An entry of 0 in it stands for a page that was
-    given back, because no request has block 0.
+    request has a block table as for full attention. An entry of 0 in this table stands for a page
+    that was given back, because no request has block 0.
     """
 
     layer_type = SlidingAttentionCacheAllocator.layer_type

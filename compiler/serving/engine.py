@@ -71,7 +71,7 @@ def disable(model: nn.Module) -> None:
     """Undoes `enable`; does nothing if the model is not enabled.
 
     Raises TypeError as `enable` does. Raises RuntimeError while a manager of the model runs or is
-    kept, and if other code has changed the model's class since.
+    kept, or if other code has changed the model's class since.
     """
     changed = with_generate(model)
     if not has_change(changed, _CHANGE):

@@ -7,8 +7,8 @@
 
 After every token, `generate()` of transformers asks the GPU whether all sequences have ended, and
 waits for the answer before it launches the next step. transformers also has a check that reads the
-answer one step late, but uses it only on MPS. This module makes one model use it on CUDA. Needs
-transformers.
+answer one step late, but uses it only on MPS. This module makes one model use that check on CUDA.
+Needs transformers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Constants that the graph computes without inputs, such as shift tables, column orders and group
-numbers."""
+"""Evaluates constants that the graph computes without inputs, such as shift tables, column orders
+and group numbers."""
 
 from __future__ import annotations
 

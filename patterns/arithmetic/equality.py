@@ -1,4 +1,4 @@
-"""Equality of values that the graph computes more than once."""
+"""Decides whether two values that the graph computes separately are equal."""
 
 from __future__ import annotations
 

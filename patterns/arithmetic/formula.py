@@ -78,8 +78,8 @@ class Formula:
     ways: tuple[Formula, ...] = ()
 
     def match(self, item: Any, then: Then = lambda found: found) -> Any:
-        """Calls `then` for each match, and returns its first result that is not None. If there is
-        none, returns None.
+        """Calls `then` for each match, and returns the first result of `then` that is not None. If
+        there is no such result, returns None.
 
         item: a view, a number or another argument.
         """
@@ -241,7 +241,8 @@ def reduction(
     """Matches a reduction `op` over runs of numbers along the last dimension.
 
     operand: a formula that matches the input. The formula gets a view of the input in which each
-    number of a run has the index of the run's result. width: the name of the length of a run.
+        number of a run has the index of the run's result.
+    width: the name of the length of a run.
     holds: one more condition on the value.
     """
     name = f"aten.{op}"
@@ -270,8 +271,8 @@ def largest(of: Formula, width: str) -> Formula:
 
 
 def aside(formula: Formula) -> Formula:
-    """Returns a formula with the same matches that absorbs no values, so that they stay in the
-    graph."""
+    """Returns a formula with the same matches that absorbs no values, so that the matched values
+    stay in the graph."""
 
     def match(item: Any, found: Found, then: Then) -> Any:
         return formula.matcher(item, found, lambda f: then(Found(f.bound, found.absorbed)))

@@ -1,4 +1,4 @@
-"""Single operations, however they are written: reductions, clamps and fills."""
+"""Recognises reductions, clamps, fills and other single operations, however they are written."""
 
 from __future__ import annotations
 

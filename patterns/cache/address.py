@@ -225,7 +225,7 @@ def _one_index(
         message = (
             f"index_copy_ does not accept slots of {slots.value.dtype}: the call raises an error"
         )
-        _refuse("SLOT_INDEX", message, slots, "give it 64-bit slots: slots.long()")
+        _refuse("SLOT_INDEX", message, slots, "give index_copy_ slots of 64 bits: slots.long()")
     page, head, element, at = _roles(write, written, index, head_axis)
     lead = list(range(len(slots.effect.dims)))
     if page is None:
@@ -298,7 +298,8 @@ def _filled(write: CacheWrite, written: Written) -> Address:
             if is_in_package(write.node, "transformers")
             else (
                 "keep a ring of slots, cache[:, :, positions % window] = k, and compute the "
-                "mask from the position that each slot holds; moving the window copies all of it"
+                "mask from the position that each slot holds; moving the window copies the whole "
+                "window"
             ),
         )
     found = fill_slices(write.target, write.memory.shape)

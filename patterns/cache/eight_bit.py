@@ -33,7 +33,7 @@ class Written:
     """The values that a write stores, before they are scaled and rounded to the cache's dtype.
 
     Attributes:
-        view: The values.
+        view: The values before they are scaled and rounded.
         scale: A number, or a view that has the shape of `view` and repeats along the dimensions in
             which the scale does not vary.
         multiplies: Whether values are multiplied by the scale. If not, they are divided by it.
@@ -85,8 +85,8 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
 
 
 def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
-    """Whether the op may omit a cast. It may omit the rounding that it computes itself, a rounding
-    directly before that, and a cast to a wider dtype."""
+    """Whether the op may omit a cast. The op may omit the rounding that it computes itself, a
+    rounding directly before its own rounding, and a cast to a wider dtype."""
     value = written.view.value
     before = value.args[0].value.dtype
     if before not in WIDE:
@@ -190,7 +190,7 @@ def scale_argument(written: Written, device: torch.device) -> View | Computed | 
 
 def scale_of_heads(scale: View | float, device: torch.device) -> View | Computed | None:
     """Returns the scale of heads [..., H, D] in the form that ops expect: fp32, [] or [H]. Returns
-    None if it varies from token to token or along head_dim."""
+    None if the scale varies from token to token or along head_dim."""
     if not isinstance(scale, View):
         options = (("dtype", torch.float32), ("device", device))
         return Computed("full", ((), float(scale)), options)

@@ -1,7 +1,7 @@
 """Finds what each dimension means in a slice of a cache that is written, `cache[:B, s : s + n]`.
 
 There is no index tensor that shows which dimension of a slice has the slots. The slots are in the
-dimension that is cut.
+dimension that the slice cuts.
 """
 
 from __future__ import annotations

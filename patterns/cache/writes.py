@@ -144,7 +144,8 @@ _REACH = 32
 
 def _is_given(store: Store, flow: Dataflow) -> bool:
     """Whether a part of a cache is written with an activation that is an input of the graph, or
-    with simple arithmetic on one. An earlier graph or the caller has projected this activation."""
+    with simple arithmetic on such an input. An earlier graph or the caller has projected this
+    activation."""
     source = store.source
     assert source is not None
     part = bool(store.index) or not effects.is_identity(store.target, store.memory.shape)
@@ -211,7 +212,7 @@ def _inputs_of(flow: Dataflow, value: Value) -> list[View]:
 
 def _written(store: Store) -> Written | None:
     """Returns the values that a write stores, in the cache's dtype, or before they were rounded to
-    it."""
+    this dtype."""
     source, dtype = store.source, store.memory.dtype
     if source is None:
         return None

@@ -180,8 +180,8 @@ def _both_quantised(
 
 
 def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Computed] | None:
-    """Returns tensors [E], whose product has the factor of all rows as each element. Returns None
-    if the op does not support the blocks or the factors of the rows."""
+    """Returns tensors [E]. Each element of their product is the factor that all rows share. Returns
+    None if the op does not support the blocks or the factors of the rows."""
     assert rows.scale is not None
     own = unrepeated(rows.scale.effect.dims[1])[1]
     if (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
@@ -190,8 +190,8 @@ def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Co
 
 
 def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
-    """Returns tensors [E], whose product has the factor of all rows as each element. Returns None
-    if rows have different factors."""
+    """Returns tensors [E]. Each element of their product is the factor that all rows share. Returns
+    None if rows have different factors."""
     views = (*rows.factors, *rows.divisors)
     if not all(effects.repeats(view.effect.dims[0]) for view in views):
         return None
@@ -228,8 +228,8 @@ def _facts(
 
 @dataclass(frozen=True)
 class SignedScales:
-    """Reports products of NVFP4 rows and weights for which the graph does not show that no scale is
-    negative.
+    """Reports products of NVFP4 rows and weights whose scales may be negative, as far as the graph
+    shows.
 
     This pattern never matches. :class:`GroupedGemm` matches these products, with rows that the
     graph decodes.

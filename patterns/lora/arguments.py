@@ -19,8 +19,8 @@ from tilewright.patterns.recognise.dtypes import dtype_name
 
 LETTERS = ("q", "k", "v")
 CAST_ADAPTERS = "peft: get_peft_model(..., autocast_adapter_dtype=False)"
-#: The deltas of one projection. Each has its matrices B [G, W, R], whose rows W are in the order of
-#: the projection's columns.
+#: The deltas of one projection. Each delta comes with its matrices B [G, W, R], whose W rows are in
+#: the order of the projection's columns.
 Placed = Sequence[tuple[LoraDelta, View]]
 
 

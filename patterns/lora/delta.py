@@ -83,7 +83,7 @@ class LoraDelta:
     """The delta that is added to a projection.
 
     Attributes:
-        x: [T, K].
+        x: The activation, [T, K].
         shrink: The matrices A [G, R, K].
         expand: The matrices B [G, W, R].
         adapters: The adapter of each row.

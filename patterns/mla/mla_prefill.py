@@ -142,9 +142,9 @@ def _weight(keys: LatentKeys, flow: Dataflow) -> View | Computed:
 
 
 def _in_rows(weight: View, flow: Dataflow) -> View | Computed:
-    """Returns the weight [N, L]. If the graph computes it as [L, N], for example by decoding codes
-    by column, it is made contiguous. A weight that is stored as [L, N] stays as it is, and the op's
-    checks accept or refuse it."""
+    """Returns the weight [N, L]. If the graph computes the weight as [L, N], for example by
+    decoding codes by column, the weight is made contiguous. A weight that is stored as [L, N] stays
+    as it is, and the op's checks accept or refuse it."""
     stored = weight.value.op in ("constant", "input")
     return weight if stored or flow.rows_are_dense(weight) else Computed("contiguous", (weight,))
 

@@ -5,9 +5,9 @@ up-projection.
     kv  = (codes @ kv_b_codes^T) * scales * kv_b_scales   ⇒   mla_decode(.., round_latents=True)
     out = attention(q, kv..., rope_keys)
 
-For few queries, `mla_decode` reads the latents, and rounds only latents that a query sees. For more
-queries, the graph rounds the latents, and `mla_prefill` takes the codes. Dimension letters: as in
-`patterns/mla/keys.py`.
+For few queries, `mla_decode` reads the latents, and rounds only the latents that a query attends
+to. For more queries, the graph rounds the latents, and `mla_prefill` takes the codes. Dimension
+letters are explained in `patterns/mla/keys.py`.
 """
 
 from __future__ import annotations

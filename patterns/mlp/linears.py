@@ -164,7 +164,7 @@ def _is_rounded(x: View) -> bool:
 # The largest number of casts, biases and numbers between a product and its reader.
 _STEPS = 6
 _PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
-_ONCE = "compute it once, when the model is loaded"
+_ONCE = "compute the weight once, when the model is loaded"
 _NUMBERS = (
     "call torch._dynamo.mark_static(weight), or torch._dynamo.reset() before a model of other "
     "sizes is compiled"
@@ -208,8 +208,8 @@ def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
 
 
 def match_unlike(view: View) -> Missed | None:
-    """Returns the miss for a view that is a product, apart from casts and vectors, if
-    :func:`match_few_tokens` refuses this product because of its weight. Returns None for every
+    """Returns the miss for a view that is a product, apart from casts and arithmetic with vectors,
+    if :func:`match_few_tokens` refuses this product because of its weight. Returns None for every
     other view."""
     scaled = None
     for value in _passed(view.value, _is_stored):
@@ -251,13 +251,14 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
             hint = "multiply the weight by this factor once, when the model is loaded"
             return None if scaled is None else _missed(gemm.value, why, hint)
         axes = len(weight.value.shape)
-        return _missed(gemm.value, f"{given} has {axes} axes", "store it as [N, K]")
+        return _missed(gemm.value, f"{given} has {axes} axes", "store the weight as [N, K]")
     if holds_codes(weight.value) or not (_is_stored(weight.value) or _of_codes(weight.value)):
         return None
     if weight.value.op == "cast" and weight.value.operands[0].value.op in STORED:
         names = [dtype_name(v.dtype) for v in (weight.value.operands[0].value, weight.value)]
         why = f"{given} is cast from {' to '.join(names)} in every call"
-        return _missed(gemm.value, why, "cast it once, when the model is loaded: module.to(dtype)")
+        hint = "cast the weight once, when the model is loaded: module.to(dtype)"
+        return _missed(gemm.value, why, hint)
     return _missed(gemm.value, f"{given} is computed in every call, by {weight.value}", _ONCE)
 
 

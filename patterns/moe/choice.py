@@ -164,7 +164,8 @@ def _fills_infinity(masked: Value) -> bool:
 
 
 def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Value, ...]]:
-    """Returns (numbers before the mask, groups, values absorbed). Raises Reject (ROUTER_GROUPS).
+    """Returns (numbers before the mask, groups, values absorbed). Raises Reject (ROUTER_GROUPS) for
+    a mask that the op cannot compute.
 
     flat: the masked numbers as [T, E], if the mask has the shape [T, G, E / G].
     """

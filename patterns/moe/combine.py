@@ -46,7 +46,7 @@ class Combine:
     Attributes:
         weights: The expert weights [T, S]. None if the rows were multiplied by weights before the
             experts; then `factor` multiplies all results.
-        num_slots: S.
+        num_slots: The number S of experts that each token chooses.
         end: The result [T, H].
         absorbed: The values that the op replaces.
         added: The tensor that the sum is added to; None if it is zeros.
@@ -118,7 +118,7 @@ def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | N
     """Returns the weights [T, S] if a product computes einsum("ts, tsh -> th", weights, value),
     however it is written; else None.
 
-    last: (S, H).
+    last: the sizes (S, H) of the result's last two dimensions in `value`.
     """
     found = named_product(product)
     if found is None or not found.names_differ:

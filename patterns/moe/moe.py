@@ -7,7 +7,8 @@
     out   = y, put back into the order of the tokens, and summed over the S slots of each token
 
 If the graph quantises both `rows` and `h`, and the weights are fp8, the op quantises them too. The
-op does not compute the router. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
+op does not compute the router. A route is a token together with one of the experts that were chosen
+for it. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
 """
 
 from __future__ import annotations

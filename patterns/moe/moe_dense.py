@@ -12,7 +12,8 @@ The scores of all experts that a router did not choose must be zero, and the gra
 The op does not compute the experts that were not chosen. If the results of these experts are
 finite, they do not change the sum. If such a result is infinite, the graph's sum is NaN, and the
 op's sum is not. If each token has only one expert, the scores may also multiply the input, as in
-Llama-4. Dimension letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
+Llama-4. A route is a token together with one of the experts that were chosen for it. Dimension
+letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RouteRows:
 
     Attributes:
         order: The order of the routes.
-        num_slots: S.
+        num_slots: The number S of experts that each token chooses.
         x: The tokens, [T, H].
         weights: The weights [T, 1] that multiply x before the experts; None if no weights multiply
             x.
@@ -99,7 +99,8 @@ def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
 
 
 def _gathered_rows(view: View) -> RouteRows:
-    """Returns rows that are gathered from the tokens; raises Reject (EXPERT_ORDER)."""
+    """Returns rows that are gathered from the tokens. Raises Reject (EXPERT_ORDER) for any other
+    rows."""
     taken = gathered(view)
     if taken is None:
         refuse_order(f"the rows are {view.value}, not gathered from the tokens", view)

@@ -1,4 +1,5 @@
-"""Caches that an op cannot write in place, because they grow by `cat` or are updated out of place.
+"""Reports caches that an op cannot write in place, because they grow by `cat` or are updated out of
+place.
 
 The pattern never matches. It only reports misses, which tell the user what to change.
 """

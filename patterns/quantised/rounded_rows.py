@@ -51,7 +51,7 @@ class RoundedRows:
     Attributes:
         x: All numbers of a value before they are rounded, [..., width]. `width` columns share a
             scale.
-        codes: The result.
+        codes: The value that has the codes.
         scale: The scale, [..., 1].
         options: Arguments of `round_rows` by name.
         absorbed: The values between x and the codes, including the scale.
@@ -142,8 +142,8 @@ class _Walk:
         reject("ACTIVATION_FORMAT", Stage.GUARDS, message, value, hint=_HINT, weight="advice")
 
     def whole(self, item: Any, what: str) -> Value:
-        """Returns the value of a view. Refuses the rounding if the view is only a part of this
-        value. what: the name of the view in the message."""
+        """Returns the value of a view. Raises Reject if the view is only a part of this value.
+        what: the name of the view in the message."""
         if not isinstance(item, View) or not item.is_whole:
             self.refuse(self.codes, f"use only a part of {what}")
         return item.value

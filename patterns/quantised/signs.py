@@ -1,4 +1,4 @@
-"""Finds values that are certainly never negative, because the graph shows it."""
+"""Finds values that the graph shows to be zero or positive."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class DequantizedWeight:
         zero: The zero, [N, K], or None. Its numbers repeat over blocks like those of the scale.
         zero_point: The zero point.
         nibble_order: The order of the nibbles in a word.
-        steps: The steps that are applied to the scale afterwards.
+        steps: The steps that are applied to the scale after it is cut to blocks.
         factors: Further scales [N, K] that multiply the weight. They have larger blocks.
         divisors: Further scales [N, K] that divide the weight. They have larger blocks.
         number: A factor for the whole weight.
@@ -115,7 +115,7 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     if WEIGHT_FORMATS[found.format].packed_axis == -2:
         per = len(found.nibble_order)
         if not isinstance(shape[-1], int) or shape[-1] % per:
-            refuse(weight, f"{per} rows share a word, but head_dim is {shape[-1]}")
+            refuse(weight, f"{per} rows share a word, and head_dim, {shape[-1]}, is no multiple")
         shape[-1] //= per
     return replace(found, codes=found.codes.reshape(*shape, found.codes.shape[1]))
 

@@ -87,7 +87,7 @@ class Weighted:
 
     Attributes:
         v: The values, [B, K, H, V].
-        end: The result.
+        end: The value that is the result of the product.
         layout: The dimensions of `end`, expressed on the axes [B, S, H, V].
         absorbed: The values that compute the product.
     """
@@ -189,8 +189,8 @@ def _peel(found: Logits, view: View) -> bool:
 
 def _sum(found: Logits, view: View) -> bool:
     """Reads a sum of products. Only a product in which each head has its own keys determines the
-    roles of the dimensions. A product that could not be read before such a product is therefore
-    tried again."""
+    roles of the dimensions. Therefore, a product that could not be read is tried again after such a
+    product."""
     found.absorbed.append(view.value)
     left = [view.of_operand(v) for v in view.value.operands]
     around = _around(found)
@@ -269,7 +269,7 @@ def _varies(view: View | None, dim: int) -> bool:
 
 
 def _is_bare(found: Logits) -> bool:
-    """Whether no operation between this value and the softmax changes the logits."""
+    """Whether no operation that has been read so far, back from the softmax, changes the logits."""
     plain = found.scale == 1.0 and not found.softcap and not found.terms
     return plain and not (found.mask or found.added)
 
@@ -297,7 +297,7 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
 
 def _added(found: Logits, value: Value, view: View) -> View | None:
     """Reads a mask of numbers. The mask is added to the scaled products, or subtracted from them,
-    so a scale must not follow it."""
+    so a scale must not follow the mask."""
     products = [v for v in value.operands if v.value.projected]
     if len(products) != 1:
         products = [v for v in value.operands if _holds_product(v)]

@@ -33,8 +33,8 @@ class Gemm:
         weight: The weight, [N, K].
         bias: The bias, [N], or None.
         x_scale: The scales of x if x is eight-bit codes, [T or 1, K / block or 1].
-        weight_scale: The scales of the weight if it is codes, [N, K], expanded to one number for
-            each element.
+        weight_scale: The scales of the weight if the weight is codes, [N, K], expanded to one
+            number for each element.
     """
 
     value: Value
@@ -48,7 +48,7 @@ class Gemm:
 
     @property
     def feature(self) -> int:
-        """The axis of N."""
+        """The axis of `shape` that has the N output features."""
         return len(self.shape) - 1
 
     @property

@@ -53,7 +53,7 @@ def flat(view: View) -> View:
 
 def per_row(view: View) -> View | None:
     """Returns a view [M, 1], or such a view broadcast to [M, N], as [M]. Returns None if the view
-    differs between columns, and if it is a single number."""
+    differs between columns, or if the view is a single number."""
     if not view.effect.dims:
         return None
     *rows, last = view.effect.dims
