@@ -135,9 +135,11 @@ class Miss:
 
     def __str__(self) -> str:
         place = f"{self.scope or 'graph'} ({self.source})" if self.source else self.scope or "graph"
+        # Every attempt reaches the first stage, so its name says nothing.
+        stage = "" if self.stage is Stage.ANCHORED else f" {self.stage.label}"
         stop = "" if self.message.endswith(".") else "."
         hint = f"{stop} Hint: {self.hint}" if self.hint else ""
-        return f"{place} {self.stage.label}, {self.code}: {self.message}{hint}"
+        return f"{place}{stage}, {self.code}: {self.message}{hint}"
 
 
 @dataclass(frozen=True)
