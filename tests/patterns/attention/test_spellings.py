@@ -322,6 +322,24 @@ def test_values_in_other_dimensions_are_not_read(name):
     assert codes_of(report, "attention") == {"ATTENTION_FORM"}
 
 
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("sequences", [BATCH, None])
+def test_logits_of_another_form_are_reported_if_they_are_masked(sequences, masked):
+    """Without a mask, a softmax between two products may be no attention. A single sequence may
+    have no dimension."""
+
+    def attend(q, k, v, mask, *_):
+        if sequences is None:
+            q, k, v, mask = q[0], k[0], v[0], mask[0]
+        logits = torch.sin(q @ k.mT)
+        logits = logits + torch.where(mask, 0.0, -3e38).to(q.dtype) if masked else logits
+        return logits.softmax(-1) @ v
+
+    report = run(attend, inputs(kv_heads=HEADS))
+    assert matches_of(report, "attention") == []
+    assert codes_of(report, "attention") == ({"ATTENTION_FORM"} if masked else set())
+
+
 def test_heads_across_which_a_view_cuts_are_not_read():
     """A view that does not keep heads apart is not read: it shows the scaled products as three
     blocks of four rows, while they are four heads of three queries."""
